@@ -1,0 +1,85 @@
+# Everything a developer runs. Each target makes the environment it needs, with pip and venv alone;
+# stamps keep what is up to date. PYTHON is the interpreter to build environments from (>= 3.11).
+#
+#   make demo   .venv       tunes ResNet-18 on this machine
+#   make test   .venv-test  the suite and the doctests, on the installed package
+#   make bare   .venv-bare  the same without any optional dependency
+#   make lint, make types, make dist, make clean
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.SECONDARY:
+.PHONY: demo test bare lint types dist clean
+
+ROOT := $(CURDIR)
+SOURCES := $(shell find ucudnn solvers cache -name '*.py') ucudnn/py.typed
+PIP := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# torch comes first and by its exact version: see constraints.txt.
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# Per environment: extras of the package, and tools beside it.
+EXTRAS.venv :=
+EXTRAS.venv-test := [test,report]
+TOOLS.venv-test := mypy ruff
+EXTRAS.venv-bare := [test]
+
+demo: .venv/.installed
+	.venv/bin/python -P examples/resnet18.py
+
+# Outside the checkout, without PYTHONPATH and with -P: only the installed ucudnn can be imported.
+# Arguments: environment, module and its arguments.
+define outside
+cd "$$(mktemp -d)"; trap 'rm -rf "$$PWD"' EXIT; \
+env -u PYTHONPATH "$(ROOT)/$(1)/bin/python" -P -m $(2)
+endef
+PYTEST = pytest --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -p no:cacheprovider \
+	"$(ROOT)/tests" --pyargs ucudnn $(PYTEST_ARGS)
+
+test: .venv-test/.installed
+	$(call outside,.venv-test,$(PYTEST))
+
+bare: .venv-bare/.installed
+	.venv-bare/bin/python -c 'from importlib.util import find_spec; \
+	there = [name for name in ("cupy", "mpi4py", "plotly") if find_spec(name)]; \
+	assert not there, f"optional dependencies are installed: {there}"'
+	$(call outside,.venv-bare,$(PYTEST))
+
+lint: .venv-test/.installed
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+
+types: .venv-test/.installed
+	$(call outside,.venv-test,mypy --config-file "$(ROOT)/pyproject.toml" \
+	--cache-dir "$(ROOT)/.mypy_cache")
+
+# The wheel is made from the sdist, so both are complete where the wheel is.
+dist: dist/.built
+dist/.built: .venv-build/.ready pyproject.toml LICENSE README.md $(SOURCES)
+	rm -rf dist ucudnn.egg-info
+	.venv-build/bin/python -m build --no-isolation . >/dev/null
+	.venv-build/bin/python .ci/check_dist.py dist
+	touch $@
+
+.venv-build/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-build
+	.venv-build/bin/python $(PIP) build setuptools wheel
+	touch $@
+
+%/.ready: constraints.txt
+	$(PYTHON) -m venv $*
+	$*/bin/python $(PIP) $(TORCH)
+	$(if $(TOOLS$*),$*/bin/python $(PIP) $(TOOLS$*))
+	touch $@
+
+%/.installed: %/.ready dist/.built
+	$*/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes ucudnn
+	$*/bin/python $(PIP) "$$(echo dist/*.whl)$(EXTRAS$*)"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-test .venv-bare .venv-build build dist ucudnn.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

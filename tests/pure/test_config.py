@@ -1,0 +1,161 @@
+"""Config: every value is validated, and the environment gives defaults."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ucudnn.config import Config, read_environment
+from ucudnn.errors import ConfigError
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCUDNN_CACHE")
+    config = Config()
+    assert config.limit_bytes is None
+    assert config.policy == "powers-of-two"
+    assert config.ops == ("fprop", "dgrad", "wgrad")
+    assert config.unplanned == "torch"
+    assert config.cache is None
+    assert config.backend == "auto"
+
+
+@pytest.mark.parametrize(
+    ("limit", "count"), [(0, 0), (1 << 20, 1 << 20), ("64MiB", 64 << 20), (None, None)]
+)
+def test_the_limit_is_read_as_bytes(limit: int | str | None, count: int | None) -> None:
+    assert Config(workspace_limit=limit).limit_bytes == count
+
+
+def test_ops_are_kept_in_one_order_so_that_equal_settings_are_equal() -> None:
+    assert Config(ops=("wgrad", "fprop", "wgrad")) == Config(ops="fprop,wgrad")
+    assert Config(ops=["dgrad"]).ops == ("dgrad",)
+
+
+def test_the_cache_may_be_a_path() -> None:
+    assert Config(cache=Path("some") / "folder").cache == str(Path("some") / "folder")
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("workspace_limit", "64MB", "workspace_limit must be a number of bytes"),
+    ("workspace_limit", -1, "workspace_limit must be a number of bytes"),
+    ("workspace_limit", True, "workspace_limit must be a number of bytes"),
+    ("policy", "some", "policy must be one of undivided, powers-of-two, all, got 'some'"),
+    ("policy", None, "policy must be one of undivided, powers-of-two, all, got None"),
+    ("unplanned", "ignore", "unplanned must be one of torch, tune, error, got 'ignore'"),
+    ("backend", "cudnn8", "backend must be one of auto, torch_cpu.*, got 'cudnn8'"),
+    ("ops", "forward", "ops must name some of fprop, dgrad, wgrad, got 'forward'"),
+    ("ops", "", "ops must name some of fprop, dgrad, wgrad, got ''"),
+    ("ops", (), r"ops must name some of fprop, dgrad, wgrad, got \(\)"),
+    ("ops", None, "ops must name some of fprop, dgrad, wgrad, got None"),
+    ("ops", 3, "ops must name some of fprop, dgrad, wgrad, got 3"),
+    ("ops", [["fprop"]], "ops must name some of fprop, dgrad, wgrad, got"),
+    ("cache", 3, "cache must be a folder's path or None, got 3"),
+    ("cache", b"folder", "cache must be a folder's path or None, got b'folder'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "sentence"), REFUSED, ids=str)
+def test_refuses_a_value_and_lists_those_allowed(name: str, value: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Config(**{name: value})
+
+
+ENVIRONMENT = [
+    ("UCUDNN_WORKSPACE_LIMIT", "8MiB", "workspace_limit", 8 << 20),
+    ("UCUDNN_POLICY", "all", "policy", "all"),
+    ("UCUDNN_OPS", "wgrad,fprop", "ops", ("fprop", "wgrad")),
+    ("UCUDNN_UNPLANNED", "error", "unplanned", "error"),
+    ("UCUDNN_CACHE", "some/folder", "cache", "some/folder"),
+    ("UCUDNN_BACKEND", "torch_cpu", "backend", "torch_cpu"),
+]
+
+
+@pytest.mark.parametrize(("variable", "text", "name", "value"), ENVIRONMENT)
+def test_a_variable_gives_the_default_of_its_field(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, name: str, value: object
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert getattr(Config(), name) == value
+
+
+def test_every_field_has_a_variable() -> None:
+    assert {f"UCUDNN_{item.name.upper()}" for item in fields(Config)} == {
+        variable for variable, *_ in ENVIRONMENT
+    }
+
+
+def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCUDNN_POLICY", "all")
+    monkeypatch.setenv("UCUDNN_WORKSPACE_LIMIT", "1MiB")
+    config = Config(policy="undivided", workspace_limit=None)
+    assert config.policy == "undivided"
+    assert config.limit_bytes is None
+
+
+def test_a_bad_variable_is_refused_like_a_bad_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCUDNN_POLICY", "powerOfTwo")
+    with pytest.raises(ConfigError, match="policy must be one of undivided, powers-of-two, all"):
+        Config()
+
+
+# The variables of the released mu-cuDNN, as its README documents them.
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("undivided", "undivided"), ("powerOfTwo", "powers-of-two"), ("all", "all")],
+)
+def test_mucudnn_policy_is_mapped(old: str, new: str) -> None:
+    assert read_environment({"UCUDNN_BATCH_SIZE_POLICY": old}) == {"policy": new}
+
+
+def test_mucudnn_default_limit_is_mapped_in_bytes() -> None:
+    assert read_environment({"UCUDNN_DEFAULT_WORKSPACE_LIMIT": "67108864"}) == {
+        "workspace_limit": 64 << 20
+    }
+
+
+def test_the_new_variable_goes_before_the_old() -> None:
+    environment = {
+        "UCUDNN_BATCH_SIZE_POLICY": "all",
+        "UCUDNN_POLICY": "undivided",
+        "UCUDNN_DEFAULT_WORKSPACE_LIMIT": "1",
+        "UCUDNN_WORKSPACE_LIMIT": "2",
+    }
+    assert Config(**read_environment(environment)) == Config(policy="undivided", workspace_limit=2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "remedy"),
+    [
+        ("UCUDNN_BATCH_SIZE_POLICY", "some", "must be one of undivided, powerOfTwo, all"),
+        ("UCUDNN_DEFAULT_WORKSPACE_LIMIT", "much", "must be a number of bytes"),
+        ("UCUDNN_TOTAL_WORKSPACE_SIZE", "1024", "use UCUDNN_WORKSPACE_LIMIT"),
+        ("UCUDNN_BENCHMARK_DEVICES", "0,1", "unset it"),
+        ("UCUDNN_DATABASE", "some.db", "set UCUDNN_CACHE"),
+    ],
+)
+def test_mucudnn_variables_without_equivalent_are_refused_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, remedy: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        Config()
+    assert variable in str(caught.value)
+
+
+def test_json_round_trip_leaves_out_the_cache_which_names_a_host() -> None:
+    config = Config(workspace_limit="8MiB", policy="all", ops="dgrad", unplanned="error", cache="x")
+    values = config.to_dict()
+    assert "cache" not in values
+    again = Config.from_dict(values)
+    assert again.to_dict() == values
+    assert again.limit_bytes == 8 << 20
+
+
+def test_fields_of_later_versions_are_left_out() -> None:
+    assert Config.from_dict({**Config(policy="all").to_dict(), "colour": "red"}).policy == "all"

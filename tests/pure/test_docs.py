@@ -1,0 +1,111 @@
+"""Documents: the code in README.md runs, and the commands in it are those that exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from ucudnn import cli
+
+FENCE = re.compile(
+    r"^(?P<mark><!-- runs -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
+)
+LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.fixture(scope="session")
+def readme(repository: Path) -> str:
+    return (repository / "README.md").read_text()
+
+
+def blocks(text: str, *languages: str) -> Iterator[re.Match[str]]:
+    return (match for match in FENCE.finditer(text) if match["language"] in languages)
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command of the application that does something, with the words that call it."""
+    children = getattr(command, "commands", None)
+    if children is None:
+        yield path, command
+    for name, child in (children or {}).items():
+        yield from commands(child, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+
+
+def test_every_python_block_compiles(readme: str) -> None:
+    found = list(blocks(readme, "python"))
+    assert found
+    for block in found:
+        compile(block["code"], "README.md", "exec")
+
+
+def test_every_block_marked_as_running_runs(readme: str, package: Path, tmp_path: Path) -> None:
+    """A line `<!-- runs -->` above a block marks it; each runs by itself in an empty folder."""
+    for number, block in enumerate(blocks(readme, "python")):
+        if block["mark"]:
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            result = subprocess.run(
+                [sys.executable, "-c", block["code"]],
+                check=False,
+                capture_output=True,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(package.parent)},
+                text=True,
+            )
+            assert result.returncode == 0, f"{block['code']}\n{result.stderr}"
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_command_is_in_the_readme_and_its_help_has_an_example(
+    path: tuple[str, ...], readme: str
+) -> None:
+    assert f"ucudnn {' '.join(path)}" in readme
+    assert "Example" in (COMMANDS[path].help or "")
+
+
+def test_every_command_line_in_the_readme_is_one_that_exists(readme: str) -> None:
+    lines = [
+        line
+        for block in blocks(readme, "", "sh", "bash", "shell", "console")
+        for line in block["code"].replace("\\\n", " ").splitlines()
+        if re.match(r"(\$ )?(ucudnn|python -m ucudnn) ", line)
+    ]
+    assert lines
+    for line in lines:
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        words = words[1:] if words[0] == "ucudnn" else words[3:]
+        path = max(
+            (path for path in COMMANDS if tuple(words[: len(path)]) == path),
+            key=len,
+            default=None,
+        )
+        assert path is not None, f"no such command: {line}"
+        known = set(options(COMMANDS[path]))
+        used = {word.partition("=")[0] for word in words if word.startswith("-") and word != "-"}
+        assert used <= known, f"no such option: {line}"
+
+
+def options(command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        yield from parameter.opts
+        yield from parameter.secondary_opts
+    yield "--help"
+
+
+def test_links_lead_to_files(repository: Path) -> None:
+    for document in [*repository.glob("*.md"), *(repository / "docs").glob("*.md")]:
+        for link in LINK.finditer(document.read_text()):
+            target = document.parent / link["target"]
+            assert target.exists(), f"{document.name}: {link['target']}"

@@ -1,0 +1,43 @@
+"""Errors: one base class; they survive the way from a worker process."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+from ucudnn import errors
+from ucudnn.errors import PlanError, UcudnnError
+
+CLASSES = [
+    value
+    for _, value in inspect.getmembers(errors, inspect.isclass)
+    if value.__module__ == errors.__name__
+]
+
+
+@pytest.mark.parametrize("error", CLASSES)
+def test_every_error_is_a_ucudnn_error(error: type[Exception]) -> None:
+    assert issubclass(error, UcudnnError)
+
+
+@pytest.mark.parametrize("error", CLASSES)
+@pytest.mark.parametrize("duplicate", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy])
+def test_every_error_survives_pickling_and_copying(error: type[Exception], duplicate) -> None:
+    again = duplicate(error("the smallest needs 9 MiB"))
+    assert type(again) is error
+    assert str(again) == "the smallest needs 9 MiB"
+
+
+@pytest.mark.parametrize("smallest_bytes", [9 << 20, 0, None])
+def test_plan_error_keeps_the_smallest_workspace(smallest_bytes: int | None) -> None:
+    again = pickle.loads(pickle.dumps(PlanError("nothing fits", smallest_bytes)))
+    assert again.smallest_bytes == smallest_bytes
+    assert str(again) == "nothing fits"
+
+
+def test_misuse_is_also_a_value_error() -> None:
+    assert issubclass(errors.ProblemError, ValueError)
+    assert issubclass(errors.ConfigError, ValueError)

@@ -1,0 +1,162 @@
+"""Imports: light where they must be, pointing inward, without a cycle; few public names."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import ucudnn
+
+HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
+VALUES = {"candidate", "config", "errors", "measurement", "plan", "problem", "units"}
+# What each inner room may use beside itself.
+INWARD = {"solvers": VALUES, "cache": VALUES, "backends": VALUES}
+OUTER = {"nn", "convert", "distributed", "cli", "__main__"}
+
+
+@pytest.mark.parametrize("name", ["ucudnn", "ucudnn.solvers", "ucudnn.cache", "ucudnn.plan"])
+def test_importing_loads_no_framework(name: str, package: Path, tmp_path: Path) -> None:
+    program = f"import json, sys, {name}; print(json.dumps([{name}.__file__, list(sys.modules)]))"
+    output = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+    ).stdout
+    file, modules = json.loads(output)
+    assert Path(file).is_relative_to(package)
+    assert not HEAVY & set(modules)
+
+
+def test_at_most_fourteen_public_names_and_each_is_there() -> None:
+    assert len(ucudnn.__all__) <= 14
+    for name in ucudnn.__all__:
+        assert not name.startswith("_")
+        assert getattr(ucudnn, name).__module__.startswith("ucudnn.")
+        assert name in dir(ucudnn)
+    with pytest.raises(AttributeError, match="has no attribute 'tuning'"):
+        _ = ucudnn.tuning
+
+
+def test_type_checkers_see_the_names_that_exist_when_it_runs(package: Path) -> None:
+    tree = ast.parse((package / "__init__.py").read_text())
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        alias.asname or alias.name
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == set(ucudnn.__all__)
+
+
+def test_no_import_cycle(package: Path) -> None:
+    graph = {name: uses & set(sources(package)) for name, uses in imports(package).items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
+
+
+def test_values_use_values_and_the_standard_library_alone(package: Path) -> None:
+    for name, uses in imports(package).items():
+        if room(name) in VALUES:
+            assert {room(used) for used in uses if is_ours(used)} <= VALUES, name
+            outside = {used.partition(".")[0] for used in uses if not is_ours(used)}
+            assert outside <= sys.stdlib_module_names, name
+
+
+def test_inner_rooms_use_values_and_themselves_alone(package: Path) -> None:
+    for name, uses in imports(package).items():
+        if room(name) in INWARD:
+            allowed = INWARD[room(name)] | {room(name)}
+            assert {room(used) for used in uses if is_ours(used)} <= allowed, name
+
+
+@pytest.mark.parametrize(
+    ("inner", "foreign"), [("solvers", {"torch", "h5py"}), ("cache", {"torch"})]
+)
+def test_frameworks_stay_out_of_inner_rooms(package: Path, inner: str, foreign: set[str]) -> None:
+    for name, uses in imports(package).items():
+        if room(name) == inner:
+            assert not foreign & {used.partition(".")[0] for used in uses}, name
+
+
+def test_nothing_that_tunes_uses_layers_or_the_command_line(package: Path) -> None:
+    graph = imports(package)
+    reached, todo = set(), ["ucudnn.tuner", "ucudnn.trace"]
+    while todo:
+        name = todo.pop()
+        if name in graph and name not in reached:
+            reached.add(name)
+            todo.extend(graph[name])
+    assert "ucudnn.plan" in reached
+    assert not OUTER & {room(name) for name in reached}
+
+
+def test_nothing_uses_the_command_line(package: Path) -> None:
+    for name, uses in imports(package).items():
+        if room(name) != "__main__":
+            assert "ucudnn.cli" not in uses, name
+
+
+def room(name: str) -> str:
+    """The first part below ucudnn: `ucudnn.solvers.reuse` is in `solvers`."""
+    return name.removeprefix("ucudnn").removeprefix(".").partition(".")[0]
+
+
+def is_ours(name: str) -> bool:
+    return name.partition(".")[0] == "ucudnn"
+
+
+@cache
+def sources(package: Path) -> dict[str, Path]:
+    """Every module of the package by name, also behind the links to solvers and cache."""
+    paths = {}
+    for folder, _, files in os.walk(package, followlinks=True):
+        for file in files:
+            if file.endswith(".py"):
+                path = Path(folder, file)
+                parts = path.relative_to(package.parent).with_suffix("").parts
+                paths[".".join(parts).removesuffix(".__init__")] = path
+    return paths
+
+
+@cache
+def imports(package: Path) -> dict[str, set[str]]:
+    """What each module imports when it runs, inside functions too; not for type checkers alone."""
+    names = sources(package)
+    return {
+        name: {
+            used
+            for node in statements(ast.parse(path.read_text()))
+            for used in targets(node, set(names))
+            if used != name
+        }
+        for name, path in names.items()
+    }
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING:`."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from statements(child)
+
+
+def targets(node: ast.AST, known: set[str]) -> set[str]:
+    """The modules that an import statement loads: `from a import b` may mean a.b."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        whole = [f"{node.module}.{alias.name}" for alias in node.names]
+        return {name if name in known else node.module for name in whole}
+    return set()

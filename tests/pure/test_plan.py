@@ -1,0 +1,440 @@
+"""Plan: every batch has a split; a file gives back the plan it was written from, or a reason."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
+from ucudnn.problem import Problem
+
+TIMING = Timing(time_ns=900, spread_ns=9, workspace_bytes=4096, samples=7)
+DEFAULT = Timing(time_ns=1000, spread_ns=11, workspace_bytes=8192, samples=7)
+
+
+def kernel(op: str = "fprop", **changes: Any) -> KernelPlan:
+    """A kernel for batches 1..5: 1 and 2 computed alone, 3 to 5 in chunks of at most 2."""
+    fields: dict[str, Any] = {
+        "problem": Problem(op, 5, 4, 4, (9, 9), (3, 3)),
+        "layers": ("stem", "body.0"),
+        "algorithms": ("torch_default", "onednn", "gemm"),
+        "alone": (1, 0, -1, -1, -1),
+        "last": ((1, 2), (2, 1), (1, 2), (2, 1), (1, 2)),
+        "predicted_time_ns": 800,
+        "timing": TIMING,
+        "default": DEFAULT,
+        "notes": ("default kernel=onednn",),
+    }
+    return KernelPlan(**{**fields, **changes})
+
+
+def plan(*kernels: KernelPlan, **changes: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "kernels": kernels or (kernel("fprop"), kernel("dgrad")),
+        "device": Device("cpu", "Example CPU", isa="AVX2", cores=2),
+        "software": Software("2.13.0"),
+        "conditions": Conditions(threads=2),
+        "config": Config(workspace_limit="8KiB"),
+    }
+    return Plan(**{**fields, **changes})
+
+
+# Splits
+
+
+def test_each_batch_is_alone_or_the_walk_of_its_last_steps() -> None:
+    splits = [
+        [(step.size, step.algorithm) for step in kernel().split(n).steps] for n in range(1, 6)
+    ]
+    assert splits == [
+        [(1, "onednn")],
+        [(2, "torch_default")],
+        [(2, "onednn"), (1, "gemm")],
+        [(2, "onednn"), (2, "onednn")],
+        [(2, "onednn"), (2, "onednn"), (1, "gemm")],
+    ]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """`alone` and `last` of a kernel with two algorithms, as a solver may fill them."""
+    alone, last, reachable = [], [], {0}
+    for n in range(1, draw(st.integers(1, 30)) + 1):
+        sizes = [0, *(n - start for start in reachable)]
+        size = draw(st.sampled_from(sizes))
+        last.append((size, draw(st.integers(0, 1)) if size else -1))
+        alone.append(draw(st.integers(-1 if size else 0, 1)))
+        if size:
+            reachable.add(n)
+    return tuple(alone), tuple(last)
+
+
+@given(tables())
+def test_every_split_covers_its_batch(
+    table: tuple[tuple[int, ...], tuple[tuple[int, int], ...]],
+) -> None:
+    alone, last = table
+    problem = Problem("wgrad", len(alone), 4, 4, (9,), (3,))
+    value = kernel(problem=problem, algorithms=("a", "b"), alone=alone, last=last)
+    for n in range(1, len(alone) + 1):
+        split = value.split(n)
+        assert split.axis == "batch"
+        assert sum(step.size for step in split.steps) == split.size == n
+        assert all(step.size > 0 and step.algorithm in ("a", "b") for step in split.steps)
+        assert (len(split.steps) == 1) or alone[n - 1] == -1
+
+
+@pytest.mark.parametrize("batch", [0, -1, 6])
+def test_other_batches_are_refused(batch: int) -> None:
+    with pytest.raises(PlanError, match=f"planned for batches 1 to 5, got {batch}; tune with"):
+        kernel().split(batch)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"alone": (1, 0, -1, -1)},
+        {"last": ((1, 2), (2, 1), (1, 2), (2, 1))},
+        {"alone": (1, 0, -1, -1, 3)},
+        {"last": ((1, 2), (2, 1), (1, 2), (2, 1), (1, 3))},
+        {"last": ((1, 2), (2, 1), (1, 2), (2, 1), (1, -1))},
+        {"last": ((1, 2), (2, 1), (1, 2), (2, 1), (6, 2))},
+        {"last": ((1, 2), (2, 1), (1, 2), (2, 1), (-1, 2))},
+        {"last": ((1, 2), (2, 1), (1, 2), (2, 1), (0, -1))},
+        {"last": ((0, -1), (0, -1), (1, 2), (2, 1), (1, 2))},
+        {"alone": (), "last": ()},
+    ],
+    ids=str,
+)
+def test_a_table_without_a_split_of_every_batch_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="the plan of fprop conv2d"):
+        kernel(**changes)
+
+
+def test_default_means_torchs_own_undivided_convolution() -> None:
+    assert Split("batch", (Step(5, "torch_default"),)).is_default
+    assert not Split("batch", (Step(5, "onednn"),)).is_default
+    assert not Split("batch", (Step(3, "torch_default"), Step(2, "torch_default"))).is_default
+    assert not kernel().is_default
+    assert kernel(alone=(1, 0, -1, -1, 0)).is_default
+
+
+def test_only_the_planned_batch_was_timed_as_a_whole() -> None:
+    assert [kernel().is_derived(n) for n in range(1, 6)] == [True, True, True, True, False]
+
+
+def test_a_split_reads_as_runs_of_equal_steps() -> None:
+    steps = (Step(2, "onednn"), Step(2, "onednn"), Step(1, "gemm"))
+    assert str(Split("batch", steps)) == "2x2 onednn + 1 gemm"
+
+
+def test_a_problem_finds_the_smallest_kernel_that_covers_it() -> None:
+    large = kernel(
+        problem=kernel().problem.with_batch(6), alone=(0,) * 6, last=((0, -1),) * 6, notes=()
+    )
+    value = plan(large, kernel())
+    for batch, expected in [(1, kernel()), (5, kernel()), (6, large)]:
+        problem = kernel().problem.with_batch(batch)
+        assert value.kernel(problem) == expected
+        assert value.split(problem) == expected.split(batch)
+        assert value.covers(problem)
+
+
+def test_an_unplanned_problem_is_refused_with_the_remedy() -> None:
+    larger = kernel().problem.with_batch(6)
+    other = replace(kernel().problem, kernel_size=(1, 1))
+    assert not plan().covers(larger)
+    assert not plan().covers(other)
+    with pytest.raises(PlanError, match="only up to batch 5; tune with a larger example input"):
+        plan().split(larger)
+    with pytest.raises(PlanError, match="not among the 2 kernels of this plan; tune with"):
+        plan().split(other)
+
+
+def test_workspace_is_shared_and_time_adds_up_over_calls() -> None:
+    small = kernel("wgrad", timing=replace(TIMING, workspace_bytes=100), layers=("stem",))
+    value = plan(kernel("fprop"), small)
+    assert value.workspace_bytes == 4096
+    assert value.predicted_time_ns == 2 * 800 + 800
+
+
+# Hash
+
+SAME = {
+    "times": plan(kernel("fprop", timing=DEFAULT, default=TIMING), kernel("dgrad")),
+    "predicted time": plan(kernel("fprop", predicted_time_ns=1), kernel("dgrad")),
+    "order of kernels": plan(kernel("dgrad"), kernel("fprop")),
+    "names of layers": plan(kernel("fprop", layers=("other",)), kernel("dgrad")),
+    "notes": plan(kernel("fprop", notes=()), kernel("dgrad")),
+    "order of algorithms": plan(
+        kernel(
+            "fprop",
+            algorithms=("gemm", "unused", "onednn", "torch_default"),
+            alone=(2, 3, -1, -1, -1),
+            last=((1, 0), (2, 2), (1, 0), (2, 2), (1, 0)),
+        ),
+        kernel("dgrad"),
+    ),
+    "cache": plan(config=Config(workspace_limit="8KiB", cache="elsewhere")),
+    "how the limit was written": plan(config=Config(workspace_limit=8192)),
+}
+OTHER = {
+    "a problem": plan(kernel("fprop"), kernel("wgrad")),
+    "a split": plan(kernel("fprop", alone=(1, 0, -1, -1, 0)), kernel("dgrad")),
+    "a smaller batch": plan(kernel("fprop", alone=(0, 0, -1, -1, -1)), kernel("dgrad")),
+    "an algorithm": plan(kernel("fprop", algorithms=("torch_default", "fft", "gemm"))),
+    "the limit": plan(config=Config(workspace_limit="9KiB")),
+    "the device": plan(device=Device("cpu", "Another CPU", isa="AVX2", cores=2)),
+}
+
+
+@pytest.mark.parametrize("other", SAME.values(), ids=SAME)
+def test_the_hash_does_not_depend_on(other: Plan) -> None:
+    assert other.hash == plan().hash
+
+
+@pytest.mark.parametrize("other", OTHER.values(), ids=OTHER)
+def test_the_hash_depends_on(other: Plan) -> None:
+    assert other.hash != plan().hash
+
+
+# Files
+
+
+def test_a_file_gives_the_plan_back(tmp_path: Path) -> None:
+    path = tmp_path / "a.plan.json"
+    plan().save(path)
+    again = Plan.load(str(path))
+    assert again.kernels == plan().kernels
+    assert again.config.to_dict() == plan().config.to_dict()
+    assert (again.device, again.software, again.conditions, again.backend) == (
+        plan().device,
+        plan().software,
+        plan().conditions,
+        plan().backend,
+    )
+    assert again.hash == plan().hash
+
+
+def test_the_file_is_json_with_its_format_version_and_hash(tmp_path: Path) -> None:
+    plan().save(tmp_path / "a.plan.json")
+    document = json.loads((tmp_path / "a.plan.json").read_text())
+    assert document["format"] == "ucudnn-plan"
+    assert document["version"] == 1
+    assert document["hash"] == plan().hash
+
+
+def test_a_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.plan.json"
+    path.write_text("old")
+    plan().save(path)
+    assert Plan.load(path).hash == plan().hash
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failing_write_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.plan.json"
+    path.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(PlanError, match="No space left on device; choose another path"):
+        plan().save(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_unwritable_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot write the plan to .*missing"):
+        plan().save(tmp_path / "missing" / "a.plan.json")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(PlanError, match="cannot write the plan to .*folder"):
+        plan().save(folder)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_another_users_plan_can_be_read_as_far_as_the_umask_allows(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    plan().save(tmp_path / "a.plan.json")
+    assert (tmp_path / "a.plan.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+NOT_PLANS = [
+    (b"", "is not a plan: it is not valid JSON"),
+    (b"\xff\xfe\x00", "cannot read the plan .*: it is not text"),
+    (b"[1, 2]", "is not a plan: it has no field format='ucudnn-plan'"),
+    (b'{"format": "other"}', "is not a plan: it has no field format='ucudnn-plan'"),
+    (b"null", "is not a plan: it has no field format"),
+    (b"[" * 100_000, "is not a plan: it is not valid JSON"),
+    (b'{"format": "ucudnn-plan"}', "is a plan of format version None, this ucudnn reads 1"),
+]
+
+
+@pytest.mark.parametrize(("content", "sentence"), NOT_PLANS, ids=lambda value: str(value)[:20])
+def test_other_files_are_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match=sentence):
+        Plan.load(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot read the plan .*missing.json: No such file"):
+        Plan.load(tmp_path / "missing.json")
+
+
+def test_a_later_version_is_refused(tmp_path: Path) -> None:
+    path = rewritten(tmp_path, lambda document: document.update(version=2))
+    with pytest.raises(PlanError, match="format version 2, this ucudnn reads 1; make it anew"):
+        Plan.load(path)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A plan's file with its document changed by hand; the hash is as it was."""
+    path = folder / "a.plan.json"
+    plan().save(path)
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    return path
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no kernels": lambda document: document.pop("kernels"),
+    "no device": lambda document: document.pop("device"),
+    "no hash": lambda document: document.pop("hash"),
+    "another hash": lambda document: document.update(hash="0" * 64),
+    "kernels of another type": lambda document: document.update(kernels=3),
+    "a kernel of another type": lambda document: document.update(kernels=["stem"]),
+    "a kernel less": lambda document: document["kernels"].pop(),
+    "another limit": lambda document: document["config"].update(workspace_limit=1),
+    "an unknown policy": lambda document: document["config"].update(policy="some"),
+    "another device": lambda document: document["device"].update(cores=3),
+    "an unknown device field": lambda document: document["device"].update(colour="red"),
+    "an impossible problem": lambda document: first(document)["problem"].update(groups=3),
+    "another algorithm": lambda document: first(document).update(algorithms=["a", "b", "c"]),
+    "too few algorithms": lambda document: first(document).update(algorithms=["a"]),
+    "an algorithm of another type": lambda document: first(document).update(algorithms=[1, 2, 3]),
+    "another size": lambda document: first(document)["last"].__setitem__(4, [2, 2]),
+    "a size too large": lambda document: first(document)["last"].__setitem__(4, [9, 2]),
+    "a step that is no pair": lambda document: first(document)["last"].__setitem__(4, [1]),
+    "a step of another type": lambda document: first(document)["last"].__setitem__(4, 1),
+    "a batch missing": lambda document: first(document)["alone"].pop(),
+    "an index of another type": lambda document: first(document)["alone"].__setitem__(0, "1"),
+    "no timing": lambda document: first(document).pop("timing"),
+    "a timing of another type": lambda document: first(document).update(timing=3),
+    "a time of another type": lambda document: first(document)["timing"].update(time_ns="fast"),
+    "no time": lambda document: first(document)["timing"].update(time_ns=None),
+    "a negative workspace": lambda document: first(document)["default"].update(workspace_bytes=-1),
+    "a prediction of another type": lambda document: first(document).update(predicted_time_ns=None),
+    "layers of another type": lambda document: first(document).update(layers="stem"),
+    "a layer of another type": lambda document: first(document).update(layers=[3]),
+    "a backend of another type": lambda document: document.update(backend=3),
+    "an unknown role": lambda document: document["conditions"].update(role="last"),
+}
+
+
+def first(document: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = document["kernels"][0]
+    return fields
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_refused(
+    tmp_path: Path, damage: Callable[[dict[str, Any]], object]
+) -> None:
+    path = rewritten(tmp_path, damage)
+    with pytest.raises(PlanError, match=r"a\.plan\.json is a damaged plan: .*; make it anew"):
+        Plan.load(path)
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.plan.json"
+    plan(kernel(layers=(), notes=())).save(path)
+    content = path.read_bytes().rstrip()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(PlanError):
+            Plan.load(path)
+
+
+def test_the_environment_gives_the_cache_and_nothing_that_the_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = tmp_path / "a.plan.json", plan()
+    expected.save(path)
+    monkeypatch.setenv("UCUDNN_POLICY", "all")
+    monkeypatch.setenv("UCUDNN_CACHE", "elsewhere")
+    assert Plan.load(path).config == replace(expected.config, cache="elsewhere")
+    assert Plan.load(path).hash == expected.hash
+
+
+def test_a_refused_variable_does_not_make_a_plan_look_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan().save(tmp_path / "a.plan.json")
+    monkeypatch.setenv("UCUDNN_DATABASE", "some.db")
+    with pytest.raises(ConfigError, match="UCUDNN_DATABASE is not supported"):
+        Plan.load(tmp_path / "a.plan.json")
+
+
+def test_resnet50_at_256_stays_under_one_mebibyte(tmp_path: Path, repository: Path) -> None:
+    problems = [
+        replace(problem, op=op)
+        for problem in dict.fromkeys(layers(repository / "benchmarks/layers/resnet50_n256.csv"))
+        for op in ("fprop", "dgrad", "wgrad")
+    ]
+    assert len(problems) == 69
+    # Nothing repeats that a compact writing could use: sizes and algorithms change at every batch.
+    names = tuple(f"algorithm_with_a_long_name_{index}" for index in range(12))
+    last = tuple((1 + n * n % (n + 1), n % 12) for n in range(256))
+    kernels = [
+        kernel(
+            problem=problem,
+            layers=tuple(f"layer4.{block}.conv2" for block in range(6)),
+            algorithms=names,
+            alone=tuple(n % 12 for n in range(256)),
+            last=last,
+        )
+        for problem in problems
+    ]
+    path = tmp_path / "resnet50.plan.json"
+    plan(*kernels).save(path)
+    assert path.stat().st_size < 1 << 20
+    again = Plan.load(path)
+    assert [again.split(problem).size for problem in problems] == [256] * 69
+
+
+def layers(path: Path) -> list[Problem]:
+    """The layers of a file in benchmarks/layers, without their names."""
+    with path.open(newline="") as stream:
+        return [
+            Problem(
+                "fprop",
+                int(row["n"]),
+                int(row["c"]),
+                int(row["k"]),
+                (int(row["h"]), int(row["w"])),
+                (int(row["kh"]), int(row["kw"])),
+                stride=(int(row["stride_h"]), int(row["stride_w"])),
+                padding=((int(row["pad_h"]),) * 2, (int(row["pad_w"]),) * 2),
+                groups=int(row["groups"]),
+            )
+            for row in csv.DictReader(stream)
+        ]

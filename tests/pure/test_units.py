@@ -1,0 +1,94 @@
+"""Units: what a person writes is read exactly, and what is printed can be read back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ucudnn.errors import ConfigError
+from ucudnn.units import format_bytes, format_ns, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (0, 0),
+        (8388608, 8388608),
+        ("0", 0),
+        ("17 B", 17),
+        ("64MiB", 64 * 1024 * 1024),
+        (" 64 mib ", 64 * 1024 * 1024),
+        ("1.5GiB", 3 * 512 * 1024 * 1024),
+        ("2.5KiB", 2560),
+    ],
+)
+def test_reads_bytes(text: int | str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@given(st.integers(0, 2**50))
+def test_reads_every_number_of_bytes_exactly(count: int) -> None:
+    assert parse_bytes(str(count)) == parse_bytes(f"{count} B") == parse_bytes(count) == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "MiB", "-1", "-1MiB", "64MB", "64 M", "1,5GiB", "1e6", "nan", "inf", "64MiB each"],
+)
+def test_refuses_other_text(text: str) -> None:
+    with pytest.raises(ConfigError, match="workspace must be a number of bytes such as") as caught:
+        parse_bytes(text, "workspace")
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-1, True, False, 1.5, None, b"1", [1]])
+def test_refuses_other_values(value: Any) -> None:
+    with pytest.raises(ConfigError, match="size must be a number of bytes"):
+        parse_bytes(value)
+
+
+@given(st.integers(0, 2**45))
+def test_printed_bytes_are_read_back_within_rounding(count: int) -> None:
+    read = parse_bytes(format_bytes(count))
+    assert abs(read - count) <= max(0.05 * count, 0)
+    assert read == count or count >= 1024
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1023, "1023 B"), (1024, "1 KiB"), (10 * 1024**2, "10 MiB"), (100 * 1024**3, "100 GiB")],
+)
+def test_prints_bytes_in_the_largest_unit(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@given(st.integers(1, 10**15))
+def test_printed_time_has_three_digits_and_the_right_value(time_ns: int) -> None:
+    number, unit = format_ns(time_ns).split()
+    factor = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}[unit]
+    assert float(number) * factor == pytest.approx(time_ns, rel=0.0051)
+    digits = number.replace(".", "")
+    if unit == "ns":
+        assert number == str(time_ns)
+    elif unit != "s" or len(digits) < 3:
+        assert len(digits) == 3
+
+
+@pytest.mark.parametrize(
+    ("time_ns", "text"),
+    [
+        (0, "0 ns"),
+        (999, "999 ns"),
+        (1_000, "1.00 us"),
+        (9_999, "10.0 us"),
+        (99_960, "100 us"),
+        (999_700, "1.00 ms"),
+        (52_000_000, "52.0 ms"),
+        (61_000_000_000, "61.0 s"),
+    ],
+)
+def test_prints_a_time_in_the_largest_unit(time_ns: int, text: str) -> None:
+    assert format_ns(time_ns) == text

@@ -1,0 +1,58 @@
+"""Micro-batching convolution autotuner for PyTorch.
+
+Names resolve on first use (PEP 562): importing this package loads no framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ucudnn.config import Config as Config
+    from ucudnn.convert import convert_ as convert_
+    from ucudnn.convert import revert_ as revert_
+    from ucudnn.convert import tune_ as tune_
+    from ucudnn.errors import PlanError as PlanError
+    from ucudnn.errors import UcudnnError as UcudnnError
+    from ucudnn.plan import Plan as Plan
+    from ucudnn.plan import Split as Split
+    from ucudnn.plan import Step as Step
+    from ucudnn.problem import Problem as Problem
+    from ucudnn.trace import trace as trace
+    from ucudnn.tuner import tune as tune
+
+_MODULE_BY_NAME = {
+    "Config": "config",
+    "Plan": "plan",
+    "PlanError": "errors",
+    "Problem": "problem",
+    "Split": "plan",
+    "Step": "plan",
+    "UcudnnError": "errors",
+    "convert_": "convert",
+    "revert_": "convert",
+    "trace": "trace",
+    "tune": "tuner",
+    "tune_": "convert",
+}
+_SUBMODULES = ("cache", "nn", "solvers")
+__all__ = list(_MODULE_BY_NAME)
+
+try:
+    __version__ = version("ucudnn")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_BY_NAME:
+        return getattr(import_module(f"ucudnn.{_MODULE_BY_NAME[name]}"), name)
+    if name in _SUBMODULES:
+        return import_module(f"ucudnn.{name}")
+    raise AttributeError(f"module 'ucudnn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_BY_NAME, *_SUBMODULES])

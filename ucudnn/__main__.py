@@ -1,0 +1,7 @@
+"""`python -m ucudnn`: the command line."""
+
+from __future__ import annotations
+
+from ucudnn.cli import main
+
+main()

@@ -1,0 +1,103 @@
+"""The contract between hardware and everything else: enumerate candidates, build, run, identify."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ucudnn.candidate import Candidate
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Executable(ABC):
+    """A built candidate: the one object that both the benchmark and training run.
+
+    Operands are (x, w) for fprop, (dy, w) for dgrad and (x, dy) for wgrad. The number of samples
+    is that of the operands. Law: `write` leaves in `out` what `alone` returns, `add` adds it.
+    """
+
+    @abstractmethod
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        """Compute the result of these operands into a new tensor."""
+
+    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Compute into a slice of an existing result (fprop, dgrad)."""
+        out.copy_(self.alone(a, b))
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Add to an existing result, in its precision (wgrad)."""
+        out.add_(self.alone(a, b))
+
+
+class AbstractBackend(ABC):
+    """Convolution algorithms of one kind of device."""
+
+    name: str
+
+    @abstractmethod
+    def device(self) -> Device:
+        """The device this process would use."""
+
+    @abstractmethod
+    def software(self) -> Software:
+        """Versions that decide which kernels exist."""
+
+    @abstractmethod
+    def conditions(self, role: str = "alone") -> Conditions:
+        """How a candidate would run in this process now."""
+
+    @abstractmethod
+    def algorithms(self) -> tuple[str, ...]:
+        """Names of all algorithms, torch's own first."""
+
+    @abstractmethod
+    def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        """Why an algorithm does not compute a problem, as a clause; None where it does."""
+
+    @abstractmethod
+    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        """The distinct candidates of a problem, torch's own first.
+
+        Raises:
+            UnsupportedError: no algorithm computes the problem.
+        """
+
+    @abstractmethod
+    def executable(self, problem: Problem, algorithm: str) -> Executable:
+        """Build a candidate.
+
+        Raises:
+            UnsupportedError: the algorithm does not compute the problem.
+        """
+
+    @abstractmethod
+    def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
+        """Random operands in the problem's dtype and layout, with this many samples."""
+
+    @abstractmethod
+    def workspace_bytes(
+        self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
+    ) -> int:
+        """Run once and return the peak of temporary memory in bytes, beyond the returned tensor.
+
+        Args:
+            run: the call.
+            parts: each (problem at its chunk's batch, algorithm) that the call runs.
+        """
+
+    @abstractmethod
+    def elapsed_ns(self, run: Callable[[], object]) -> int:
+        """Run once and return the time it took on the device, in nanoseconds."""
+
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Size of the last-level cache, which a steady-state benchmark must exceed."""
+
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Memory that a benchmark may use without disturbing the machine."""

@@ -1,0 +1,5 @@
+"""CPU backend: real convolution algorithms on PyTorch operators."""
+
+from __future__ import annotations
+
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend as TorchCpuBackend

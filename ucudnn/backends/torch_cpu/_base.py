@@ -1,0 +1,87 @@
+"""What an algorithm of the CPU backend is, and how tensors follow a problem's layout."""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ucudnn.backends._base import Executable
+from ucudnn.problem import Problem
+
+_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+class AbstractAlgorithm(ABC):
+    """A way to compute fprop, dgrad and wgrad; stateless, it builds executables."""
+
+    name: str
+
+    @abstractmethod
+    def refusal(self, problem: Problem) -> str | None:
+        """Why this algorithm does not apply, as a clause; None where it does."""
+
+    @abstractmethod
+    def executable(self, problem: Problem) -> Executable:
+        """Build for a problem that is not refused."""
+
+
+class OpsExecutable(Executable):
+    """An executable made of three methods, of which `alone` is the one that the problem asks for."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._op = {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[problem.op]
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        """Compute the result of these operands into a new tensor."""
+        return self._op(a, b)
+
+    @abstractmethod
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        """y from x and w."""
+
+    @abstractmethod
+    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        """dx from dy and w."""
+
+    @abstractmethod
+    def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
+        """dw from x and dy."""
+
+
+def memory_format(problem: Problem) -> torch.memory_format:
+    """The memory format that torch uses for the problem's layout."""
+    if problem.layout == "nhwc":
+        return _CHANNELS_LAST[problem.rank]
+    return torch.contiguous_format
+
+
+def torch_dtype(problem: Problem) -> torch.dtype:
+    """The problem's dtype as torch knows it."""
+    dtype = getattr(torch, problem.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
+    """A new tensor in the problem's dtype and layout."""
+    return torch.empty(shape, dtype=torch_dtype(problem), memory_format=memory_format(problem))
+
+
+def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of zeros that occupies address space but no memory, and must not be written.
+
+    aten's backward operators take x (dgrad) and w (wgrad) only for their shape.
+    """
+    size = max(prod(shape) * problem.bytes_per_element, 1)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = torch.frombuffer(pages, dtype=torch_dtype(problem), count=prod(shape))
+    if problem.layout == "nchw":
+        return flat.view(shape)
+    batch, channels, *spatial = shape
+    order = (0, len(shape) - 1, *range(1, len(shape) - 1))
+    return flat.view(batch, *spatial, channels).permute(order)

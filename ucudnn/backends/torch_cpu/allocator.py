@@ -1,0 +1,73 @@
+"""Which malloc this process has, and the one knob of glibc's that decides what page faults cost.
+
+glibc gives blocks above its mmap threshold (at most 32 MiB by itself) back to the kernel when they
+are freed, so every large temporary is paged in anew at each call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from ucudnn.errors import UnsupportedError
+
+GLIBC_MMAP_THRESHOLD = 32 << 20  # the largest that glibc adapts to by itself
+LARGE_MMAP_THRESHOLD = 1 << 30
+LARGE_THRESHOLD_TUNABLES = (
+    "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
+)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_REPLACEMENTS = ("tcmalloc", "jemalloc", "mimalloc")
+_threshold_set_here: list[int] = []
+
+
+def describe_allocator() -> str:
+    """Name the malloc of this process and its mmap threshold where one was set.
+
+    Returns:
+        "glibc", "glibc,mmap_threshold=1073741824", "tcmalloc", "jemalloc", "mimalloc" or "system".
+    """
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text(errors="replace") if maps.exists() else ""
+    for name in _REPLACEMENTS:
+        if f"lib{name}" in loaded:
+            return name
+    if not hasattr(_c_library(), "gnu_get_libc_version"):
+        return "system"
+    threshold = _threshold_set_here[-1] if _threshold_set_here else _threshold_of_environment()
+    return "glibc" if threshold is None else f"glibc,mmap_threshold={threshold}"
+
+
+def set_mmap_threshold(threshold_bytes: int) -> None:
+    """Set glibc's mmap threshold of this process, and its trim threshold to four times as much.
+
+    Args:
+        threshold_bytes: blocks of at least this size are returned to the kernel when freed.
+
+    Raises:
+        UnsupportedError: the process does not run on glibc's malloc, or it refuses the value.
+    """
+    library = _c_library()
+    if not describe_allocator().startswith("glibc"):
+        raise UnsupportedError(
+            f"only glibc's malloc has an mmap threshold, this process runs {describe_allocator()}"
+        )
+    trim = min(4 * threshold_bytes, 2**31 - 1)
+    accepted = library.mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
+    if not accepted or not library.mallopt(_M_TRIM_THRESHOLD, trim):
+        raise UnsupportedError(f"glibc's malloc refuses mmap_threshold={threshold_bytes}")
+    _threshold_set_here[:] = [threshold_bytes]
+
+
+def _threshold_of_environment() -> int | None:
+    for setting in os.environ.get("GLIBC_TUNABLES", "").split(":"):
+        name, _, value = setting.partition("=")
+        if name == "glibc.malloc.mmap_threshold" and value.isdigit():
+            return int(value)
+    value = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    return int(value) if value.isdigit() else None
+
+
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -1,0 +1,146 @@
+"""The CPU backend: lists its algorithms, builds them, and measures memory and time in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ucudnn.backends._base import AbstractBackend, Executable
+from ucudnn.backends.torch_cpu import identity
+from ucudnn.backends.torch_cpu._base import memory_format, torch_dtype
+from ucudnn.backends.torch_cpu.allocator import describe_allocator
+from ucudnn.backends.torch_cpu.aten import (
+    OneDnn,
+    OneDnnNhwc,
+    SlowConv2d,
+    TorchDefault,
+    chosen_kernel,
+)
+from ucudnn.backends.torch_cpu.fft import Fft
+from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
+from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, unseen_bytes
+from ucudnn.candidate import Candidate
+from ucudnn.errors import UnsupportedError
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.problem import Problem
+
+_ALGORITHMS = {
+    algorithm.name: algorithm
+    for algorithm in (
+        TorchDefault(),
+        OneDnn(),
+        OneDnnNhwc(),
+        SlowConv2d(),
+        Im2colGemm(),
+        Gemm(),
+        Fft(),
+    )
+}
+
+
+class TorchCpuBackend(AbstractBackend):
+    """Convolution algorithms on PyTorch's CPU operators.
+
+    >>> backend = TorchCpuBackend()
+    >>> problem = Problem("fprop", 32, 64, 64, (56, 56), (3, 3), padding=((1, 1), (1, 1)))
+    >>> [candidate.algorithm for candidate in backend.candidates(problem)]
+    ['torch_default', 'onednn_nhwc', 'slow_conv2d', 'im2col_gemm', 'fft']
+    """
+
+    name = "torch_cpu"
+
+    def device(self) -> Device:
+        """The processor of this machine."""
+        return identity.cpu_device()
+
+    def software(self) -> Software:
+        """Versions of torch and oneDNN."""
+        return identity.cpu_software()
+
+    def conditions(self, role: str = "alone") -> Conditions:
+        """The threads and the malloc of this process."""
+        return Conditions(
+            role=role, threads=torch.get_num_threads(), allocator=describe_allocator()
+        )
+
+    def algorithms(self) -> tuple[str, ...]:
+        """Names of all algorithms, torch's own first."""
+        return tuple(_ALGORITHMS)
+
+    def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        """Why an algorithm does not compute a problem; None where it does."""
+        if problem.math != "strict":
+            return "a CPU computes float32 in full precision; use math='strict'"
+        if problem.layout == "nhwc" and problem.rank == 1:
+            return "torch has no channels-last layout for 1-D tensors; use layout='nchw'"
+        if algorithm not in _ALGORITHMS:
+            return f"there is none of that name; known are {', '.join(_ALGORITHMS)}"
+        return _ALGORITHMS[algorithm].refusal(problem)
+
+    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        """The distinct candidates of a problem, torch's own first.
+
+        `onednn` is left out where torch's own convolution runs the same kernel.
+        """
+        reasons = {name: self.refusal(problem, name) for name in _ALGORITHMS}
+        names = [name for name, reason in reasons.items() if reason is None]
+        if not names:
+            raise UnsupportedError(
+                f"no algorithm of {self.name} computes {problem}: {reasons['torch_default']}"
+            )
+        if "torch_default" in names and chosen_kernel(problem) == "onednn":
+            names = [name for name in names if name != "onednn"]
+        return tuple(Candidate(problem, name, notes=self._notes(problem, name)) for name in names)
+
+    def _notes(self, problem: Problem, name: str) -> tuple[str, ...]:
+        return (f"kernel={chosen_kernel(problem)}",) if name == "torch_default" else ()
+
+    def executable(self, problem: Problem, algorithm: str) -> Executable:
+        """Build a candidate."""
+        reason = self.refusal(problem, algorithm)
+        if reason is not None:
+            raise UnsupportedError(f"{algorithm} does not compute {problem}: {reason}")
+        return _ALGORITHMS[algorithm].executable(problem)
+
+    def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
+        """Standard normal operands, so that sums neither overflow nor vanish."""
+        resized = replace(problem, batch=samples)
+        generator = torch.Generator().manual_seed(0)
+        a, b = (
+            torch.empty(shape, dtype=torch.float32)
+            .normal_(generator=generator)
+            .to(torch_dtype(problem), memory_format=memory_format(problem))
+            for shape in resized.operand_shapes
+        )
+        return a, b
+
+    def workspace_bytes(
+        self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
+    ) -> int:
+        """Run once and return the peak of temporary memory, beyond the returned tensor."""
+        unseen = (
+            unseen_bytes(problem, self._kernel(problem, algorithm), torch.get_num_threads())
+            for problem, algorithm in set(parts)
+        )
+        return max(unseen, default=0) + allocated_peak_bytes(run)
+
+    def _kernel(self, problem: Problem, algorithm: str) -> str:
+        return chosen_kernel(problem) if algorithm == "torch_default" else algorithm
+
+    def elapsed_ns(self, run: Callable[[], object]) -> int:
+        """Run once and return the time it took."""
+        start = time.perf_counter_ns()
+        run()
+        return time.perf_counter_ns() - start
+
+    def cache_bytes(self) -> int:
+        """Size of the last-level cache."""
+        return identity.last_level_cache_bytes()
+
+    def memory_bytes(self) -> int:
+        """Half of the memory that is available now."""
+        return identity.available_memory_bytes() // 2

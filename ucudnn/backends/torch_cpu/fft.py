@@ -1,0 +1,112 @@
+"""Convolution by Fourier transforms: large filters at stride 1, for much workspace."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from ucudnn.backends._base import Executable
+from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable
+from ucudnn.backends.torch_cpu.gemm import channels_last_refusal
+from ucudnn.problem import Problem
+
+
+class Fft(AbstractAlgorithm):
+    """Products of spectra; exact for any stride, dilation and padding.
+
+    Source: Mathieu, Henaff, LeCun, "Fast Training of Convolutional Networks through FFTs"
+    (ICLR 2014), section 2.
+    """
+
+    name = "fft"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """float32 and float64, channels first, filters of more than one element."""
+        if problem.bytes_per_element < 4:
+            return f"torch has no Fourier transform in {problem.dtype} on a CPU"
+        if set(problem.kernel_size) == {1}:
+            return "a filter of size 1 has a flat spectrum; gemm computes it"
+        return channels_last_refusal(problem)
+
+    def executable(self, problem: Problem) -> Executable:
+        """Build for a problem that is not refused."""
+        return _Fft(problem)
+
+
+class _Fft(OpsExecutable):
+    """Sums over channels are products of spectra, with one of them conjugated for correlation."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        padded = [
+            size + sum(padding)
+            for size, padding in zip(problem.input_size, problem.padding, strict=True)
+        ]
+        self._sizes = [smooth_size(size) for size in padded]
+        self._axes = tuple(range(-problem.rank, 0))
+        self._every_stride = self._grid(problem.output_size, problem.stride)
+        self._every_dilation = self._grid(problem.kernel_size, problem.dilation)
+        self._input = tuple(
+            slice(begin, begin + size)
+            for size, (begin, _) in zip(problem.input_size, problem.padding, strict=True)
+        )
+
+    @staticmethod
+    def _grid(sizes: tuple[int, ...], steps: tuple[int, ...]) -> tuple[slice, ...]:
+        return tuple(
+            slice(0, (size - 1) * step + 1, step) for size, step in zip(sizes, steps, strict=True)
+        )
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        spectrum = torch.einsum(
+            "ngc...,gkc...->ngk...", self._samples(x, self._input), self._filters(w).conj()
+        )
+        return self._inverse(spectrum, self._every_stride)
+
+    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        spectrum = torch.einsum(
+            "ngk...,gkc...->ngc...", self._samples(dy, self._every_stride), self._filters(w)
+        )
+        return self._inverse(spectrum, self._input)
+
+    def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
+        spectrum = torch.einsum(
+            "ngc...,ngk...->gkc...",
+            self._samples(x, self._input),
+            self._samples(dy, self._every_stride).conj(),
+        )
+        return self._inverse(spectrum, self._every_dilation)
+
+    def _samples(self, tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
+        return self._spectrum(tensor, where).unflatten(1, (self.problem.groups, -1))
+
+    def _filters(self, w: Tensor) -> Tensor:
+        return self._spectrum(w, self._every_dilation).unflatten(0, (self.problem.groups, -1))
+
+    def _spectrum(self, tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
+        canvas = tensor.new_zeros((*tensor.shape[:2], *self._sizes))
+        canvas[(slice(None), slice(None), *where)] = tensor
+        return torch.fft.rfftn(canvas, dim=self._axes)
+
+    def _inverse(self, spectrum: Tensor, where: tuple[slice, ...]) -> Tensor:
+        flattened = spectrum.flatten(*((1, 2) if self.problem.op != "wgrad" else (0, 1)))
+        values = torch.fft.irfftn(flattened, s=self._sizes, dim=self._axes)
+        return values[(slice(None), slice(None), *where)].contiguous()
+
+
+def smooth_size(size: int) -> int:
+    """The smallest number of at least `size` with no prime factor above 5.
+
+    >>> [smooth_size(n) for n in (1, 7, 31, 58)]
+    [1, 8, 32, 60]
+    """
+    for candidate in count(size):
+        rest = candidate
+        for factor in (2, 3, 5):
+            while rest % factor == 0:
+                rest //= factor
+        if rest == 1:
+            return candidate
+    raise AssertionError("unreachable: there is always a larger power of two")

@@ -1,0 +1,214 @@
+"""Matrix-multiplication algorithms: 1x1 filters directly, others through columns of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ucudnn.backends._base import Executable
+from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, empty
+from ucudnn.problem import Problem
+
+Slices = tuple[slice, ...]
+
+
+class Gemm(AbstractAlgorithm):
+    """One matrix product per sample for 1x1 filters: no columns, no temporary copy at stride 1."""
+
+    name = "gemm"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """1x1 filters without padding, channels first."""
+        if prod(problem.kernel_size) > 1 or any(map(sum, problem.padding)):
+            return "it computes filters of size 1 without padding only"
+        return channels_last_refusal(problem)
+
+    def executable(self, problem: Problem) -> Executable:
+        """Build for a problem that is not refused."""
+        return _Gemm(problem)
+
+
+class Im2colGemm(AbstractAlgorithm):
+    """One matrix product per chunk over the columns of the whole chunk.
+
+    Source: Chellapilla, Puri, Simard, "High Performance Convolutional Neural Networks for
+    Document Processing" (2006), section 3.
+    """
+
+    name = "im2col_gemm"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Channels first; 1x1 filters that need no columns belong to gemm."""
+        if prod(problem.kernel_size) == 1 and not any(map(sum, problem.padding)):
+            return "a filter of size 1 needs no columns; gemm computes it"
+        return channels_last_refusal(problem)
+
+    def executable(self, problem: Problem) -> Executable:
+        """Build for a problem that is not refused."""
+        return _Im2colGemm(problem)
+
+
+def channels_last_refusal(problem: Problem) -> str | None:
+    """The reason the matrix-product and Fourier algorithms refuse channels-last operands."""
+    return "it computes channels-first operands only" if problem.layout == "nhwc" else None
+
+
+class _Gemm(OpsExecutable):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._groups = problem.groups
+        self._sampled = (slice(None), *(slice(None, None, step) for step in problem.stride))
+        self._strided = set(problem.stride) != {1}
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        y = empty(self.problem, (x.shape[0], *self.problem.y_shape[1:]))
+        self.write(x, w, y)
+        return y
+
+    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        dx = empty(self.problem, (dy.shape[0], *self.problem.x_shape[1:]))
+        self.write(dy, w, dx)
+        return dx
+
+    def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
+        # float32 holds the running sum of half-precision products: rounding each would lose bits
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        dw = torch.zeros(self.problem.w_shape, dtype=dtype)
+        self.add(x, dy, dw)
+        return dw.to(x.dtype)
+
+    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        filters = self._grouped(b)
+        if self.problem.op == "dgrad":
+            filters = filters.mT
+        for source, target in zip(a, out, strict=True):
+            self._write_sample(source, filters, target)
+
+    def _write_sample(self, source: Tensor, filters: Tensor, target: Tensor) -> None:
+        if not self._strided:
+            torch.bmm(filters, self._grouped(source), out=self._grouped(target))
+        elif self.problem.op == "fprop":
+            sampled = source[self._sampled].contiguous()
+            torch.bmm(filters, self._grouped(sampled), out=self._grouped(target))
+        else:
+            values = torch.bmm(filters, self._grouped(source))
+            target.zero_()[self._sampled] = values.view(target.shape[0], *source.shape[1:])
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        total = self._grouped(out)
+        for x, dy in zip(a, b, strict=True):
+            columns = self._grouped(x[self._sampled].contiguous().to(out.dtype))
+            rows = self._grouped(dy.to(out.dtype))
+            torch.baddbmm(total, rows, columns.mT, out=total)
+
+    def _grouped(self, tensor: Tensor) -> Tensor:
+        return tensor.view(self._groups, tensor.shape[0] // self._groups, -1)
+
+
+class _Im2colGemm(OpsExecutable):
+    """Columns have the shape (C, *kernel_size, N, *output_size), so that all samples are one GEMM."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._taps = tuple(taps(problem))
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        return self._y(x, w).contiguous()
+
+    def _y(self, x: Tensor, w: Tensor) -> Tensor:
+        problem = self.problem
+        y = torch.bmm(self._filters(w), self._column_rows(self._columns(x)))
+        return y.view(problem.out_channels, x.shape[0], *problem.output_size).transpose(0, 1)
+
+    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        dx = empty(self.problem, (dy.shape[0], *self.problem.x_shape[1:]))
+        self._write_dx(dy, w, dx)
+        return dx
+
+    def _write_dx(self, dy: Tensor, w: Tensor, dx: Tensor) -> None:
+        problem = self.problem
+        rows = torch.bmm(self._filters(w).mT, self._output_rows(dy))
+        columns = rows.view(
+            problem.in_channels, *problem.kernel_size, dy.shape[0], *problem.output_size
+        )
+        # a half-precision dx is summed in float32 and rounded once
+        total = dx if problem.bytes_per_element > 2 else dx.float()
+        total.zero_()
+        for tap, outputs, inputs in self._taps:
+            into = total.transpose(0, 1)[(slice(None), slice(None), *inputs)]
+            into += columns[(slice(None), *tap, slice(None), *outputs)]
+        if total is not dx:
+            dx.copy_(total)
+
+    def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
+        dw = torch.bmm(self._output_rows(dy), self._column_rows(self._columns(x)).mT)
+        return dw.view(self.problem.w_shape)
+
+    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if self.problem.op == "fprop":
+            out.copy_(self._y(a, b))
+        else:
+            self._write_dx(a, b, out)
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        if out.dtype != a.dtype:
+            super().add(a, b, out)
+            return
+        rows = self._output_rows(b)
+        total = out.view(self.problem.groups, rows.shape[1], -1)
+        torch.baddbmm(total, rows, self._column_rows(self._columns(a)).mT, out=total)
+
+    def _columns(self, x: Tensor) -> Tensor:
+        problem = self.problem
+        shape = (problem.in_channels, *problem.kernel_size, x.shape[0], *problem.output_size)
+        columns = torch.empty(shape, dtype=x.dtype)
+        every_output = tuple(slice(0, size) for size in problem.output_size)
+        for tap, outputs, inputs in self._taps:
+            column = columns[(slice(None), *tap)]
+            if outputs != every_output:
+                column.zero_()
+            source = x.transpose(0, 1)[(slice(None), slice(None), *inputs)]
+            column[(slice(None), slice(None), *outputs)] = source
+        return columns
+
+    def _column_rows(self, columns: Tensor) -> Tensor:
+        channels = self.problem.in_channels // self.problem.groups
+        rows = channels * prod(self.problem.kernel_size)
+        return columns.view(self.problem.groups, rows, -1)
+
+    def _output_rows(self, dy: Tensor) -> Tensor:
+        rows = self.problem.out_channels // self.problem.groups
+        return dy.transpose(0, 1).reshape(self.problem.groups, rows, -1)
+
+    def _filters(self, w: Tensor) -> Tensor:
+        return w.reshape(self.problem.groups, w.shape[0] // self.problem.groups, -1)
+
+
+def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
+    """For each filter position: its index, the outputs it reaches and the inputs they read.
+
+    >>> p = Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),))
+    >>> for index, outputs, inputs in taps(p): print(index, outputs, inputs)
+    (0,) (slice(1, 3, None),) (slice(0, 2, 1),)
+    (1,) (slice(0, 3, None),) (slice(0, 3, 1),)
+    """
+    for index in product(*map(range, problem.kernel_size)):
+        axes = [_tap(problem, axis, position) for axis, position in enumerate(index)]
+        if all(axes):
+            found = [axis for axis in axes if axis]
+            yield index, tuple(axis[0] for axis in found), tuple(axis[1] for axis in found)
+
+
+def _tap(problem: Problem, axis: int, position: int) -> tuple[slice, slice] | None:
+    stride, size = problem.stride[axis], problem.input_size[axis]
+    offset = position * problem.dilation[axis] - problem.padding[axis][0]
+    first = max(0, -(offset // stride))
+    last = min(problem.output_size[axis] - 1, (size - 1 - offset) // stride)
+    if first > last:
+        return None
+    start = first * stride + offset
+    return slice(first, last + 1), slice(start, last * stride + offset + 1, stride)

@@ -1,0 +1,57 @@
+"""What this CPU, its memory and its software are called in measurements and plans."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from ucudnn.measurement import Device, Software
+
+_CPUINFO = Path("/proc/cpuinfo")
+_DEFAULT_CACHE_BYTES = 32 << 20
+
+
+def cpu_device() -> Device:
+    """The processor: its model, the vector instructions that torch uses, its cores."""
+    return Device(
+        type="cpu",
+        name=_cpu_name(),
+        isa=torch.backends.cpu.get_cpu_capability(),
+        cores=os.cpu_count() or 1,
+    )
+
+
+def cpu_software() -> Software:
+    """Versions of torch and of the oneDNN inside it."""
+    match = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
+    return Software(torch=torch.__version__, onednn=match[1] if match else "")
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache of the first processor; 32 MiB where the system does not tell."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
+        if match:
+            sizes.append(int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]])
+    return max(sizes) or _DEFAULT_CACHE_BYTES
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be allocated without swapping."""
+    meminfo = Path("/proc/meminfo")
+    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
+    if match:
+        return int(match[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cpu_name() -> str:
+    match = None
+    if _CPUINFO.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", _CPUINFO.read_text(), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()

@@ -1,0 +1,116 @@
+"""Re-time finalists as whole plans next to torch's default, and let one win only above the noise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ucudnn.benchmark.kernel import KernelMeasurer, Session
+from ucudnn.benchmark.protocol import interleave, whole_plan
+from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
+from ucudnn.execute import bind
+from ucudnn.measurement import Measurement, MeasurementKey
+from ucudnn.plan import Split, Timing
+from ucudnn.problem import Problem
+
+FINAL_ROUNDS = 9
+LEAST_GAIN = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """A split of the whole batch with the samples of one race.
+
+    Args:
+        split: what was run.
+        timing: median, spread and workspace of the whole call.
+        samples: times in ns, one per round; the n-th of every finalist is from the same round.
+    """
+
+    split: Split
+    timing: Timing
+    samples: tuple[int, ...]
+
+
+def race(
+    session: Session, measurer: KernelMeasurer, problem: Problem, splits: Sequence[Split]
+) -> list[Finalist]:
+    """Time whole plans in interleaved rounds, or take them from the cache where all of them are.
+
+    The race belongs to the name of the measurement: samples of different races are no pairs.
+    """
+    names = sorted(str(split) for split in splits)
+    identity = hashlib.sha256(" | ".join(names).encode()).hexdigest()[:8]
+    keys = [session.key(problem, f"plan[{split}] in race {identity}") for split in splits]
+    known = [session.find(key) for key in keys]
+    found = [entry for entry in known if entry is not None and entry.status == "ok"]
+    if len(found) == len(splits):
+        for _ in found:
+            session.count_reused()
+    else:
+        found = _run(session, measurer, problem, list(zip(splits, keys, strict=True)))
+    return [_finalist(split, entry) for split, entry in zip(splits, found, strict=True)]
+
+
+def _run(
+    session: Session,
+    measurer: KernelMeasurer,
+    problem: Problem,
+    entries: Sequence[tuple[Split, MeasurementKey]],
+) -> list[Measurement]:
+    runs: list[Callable[[], Tensor]] = []
+    workspaces: list[int] = []
+    for split, _ in entries:
+        run = whole_plan(measurer.ring, bind(session.backend, problem, split))
+        parts = [(problem.with_batch(step.size), step.algorithm) for step in split.steps]
+        workspaces.append(session.backend.workspace_bytes(run, parts))
+        runs.append(run)
+    samples = interleave(session.backend, runs, FINAL_ROUNDS)
+    results = [
+        session.keep(
+            Measurement(key, "ok", median_ns(taken), spread_ns(taken), tuple(taken), workspace)
+        )
+        for (_, key), taken, workspace in zip(entries, samples, workspaces, strict=True)
+    ]
+    session.flush()
+    return results
+
+
+def _finalist(split: Split, entry: Measurement) -> Finalist:
+    assert entry.time_ns is not None
+    assert entry.spread_ns is not None
+    assert entry.workspace_bytes is not None
+    timing = Timing(entry.time_ns, entry.spread_ns, entry.workspace_bytes, len(entry.samples))
+    return Finalist(split, timing, entry.samples)
+
+
+def choose(finalists: Sequence[Finalist], limit: int | None) -> Finalist | None:
+    """The winner within the limit: torch's default unless another is faster beyond the noise.
+
+    >>> from ucudnn.plan import Step
+    >>> def entry(name, *samples):
+    ...     timing = Timing(median_ns(samples), 0, 0, len(samples))
+    ...     return Finalist(Split("batch", (Step(8, name),)), timing, samples)
+    >>> slow = entry("torch_default", *[100] * 9)
+    >>> choose([slow, entry("gemm", *[90] * 9)], None).split.steps[0].algorithm
+    'gemm'
+    >>> choose([slow, entry("gemm", *[80, 120] * 4, 90)], None).split.steps[0].algorithm
+    'torch_default'
+
+    Returns:
+        The winner, or None where no finalist is within the limit.
+    """
+    fitting = [
+        entry for entry in finalists if limit is None or entry.timing.workspace_bytes <= limit
+    ]
+    if not fitting:
+        return None
+    fastest = min(fitting, key=lambda entry: (entry.timing.time_ns, len(entry.split.steps)))
+    default = next((entry for entry in fitting if entry.split.is_default), None)
+    if default is None or fastest is default:
+        return fastest
+    ratio, _, high = ratio_interval(fastest.samples, default.samples)
+    return fastest if high < 1 and ratio < 1 - LEAST_GAIN else default

@@ -1,0 +1,60 @@
+"""Order statistics of timings: medians, spreads and a noise test for pairs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+from statistics import median
+
+
+def median_ns(samples: Sequence[int]) -> int:
+    """The median of times in ns, rounded up to an integer of at least 1.
+
+    >>> median_ns([4, 9, 5])
+    5
+    """
+    return max(1, round(median(samples)))
+
+
+def spread_ns(samples: Sequence[int]) -> int:
+    """The interquartile range of times in ns.
+
+    >>> spread_ns([1, 2, 3, 4, 100])
+    2
+    """
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return ordered[(3 * last + 2) // 4] - ordered[last // 4]
+
+
+def ratio_interval(
+    numerators: Sequence[int], denominators: Sequence[int], confidence: float = 0.95
+) -> tuple[float, float, float]:
+    """The median of paired ratios with a distribution-free confidence interval.
+
+    Pairs were taken in the same round, so that what disturbs a round disturbs both. The interval
+    holds the k-th smallest and k-th largest ratio, k from the binomial distribution (Conover,
+    "Practical Nonparametric Statistics", section 3.2); with few pairs it is all of them.
+
+    >>> ratio_interval([90, 92, 91, 90, 93, 91], [100, 100, 100, 100, 100, 100])
+    (0.91, 0.9, 0.93)
+
+    Args:
+        numerators: times of one in ns, one per round.
+        denominators: times of the other, in the same order.
+        confidence: probability that the interval holds the true median.
+
+    Returns:
+        (median, low, high).
+    """
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    count = len(ratios)
+    outside = 1 - confidence
+    k, tail = 0, 0.0
+    while k < count // 2:
+        tail += comb(count, k) / 2**count
+        if 2 * tail > outside:
+            break
+        k += 1
+    k = max(k, 1)
+    return median(ratios), ratios[k - 1], ratios[count - k]

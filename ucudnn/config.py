@@ -1,0 +1,138 @@
+"""Every setting, validated; the only module that reads UCUDNN_* environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ucudnn.errors import ConfigError
+from ucudnn.problem import OPS
+from ucudnn.units import parse_bytes
+
+POLICIES = ("undivided", "powers-of-two", "all")
+UNPLANNED = ("torch", "tune", "error")
+BACKENDS = ("auto", "torch_cpu")
+
+# Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
+# silently ignoring one would give a run that is not the one its user asked for.
+_MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
+_MUCUDNN_REFUSED = {
+    "UCUDNN_TOTAL_WORKSPACE_SIZE": "dividing one pool among kernels is not available yet; "
+    "use UCUDNN_WORKSPACE_LIMIT, which all kernels of a stream share",
+    "UCUDNN_BENCHMARK_DEVICES": "tuning uses the device that the model runs on; unset it",
+    "UCUDNN_DATABASE": "measurements are no longer kept in SQLite; "
+    "set UCUDNN_CACHE to a folder instead",
+}
+
+
+def _default(name: str, fallback: Any) -> Any:
+    """A dataclass field whose default comes from UCUDNN_<NAME> when a Config is made."""
+    return field(default_factory=lambda: read_environment(os.environ).get(name, fallback))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What to optimise, under which limit, and what to do with shapes that have no plan.
+
+    Every field defaults to the environment variable UCUDNN_<FIELD>, where it is set.
+
+    >>> Config(workspace_limit="64MiB").limit_bytes
+    67108864
+
+    Args:
+        workspace_limit: bytes of workspace each kernel may use, as an int or "64MiB"; None: any.
+        policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
+        ops: which of "fprop", "dgrad", "wgrad" to plan.
+        unplanned: what a layer does with a shape that has no plan: "torch" (run torch's own
+            convolution and warn once), "tune" (measure now) or "error".
+        cache: folder of the measurement cache; None: the user's cache directory.
+        backend: "auto" (the device's own) or "torch_cpu".
+
+    Raises:
+        ConfigError: a value that is not allowed; the message lists those that are.
+    """
+
+    workspace_limit: int | str | None = _default("workspace_limit", None)
+    policy: str = _default("policy", "powers-of-two")
+    ops: tuple[str, ...] = _default("ops", OPS)
+    unplanned: str = _default("unplanned", "torch")
+    cache: str | None = _default("cache", None)
+    backend: str = _default("backend", "auto")
+
+    def __post_init__(self) -> None:
+        if self.workspace_limit is not None:
+            limit = parse_bytes(self.workspace_limit, "workspace_limit")
+            object.__setattr__(self, "workspace_limit", limit)
+        for name, allowed in (
+            ("policy", POLICIES),
+            ("unplanned", UNPLANNED),
+            ("backend", BACKENDS),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        ops = self.ops.split(",") if isinstance(self.ops, str) else self.ops
+        if not isinstance(ops, (tuple, list)) or not ops or any(op not in OPS for op in ops):
+            raise ConfigError(f"ops must name some of {', '.join(OPS)}, got {self.ops!r}")
+        object.__setattr__(self, "ops", tuple(op for op in OPS if op in ops))
+        if self.cache is not None:
+            if not isinstance(self.cache, (str, Path)):
+                raise ConfigError(f"cache must be a folder's path or None, got {self.cache!r}")
+            object.__setattr__(self, "cache", str(self.cache))
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The workspace limit in bytes, None for no limit."""
+        assert not isinstance(self.workspace_limit, str)
+        return self.workspace_limit
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that describe a plan, as JSON values (not the cache: it names a host)."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        del values["cache"]
+        return {**values, "ops": list(self.ops)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Build a Config from JSON values; fields of later versions are left out.
+
+        >>> Config.from_dict(Config(policy="all").to_dict()).policy
+        'all'
+        """
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that UCUDNN_* variables give, by field name.
+
+    >>> read_environment({"UCUDNN_BATCH_SIZE_POLICY": "powerOfTwo"})
+    {'policy': 'powers-of-two'}
+
+    Raises:
+        ConfigError: a variable of mu-cuDNN (2018) that has no equivalent, or a bad value of one.
+    """
+    for name, reason in _MUCUDNN_REFUSED.items():
+        if name in environment:
+            raise ConfigError(f"environment variable {name} is not supported: {reason}")
+    settings: dict[str, Any] = {}
+    old_policy = environment.get("UCUDNN_BATCH_SIZE_POLICY")
+    if old_policy is not None:
+        if old_policy not in _MUCUDNN_POLICIES:
+            raise ConfigError(
+                f"UCUDNN_BATCH_SIZE_POLICY must be one of {', '.join(_MUCUDNN_POLICIES)}, "
+                f"got {old_policy!r}; or set UCUDNN_POLICY to one of {', '.join(POLICIES)}"
+            )
+        settings["policy"] = _MUCUDNN_POLICIES[old_policy]
+    if "UCUDNN_DEFAULT_WORKSPACE_LIMIT" in environment:
+        settings["workspace_limit"] = parse_bytes(
+            environment["UCUDNN_DEFAULT_WORKSPACE_LIMIT"], "UCUDNN_DEFAULT_WORKSPACE_LIMIT"
+        )
+    for name in ("workspace_limit", "policy", "ops", "unplanned", "cache", "backend"):
+        value = environment.get(f"UCUDNN_{name.upper()}")
+        if value is not None:
+            settings[name] = value
+    return settings

@@ -1,0 +1,106 @@
+"""What tuning depends on, on this machine: device, versions, threads, malloc and the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter_ns
+
+import torch
+
+from ucudnn import cache as cache_room
+from ucudnn.backends import open_backend
+from ucudnn.backends.torch_cpu.allocator import LARGE_THRESHOLD_TUNABLES
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.units import format_ns
+
+_BLOCK_BYTES = 64 << 20
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a plan made in this process would be made for.
+
+    Args:
+        device: the processor.
+        software: versions.
+        conditions: threads and malloc.
+        load: processes that run or wait, averaged over the last minute.
+        fresh_ns: time to fill a block of 64 MiB that was just allocated, median of five.
+        reused_ns: time to fill one that is there already.
+        cache_path: where measurements are kept.
+        cache_writable: whether they can be.
+    """
+
+    device: Device
+    software: Software
+    conditions: Conditions
+    load: float
+    fresh_ns: int
+    reused_ns: int
+    cache_path: str
+    cache_writable: bool
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What would make convolutions faster or their times steadier, one sentence each."""
+        sentences = []
+        if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
+            sentences.append(
+                f"glibc's malloc gives large blocks back to the kernel: a fresh 64 MiB block costs "
+                f"{format_ns(self.fresh_ns)} to fill, one in use {format_ns(self.reused_ns)}. Start "
+                f"Python with GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES} or preload tcmalloc; every "
+                f"large convolution gains, with or without a plan."
+            )
+        if self.load > self.device.cores / 2:
+            sentences.append(
+                f"The machine is busy (load {self.load:.1f} on {self.device.cores} cores): times "
+                f"taken now are noisy; tune when it is idle."
+            )
+        if not self.cache_writable:
+            sentences.append(
+                f"The cache {self.cache_path} cannot be written: measurements last as long as the "
+                f"process; set UCUDNN_CACHE to a folder that can."
+            )
+        return tuple(sentences)
+
+
+def diagnose(cache: str | None = None) -> Diagnosis:
+    """Look at this machine and process; takes under a second and changes nothing.
+
+    Args:
+        cache: folder of the measurement cache; None: the user's cache directory.
+    """
+    backend = open_backend("auto")
+    block = torch.ones(_BLOCK_BYTES // 4)
+    path = cache_room.default_path(cache)
+    return Diagnosis(
+        device=backend.device(),
+        software=backend.software(),
+        conditions=backend.conditions(),
+        load=os.getloadavg()[0],
+        fresh_ns=_median_ns(lambda: torch.ones(_BLOCK_BYTES // 4)),
+        reused_ns=_median_ns(lambda: block.fill_(1)),
+        cache_path=str(path),
+        cache_writable=_writable(path),
+    )
+
+
+def _median_ns(run: Callable[[], object]) -> int:
+    times = []
+    for _ in range(_ROUNDS):
+        start = perf_counter_ns()
+        run()
+        times.append(perf_counter_ns() - start)
+    return round(median(times))
+
+
+def _writable(path: os.PathLike[str]) -> bool:
+    """Whether the folder, or the nearest one above it that exists, can be written."""
+    folder = os.path.abspath(path)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK)

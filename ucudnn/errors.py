@@ -1,0 +1,38 @@
+"""Errors: one base class, few subclasses; a message is a sentence with rule, value, remedy."""
+
+from __future__ import annotations
+
+
+class UcudnnError(Exception):
+    """Base of every error that ucudnn raises on purpose."""
+
+
+class ProblemError(UcudnnError, ValueError):
+    """A convolution that cannot exist: the message names the field, its value and the rule."""
+
+
+class ConfigError(UcudnnError, ValueError):
+    """A setting, flag, file or environment variable with a value that is not allowed."""
+
+
+class UnsupportedError(UcudnnError):
+    """A valid problem that this backend or this algorithm cannot compute."""
+
+
+class CacheError(UcudnnError):
+    """A measurement cache that cannot be read or written."""
+
+
+class PlanError(UcudnnError):
+    """No plan fits, or a plan does not belong to this model or device.
+
+    Attributes:
+        smallest_bytes: the smallest workspace (bytes) that would fit, or None where no limit helps.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+    def __reduce__(self) -> tuple[type[PlanError], tuple[str, int | None]]:
+        return type(self), (str(self), self.smallest_bytes)

@@ -1,0 +1,96 @@
+"""Read a table of convolution layers from a CSV file, as problems."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ucudnn.errors import ConfigError, ProblemError
+from ucudnn.problem import OPS, Problem
+
+_AXES = ("d", "h", "w")
+COLUMNS = (
+    "name n c d h w k kd kh kw pad_d pad_h pad_w stride_d stride_h stride_w dil_d dil_h dil_w groups"
+).split()
+
+
+def read_layers(
+    path: str | os.PathLike[str],
+    ops: Iterable[str] = OPS,
+    dtype: str = "float32",
+    layout: str = "nchw",
+) -> list[tuple[str, Problem]]:
+    """Read layers from a CSV file, one problem per layer and op.
+
+    A layer whose depth and kernel depth are 1 is two-dimensional, any other three-dimensional.
+
+    Args:
+        path: a file with the columns name, n, c, d, h, w, k, kd, kh, kw, pad_*, stride_*, dil_*
+            and groups.
+        ops: which of "fprop", "dgrad", "wgrad".
+        dtype: of all problems.
+        layout: of all problems.
+
+    Raises:
+        ConfigError: the file cannot be read, lacks a column, or a line is impossible; the message
+            names the line.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as stream:
+            reader = csv.DictReader(stream)
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ConfigError(
+                    f"{path} line 1: a table of layers has the columns {','.join(COLUMNS)}; "
+                    f"missing: {', '.join(missing)}"
+                )
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot read the table of layers {path}: {reason}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no layers: only a header")
+    return [
+        (row["name"], _problem(path, line, row, op, dtype, layout)) for line, row in rows for op in ops
+    ]
+
+
+def _problem(
+    path: object, line: int, row: Mapping[str, str], op: str, dtype: str, layout: str
+) -> Problem:
+    try:
+        value = {name: int(row[name]) for name in COLUMNS if name != "name"}
+    except (TypeError, ValueError):
+        bad = [name for name in COLUMNS[1:] if not _is_int(row[name])]
+        raise ConfigError(
+            f"{path} line {line}: every column but name holds an int; "
+            f"{bad[0]} is {row[bad[0]]!r}"
+        ) from None
+    axes = _AXES if value["d"] > 1 or value["kd"] > 1 else _AXES[1:]
+    try:
+        return Problem(
+            op=op,
+            batch=value["n"],
+            in_channels=value["c"],
+            out_channels=value["k"],
+            input_size=tuple(value[axis] for axis in axes),
+            kernel_size=tuple(value[f"k{axis}"] for axis in axes),
+            stride=tuple(value[f"stride_{axis}"] for axis in axes),
+            padding=tuple((value[f"pad_{axis}"],) * 2 for axis in axes),
+            dilation=tuple(value[f"dil_{axis}"] for axis in axes),
+            groups=value["groups"],
+            dtype=dtype,
+            layout=layout,
+        )
+    except ProblemError as error:
+        raise ConfigError(f"{path} line {line} ({row['name']}): {error}") from error
+
+
+def _is_int(text: str | None) -> bool:
+    try:
+        int(text or "")
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""One candidate, timed: the numbers, and everything they depend on as a documented key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ucudnn.errors import UcudnnError
+from ucudnn.problem import Problem
+
+ROLES = ("alone", "first", "later")
+STATUSES = ("ok", "screened", "untimed", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The hardware a time belongs to; one cache file per device.
+
+    Args:
+        type: "cpu" or "cuda".
+        name: the model, as the processor or driver reports it.
+        isa: vector instruction set the framework uses, "" on a GPU.
+        cores: physical processors, or streaming multiprocessors on a GPU.
+        compute_capability: such as "9.0", "" on a CPU.
+        memory_bytes: of a GPU, 0 on a CPU (its size does not change a time).
+        power_limit_w: of a GPU, 0 on a CPU.
+        mig: the MIG profile of a GPU, "" where there is none.
+    """
+
+    type: str
+    name: str
+    isa: str = ""
+    cores: int = 0
+    compute_capability: str = ""
+    memory_bytes: int = 0
+    power_limit_w: int = 0
+    mig: str = ""
+
+    def __str__(self) -> str:
+        cores = f"{self.cores} cores" if self.cores else ""
+        parts = [self.name, self.isa, cores, self.compute_capability, self.mig]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Versions that decide which kernels exist and how fast they are.
+
+    Args:
+        torch: version of PyTorch.
+        onednn: version of the oneDNN inside PyTorch, "" where it has none.
+        cudnn: version of cuDNN, "" on a CPU.
+        cuda: version of the CUDA runtime, "" on a CPU.
+        driver: version of the NVIDIA driver, "" on a CPU.
+    """
+
+    torch: str
+    onednn: str = ""
+    cudnn: str = ""
+    cuda: str = ""
+    driver: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """How the candidate was run.
+
+    Args:
+        role: "alone" (the only chunk: returns its result), "first" (of several chunks) or
+            "later" (writes into, or adds to, a result that exists).
+        threads: intra-operator threads of a CPU, 0 on a GPU.
+        allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
+        captured: inside a CUDA graph.
+        ranks_per_device: processes that share the device.
+        mps_percent: share of a GPU's processors that MPS grants, 100 without MPS.
+    """
+
+    role: str = "alone"
+    threads: int = 0
+    allocator: str = ""
+    captured: bool = False
+    ranks_per_device: int = 1
+    mps_percent: int = 100
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise UcudnnError(f"role must be one of {', '.join(ROLES)}, got {self.role!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementKey:
+    """Everything a time depends on, and nothing else: no limit, solver, policy or candidate list.
+
+    Args:
+        problem: with the micro-batch as its batch.
+        algorithm: the stable name.
+        device: the hardware.
+        software: the versions.
+        conditions: how it was run.
+        protocol: version number of the timing loop.
+    """
+
+    problem: Problem
+    algorithm: str
+    device: Device
+    software: Software
+    conditions: Conditions
+    protocol: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a run of one candidate showed; failure is a status, not an exception.
+
+    Args:
+        key: what the numbers depend on.
+        status: "ok" (timed in full), "screened" (one sample, too slow to go on), "untimed"
+            (run once for its workspace, which was over the limit) or "failed".
+        time_ns: median over `samples`, time of one chunk; None where it was not timed.
+        spread_ns: interquartile range of `samples`.
+        samples: times of one chunk in ns, in the order taken.
+        workspace_bytes: peak that the allocator saw beyond the result; None where it failed.
+        error: relative error (L2) against a float64 reference, None where it was not measured.
+        reason: why it failed, else "".
+        notes: such as "kernel=onednn", the kernel that the framework picked.
+    """
+
+    key: MeasurementKey
+    status: str
+    time_ns: int | None = None
+    spread_ns: int | None = None
+    samples: tuple[int, ...] = ()
+    workspace_bytes: int | None = None
+    error: float | None = None
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise UcudnnError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
+        if (self.time_ns is not None) != (self.status in ("ok", "screened")):
+            raise UcudnnError(f"time_ns={self.time_ns} does not go with status {self.status!r}")

@@ -1,0 +1,91 @@
+"""Layers with the constructors of torch.nn whose convolutions follow a plan.
+
+They are adapters without logic: same parameters, same state_dict, same answers. A layer that was
+made here and not converted has no plan yet; what it does then is `Config.unplanned`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ucudnn.config import Config
+from ucudnn.ops import Geometry, Runner, convolution
+
+# The mixin stands before a torch.nn convolution, whose attributes it reads.
+_Convolution = nn.modules.conv._ConvNd if TYPE_CHECKING else object
+
+
+class Planned(_Convolution):
+    """What the layers below add to torch's: a runner, and a forward that asks it.
+
+    Args:
+        config: what to do with shapes that have no plan, keyword only; the others are torch's.
+    """
+
+    _ucudnn_runner: Runner
+
+    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ucudnn_runner = Runner(None, config)
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.compiler.is_compiling():
+            # Inductor keeps its layout and fusion passes only on a plain aten convolution
+            return super()._conv_forward(input, weight, bias)
+        padding = explicit_padding(self)
+        if self.padding_mode != "zeros" or any(begin != end for begin, end in padding):
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            # functional.pad takes the last axis first
+            amounts = [amount for pair in reversed(padding) for amount in pair]
+            input = functional.pad(input, amounts, mode=mode)
+            padding = [(0, 0)] * len(padding)
+        geometry = Geometry(
+            self.stride, tuple(begin for begin, _ in padding), self.dilation, self.groups
+        )
+        return convolution(self._ucudnn_runner, input, weight, bias, geometry)
+
+
+class Conv1d(Planned, nn.Conv1d):  # type: ignore[misc]
+    """torch.nn.Conv1d that follows a plan.
+
+    >>> layer = Conv1d(4, 8, 3, config=Config(unplanned="tune", policy="undivided"))
+    >>> layer.weight.shape
+    torch.Size([8, 4, 3])
+    """
+
+
+class Conv2d(Planned, nn.Conv2d):  # type: ignore[misc]
+    """torch.nn.Conv2d that follows a plan.
+
+    >>> Conv2d(64, 192, 5, padding=2).extra_repr()
+    '64, 192, kernel_size=(5, 5), stride=(1, 1), padding=(2, 2)'
+    """
+
+
+class Conv3d(Planned, nn.Conv3d):  # type: ignore[misc]
+    """torch.nn.Conv3d that follows a plan.
+
+    >>> Conv3d(1, 2, 3).weight.shape
+    torch.Size([2, 1, 3, 3, 3])
+    """
+
+
+def explicit_padding(layer: nn.modules.conv._ConvNd) -> list[tuple[int, int]]:
+    """The (begin, end) padding of each axis of a torch.nn convolution.
+
+    >>> explicit_padding(nn.Conv2d(1, 1, (3, 2), padding="same"))
+    [(1, 1), (0, 1)]
+    """
+    if layer.padding == "valid":
+        return [(0, 0)] * len(layer.kernel_size)
+    if layer.padding == "same":
+        totals = [
+            dilation * (kernel - 1)
+            for dilation, kernel in zip(layer.dilation, layer.kernel_size, strict=True)
+        ]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(int(amount), int(amount)) for amount in layer.padding]

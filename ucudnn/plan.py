@@ -1,0 +1,413 @@
+"""Micro-batch sizes and algorithms for every batch of every kernel: a frozen value with a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ucudnn.config import Config
+from ucudnn.errors import PlanError, UcudnnError
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.problem import Problem
+
+FORMAT = "ucudnn-plan"
+VERSION = 1
+AXES = ("batch", "spatial")
+DEFAULT_ALGORITHM = "torch_default"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One chunk of a split: its extent along the split axis, and the algorithm that computes it.
+
+    >>> Step(32, "onednn").size
+    32
+    """
+
+    size: int
+    algorithm: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The steps of one call, in order, along one axis: "batch" or the outermost "spatial" one.
+
+    >>> Split("batch", (Step(4, "gemm"), Step(2, "gemm"))).size
+    6
+    """
+
+    axis: str
+    steps: tuple[Step, ...]
+
+    @property
+    def size(self) -> int:
+        """The extent of the axis: the sum of the steps' sizes."""
+        return sum(step.size for step in self.steps)
+
+    @property
+    def is_default(self) -> bool:
+        """True where the split is torch's own convolution on the undivided batch."""
+        return len(self.steps) == 1 and self.steps[0].algorithm == DEFAULT_ALGORITHM
+
+    def __str__(self) -> str:
+        runs: list[tuple[Step, int]] = []
+        for step in self.steps:
+            if runs and runs[-1][0] == step:
+                runs[-1] = (step, runs[-1][1] + 1)
+            else:
+                runs.append((step, 1))
+        return " + ".join(
+            f"{count}x{step.size} {step.algorithm}"
+            if count > 1
+            else f"{step.size} {step.algorithm}"
+            for step, count in runs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A measured time with its spread and workspace.
+
+    Args:
+        time_ns: median.
+        spread_ns: interquartile range.
+        workspace_bytes: peak that the allocator saw beyond the result.
+        samples: how many times it was taken.
+
+    Raises:
+        PlanError: a value is not an int of at least 0.
+    """
+
+    time_ns: int
+    spread_ns: int
+    workspace_bytes: int
+    samples: int
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            _require_count(item.name, getattr(self, item.name))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """The splits of one kernel for every batch n from 1 to `problem.batch`.
+
+    A batch is either computed alone or built by steps: `last[n - 1]` is the last step, the steps
+    before it are those of batch n - size. Any split is a walk of its own length.
+
+    Args:
+        problem: the kernel at the largest planned batch N.
+        layers: names of the layers that run it, one per call.
+        algorithms: names that `alone` and `last` point into.
+        alone: for n = 1..N the index of the algorithm that computes n undivided, -1: split it.
+        last: for n = 1..N the (size, algorithm index) of the last step of a split of n whose first
+            chunk may be all of it; size 0 where there is none.
+        predicted_time_ns: sum over the steps of the plan of N.
+        timing: the whole plan of N, measured.
+        default: torch's own convolution at N, measured in the same rounds; None where torch
+            cannot compute the problem.
+        notes: such as "default kernel=onednn".
+
+    Raises:
+        PlanError: the tables do not describe a split of every batch.
+    """
+
+    problem: Problem
+    layers: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    alone: tuple[int, ...]
+    last: tuple[tuple[int, int], ...]
+    predicted_time_ns: int
+    timing: Timing
+    default: Timing | None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_count("predicted_time_ns", self.predicted_time_ns)
+        if not len(self.alone) == len(self.last) == self.problem.batch:
+            raise PlanError(
+                f"the plan of {self.problem} must have one entry per batch "
+                f"({self.problem.batch}), got {len(self.alone)} and {len(self.last)}"
+            )
+        reachable = {0}
+        for n, (index, (size, step_index)) in enumerate(
+            zip(self.alone, self.last, strict=True), start=1
+        ):
+            if 0 < size <= n and n - size in reachable and self._names(step_index):
+                reachable.add(n)
+            elif size != 0 or not self._names(index):
+                raise PlanError(f"the plan of {self.problem} has no valid split of batch {n}")
+            if index >= 0 and not self._names(index):
+                raise PlanError(f"the plan of {self.problem} names no algorithm for batch {n}")
+
+    def _names(self, index: int) -> bool:
+        return 0 <= index < len(self.algorithms)
+
+    def split(self, batch: int) -> Split:
+        """The steps for a batch from 1 to `problem.batch`.
+
+        Raises:
+            PlanError: the batch is outside that range.
+        """
+        if not 1 <= batch <= self.problem.batch:
+            raise PlanError(
+                f"{self.problem} is planned for batches 1 to {self.problem.batch}, got {batch}; "
+                f"tune with a larger example input"
+            )
+        index = self.alone[batch - 1]
+        if index >= 0:
+            return Split("batch", (Step(batch, self.algorithms[index]),))
+        steps = []
+        while batch:
+            size, index = self.last[batch - 1]
+            steps.append(Step(size, self.algorithms[index]))
+            batch -= size
+        return Split("batch", tuple(reversed(steps)))
+
+    def decisions(self) -> list[Any]:
+        """Problem and tables with the algorithms' names in place, as JSON values."""
+        alone = [self.algorithms[index] if index >= 0 else None for index in self.alone]
+        last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
+        return [self.problem.to_dict(), alone, last]
+
+    def is_derived(self, batch: int) -> bool:
+        """True where the split of this batch was composed from parts and not timed as a whole."""
+        return batch != self.problem.batch
+
+    @property
+    def is_default(self) -> bool:
+        """True where the plan of the largest batch is torch's own undivided convolution."""
+        return self.split(self.problem.batch).is_default
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For every kernel of a model the split of every batch, and what it was made from and for.
+
+    >>> plan = Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config())
+    >>> len(plan.hash), plan.workspace_bytes
+    (64, 0)
+
+    Args:
+        kernels: one per distinct problem.
+        device: the hardware it was measured on.
+        software: the versions.
+        conditions: threads, allocator and so on.
+        config: the settings it was made with.
+        backend: name of the backend that runs it.
+    """
+
+    kernels: tuple[KernelPlan, ...]
+    device: Device
+    software: Software
+    conditions: Conditions
+    config: Config
+    backend: str = "torch_cpu"
+
+    def split(self, problem: Problem) -> Split:
+        """The split of a problem at its own batch, which may be any up to the planned one.
+
+        Raises:
+            PlanError: the problem is not in the plan, or only with smaller batches.
+        """
+        return self.kernel(problem).split(problem.batch)
+
+    def kernel(self, problem: Problem) -> KernelPlan:
+        """The kernel that covers a problem: same geometry, the smallest sufficient batch.
+
+        Raises:
+            PlanError: there is none.
+        """
+        kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
+        for kernel in kernels:
+            if problem.batch <= kernel.problem.batch:
+                return kernel
+        if kernels:
+            raise PlanError(
+                f"{problem} is planned only up to batch {kernels[-1].problem.batch}; "
+                f"tune with a larger example input or set unplanned='torch'"
+            )
+        raise PlanError(
+            f"{problem} is not among the {len(self.kernels)} kernels of this plan; "
+            f"tune with this shape or set unplanned='torch'"
+        )
+
+    def covers(self, problem: Problem) -> bool:
+        """True where `split` has an answer for this problem."""
+        kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
+        return bool(kernels) and problem.batch <= kernels[-1].problem.batch
+
+    @cached_property
+    def _kernels_by_geometry(self) -> dict[Problem, list[KernelPlan]]:
+        by_geometry: dict[Problem, list[KernelPlan]] = {}
+        for kernel in sorted(self.kernels, key=lambda kernel: kernel.problem.batch):
+            by_geometry.setdefault(kernel.problem.with_batch(1), []).append(kernel)
+        return by_geometry
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Largest measured workspace of any kernel: kernels of one stream share it."""
+        return max((kernel.timing.workspace_bytes for kernel in self.kernels), default=0)
+
+    @property
+    def predicted_time_ns(self) -> int:
+        """Sum of the steps' times over every call of every kernel; a prediction, not measured."""
+        return sum(kernel.predicted_time_ns * len(kernel.layers) for kernel in self.kernels)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the problems, splits, settings and device: equal plans, equal hash.
+
+        Times, dates and hosts are left out, so two machines of one kind can agree on it.
+        """
+        decisions = {
+            "kernels": sorted(_canonical(kernel.decisions()) for kernel in self.kernels),
+            "config": self.config.to_dict(),
+            "device": asdict(self.device),
+        }
+        return hashlib.sha256(_canonical(decisions).encode()).hexdigest()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file; a reader sees the old file or the new one, never half.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        target = Path(path)
+        text = _canonical(self.to_dict())
+        try:
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                    stream.write(text + "\n")
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.chmod(temporary, 0o666 & ~_umask())
+                os.replace(temporary, target)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            raise PlanError(
+                f"cannot write the plan to {target}: {error.strerror}; choose another path"
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON values, as `save` writes it."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "hash": self.hash,
+            "backend": self.backend,
+            "config": self.config.to_dict(),
+            "device": asdict(self.device),
+            "software": asdict(self.software),
+            "conditions": asdict(self.conditions),
+            "kernels": [
+                {
+                    **{name: getattr(kernel, name) for name in KernelPlan.__slots__},
+                    "problem": kernel.problem.to_dict(),
+                    "timing": asdict(kernel.timing),
+                    "default": asdict(kernel.default) if kernel.default else None,
+                }
+                for kernel in self.kernels
+            ],
+        }
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a JSON file.
+
+        Raises:
+            PlanError: it cannot be read, is not a plan, is damaged, or is of a later version.
+            ConfigError: an environment variable is refused, which is not the file's fault.
+        """
+        Config()
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise PlanError(f"cannot read the plan {path}: {reason}") from error
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{path} is not a plan: it is not valid JSON ({error})") from error
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise PlanError(f"{path} is not a plan: it has no field format={FORMAT!r}")
+        version = document.get("version")
+        if version != VERSION:
+            raise PlanError(
+                f"{path} is a plan of format version {version!r}, this ucudnn reads {VERSION}; "
+                f"make it anew with `ucudnn tune` or use the ucudnn that wrote it"
+            )
+        try:
+            return cls._from_dict(document)
+        except (KeyError, TypeError, AttributeError, ValueError, UcudnnError) as error:
+            detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise PlanError(f"{path} is a damaged plan: {detail}; make it anew") from error
+
+    @classmethod
+    def _from_dict(cls, document: Mapping[str, Any]) -> Plan:
+        plan = cls(
+            kernels=tuple(_kernel(fields) for fields in document["kernels"]),
+            device=Device(**document["device"]),
+            software=Software(**document["software"]),
+            conditions=Conditions(**document["conditions"]),
+            config=Config.from_dict(document["config"]),
+            backend=_string(document["backend"]),
+        )
+        if plan.hash != document["hash"]:
+            raise PlanError("its hash does not agree with its contents")
+        return plan
+
+
+def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
+    return KernelPlan(
+        problem=Problem.from_dict(fields["problem"]),
+        layers=_strings(fields["layers"]),
+        algorithms=_strings(fields["algorithms"]),
+        alone=tuple(fields["alone"]),
+        last=_pairs(fields["last"]),
+        predicted_time_ns=fields["predicted_time_ns"],
+        timing=Timing(**fields["timing"]),
+        default=Timing(**fields["default"]) if fields["default"] else None,
+        notes=_strings(fields["notes"]),
+    )
+
+
+def _pairs(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((size, index) for size, index in rows)
+
+
+def _strings(values: object) -> tuple[str, ...]:
+    if not isinstance(values, list):
+        raise PlanError(f"names must be a list, got {values!r}")
+    return tuple(_string(value) for value in values)
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise PlanError(f"a name must be a string, got {value!r}")
+    return value
+
+
+def _require_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 0:
+        raise PlanError(f"{name} must be an int of at least 0, got {value!r}")
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,259 @@
+"""What a convolution is: one operation on one geometry, hashable, valid by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from typing import Any
+
+from ucudnn.errors import ProblemError
+
+OPS = ("fprop", "dgrad", "wgrad")
+LAYOUTS = ("nchw", "nhwc")
+MATHS = ("strict", "tf32")
+BYTES_BY_DTYPE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One convolution to compute.
+
+    >>> p = Problem("fprop", 256, 64, 192, (27, 27), (5, 5), padding=((2, 2), (2, 2)))
+    >>> p.output_size, p.with_batch(32).result_shape
+    ((27, 27), (32, 192, 27, 27))
+    >>> print(p)
+    fprop conv2d(64->192, k5, 27x27) at batch 256
+
+    Args:
+        op: "fprop" (y from x, w), "dgrad" (dx from dy, w) or "wgrad" (dw from x, dy).
+        batch: samples N in x and y.
+        in_channels: channels C of x.
+        out_channels: channels K of y.
+        input_size: spatial sizes of x, one to three of them, outermost first.
+        kernel_size: spatial sizes of w.
+        stride: per axis; default 1.
+        padding: (begin, end) per axis; default 0.
+        dilation: per axis; default 1.
+        groups: both channel counts are divisible by it.
+        dtype: "float64", "float32", "bfloat16" or "float16".
+        layout: "nchw" (channels first) or "nhwc" (channels last), for any rank.
+        math: "tf32" where float32 products may be rounded to TF32, else "strict".
+
+    Raises:
+        ProblemError: the geometry is impossible; the message names the field and its value.
+    """
+
+    op: str
+    batch: int
+    in_channels: int
+    out_channels: int
+    input_size: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+    dtype: str = "float32"
+    layout: str = "nchw"
+    math: str = "strict"
+
+    def __post_init__(self) -> None:
+        rank = self._normalise_sizes()
+        for name, allowed in (
+            ("op", OPS),
+            ("dtype", tuple(BYTES_BY_DTYPE)),
+            ("layout", LAYOUTS),
+            ("math", MATHS),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ProblemError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        for name in ("batch", "in_channels", "out_channels", "groups"):
+            _require_positive(name, getattr(self, name))
+        for name in ("input_size", "kernel_size", "stride", "dilation"):
+            for value in getattr(self, name):
+                _require_positive(name, value)
+        self._require_channels_divide()
+        for axis in range(rank):
+            self._require_kernel_fits(axis)
+
+    def _normalise_sizes(self) -> int:
+        for name in ("input_size", "kernel_size", "stride", "dilation"):
+            value = getattr(self, name)
+            if not isinstance(value, (tuple, list)):
+                raise ProblemError(
+                    f"{name} must be a tuple with one int per spatial axis, got {value!r}"
+                )
+            object.__setattr__(self, name, tuple(value))
+        rank = len(self.input_size)
+        if not 1 <= rank <= 3:
+            raise ProblemError(
+                f"input_size must have 1, 2 or 3 spatial axes, got {self.input_size}"
+            )
+        object.__setattr__(self, "stride", self.stride or (1,) * rank)
+        object.__setattr__(self, "dilation", self.dilation or (1,) * rank)
+        object.__setattr__(self, "padding", _pairs(self.padding, rank))
+        for name in ("kernel_size", "stride", "padding", "dilation"):
+            if len(getattr(self, name)) != rank:
+                raise ProblemError(
+                    f"{name} must have one entry per spatial axis ({rank}, as input_size="
+                    f"{self.input_size}), got {getattr(self, name)}"
+                )
+        return rank
+
+    def _require_channels_divide(self) -> None:
+        for name in ("in_channels", "out_channels"):
+            if getattr(self, name) % self.groups:
+                raise ProblemError(
+                    f"{name} (={getattr(self, name)}) must be divisible by groups (={self.groups})"
+                )
+
+    def _require_kernel_fits(self, axis: int) -> None:
+        begin, end = self.padding[axis]
+        padded = self.input_size[axis] + begin + end
+        extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+        if extent > padded:
+            raise ProblemError(
+                f"kernel_size must fit the padded input: on axis {axis} the dilated kernel spans "
+                f"{extent} but the input is {self.input_size[axis]} + {begin} + {end} = {padded}; "
+                f"enlarge input_size or padding"
+            )
+
+    @property
+    def rank(self) -> int:
+        """Number of spatial axes, 1 to 3."""
+        return len(self.input_size)
+
+    @property
+    def output_size(self) -> tuple[int, ...]:
+        """Spatial sizes of y."""
+        return tuple(
+            (size + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, stride, padding, dilation in zip(
+                self.input_size,
+                self.kernel_size,
+                self.stride,
+                self.padding,
+                self.dilation,
+                strict=True,
+            )
+        )
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        """Shape (N, C, *input_size) of the input."""
+        return (self.batch, self.in_channels, *self.input_size)
+
+    @property
+    def w_shape(self) -> tuple[int, ...]:
+        """Shape (K, C / groups, *kernel_size) of the filter."""
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        """Shape (N, K, *output_size) of the output."""
+        return (self.batch, self.out_channels, *self.output_size)
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the two operands: (x, w) for fprop, (dy, w) for dgrad, (x, dy) for wgrad."""
+        return {
+            "fprop": (self.x_shape, self.w_shape),
+            "dgrad": (self.y_shape, self.w_shape),
+            "wgrad": (self.x_shape, self.y_shape),
+        }[self.op]
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of the result: y for fprop, dx for dgrad, dw for wgrad."""
+        return {"fprop": self.y_shape, "dgrad": self.x_shape, "wgrad": self.w_shape}[self.op]
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one element of `dtype`."""
+        return BYTES_BY_DTYPE[self.dtype]
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the result."""
+        return prod(self.result_shape) * self.bytes_per_element
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the direct method, counting padding."""
+        return 2 * prod(self.y_shape) * prod(self.w_shape[1:])
+
+    def with_batch(self, batch: int) -> Problem:
+        """The same convolution on another number of samples.
+
+        >>> Problem("dgrad", 8, 4, 4, (9,), (3,)).with_batch(2).batch
+        2
+        """
+        return replace(self, batch=batch)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values; `from_dict` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Problem:
+        """Build a problem from JSON values.
+
+        >>> p = Problem("wgrad", 8, 4, 4, (9, 9), (3, 3))
+        >>> Problem.from_dict(p.to_dict()) == p
+        True
+
+        Raises:
+            ProblemError: a field is missing, unknown or impossible.
+        """
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ProblemError(
+                f"a problem has other fields than {sorted(fields)}: {error}"
+            ) from None
+
+    def __str__(self) -> str:
+        kernel = _sizes(self.kernel_size, squeeze=True)
+        extras = "".join(
+            f", {name}{_sizes(value, squeeze=True)}"
+            for name, value in (("s", self.stride), ("d", self.dilation))
+            if set(value) != {1}
+        )
+        if self.groups > 1:
+            extras += f", g{self.groups}"
+        if self.dtype != "float32":
+            extras += f", {self.dtype}"
+        if self.layout != "nchw":
+            extras += f", {self.layout}"
+        channels = f"{self.in_channels}->{self.out_channels}"
+        return (
+            f"{self.op} conv{self.rank}d({channels}, k{kernel}, {_sizes(self.input_size)}{extras})"
+            f" at batch {self.batch}"
+        )
+
+
+def _pairs(padding: object, rank: int) -> tuple[tuple[int, int], ...]:
+    if not isinstance(padding, (tuple, list)):
+        raise ProblemError(f"padding must be ((begin, end), ...), got {padding!r}")
+    for pair in padding:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ProblemError(
+                f"padding must be one (begin, end) pair per spatial axis, got {padding!r}"
+            )
+        for value in pair:
+            if type(value) is not int or value < 0:
+                raise ProblemError(f"padding must hold ints of at least 0, got {padding!r}")
+    return tuple((begin, end) for begin, end in padding) or ((0, 0),) * rank
+
+
+def _require_positive(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ProblemError(f"{name} must be an int of at least 1, got {value!r}")
+
+
+def _sizes(sizes: tuple[int, ...], squeeze: bool = False) -> str:
+    if squeeze and len(set(sizes)) == 1:
+        return str(sizes[0])
+    return "x".join(map(str, sizes))

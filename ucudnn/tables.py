@@ -1,0 +1,93 @@
+"""Plans as tables for a terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.table import Table
+
+from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.units import format_bytes, format_ns
+
+
+def plan_table(plan: Plan) -> Table:
+    """One row per kernel: torch's default beside the plan, both measured in the same rounds."""
+    limit = plan.config.limit_bytes
+    table = Table(
+        title=f"workspace limit {'none' if limit is None else format_bytes(limit)}, "
+        f"{plan.device}, {plan.conditions.threads} threads, torch {plan.software.torch}",
+        caption="times: median ± interquartile range of the whole call, measured; "
+        "gain: default over plan",
+    )
+    table.add_column("#", justify="right")
+    table.add_column("kernel")
+    table.add_column("calls", justify="right")
+    for heading in ("default", "its workspace", "plan", "its workspace", "gain"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("split")
+    for index, kernel in enumerate(plan.kernels):
+        table.add_row(str(index), *_row(kernel))
+    return table
+
+
+def _row(kernel: KernelPlan) -> tuple[str, ...]:
+    split = kernel.split(kernel.problem.batch)
+    default, timing = kernel.default, kernel.timing
+    gain = "" if default is None else f"{default.time_ns / timing.time_ns:.2f}x"
+    return (
+        str(kernel.problem).rpartition(" at batch ")[0],
+        str(len(kernel.layers)),
+        "-" if default is None else _time(default),
+        "-" if default is None else format_bytes(default.workspace_bytes),
+        "= default" if split.is_default else _time(timing),
+        format_bytes(timing.workspace_bytes),
+        "" if split.is_default else gain,
+        str(split),
+    )
+
+
+def _time(timing: Timing) -> str:
+    return f"{format_ns(timing.time_ns)} ± {format_ns(timing.spread_ns)}"
+
+
+def plan_summary(plan: Plan) -> str:
+    """What the plan takes altogether, over every call of every kernel."""
+    planned = sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
+    predicted = format_ns(plan.predicted_time_ns)
+    with_default = [kernel for kernel in plan.kernels if kernel.default is not None]
+    default = sum(
+        kernel.default.time_ns * len(kernel.layers) for kernel in with_default if kernel.default
+    )
+    most = max((kernel.default.workspace_bytes for kernel in with_default if kernel.default), default=0)
+    split = sum(not kernel.is_default for kernel in plan.kernels)
+    return (
+        f"{split} of {len(plan.kernels)} kernels leave torch's default. All convolutions: default "
+        f"{format_ns(default)} in up to {format_bytes(most)} of workspace, plan "
+        f"{format_ns(planned)} in up to {format_bytes(plan.workspace_bytes)} (sums of kernels timed "
+        f"one by one; the solver predicted {predicted})."
+    )
+
+
+def kernel_table(kernel: KernelPlan) -> Table:
+    """Every batch of one kernel with its split; runs of batches with like splits are one row."""
+    table = Table(title=str(kernel.problem), caption="timed: the whole split was; else derived")
+    table.add_column("batch", justify="right")
+    table.add_column("split")
+    table.add_column("")
+    rows = [(n, kernel.split(n)) for n in range(1, kernel.problem.batch + 1)]
+    for lone, group in groupby(rows, lambda row: _lone_algorithm(kernel, row[0])):
+        entries = list(group)
+        if lone is not None and len(entries) > 1:
+            batches = f"{entries[0][0]}-{entries[-1][0]}"
+            table.add_row(batches, f"undivided {lone}", "derived")
+            continue
+        for n, split in entries:
+            table.add_row(str(n), str(split), "derived" if kernel.is_derived(n) else "timed")
+    return table
+
+
+def _lone_algorithm(kernel: KernelPlan, batch: int) -> str | None:
+    split = kernel.split(batch)
+    if len(split.steps) > 1 or not kernel.is_derived(batch):
+        return None
+    return split.steps[0].algorithm

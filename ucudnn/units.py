@@ -1,0 +1,60 @@
+"""Units as people write them: bytes ("64MiB") and nanoseconds ("1.2 ms")."""
+
+from __future__ import annotations
+
+import re
+
+from ucudnn.errors import ConfigError
+
+_BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_BYTES_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: int | str, name: str = "size") -> int:
+    """Read a number of bytes as a person writes it.
+
+    >>> parse_bytes("64MiB")
+    67108864
+    >>> parse_bytes("1.5 KiB")
+    1536
+
+    Args:
+        text: an int (bytes) or a string with unit B, KiB, MiB or GiB (case does not matter).
+        name: what the value is called in the error message.
+
+    Raises:
+        ConfigError: not a size, or negative.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _BYTES_PATTERN.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match[2].upper() not in _BYTES_PER_UNIT:
+        raise ConfigError(
+            f"{name} must be a number of bytes such as 8388608, '64MiB' or '1.5GiB', got {text!r}"
+        )
+    return int(float(match[1]) * _BYTES_PER_UNIT[match[2].upper()])
+
+
+def format_bytes(count: int) -> str:
+    """Write a number of bytes for a person, in the largest unit that keeps it at least 1.
+
+    >>> format_bytes(9 << 20), format_bytes(1536), format_bytes(0)
+    ('9 MiB', '1.5 KiB', '0 B')
+    """
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= factor:
+            return f"{count / factor:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{count} B"
+
+
+def format_ns(time_ns: float) -> str:
+    """Write a time in nanoseconds for a person, with three significant digits.
+
+    >>> format_ns(1_234_000), format_ns(52_000_000), format_ns(4_200)
+    ('1.23 ms', '52.0 ms', '4.20 us')
+    """
+    for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        value = time_ns / factor
+        if value >= 0.9995:  # what rounds to 1.00
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+    return f"{time_ns:.0f} ns"
