@@ -15,7 +15,9 @@ SHELL := bash
 .PHONY: demo test bare lint types dist clean
 
 ROOT := $(CURDIR)
-SOURCES := $(shell find ucudnn solvers cache -name '*.py') ucudnn/py.typed
+# Folders too: their time changes when a file goes away.
+SOURCES := $(shell find ucudnn solvers cache -name '*.py' -o -type d ! -name __pycache__) \
+	ucudnn/py.typed
 PIP := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # torch comes first and by its exact version: see constraints.txt.
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -27,7 +29,7 @@ TOOLS.venv-test := mypy ruff
 EXTRAS.venv-bare := [test]
 
 demo: .venv/.installed
-	.venv/bin/python -P examples/resnet18.py
+	.venv/bin/python examples/resnet18.py
 
 # Outside the checkout, without PYTHONPATH and with -P: only the installed ucudnn can be imported.
 # Arguments: environment, module and its arguments.
@@ -53,7 +55,7 @@ lint: .venv-test/.installed
 
 types: .venv-test/.installed
 	$(call outside,.venv-test,mypy --config-file "$(ROOT)/pyproject.toml" \
-	--cache-dir "$(ROOT)/.mypy_cache")
+	--cache-dir "$(ROOT)/.venv-test/mypy_cache")
 
 # The wheel is made from the sdist, so both are complete where the wheel is.
 dist: dist/.built
@@ -75,7 +77,7 @@ dist/.built: .venv-build/.ready pyproject.toml LICENSE README.md $(SOURCES)
 	touch $@
 
 %/.installed: %/.ready dist/.built
-	$*/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes ucudnn
+	$*/bin/python -m pip --disable-pip-version-check uninstall -qq --yes ucudnn
 	$*/bin/python $(PIP) "$$(echo dist/*.whl)$(EXTRAS$*)"
 	touch $@
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ucudnn.config import Config
-from ucudnn.errors import CacheError, ConfigError, PlanError, ProblemError, UcudnnError
+from ucudnn.errors import ConfigError, PlanError, ProblemError, UcudnnError
 from ucudnn.plan import Plan
 
 app = typer.Typer(
@@ -102,7 +102,7 @@ def tune(
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
     given = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops, "cache": cache}
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if infer:
         settings["ops"] = "fprop"
     config = replace(_read_config(config_file), **settings)
@@ -289,7 +289,9 @@ def _load_model(spec: str) -> Any:
     finally:
         sys.path.pop(0)
     if not isinstance(made, nn.Module):
-        raise ConfigError(f"{spec} must return a torch.nn.Module, it returned {type(made).__name__}")
+        raise ConfigError(
+            f"{spec} must return a torch.nn.Module, it returned {type(made).__name__}"
+        )
     return made
 
 

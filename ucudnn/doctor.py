@@ -51,9 +51,9 @@ class Diagnosis:
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
                 f"glibc's malloc gives large blocks back to the kernel: a fresh 64 MiB block costs "
-                f"{format_ns(self.fresh_ns)} to fill, one in use {format_ns(self.reused_ns)}. Start "
-                f"Python with GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES} or preload tcmalloc; every "
-                f"large convolution gains, with or without a plan."
+                f"{format_ns(self.fresh_ns)} to fill, one in use {format_ns(self.reused_ns)}. "
+                f"Start Python with GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES} or preload tcmalloc; "
+                f"every large convolution gains, with or without a plan."
             )
         if self.load > self.device.cores / 2:
             sentences.append(

@@ -12,8 +12,9 @@ from ucudnn.problem import OPS, Problem
 
 _AXES = ("d", "h", "w")
 COLUMNS = (
-    "name n c d h w k kd kh kw pad_d pad_h pad_w stride_d stride_h stride_w dil_d dil_h dil_w groups"
-).split()
+    *("name", "n", "c", "d", "h", "w", "k", "kd", "kh", "kw", "pad_d", "pad_h", "pad_w"),
+    *("stride_d", "stride_h", "stride_w", "dil_d", "dil_h", "dil_w", "groups"),
+)
 
 
 def read_layers(
@@ -53,7 +54,9 @@ def read_layers(
     if not rows:
         raise ConfigError(f"{path} has no layers: only a header")
     return [
-        (row["name"], _problem(path, line, row, op, dtype, layout)) for line, row in rows for op in ops
+        (row["name"], _problem(path, line, row, op, dtype, layout))
+        for line, row in rows
+        for op in ops
     ]
 
 
@@ -65,8 +68,7 @@ def _problem(
     except (TypeError, ValueError):
         bad = [name for name in COLUMNS[1:] if not _is_int(row[name])]
         raise ConfigError(
-            f"{path} line {line}: every column but name holds an int; "
-            f"{bad[0]} is {row[bad[0]]!r}"
+            f"{path} line {line}: every column but name holds an int; {bad[0]} is {row[bad[0]]!r}"
         ) from None
     axes = _AXES if value["d"] > 1 or value["kd"] > 1 else _AXES[1:]
     try:

@@ -15,8 +15,13 @@ from torch.nn import functional
 from ucudnn.config import Config
 from ucudnn.ops import Geometry, Runner, convolution
 
-# The mixin stands before a torch.nn convolution, whose attributes it reads.
-_Convolution = nn.modules.conv._ConvNd if TYPE_CHECKING else object
+if TYPE_CHECKING:  # the mixin stands before a torch.nn convolution, whose attributes it reads
+
+    class _Convolution(nn.modules.conv._ConvNd):
+        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+else:
+    _Convolution = object
 
 
 class Planned(_Convolution):
@@ -49,7 +54,7 @@ class Planned(_Convolution):
         return convolution(self._ucudnn_runner, input, weight, bias, geometry)
 
 
-class Conv1d(Planned, nn.Conv1d):  # type: ignore[misc]
+class Conv1d(Planned, nn.Conv1d):
     """torch.nn.Conv1d that follows a plan.
 
     >>> layer = Conv1d(4, 8, 3, config=Config(unplanned="tune", policy="undivided"))
@@ -58,7 +63,7 @@ class Conv1d(Planned, nn.Conv1d):  # type: ignore[misc]
     """
 
 
-class Conv2d(Planned, nn.Conv2d):  # type: ignore[misc]
+class Conv2d(Planned, nn.Conv2d):
     """torch.nn.Conv2d that follows a plan.
 
     >>> Conv2d(64, 192, 5, padding=2).extra_repr()
@@ -66,7 +71,7 @@ class Conv2d(Planned, nn.Conv2d):  # type: ignore[misc]
     """
 
 
-class Conv3d(Planned, nn.Conv3d):  # type: ignore[misc]
+class Conv3d(Planned, nn.Conv3d):
     """torch.nn.Conv3d that follows a plan.
 
     >>> Conv3d(1, 2, 3).weight.shape

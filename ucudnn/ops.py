@@ -113,9 +113,8 @@ def convolution(
         geometry: stride, padding, dilation, groups.
     """
     if torch.is_autocast_enabled(x.device.type):
-        x, w, bias = (_autocast(tensor) for tensor in (x, w, bias))
-    assert x is not None
-    assert w is not None
+        x, w = _autocast(x), _autocast(w)
+        bias = None if bias is None else _autocast(bias)
     if not _plannable(x, w):
         return _torch_convolution(x, w, bias, geometry)
     result: Tensor = _Convolution.apply(runner, x, w, bias, geometry)
@@ -134,15 +133,13 @@ def _plannable(x: Tensor, w: Tensor) -> bool:
     )
 
 
-def _autocast(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+def _autocast(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-def _torch_convolution(
-    x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry
-) -> Tensor:
+def _torch_convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     function = (torch.conv1d, torch.conv2d, torch.conv3d)[w.dim() - 3]
     return function(x, w, bias, *geometry)
 

@@ -123,9 +123,7 @@ def solve(
     return Solved(problem, tuple(single), table, limit)
 
 
-def _table(
-    single: list[Item], first: list[Item], later: list[Item], batch: int
-) -> ReuseTable:
+def _table(single: list[Item], first: list[Item], later: list[Item], batch: int) -> ReuseTable:
     if first and later:
         return reuse(single, batch, first=first, accumulate=later)
     return reuse(single, batch, first=(), accumulate=())
@@ -160,9 +158,7 @@ def _single_items(
     return items
 
 
-def _chunk_items(
-    problem: Problem, measurements: Sequence[Measurement], role: str
-) -> list[Item]:
+def _chunk_items(problem: Problem, measurements: Sequence[Measurement], role: str) -> list[Item]:
     """Items of one role; half-precision wgrad holds its sum in float32 beside the chunk's."""
     total = 0
     if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != "alone":

@@ -20,7 +20,7 @@ def plan_table(plan: Plan) -> Table:
         "gain: default over plan",
     )
     table.add_column("#", justify="right")
-    table.add_column("kernel")
+    table.add_column("kernel", no_wrap=True)
     table.add_column("calls", justify="right")
     for heading in ("default", "its workspace", "plan", "its workspace", "gain"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -52,19 +52,16 @@ def _time(timing: Timing) -> str:
 
 def plan_summary(plan: Plan) -> str:
     """What the plan takes altogether, over every call of every kernel."""
-    planned = sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
-    predicted = format_ns(plan.predicted_time_ns)
-    with_default = [kernel for kernel in plan.kernels if kernel.default is not None]
-    default = sum(
-        kernel.default.time_ns * len(kernel.layers) for kernel in with_default if kernel.default
-    )
-    most = max((kernel.default.workspace_bytes for kernel in with_default if kernel.default), default=0)
     split = sum(not kernel.is_default for kernel in plan.kernels)
+    planned = sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
+    defaults = [(kernel.default, len(kernel.layers)) for kernel in plan.kernels if kernel.default]
+    default = sum(timing.time_ns * calls for timing, calls in defaults)
+    most = max((timing.workspace_bytes for timing, _ in defaults), default=0)
     return (
         f"{split} of {len(plan.kernels)} kernels leave torch's default. All convolutions: default "
         f"{format_ns(default)} in up to {format_bytes(most)} of workspace, plan "
-        f"{format_ns(planned)} in up to {format_bytes(plan.workspace_bytes)} (sums of kernels timed "
-        f"one by one; the solver predicted {predicted})."
+        f"{format_ns(planned)} in up to {format_bytes(plan.workspace_bytes)} (sums of kernels "
+        f"timed one by one; the solver predicted {format_ns(plan.predicted_time_ns)})."
     )
 
 

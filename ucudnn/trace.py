@@ -1,4 +1,4 @@
-"""Find the convolutions that a model's forward and backward would compute, without computing them."""
+"""Find the convolutions of a model's forward and backward, without computing them."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ class _Recorder(TorchDispatchMode):
         self.modules: list[str] = []
         self._forward_names: dict[Problem, list[str]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _CONVOLUTION:
             self._record_forward(*args)
         elif func is _CONVOLUTION_BACKWARD:

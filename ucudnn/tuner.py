@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucudnn import cache as cache_room
-from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.backends import open_backend
 from ucudnn.benchmark.finals import choose, race
 from ucudnn.benchmark.kernel import KernelMeasurer, Session
 from ucudnn.config import Config
@@ -106,7 +106,7 @@ def tune_problems(
     backend = open_backend(config.backend)
     with cache_room.open(config.cache) as cache:
         session = Session(backend, cache)
-        kernels = []
+        kernels: list[KernelPlan] = []
         for problem, layer_names in names.items():
             _report(session, on_progress, str(problem), len(kernels), len(names))
             with torch.no_grad(), torch.autocast("cpu", enabled=False):

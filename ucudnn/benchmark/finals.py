@@ -1,4 +1,4 @@
-"""Re-time finalists as whole plans next to torch's default, and let one win only above the noise."""
+"""Re-time finalists as whole plans beside torch's default; one wins only above the noise."""
 
 from __future__ import annotations
 
@@ -45,12 +45,9 @@ def race(
     names = sorted(str(split) for split in splits)
     identity = hashlib.sha256(" | ".join(names).encode()).hexdigest()[:8]
     keys = [session.key(problem, f"plan[{split}] in race {identity}") for split in splits]
-    known = [session.find(key) for key in keys]
-    found = [entry for entry in known if entry is not None and entry.status == "ok"]
-    if len(found) == len(splits):
-        for _ in found:
-            session.count_reused()
-    else:
+    known = [session.cache.get(key) for key in keys]
+    found = [session.reuse(entry) for entry in known if entry is not None]
+    if len(found) < len(splits):
         found = _run(session, measurer, problem, list(zip(splits, keys, strict=True)))
     return [_finalist(split, entry) for split, entry in zip(splits, found, strict=True)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ucudnn.backends import AbstractBackend
@@ -42,14 +42,11 @@ class Session:
             problem, algorithm, self._device, self._software, conditions, PROTOCOL
         )
 
-    def find(self, key: MeasurementKey) -> Measurement | None:
-        """What the cache knows of a candidate."""
-        return self.cache.get(key)
-
-    def count_reused(self) -> None:
+    def reuse(self, measurement: Measurement) -> Measurement:
         """Count a measurement that was not taken again."""
         self.reused += 1
         self.on_run()
+        return measurement
 
     def keep(self, measurement: Measurement) -> Measurement:
         """Count a new measurement; `flush` writes it to the cache."""
@@ -68,8 +65,10 @@ class Session:
 class KernelMeasurer:
     """Measures the candidates of one kernel at every micro-batch size, smallest first.
 
-    A size whose workspace would exceed the limit, judged from the two smaller sizes, is never run:
-    workspace grows with the chunk. What one run shows to be over the limit is not timed.
+    Two assumptions save runs; both err towards measuring too little, never towards a wrong number.
+    Workspace grows on a line with the chunk: a size that would exceed the limit, judged from the
+    two smaller ones, is not run. Time does not fall as the chunk grows: an algorithm that took too
+    long for a smaller chunk is not run for a larger one.
     """
 
     def __init__(self, session: Session, problem: Problem, limit: int | None) -> None:
@@ -77,7 +76,7 @@ class KernelMeasurer:
         self._problem = problem
         self._limit = limit
         self._ring: Ring | None = None
-        self._workspaces: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        self._smaller: dict[tuple[str, str], list[Measurement]] = {}
 
     @property
     def ring(self) -> Ring:
@@ -91,40 +90,30 @@ class KernelMeasurer:
         found: list[Measurement] = []
         try:
             for size in sorted(sizes):
-                found += self._measure_size(size)
+                entries = self._measure_size(size)
+                for entry in entries:
+                    name = (entry.key.algorithm, entry.key.conditions.role)
+                    self._smaller.setdefault(name, []).append(entry)
+                found += entries
         finally:
             self._session.flush()
         return found
 
     def _measure_size(self, size: int) -> list[Measurement]:
         problem = self._problem.with_batch(size)
-        done: list[Measurement] = []
-        screened: list[tuple[Measurement, ChunkLoop | None]] = []
+        best: dict[str, int] = {}
+        entered: list[_Entry] = []
         for candidate in self._session.backend.candidates(problem):
             for role in self._roles(size, candidate.algorithm):
                 key = self._session.key(problem, candidate.algorithm, role)
-                known = self._session.find(key)
-                if known is None:
-                    first, loop = self._first_run(key, candidate.notes)
-                elif known.status == "untimed" and self._fits(known.workspace_bytes):
-                    first, loop = self._first_run(key, candidate.notes)
-                else:
-                    first, loop = known, None
-                if first is None:
+                entry = self._enter(key, candidate.notes, best.get(role))
+                if entry is None:
                     continue
-                self._note_workspace(first)
-                if first.status == "screened":
-                    screened.append((first, loop))
-                else:
-                    done.append(first)
-                    self._count(first, known)
-        return done + self._race(screened, done)
-
-    def _count(self, measurement: Measurement, known: Measurement | None) -> None:
-        if measurement is known:
-            self._session.count_reused()
-        else:
-            self._session.keep(measurement)
+                entered.append(entry)
+                if self._counts(entry.measurement):
+                    time_ns = entry.measurement.time_ns or 0
+                    best[role] = min(best.get(role, time_ns), time_ns)
+        return self._race(entered, best)
 
     def _roles(self, size: int, algorithm: str) -> tuple[str, ...]:
         if size == self._problem.batch:
@@ -138,92 +127,113 @@ class KernelMeasurer:
     def _fits(self, workspace: int | None) -> bool:
         return workspace is not None and (self._limit is None or workspace <= self._limit)
 
-    def _note_workspace(self, measurement: Measurement) -> None:
-        if measurement.workspace_bytes is not None:
-            key = (measurement.key.algorithm, measurement.key.conditions.role)
-            point = (measurement.key.problem.batch, measurement.workspace_bytes)
-            self._workspaces.setdefault(key, []).append(point)
+    def _counts(self, measurement: Measurement) -> bool:
+        """Whether a measurement is a time within the limit."""
+        return measurement.time_ns is not None and self._fits(measurement.workspace_bytes)
 
-    def _expected_workspace(self, key: MeasurementKey) -> int:
-        """Workspace on the line through the two largest sizes run so far, 0 where unknown."""
-        points = self._workspaces.get((key.algorithm, key.conditions.role), [])
-        if not points:
-            return 0
-        size, workspace = points[-1]
-        if len(points) == 1:
-            return workspace
-        smaller, less = points[-2]
-        slope = max(0, workspace - less) / (size - smaller)
-        return workspace + int(slope * (key.problem.batch - size))
+    def _enter(
+        self, key: MeasurementKey, notes: tuple[str, ...], best_ns: int | None
+    ) -> _Entry | None:
+        """What is known of a candidate, or a first run of it; None where it is not worth one."""
+        known = self._session.cache.get(key)
+        if known is not None and (
+            known.status != "untimed" or not self._fits(known.workspace_bytes)
+        ):
+            return _Entry(known, known, None)
+        smaller = self._smaller.get((key.algorithm, key.conditions.role), [])
+        expected = _expected_workspace(smaller, key.problem.batch)
+        too_large = expected > self._session.backend.memory_bytes() or not self._fits(expected)
+        took = max((entry.time_ns or 0 for entry in smaller), default=0)
+        too_slow = best_ns is not None and took > SCREEN_FACTOR * best_ns
+        if too_large or too_slow:
+            return None
+        return self._first_run(key, known, notes)
 
     def _first_run(
-        self, key: MeasurementKey, notes: tuple[str, ...]
-    ) -> tuple[Measurement | None, ChunkLoop | None]:
-        """Run once for the workspace and once for the time, as far as the limit allows."""
-        session, problem = self._session, key.problem
-        expected = self._expected_workspace(key)
-        if not self._fits(expected) or expected > session.backend.memory_bytes():
-            return None, None
+        self, key: MeasurementKey, known: Measurement | None, notes: tuple[str, ...]
+    ) -> _Entry:
+        """Run once for the workspace and, within the limit, once for the time."""
+        backend, problem = self._session.backend, key.problem
         try:
-            executable = session.backend.executable(problem, key.algorithm)
-            loop = ChunkLoop(self.ring, executable, problem.batch, key.conditions.role)
-            part = (problem, key.algorithm)
-            workspace = session.backend.workspace_bytes(loop.run, [part])
+            loop = self._loop(key)
+            workspace = backend.workspace_bytes(loop.run, [(problem, key.algorithm)])
             if not self._fits(workspace):
-                return Measurement(key, "untimed", workspace_bytes=workspace, notes=notes), None
-            time_ns = loop.screen_ns(session.backend)
+                over = Measurement(key, "untimed", workspace_bytes=workspace, notes=notes)
+                return _Entry(over, known, None)
+            time_ns = loop.screen_ns(backend)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-            return Measurement(key, "failed", reason=reason, notes=notes), None
+            return _Entry(Measurement(key, "failed", reason=reason, notes=notes), known, None)
         screened = Measurement(key, "screened", time_ns, 0, (time_ns,), workspace, notes=notes)
-        return screened, loop
+        return _Entry(screened, known, loop)
 
-    def _race(
-        self,
-        screened: Sequence[tuple[Measurement, ChunkLoop | None]],
-        done: Sequence[Measurement],
-    ) -> list[Measurement]:
+    def _loop(self, key: MeasurementKey) -> ChunkLoop:
+        executable = self._session.backend.executable(key.problem, key.algorithm)
+        return ChunkLoop(self.ring, executable, key.problem.batch, key.conditions.role)
+
+    def _race(self, entered: Sequence[_Entry], best: Mapping[str, int]) -> list[Measurement]:
         """Time in interleaved rounds what is not hopeless next to the best of its role."""
-        best: dict[str, int] = {}
-        for measurement in [*done, *(entry for entry, _ in screened)]:
-            if measurement.time_ns is not None and self._fits(measurement.workspace_bytes):
-                role = measurement.key.conditions.role
-                best[role] = min(best.get(role, measurement.time_ns), measurement.time_ns)
         results, racing = [], []
-        for measurement, loop in screened:
-            assert measurement.time_ns is not None
-            slowest = SCREEN_FACTOR * best.get(measurement.key.conditions.role, 0)
-            if measurement.time_ns <= slowest and self._fits(measurement.workspace_bytes):
-                racing.append((measurement, loop or self._loop(measurement)))
+        for entry in entered:
+            measurement = entry.measurement
+            hopeless = SCREEN_FACTOR * best.get(measurement.key.conditions.role, 0)
+            if (
+                measurement.status == "screened"
+                and self._counts(measurement)
+                and (measurement.time_ns or 0) <= hopeless
+            ):
+                racing.append(entry)
+            elif measurement is entry.known:
+                results.append(self._session.reuse(measurement))
             else:
-                results.append(measurement)
-                self._count(measurement, None if loop else measurement)
+                results.append(self._session.keep(measurement))
         return results + self._rounds(racing)
 
-    def _loop(self, measurement: Measurement) -> ChunkLoop:
-        """Build a candidate again that an earlier run with another limit had only screened."""
-        key = measurement.key
-        executable = self._session.backend.executable(key.problem, key.algorithm)
-        loop = ChunkLoop(self.ring, executable, key.problem.batch, key.conditions.role)
-        loop.screen_ns(self._session.backend)
-        return loop
-
-    def _rounds(self, racing: Sequence[tuple[Measurement, ChunkLoop]]) -> list[Measurement]:
+    def _rounds(self, racing: Sequence[_Entry]) -> list[Measurement]:
+        backend = self._session.backend
+        # what an earlier run with another limit had only screened has no loop yet
+        loops = [entry.loop or self._loop(entry.measurement.key) for entry in racing]
+        for entry, loop in zip(racing, loops, strict=True):
+            if entry.loop is None:
+                loop.screen_ns(backend)
         samples: list[list[int]] = [[] for _ in racing]
         for _ in range(ROUNDS):
-            for taken, (_, loop) in zip(samples, racing, strict=True):
-                taken.append(loop.sample_ns(self._session.backend))
+            for taken, loop in zip(samples, loops, strict=True):
+                taken.append(loop.sample_ns(backend))
         return [
             self._session.keep(
                 replace(
-                    measurement,
+                    entry.measurement,
                     status="ok",
                     time_ns=median_ns(taken),
                     spread_ns=spread_ns(taken),
                     samples=tuple(taken),
                 )
             )
-            for taken, (measurement, _) in zip(samples, racing, strict=True)
+            for taken, entry in zip(samples, racing, strict=True)
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A candidate at one size: what it showed, what the cache knew, how to run it."""
+
+    measurement: Measurement
+    known: Measurement | None
+    loop: ChunkLoop | None
+
+
+def _expected_workspace(smaller: Sequence[Measurement], batch: int) -> int:
+    """Workspace on the line through the two largest sizes run so far; 0 where nothing was run."""
+    points = [
+        (entry.key.problem.batch, entry.workspace_bytes)
+        for entry in smaller
+        if entry.workspace_bytes is not None
+    ]
+    if not points:
+        return 0
+    size, workspace = points[-1]
+    if len(points) == 1:
+        return workspace
+    less_size, less = points[-2]
+    return workspace + max(0, workspace - less) * (batch - size) // (size - less_size)

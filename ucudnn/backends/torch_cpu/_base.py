@@ -30,7 +30,7 @@ class AbstractAlgorithm(ABC):
 
 
 class OpsExecutable(Executable):
-    """An executable made of three methods, of which `alone` is the one that the problem asks for."""
+    """Three methods, one per op; `alone` is the one that the problem asks for."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

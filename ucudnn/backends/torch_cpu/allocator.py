@@ -40,7 +40,7 @@ def describe_allocator() -> str:
 
 
 def set_mmap_threshold(threshold_bytes: int) -> None:
-    """Set glibc's mmap threshold of this process, and its trim threshold to four times as much.
+    """Set glibc's mmap threshold of this process, and its trim threshold to twice as much.
 
     Args:
         threshold_bytes: blocks of at least this size are returned to the kernel when freed.
@@ -53,7 +53,7 @@ def set_mmap_threshold(threshold_bytes: int) -> None:
         raise UnsupportedError(
             f"only glibc's malloc has an mmap threshold, this process runs {describe_allocator()}"
         )
-    trim = min(4 * threshold_bytes, 2**31 - 1)
+    trim = min(2 * threshold_bytes, 2**31 - 1)  # the ratio that glibc itself keeps
     accepted = library.mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
     if not accepted or not library.mallopt(_M_TRIM_THRESHOLD, trim):
         raise UnsupportedError(f"glibc's malloc refuses mmap_threshold={threshold_bytes}")

@@ -236,9 +236,7 @@ class _OneDnnNhwc(_OneDnn):
 
     def _nhwc(self, a: Tensor, b: Tensor) -> Tensor:
         layout = memory_format(self.problem)
-        return super().alone(
-            a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
-        )
+        return super().alone(a.contiguous(memory_format=layout), b.contiguous(memory_format=layout))
 
 
 class _SlowConv2d(_AtenExecutable):

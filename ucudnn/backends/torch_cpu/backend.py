@@ -1,4 +1,4 @@
-"""The CPU backend: lists its algorithms, builds them, and measures memory and time in this process."""
+"""The CPU backend: lists and builds algorithms, and measures memory and time in this process."""
 
 from __future__ import annotations
 

@@ -80,19 +80,25 @@ class _Fft(OpsExecutable):
         return self._inverse(spectrum, self._every_dilation)
 
     def _samples(self, tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
-        return self._spectrum(tensor, where).unflatten(1, (self.problem.groups, -1))
+        return self._grouped(self._spectrum(tensor, where), 1)
 
     def _filters(self, w: Tensor) -> Tensor:
-        return self._spectrum(w, self._every_dilation).unflatten(0, (self.problem.groups, -1))
+        return self._grouped(self._spectrum(w, self._every_dilation), 0)
+
+    def _grouped(self, spectrum: Tensor, axis: int) -> Tensor:
+        shape = list(spectrum.shape)
+        shape[axis : axis + 1] = [self.problem.groups, shape[axis] // self.problem.groups]
+        return spectrum.view(shape)
 
     def _spectrum(self, tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
         canvas = tensor.new_zeros((*tensor.shape[:2], *self._sizes))
         canvas[(slice(None), slice(None), *where)] = tensor
-        return torch.fft.rfftn(canvas, dim=self._axes)
+        spectrum: Tensor = torch.fft.rfftn(canvas, dim=self._axes)
+        return spectrum
 
     def _inverse(self, spectrum: Tensor, where: tuple[slice, ...]) -> Tensor:
         flattened = spectrum.flatten(*((1, 2) if self.problem.op != "wgrad" else (0, 1)))
-        values = torch.fft.irfftn(flattened, s=self._sizes, dim=self._axes)
+        values: Tensor = torch.fft.irfftn(flattened, s=self._sizes, dim=self._axes)
         return values[(slice(None), slice(None), *where)].contiguous()
 
 

@@ -14,6 +14,7 @@ from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, em
 from ucudnn.problem import Problem
 
 Slices = tuple[slice, ...]
+_ALL = slice(None)
 
 
 class Gemm(AbstractAlgorithm):
@@ -110,7 +111,7 @@ class _Gemm(OpsExecutable):
 
 
 class _Im2colGemm(OpsExecutable):
-    """Columns have the shape (C, *kernel_size, N, *output_size), so that all samples are one GEMM."""
+    """Columns have the shape (C, *kernel_size, N, *output_size): all samples are one GEMM."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -139,8 +140,9 @@ class _Im2colGemm(OpsExecutable):
         total = dx if problem.bytes_per_element > 2 else dx.float()
         total.zero_()
         for tap, outputs, inputs in self._taps:
-            into = total.transpose(0, 1)[(slice(None), slice(None), *inputs)]
-            into += columns[(slice(None), *tap, slice(None), *outputs)]
+            into = total.transpose(0, 1)[(_ALL, _ALL, *inputs)]
+            where: tuple[int | slice, ...] = (_ALL, *tap, _ALL, *outputs)
+            into += columns[where]
         if total is not dx:
             dx.copy_(total)
 
@@ -168,11 +170,12 @@ class _Im2colGemm(OpsExecutable):
         columns = torch.empty(shape, dtype=x.dtype)
         every_output = tuple(slice(0, size) for size in problem.output_size)
         for tap, outputs, inputs in self._taps:
-            column = columns[(slice(None), *tap)]
+            where: tuple[int | slice, ...] = (_ALL, *tap)
+            column = columns[where]
             if outputs != every_output:
                 column.zero_()
-            source = x.transpose(0, 1)[(slice(None), slice(None), *inputs)]
-            column[(slice(None), slice(None), *outputs)] = source
+            source = x.transpose(0, 1)[(_ALL, _ALL, *inputs)]
+            column[(_ALL, _ALL, *outputs)] = source
         return columns
 
     def _column_rows(self, columns: Tensor) -> Tensor:
