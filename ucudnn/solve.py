@@ -117,6 +117,8 @@ def solve(
         for item in _chunk_items(problem, measurements, first_role)
         if item.batch < problem.batch
     ]
+    # A chunk that is returned costs no more than one that begins a sum.
+    single += [item for item in first if problem.op == "wgrad"]
     table = _table(single, _worthwhile(first), _worthwhile(later), problem.batch)
     if any(table.time_ns(n, limit) is None for n in range(1, problem.batch + 1)):
         table = _table(single, first, later, problem.batch)

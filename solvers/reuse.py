@@ -1,0 +1,97 @@
+"""Workspace reuse: the best split of every batch under every limit, kernels sharing one workspace.
+
+Kernels of one stream run one after the other, so their chunks use the same memory: times add up,
+workspaces combine by the maximum, and every kernel is a problem of its own. This is the WR method
+of mu-cuDNN (Oyama et al., CLUSTER 2018, section III), solved for all limits and batches at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ucudnn.errors import ConfigError
+from ucudnn.solvers._base import Item, require_int, require_items
+from ucudnn.solvers.sweep import Sweep, order
+from ucudnn.solvers.table import ReuseTable
+from ucudnn.solvers.variants import ANY, FIRST, LATER, SINGLE, one_list, three_lists
+
+
+def reuse(
+    items: Iterable[Item],
+    batch: int,
+    *,
+    first: Iterable[Item] | None = None,
+    accumulate: Iterable[Item] | None = None,
+    launch_ns: int = 0,
+    max_chunks: int | None = None,
+    align: int = 1,
+) -> ReuseTable:
+    """Find the fastest split of every batch up to `batch`, for every workspace limit at once.
+
+    >>> items = [Item(4, 0, 40, "slow"), Item(1, 8, 5, "fast"), Item(2, 16, 9, "fast")]
+    >>> table = reuse(items, batch=4)
+    >>> table.front(4)
+    [(0, 40), (8, 20), (16, 18)]
+    >>> table.split(3, limit=16)
+    (Step(size=2, algorithm='fast'), Step(size=1, algorithm='fast'))
+
+    With three lists `items` computes a batch alone; a split of two or more chunks is one of `first`
+    and the rest of `accumulate`. A lone chunk need not be copied or added, a first one not added.
+
+    Of splits that take equally long the one with fewer chunks wins, then the one with less
+    workspace, then the one with the lower sum of ranks.
+
+    Args:
+        items: ways to compute a chunk; of the three lists, ways to compute a batch alone.
+        batch: the largest batch N.
+        first: ways to compute the first of several chunks; needs `accumulate`.
+        accumulate: ways to compute a chunk that is added to those before it; needs `first`.
+        launch_ns: what every chunk costs beside its own time.
+        max_chunks: at most so many chunks in a split, None for any number.
+        align: chunks begin at multiples of it: only the last one's size need not be a multiple.
+
+    Raises:
+        ConfigError: no items, or an argument that is out of range.
+
+    By item insertion into an unbounded knapsack (Gilmore and Gomory 1966), see docs/solvers.md.
+    """
+    require_int("batch", batch, 1)
+    require_int("launch_ns", launch_ns, 0)
+    require_int("align", align, 1)
+    if max_chunks is not None:
+        require_int("max_chunks, unless None for any number,", max_chunks, 1)
+        max_chunks = max_chunks if max_chunks < batch else None
+    lists = _by_role(items, first, accumulate, align)
+    rows = one_list(max_chunks) if ANY in lists else three_lists(max_chunks)
+    fitting = [(item, role) for role, ones in lists.items() for item in ones if item.batch <= batch]
+    costs = order([item for item, _ in fitting], [role for _, role in fitting], batch, launch_ns)
+    return ReuseTable(batch, align, rows, costs, Sweep(rows, costs, batch, align).run())
+
+
+def _by_role(
+    items: Iterable[Item],
+    first: Iterable[Item] | None,
+    accumulate: Iterable[Item] | None,
+    align: int,
+) -> dict[int, tuple[Item, ...]]:
+    """The lists by the role that their chunks play, without what no split can hold."""
+    if (first is None) != (accumulate is None):
+        missing = "first" if first is None else "accumulate"
+        raise ConfigError(
+            f"first and accumulate must be given together, got no {missing}; "
+            f"pass {missing}=() for none"
+        )
+    if first is None or accumulate is None:
+        lists = {ANY: require_items("items", items)}
+    else:
+        lists = {
+            SINGLE: require_items("items", items),
+            FIRST: require_items("first", first),
+            LATER: require_items("accumulate", accumulate),
+        }
+    if not any(lists.values()):
+        raise ConfigError("items must not be empty; pass at least one measured chunk")
+    # A first chunk is followed by others, so it cannot be the one that is no multiple.
+    if FIRST in lists:
+        lists[FIRST] = tuple(item for item in lists[FIRST] if item.batch % align == 0)
+    return lists

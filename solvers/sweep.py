@@ -1,0 +1,221 @@
+"""Threshold sweep: the lowest cost of every batch under every workspace limit, by item insertion.
+
+Under a limit the problem is an unbounded knapsack over the items that fit, and adding one item to a
+solved knapsack is one pass. Items come in order of their workspace, so after each of them the table
+is exact for the limit it needs, and what the pass lowered is a breakpoint of that batch's front.
+
+A row of the table holds the cost of every batch in one state: "only later chunks", "one first chunk
+and any number of later ones", "at most three chunks". An arc says from which row a chunk of some
+role leads to which. Rows and arcs are all that the variants of the problem differ in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ucudnn.solvers._base import Item
+
+Integers = NDArray[Any]  # int64, or object where a cost might not fit in 64 bits
+
+# An item that a table of less workspace matches is rejected by one comparison, which numpy does for
+# a block of items at once. Within a block the table improves, so survivors are compared again.
+_BLOCK = 512
+_LARGEST = 1 << 61  # a cost and its sum with another one stay below 2^63
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """A chunk leads from a row to a row, for source batches from `start` up to below `stop`."""
+
+    source: int
+    target: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The states of one variant and how chunks lead from one to another.
+
+    Args:
+        count: number of rows.
+        start: rows in which batch 0 costs nothing.
+        gate: per role the row whose cost an item must beat to matter at all.
+        arcs: per role, in the order in which a pass follows them.
+        final: the row that answers.
+        chain: the row of one first chunk and any number of later ones; None with a cap.
+    """
+
+    count: int
+    start: Sequence[int]
+    gate: Mapping[int, int]
+    arcs: Mapping[int, Sequence[Arc]]
+    final: int
+    chain: int | None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Items in the order of the sweep, with costs that order by time, then chunks, then rank.
+
+    Args:
+        items: sorted by workspace.
+        roles: of each item.
+        batches: of each item.
+        workspaces: of each item, in bytes.
+        keys: cost of each item in one integer; keys add up as times do.
+        infinite: more than any cost.
+        unit_ns: what one nanosecond is in a key.
+        unit_chunk: what one chunk is in a key.
+    """
+
+    items: tuple[Item, ...]
+    roles: Integers
+    batches: Integers
+    workspaces: Integers
+    keys: Integers
+    infinite: int
+    unit_ns: int
+    unit_chunk: int
+
+
+def order(items: Sequence[Item], roles: Sequence[int], batch: int, launch_ns: int) -> Costs:
+    """Sort items for the sweep and fold time, chunk count and rank into one integer each.
+
+    Any order within one workspace gives the same costs; good ones first makes for fewer passes,
+    and a total order makes equal inputs in another order give equal splits.
+    """
+    batches = np.fromiter((item.batch for item in items), np.int64, len(items))
+    times = integers([item.time_ns + launch_ns for item in items])
+    workspaces = integers([item.workspace_bytes for item in items])
+    ranks = integers([item.rank for item in items])
+    names = {name: place for place, name in enumerate(sorted({i.algorithm for i in items}))}
+    places = np.fromiter((names[item.algorithm] for item in items), np.int64, len(items))
+    roles_array = np.fromiter(roles, np.int64, len(items))
+    unit_chunk = batch * int(ranks.max(initial=0)) + 1
+    unit_ns = (batch + 1) * unit_chunk
+    rates = times.astype(float) / batches
+    most = int(rates.max(initial=0) * 1.001 + 1) * batch * unit_ns
+    if most > _LARGEST:
+        times, most = times.astype(object), batch * (int(times.max()) + 1) * unit_ns
+    keys = times * unit_ns + unit_chunk + ranks
+    sweep = np.lexsort((places, roles_array, ranks, batches, rates, workspaces))
+    return Costs(
+        items=tuple(items[i] for i in sweep.tolist()),
+        roles=roles_array[sweep],
+        batches=batches[sweep],
+        workspaces=workspaces[sweep],
+        keys=keys[sweep],
+        infinite=max(most, _LARGEST) if keys.dtype == object else 2 * _LARGEST,
+        unit_ns=unit_ns,
+        unit_chunk=unit_chunk,
+    )
+
+
+def integers(values: Sequence[int]) -> Integers:
+    """An array of int64, or of Python ints where one is too large."""
+    return np.array(values, np.int64 if max(values, default=0) < _LARGEST else object)
+
+
+class Sweep:
+    """A table under construction, and the log of everything that ever lowered a cost in it."""
+
+    def __init__(self, rows: Rows, costs: Costs, batch: int, align: int) -> None:
+        self._rows = rows
+        self._costs = costs
+        self._align = align
+        self._end = batch + 1
+        # Twice as wide as needed: a pass sees a row as a grid whose last line may be incomplete.
+        self._cost = np.full((rows.count, 2 * batch + 1), costs.infinite, costs.keys.dtype)
+        self._cost[list(rows.start), 0] = 0
+        self._counts = np.arange(batch + 1, dtype=costs.keys.dtype)[:, None]
+        self._log: list[tuple[Integers, Integers, int]] = []
+
+    def run(self) -> History:
+        """Insert every item that matters, and sort the log by row and batch."""
+        costs = self._costs
+        gates = np.array([self._rows.gate.get(role, 0) for role in range(max(self._rows.gate) + 1)])
+        rows = gates[costs.roles]
+        for start in range(0, len(costs.keys), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            known = self._cost[rows[block], costs.batches[block]]
+            for place in np.flatnonzero(costs.keys[block] < known).tolist():
+                index = start + place
+                if costs.keys[index] < self._cost[rows[index], costs.batches[index]]:
+                    self._insert(index)
+        return self._history()
+
+    def _insert(self, index: int) -> None:
+        key, size = self._costs.keys[index], int(self._costs.batches[index])
+        for arc in self._rows.arcs[int(self._costs.roles[index])]:
+            if arc.source == arc.target and 2 * size < self._end and size % self._align == 0:
+                self._lower(arc.target, size, 1, self._repeated(arc.source, size, key), index)
+                continue
+            step = self._align if size % self._align else 1
+            first = -(-arc.start // step) * step
+            stop = self._end - size if arc.stop is None else min(arc.stop, self._end - size)
+            sources = self._cost[arc.source, first:stop:step]
+            self._lower(arc.target, first + size, step, sources + key, index)
+
+    def _repeated(self, row: int, size: int, key: int) -> Integers:
+        """Costs of batches `size` and up with any number of the same chunk added.
+
+        In a residue class modulo the size, the cost of n less the cost of n / size chunks is a
+        running minimum.
+        """
+        lines = -(-self._end // size)
+        grid = self._cost[row, : lines * size].reshape(lines, size)
+        paid = self._counts[:lines] * key
+        lowest = np.minimum.accumulate(grid - paid, axis=0) + paid
+        return lowest.reshape(-1)[size : self._end]  # type: ignore[no-any-return]
+
+    def _lower(self, row: int, first: int, step: int, found: Integers, index: int) -> None:
+        current = self._cost[row, first : self._end : step][: len(found)]
+        better = np.flatnonzero(found < current)
+        if len(better):
+            lowered = found[better]
+            current[better] = lowered
+            self._log.append((better * step + (row * self._end + first), lowered, index))
+
+    def _history(self) -> History:
+        cells = np.concatenate([np.empty(0, np.int64), *(log[0] for log in self._log)])
+        keys = np.concatenate([self._costs.keys[:0], *(log[1] for log in self._log)])
+        steps = np.repeat(
+            np.array([log[2] for log in self._log], np.int32), [len(log[0]) for log in self._log]
+        )
+        by_cell = np.argsort(cells, kind="stable")
+        starts = np.searchsorted(cells[by_cell], np.arange(self._rows.count * self._end + 1))
+        return History(self._end, starts, keys[by_cell], steps[by_cell])
+
+
+@dataclass(frozen=True)
+class History:
+    """Every cost that a cell (row, batch) ever had, with the item that was its last step.
+
+    Args:
+        end: batches are below it.
+        starts: where a cell's entries begin.
+        keys: falling within a cell.
+        steps: places of items in the order of the sweep, rising within a cell.
+    """
+
+    end: int
+    starts: Integers
+    keys: Integers
+    steps: Integers
+
+    def entries(self, row: int, n: int) -> slice:
+        """Where the entries of a cell lie."""
+        cell = row * self.end + n
+        return slice(int(self.starts[cell]), int(self.starts[cell + 1]))
+
+    def latest(self, row: int, n: int, count: int) -> int | None:
+        """The entry of a cell after the first `count` items; None before it has one."""
+        cell = self.entries(row, n)
+        place = int(np.searchsorted(self.steps[cell], count))
+        return cell.start + place - 1 if place else None

@@ -1,0 +1,223 @@
+"""The solved reuse problem of one kernel: answers for every batch and every workspace limit."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.plan import Step
+from ucudnn.solvers._base import Item, require_int, require_limit
+from ucudnn.solvers.sweep import Costs, History, Rows
+from ucudnn.solvers.variants import FIRST
+from ucudnn.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WalkEntry:
+    """What a plan file stores for one batch: to compute it alone, or the last step of a chain.
+
+    Args:
+        alone: the item that computes the batch alone, where that is best; None where it is not.
+        last: the last chunk of the best chain of one first chunk and any number of later ones,
+            none included; None where there is no chain.
+    """
+
+    alone: Item | None
+    last: Item | None
+
+
+@dataclass(frozen=True, eq=False)
+class ReuseTable:
+    """Fronts and splits of every batch from 1 to N: what `reuse` returns.
+
+    >>> from ucudnn.solvers import Item, reuse
+    >>> table = reuse([Item(1, 0, 10, "slow"), Item(2, 64, 11, "fast")], batch=5)
+    >>> table.time_ns(5, limit=None), table.time_ns(5, limit=63)
+    (32, 50)
+    >>> [step.size for step in table.split(5, limit=64)]
+    [2, 2, 1]
+
+    Args:
+        batch: the largest batch N.
+        align: chunks begin at multiples of it.
+        rows: the states of the problem's variant.
+        costs: the items in the order of the sweep.
+        history: every cost that a batch had in a state.
+    """
+
+    batch: int
+    align: int
+    rows: Rows
+    costs: Costs
+    history: History
+
+    def front(self, n: int) -> list[tuple[int, int]]:
+        """The Pareto front of batch n: workspace in bytes rising, time in ns strictly falling.
+
+        Empty where no split of n exists.
+        """
+        self._require_batch(n)
+        fastest: dict[int, int] = {}
+        time_ns = None
+        entries = self.history.entries(self.rows.final, n)
+        keys, steps = self.history.keys[entries].tolist(), self.history.steps[entries].tolist()
+        for key, step in zip(keys, steps, strict=True):
+            if key // self.costs.unit_ns != time_ns:
+                time_ns = key // self.costs.unit_ns
+                fastest[int(self.costs.workspaces[step])] = time_ns
+        return list(fastest.items())
+
+    def time_ns(self, n: int, limit: int | None = None) -> int | None:
+        """Time of the fastest split of batch n within a workspace limit; None where nothing fits.
+
+        Args:
+            n: the batch, from 1 to N.
+            limit: workspace in bytes, None for any.
+        """
+        entry = self.history.latest(self.rows.final, self._require_batch(n), self._count(limit))
+        return None if entry is None else int(self.history.keys[entry]) // self.costs.unit_ns
+
+    def split(self, n: int, limit: int | None = None) -> tuple[Step, ...]:
+        """The fastest split of batch n within a workspace limit.
+
+        The first step is the first chunk, sizes of the rest do not rise. With an alignment the
+        chunk that is no multiple comes last.
+
+        Args:
+            n: the batch, from 1 to N.
+            limit: workspace in bytes, None for any.
+
+        Raises:
+            PlanError: nothing fits; it carries the smallest workspace that would.
+        """
+        return tuple(Step(item.batch, item.algorithm) for item in self.items(n, limit))
+
+    def items(self, n: int, limit: int | None = None) -> tuple[Item, ...]:
+        """The items of `split(n, limit)`, with the time and workspace of each chunk.
+
+        Raises:
+            PlanError: nothing fits; it carries the smallest workspace that would.
+        """
+        count = self._settled(n, limit)
+        if count is None:
+            raise self._nothing_fits(n, limit)
+        chunks = sorted(self._chunks(self.rows.final, n, count), key=self._turn)
+        return tuple(item for _, item in chunks)
+
+    def smallest_bytes(self, n: int) -> int | None:
+        """The smallest workspace in bytes that a split of batch n can do with, None without any."""
+        entries = self.history.entries(self.rows.final, self._require_batch(n))
+        if entries.start == entries.stop:
+            return None
+        return int(self.costs.workspaces[self.history.steps[entries.start]])
+
+    def walk(self, limit: int | None = None) -> tuple[WalkEntry, ...]:
+        """For n = 1..N what a plan file stores, so that any split is a walk from n down to 0.
+
+        Where `alone` is None the walk is n -> n - last.batch, and takes as long as `split`. With
+        three lists a chain may be a first chunk by itself, which `split` never is: where that is
+        faster than every split and every single item, so is the walk. Measured times exclude it,
+        for a lone call does no more than a first one.
+
+        Args:
+            limit: workspace in bytes, None for any.
+
+        Raises:
+            ConfigError: the table has a cap on the number of chunks, which a walk cannot keep.
+        """
+        chain = self.rows.chain
+        if chain is None:
+            raise ConfigError(
+                "walk must have a table without max_chunks, as its steps do not know how many "
+                "come after; leave max_chunks out or use split"
+            )
+        count = self._count(limit)
+        return tuple(
+            WalkEntry(self._alone(n, limit), self._last(chain, n, count))
+            for n in range(1, self.batch + 1)
+        )
+
+    def _alone(self, n: int, limit: int | None) -> Item | None:
+        count = self._settled(n, limit)
+        if count is None:
+            return None
+        _, item = next(self._chunks(self.rows.final, n, count))
+        return item if item.batch == n else None
+
+    def _last(self, chain: int, n: int, count: int) -> Item | None:
+        """Any later chunk of the best chain will do, but one that is no multiple must be last."""
+        item = None
+        for role, item in self._chunks(chain, n, count):
+            if role != FIRST and (n % self.align == 0 or item.batch % self.align):
+                break
+        return item
+
+    def _chunks(self, row: int, n: int, count: int) -> Iterator[tuple[int, Item]]:
+        """Role and item of each chunk of the best split of n, made of the first `count` items."""
+        while n and (entry := self.history.latest(row, n, count)) is not None:
+            step = int(self.history.steps[entry])
+            role, item = int(self.costs.roles[step]), self.costs.items[step]
+            yield role, item
+            row, n = self._sources[role, row], n - item.batch
+
+    @cached_property
+    def _sources(self) -> dict[tuple[int, int], int]:
+        return {
+            (role, arc.target): arc.source for role, arcs in self.rows.arcs.items() for arc in arcs
+        }
+
+    def _turn(self, chunk: tuple[int, Item]) -> tuple[bool, bool, int, str, int]:
+        role, item = chunk
+        odd = item.batch % self.align != 0
+        return role != FIRST, odd, -item.batch, item.algorithm, item.workspace_bytes
+
+    def _settled(self, n: int, limit: int | None) -> int | None:
+        """How many items it takes to reach the best time and number of chunks within the limit.
+
+        More items may lower the rank only, and workspace counts before rank.
+        """
+        entry = self.history.latest(self.rows.final, self._require_batch(n), self._count(limit))
+        if entry is None:
+            return None
+        keys, start = self.history.keys, self.history.entries(self.rows.final, n).start
+        unit = self.costs.unit_chunk
+        best = keys[entry] // unit
+        while entry > start and keys[entry - 1] // unit == best:
+            entry -= 1
+        return self._count(int(self.costs.workspaces[self.history.steps[entry]]))
+
+    def _count(self, limit: int | None) -> int:
+        """How many items of the sweep are within a limit."""
+        require_limit("limit", limit)
+        if limit is None:
+            return len(self.costs.items)
+        return bisect_right(self.costs.workspaces, limit)
+
+    def _require_batch(self, n: int) -> int:
+        require_int("n", n, 1)
+        if n > self.batch:
+            raise ConfigError(
+                f"n must be at most the batch that was solved for ({self.batch}), got {n}; "
+                f"solve for a larger batch"
+            )
+        return n
+
+    def _nothing_fits(self, n: int, limit: int | None) -> PlanError:
+        smallest = self.smallest_bytes(n)
+        if smallest is None:
+            sizes = ", ".join(map(str, sorted(set(self.costs.batches.tolist()))[:8])) or "none"
+            return PlanError(
+                f"batch {n} must be a sum of the micro-batch sizes that were measured (the "
+                f"smallest: {sizes}) and is none; measure more sizes"
+            )
+        assert limit is not None
+        first = self.items(n, smallest)[0]
+        return PlanError(
+            f"no split of batch {n} fits a workspace limit of {format_bytes(limit)}; the smallest "
+            f"needs {format_bytes(smallest)} (micro-batch {first.batch}, {first.algorithm}); "
+            f"raise the limit",
+            smallest,
+        )

@@ -1,0 +1,93 @@
+"""Geometries that every algorithm is tried on, and torch's own answer in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.problem import Problem
+
+GEOMETRIES = {
+    "1d": {"input_size": (19,), "kernel_size": (3,), "padding": ((1, 1),)},
+    "1d-pointwise": {"input_size": (19,), "kernel_size": (1,)},
+    "1d-strided-dilated": {
+        "input_size": (23,),
+        "kernel_size": (3,),
+        "stride": (2,),
+        "dilation": (3,),
+        "padding": ((2, 2),),
+    },
+    "2d": {"input_size": (13, 11), "kernel_size": (3, 3), "padding": ((1, 1), (1, 1))},
+    "2d-rectangular-strided": {
+        "input_size": (13, 11),
+        "kernel_size": (3, 2),
+        "stride": (2, 3),
+        "padding": ((1, 1), (0, 0)),
+    },
+    "2d-pointwise": {"input_size": (13, 11), "kernel_size": (1, 1)},
+    "2d-pointwise-strided": {"input_size": (13, 12), "kernel_size": (1, 1), "stride": (2, 2)},
+    "2d-dilated": {
+        "input_size": (13, 11),
+        "kernel_size": (3, 3),
+        "dilation": (2, 1),
+        "padding": ((2, 2), (1, 1)),
+    },
+    "2d-stride-above-kernel": {"input_size": (13, 11), "kernel_size": (2, 2), "stride": (4, 3)},
+    "2d-kernel-above-input": {
+        "input_size": (3, 3),
+        "kernel_size": (5, 5),
+        "padding": ((3, 3), (2, 2)),
+    },
+    "3d-strided": {
+        "input_size": (7, 6, 5),
+        "kernel_size": (3, 3, 3),
+        "stride": (2, 1, 2),
+        "padding": ((1, 1), (1, 1), (1, 1)),
+    },
+    "3d-pointwise": {"input_size": (7, 6, 5), "kernel_size": (1, 1, 1)},
+}
+# Relative L2 error that sums of a hundred products of normal numbers stay under.
+TOLERANCE_BY_DTYPE = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 6e-3, "float16": 8e-4}
+
+
+@pytest.fixture(scope="session")
+def backend() -> AbstractBackend:
+    return open_backend("torch_cpu")
+
+
+@pytest.fixture(params=GEOMETRIES.values(), ids=GEOMETRIES.keys(), scope="session")
+def geometry(request: pytest.FixtureRequest) -> dict[str, object]:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def exact() -> Callable[[Problem, Tensor, Tensor], Tensor]:
+    """The result in float64, by torch's functional convolution and its autograd."""
+    return _exact
+
+
+@pytest.fixture(scope="session")
+def tolerance() -> dict[str, float]:
+    return TOLERANCE_BY_DTYPE
+
+
+def _exact(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
+    a, b = a.double(), b.double()
+    function = (torch.conv1d, torch.conv2d, torch.conv3d)[problem.rank - 1]
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        padding = [amount for pair in reversed(problem.padding) for amount in pair]
+        padded = torch.nn.functional.pad(x, padding)
+        return function(padded, w, None, problem.stride, 0, problem.dilation, problem.groups)
+
+    if problem.op == "fprop":
+        return forward(a, b)
+    if problem.op == "dgrad":
+        x = torch.zeros(problem.x_shape, dtype=torch.float64, requires_grad=True)
+        return torch.autograd.grad(forward(x, b), x, a)[0]
+    w = torch.zeros(problem.w_shape, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.grad(forward(a, w), w, b)[0]

@@ -1,0 +1,95 @@
+"""The loop over steps: any split gives the same sum, and the sum is the right one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ucudnn.execute import bind
+from ucudnn.plan import Split, Step
+from ucudnn.problem import OPS, Problem
+
+SPLITS = {
+    "undivided": ((7, "torch_default"),),
+    "even-and-rest": ((3, "torch_default"), (3, "torch_default"), (1, "torch_default")),
+    "singles": ((1, "slow_conv2d"),) * 7,
+    "mixed": ((4, "onednn_nhwc"), (2, "im2col_gemm"), (1, "fft")),
+}
+
+
+def split_of(steps):
+    return Split("batch", tuple(Step(size, algorithm) for size, algorithm in steps))
+
+
+def relative_error(result, expected):
+    return ((result.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("steps", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_split_gives_the_undivided_result(backend, exact, op, steps):
+    problem = Problem(op, 7, 6, 4, (12, 9), (3, 3), padding=((1, 1), (1, 1)))
+    a, b = backend.operands(problem, 7)
+    result = bind(backend, problem, split_of(steps))(a, b)
+    assert result.dtype == torch.float32
+    assert relative_error(result, exact(problem, a, b)) < 1e-6
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_rounded_once_per_chunk_and_once_more(backend, exact, op, dtype):
+    problem = Problem(op, 64, 8, 8, (6, 6), (3, 3), dtype=dtype)
+    a, b = backend.operands(problem, 64)
+    expected = exact(problem, a, b)
+    whole = bind(backend, problem, split_of([(64, "torch_default")]))(a, b)
+    parts = bind(backend, problem, split_of([(1, "torch_default")] * 64))(a, b)
+    assert parts.dtype == a.dtype
+    # Each chunk and the sum are rounded once: sqrt(2) times one rounding. A running sum in half
+    # precision would be rounded 64 times.
+    assert relative_error(parts, expected) <= 2 * relative_error(whole, expected)
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["torch_default", "onednn_nhwc", "slow_conv2d", "im2col_gemm"]
+)
+def test_weight_gradient_is_the_sum_over_all_chunks(backend, algorithm):
+    """The bug of the released mu-cuDNN: with beta = 0 only the last chunk was left."""
+    problem = Problem("wgrad", 4, 2, 2, (6, 6), (3, 3))
+    x = torch.stack([torch.full((2, 6, 6), 10.0**sample) for sample in range(4)])
+    dy = torch.ones(4, 2, 4, 4)
+    dw = bind(backend, problem, split_of([(1, algorithm)] * 4))(x, dy)
+    assert torch.equal(dw, torch.full((2, 2, 3, 3), 16 * 1111.0))
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, 0.5])
+def test_weight_gradient_accumulates_into_what_is_there(backend, beta):
+    """beta dW0 + the sum of all chunks, not beta^k dW0 + a weighted sum."""
+    problem = Problem("wgrad", 4, 2, 2, (6, 6), (3, 3), dtype="float64")
+    x, dy = backend.operands(problem, 4)
+    start = torch.full(problem.w_shape, 3.0, dtype=torch.float64)
+    total = beta * start
+    for name in ("torch_default", "slow_conv2d", "im2col_gemm", "fft"):
+        sample = {"torch_default": 0, "slow_conv2d": 1, "im2col_gemm": 2, "fft": 3}[name]
+        chunk = slice(sample, sample + 1)
+        backend.executable(problem, name).add(x[chunk], dy[chunk], total)
+    whole = bind(backend, problem, split_of([(4, "torch_default")]))(x, dy)
+    torch.testing.assert_close(total, beta * start + whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_channels_last_stays_channels_last(backend, exact, op):
+    problem = Problem(op, 6, 4, 4, (8, 8), (3, 3), layout="nhwc")
+    a, b = backend.operands(problem, 6)
+    result = bind(backend, problem, split_of([(4, "torch_default"), (2, "torch_default")]))(a, b)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    assert relative_error(result, exact(problem, a, b)) < 1e-6
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_dimension_and_three(backend, exact, op):
+    for sizes in ((17,), (5, 6, 7)):
+        problem = Problem(op, 5, 4, 4, sizes, (3,) * len(sizes))
+        a, b = backend.operands(problem, 5)
+        split = split_of([(2, "im2col_gemm"), (2, "torch_default"), (1, "fft")])
+        result = bind(backend, problem, split)(a, b)
+        assert relative_error(result, exact(problem, a, b)) < 1e-6

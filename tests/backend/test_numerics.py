@@ -1,0 +1,93 @@
+"""Every algorithm x op x geometry x dtype x layout against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
+
+BATCH = 5
+
+
+def problems(op, geometry, groups):
+    for dtype in BYTES_BY_DTYPE:
+        for layout in ("nchw", "nhwc"):
+            if layout == "nchw" or len(geometry["input_size"]) > 1:
+                yield Problem(
+                    op, BATCH, 4, 8, groups=groups, dtype=dtype, layout=layout, **geometry
+                )
+
+
+def relative_error(result, expected):
+    return ((result.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("op", OPS)
+def test_alone_agrees_with_float64(backend, exact, tolerance, geometry, op, groups):
+    for problem in problems(op, geometry, groups):
+        a, b = backend.operands(problem, BATCH)
+        expected = exact(problem, a, b)
+        for candidate in backend.candidates(problem):
+            executable = backend.executable(problem, candidate.algorithm)
+            result = executable.alone(a, b)
+            assert result.shape == problem.result_shape
+            assert result.dtype == a.dtype
+            error = relative_error(result, expected)
+            assert error < tolerance[problem.dtype], f"{candidate.algorithm} on {problem}"
+
+
+@pytest.mark.parametrize("op", ["fprop", "dgrad"])
+def test_write_fills_every_element_of_the_slice_and_no_other(
+    backend, exact, tolerance, geometry, op
+):
+    for problem in problems(op, geometry, 2):
+        a, b = backend.operands(problem, BATCH)
+        expected = exact(problem, a, b)
+        for candidate in backend.candidates(problem):
+            whole = torch.full((BATCH + 2, *problem.result_shape[1:]), torch.nan, dtype=a.dtype)
+            executable = backend.executable(problem, candidate.algorithm)
+            executable.write(a, b, whole[1:-1])
+            error = relative_error(whole[1:-1], expected)
+            assert error < tolerance[problem.dtype], f"{candidate.algorithm} on {problem}"
+            assert whole[0].isnan().all()
+            assert whole[-1].isnan().all()
+
+
+def test_add_keeps_what_was_there(backend, exact, tolerance, geometry):
+    for problem in problems("wgrad", geometry, 2):
+        a, b = backend.operands(problem, BATCH)
+        dtype = torch.promote_types(a.dtype, torch.float32)
+        before = torch.arange(1.0, 9.0, dtype=dtype).view(-1, 1, *[1] * problem.rank)
+        expected = exact(problem, a, b)
+        for candidate in backend.candidates(problem):
+            total = before.expand(problem.w_shape).clone()
+            backend.executable(problem, candidate.algorithm).add(a, b, total)
+            error = relative_error(total - before, expected)
+            assert error < tolerance[problem.dtype] * 4, f"{candidate.algorithm} on {problem}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_asymmetric_padding_is_computed_by_what_does_not_refuse_it(backend, exact, op):
+    problem = Problem(op, BATCH, 4, 8, (9, 8), (3, 2), padding=((0, 2), (1, 0)), dtype="float64")
+    a, b = backend.operands(problem, BATCH)
+    names = {candidate.algorithm for candidate in backend.candidates(problem)}
+    assert names == {"im2col_gemm", "fft"}
+    for name in names:
+        result = backend.executable(problem, name).alone(a, b)
+        assert relative_error(result, exact(problem, a, b)) < 1e-14
+
+
+def test_every_algorithm_was_tried(backend):
+    """The tests above loop over candidates: no algorithm may be refused everywhere."""
+    tried = set()
+    for kernel in (1, 3):
+        for dtype in BYTES_BY_DTYPE:
+            for batch in (1, 5):
+                problem = Problem("fprop", batch, 4, 8, (13, 11), (kernel, kernel), dtype=dtype)
+                tried |= {candidate.algorithm for candidate in backend.candidates(problem)}
+    # aten runs oneDNN itself on this machine; it is a candidate of its own only where aten does not
+    small = Problem("fprop", 1, 4, 8, (13, 11), (3, 3))
+    assert backend.refusal(small, "onednn") is None
+    assert tried == set(backend.algorithms())
