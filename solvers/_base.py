@@ -1,11 +1,14 @@
-"""What every solver takes: items, validated here so that solvers need not check again."""
+"""What solvers take and return, validated here so that no solver need check again."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,121 @@ def require_items(name: str, items: Iterable[Item]) -> tuple[Item, ...]:
         if type(value) is not Item:
             raise ConfigError(f"{name} must hold ucudnn.solvers.Item values, got {value!r}")
     return values
+
+
+Front = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Kernels that overlap in time, so that each owns its part of one pool of memory.
+
+    >>> Pool((((0, 9), (8, 5)), ((4, 7),)), total_bytes=12).smallest_bytes
+    4
+
+    Args:
+        fronts: per kernel its choices, as (workspace in bytes, time in ns).
+        total_bytes: what all parts together may be.
+
+    Raises:
+        ConfigError: no kernel, a kernel without a choice, or a number that is no int in range.
+        PlanError: the pool is too small; it carries the smallest one that is not.
+    """
+
+    fronts: tuple[Front, ...]
+    total_bytes: int
+
+    def __post_init__(self) -> None:
+        require_int("total_bytes", self.total_bytes, 0)
+        if not self.fronts:
+            raise ConfigError("fronts must not be empty; pass one front per kernel")
+        for kernel, front in enumerate(self.fronts):
+            _require_front(kernel, front)
+        if self.smallest_bytes > self.total_bytes:
+            raise PlanError(
+                f"{len(self.fronts)} kernels that overlap need at least "
+                f"{format_bytes(self.smallest_bytes)} ({self.smallest_bytes} bytes) together, more "
+                f"than total_bytes={self.total_bytes}; raise it, or run them one after the other "
+                f"and let them share",
+                self.smallest_bytes,
+            )
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The sum of every kernel's smallest workspace."""
+        return sum(min(front)[0] for front in self.fronts)
+
+    def divided(self, choice: Iterable[int], lower_bound_ns: int, solver: str) -> Division:
+        """The division that picks one choice per kernel, summed up anew."""
+        picked = tuple(choice)
+        points = [front[place] for front, place in zip(self.fronts, picked, strict=True)]
+        return Division(
+            choice=picked,
+            time_ns=sum(time_ns for _, time_ns in points),
+            workspace_bytes=sum(workspace_bytes for workspace_bytes, _ in points),
+            lower_bound_ns=lower_bound_ns,
+            solver=solver,
+        )
+
+
+def _require_front(kernel: int, front: Front) -> None:
+    if not front:
+        raise ConfigError(f"front {kernel} must have at least one (workspace_bytes, time_ns)")
+    for point in front:
+        if type(point) is not tuple or len(point) != 2:
+            raise ConfigError(
+                f"front {kernel} must hold (workspace_bytes, time_ns) pairs, got {point!r}"
+            )
+        require_int(f"workspace_bytes in front {kernel}", point[0], 0)
+        require_int(f"time_ns in front {kernel}", point[1], 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """One choice per kernel, and how far from the best one it can be at most.
+
+    >>> Division((0, 2), 100, 64, 98, "exact").gap_ns
+    2
+
+    Args:
+        choice: index into each kernel's front.
+        time_ns: sum of the kernels' times.
+        workspace_bytes: what the pool must hold.
+        lower_bound_ns: no division is faster; equal to the time where that is proven optimal.
+        solver: name of the solver that found it.
+    """
+
+    choice: tuple[int, ...]
+    time_ns: int
+    workspace_bytes: int
+    lower_bound_ns: int
+    solver: str
+
+    @property
+    def gap_ns(self) -> int:
+        """How much faster another division could be at most; 0 where this one is optimal."""
+        return self.time_ns - self.lower_bound_ns
+
+    @property
+    def is_optimal(self) -> bool:
+        """True where the lower bound proves that no division is faster."""
+        return self.gap_ns == 0
+
+
+class AbstractDivider(ABC):
+    """A solver of the division problem, a multiple-choice knapsack.
+
+    The law: one choice per kernel, the workspaces sum up to at most the pool, the time is the sum
+    of the kernels' times, and no division whatever is faster than the lower bound.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def divide(self, pool: Pool) -> Division:
+        """Divide one pool among the kernels that overlap.
+
+        Raises:
+            PlanError: the solver ended without an answer that it can stand for.
+            ConfigError: the solver is not installed.
+        """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ucudnn.plan import Split as Split
     from ucudnn.plan import Step as Step
     from ucudnn.problem import Problem as Problem
-    from ucudnn.trace import trace as trace
+    from ucudnn.tracing import trace as trace
     from ucudnn.tuner import tune as tune
 
 _MODULE_BY_NAME = {
@@ -33,7 +33,7 @@ _MODULE_BY_NAME = {
     "UcudnnError": "errors",
     "convert_": "convert",
     "revert_": "convert",
-    "trace": "trace",
+    "trace": "tracing",
     "tune": "tuner",
     "tune_": "convert",
 }

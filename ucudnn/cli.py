@@ -241,7 +241,7 @@ def _trace(
 ) -> list[Any]:
     import torch
 
-    from ucudnn.trace import trace_layers
+    from ucudnn.tracing import trace_layers
 
     if not inputs:
         raise ConfigError(f"a model needs --input with a shape such as 64x3x224x224, for {model}")

@@ -135,9 +135,7 @@ def _convolutions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_kernel_of(kernel: KernelPlan, module: Any) -> bool:
     """Whether a kernel could be a call of this module, whose input size is not known yet."""
     problem = kernel.problem
-    padding = planned_nn.explicit_padding(module)
-    explicit = module.padding_mode != "zeros" or any(begin != end for begin, end in padding)
-    expected = ((0, 0),) * len(padding) if explicit else tuple(padding)
+    _, padding = planned_nn.split_padding(module)
     return (
         problem.rank == len(module.kernel_size)
         and problem.in_channels == module.in_channels
@@ -146,7 +144,7 @@ def _is_kernel_of(kernel: KernelPlan, module: Any) -> bool:
         and problem.stride == module.stride
         and problem.dilation == module.dilation
         and problem.groups == module.groups
-        and problem.padding == expected
+        and problem.padding == tuple((amount, amount) for amount in padding)
     )
 
 

@@ -41,16 +41,11 @@ class Planned(_Convolution):
         if torch.compiler.is_compiling():
             # Inductor keeps its layout and fusion passes only on a plain aten convolution
             return super()._conv_forward(input, weight, bias)
-        padding = explicit_padding(self)
-        if self.padding_mode != "zeros" or any(begin != end for begin, end in padding):
+        surplus, padding = split_padding(self)
+        if any(surplus):
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            # functional.pad takes the last axis first
-            amounts = [amount for pair in reversed(padding) for amount in pair]
-            input = functional.pad(input, amounts, mode=mode)
-            padding = [(0, 0)] * len(padding)
-        geometry = Geometry(
-            self.stride, tuple(begin for begin, _ in padding), self.dilation, self.groups
-        )
+            input = functional.pad(input, surplus, mode=mode)
+        geometry = Geometry(self.stride, padding, self.dilation, self.groups)
         return convolution(self._ucudnn_runner, input, weight, bias, geometry)
 
 
@@ -79,18 +74,30 @@ class Conv3d(Planned, nn.Conv3d):
     """
 
 
-def explicit_padding(layer: nn.modules.conv._ConvNd) -> list[tuple[int, int]]:
-    """The (begin, end) padding of each axis of a torch.nn convolution.
+def split_padding(layer: nn.modules.conv._ConvNd) -> tuple[list[int], tuple[int, ...]]:
+    """What torch pads a layer's input by beforehand, and what it leaves to the convolution.
 
-    >>> explicit_padding(nn.Conv2d(1, 1, (3, 2), padding="same"))
-    [(1, 1), (0, 1)]
+    >>> split_padding(nn.Conv2d(1, 1, (3, 2), padding="same"))
+    ([0, 1, 0, 0], (1, 0))
+    >>> split_padding(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"))
+    ([1, 1, 1, 1], (0, 0))
+
+    Returns:
+        Amounts as `torch.nn.functional.pad` takes them, (begin, end) per axis, last axis first; and
+        the padding at both ends of each axis, first axis first.
     """
-    if layer.padding == "valid":
-        return [(0, 0)] * len(layer.kernel_size)
     if layer.padding == "same":
-        totals = [
-            dilation * (kernel - 1)
-            for dilation, kernel in zip(layer.dilation, layer.kernel_size, strict=True)
-        ]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(int(amount), int(amount)) for amount in layer.padding]
+        spans = zip(layer.dilation, layer.kernel_size, strict=True)
+        totals = [dilation * (kernel - 1) for dilation, kernel in spans]
+        pairs = [(total // 2, total - total // 2) for total in totals]
+    elif layer.padding == "valid":
+        pairs = [(0, 0)] * len(layer.kernel_size)
+    else:
+        pairs = [(int(amount), int(amount)) for amount in layer.padding]
+    inner = [0 if layer.padding_mode != "zeros" else min(pair) for pair in pairs]
+    surplus = [
+        amount - kept
+        for pair, kept in zip(reversed(pairs), reversed(inner), strict=True)
+        for amount in pair
+    ]
+    return surplus, tuple(inner)

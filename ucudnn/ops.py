@@ -16,7 +16,7 @@ from ucudnn.errors import PlanError
 from ucudnn.execute import Call, bind
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.trace import is_channels_last, problem_of
+from ucudnn.tracing import is_channels_last, problem_of
 
 _aten = torch.ops.aten
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -112,11 +112,11 @@ def convolution(
         bias: shape (K,) or None.
         geometry: stride, padding, dilation, groups.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x, w = _autocast(x), _autocast(w)
-        bias = None if bias is None else _autocast(bias)
     if not _plannable(x, w):
         return _torch_convolution(x, w, bias, geometry)
+    if torch.is_autocast_enabled("cpu"):
+        x, w = _autocast(x), _autocast(w)
+        bias = None if bias is None else _autocast(bias)
     result: Tensor = _Convolution.apply(runner, x, w, bias, geometry)
     return result
 
@@ -136,7 +136,7 @@ def _plannable(x: Tensor, w: Tensor) -> bool:
 def _autocast(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    return tensor.to(torch.get_autocast_dtype("cpu"))
 
 
 def _torch_convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:

@@ -72,7 +72,7 @@ def tune(
         ConfigError: the model does not accept the inputs or computes no convolution.
         PlanError: no plan of some kernel fits the workspace limit.
     """
-    from ucudnn.trace import trace_layers
+    from ucudnn.tracing import trace_layers
 
     return tune_problems(trace_layers(model, example_inputs), config, on_progress)
 

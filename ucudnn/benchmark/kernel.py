@@ -76,7 +76,7 @@ class KernelMeasurer:
         self._problem = problem
         self._limit = limit
         self._ring: Ring | None = None
-        self._smaller: dict[tuple[str, str], list[Measurement]] = {}
+        self._smaller: dict[str, list[Measurement]] = {}
 
     @property
     def ring(self) -> Ring:
@@ -92,8 +92,7 @@ class KernelMeasurer:
             for size in sorted(sizes):
                 entries = self._measure_size(size)
                 for entry in entries:
-                    name = (entry.key.algorithm, entry.key.conditions.role)
-                    self._smaller.setdefault(name, []).append(entry)
+                    self._smaller.setdefault(entry.key.algorithm, []).append(entry)
                 found += entries
         finally:
             self._session.flush()
@@ -140,8 +139,8 @@ class KernelMeasurer:
             known.status != "untimed" or not self._fits(known.workspace_bytes)
         ):
             return _Entry(known, known, None)
-        smaller = self._smaller.get((key.algorithm, key.conditions.role), [])
-        expected = _expected_workspace(smaller, key.problem.batch)
+        smaller = self._smaller.get(key.algorithm, [])
+        expected = _expected_workspace(smaller, key)
         too_large = expected > self._session.backend.memory_bytes() or not self._fits(expected)
         took = max((entry.time_ns or 0 for entry in smaller), default=0)
         too_slow = best_ns is not None and took > SCREEN_FACTOR * best_ns
@@ -223,17 +222,24 @@ class _Entry:
     loop: ChunkLoop | None
 
 
-def _expected_workspace(smaller: Sequence[Measurement], batch: int) -> int:
-    """Workspace on the line through the two largest sizes run so far; 0 where nothing was run."""
+def _expected_workspace(smaller: Sequence[Measurement], key: MeasurementKey) -> int:
+    """Workspace on the line through the two largest sizes run so far; 0 where nothing was run.
+
+    A chunk that was only run as a later one is expected to need less alone: not its own result.
+    """
+    role, problem = key.conditions.role, key.problem
+    same = [entry for entry in smaller if entry.key.conditions.role == role]
     points = [
         (entry.key.problem.batch, entry.workspace_bytes)
-        for entry in smaller
+        for entry in same or smaller
         if entry.workspace_bytes is not None
     ]
     if not points:
         return 0
     size, workspace = points[-1]
-    if len(points) == 1:
-        return workspace
-    less_size, less = points[-2]
-    return workspace + max(0, workspace - less) * (batch - size) // (size - less_size)
+    if len(points) > 1:
+        less_size, less = points[-2]
+        slope = max(0, workspace - less)
+        workspace += slope * (problem.batch - size) // (size - less_size)
+    own_result = 0 if same or problem.op == "wgrad" else problem.result_bytes
+    return max(0, workspace - own_result)

@@ -174,6 +174,8 @@ def problem_of(
     dtype = str(x.dtype).removeprefix("torch.")
     if transposed or dtype not in BYTES_BY_DTYPE or x.dtype != w.dtype or x.dim() not in (3, 4, 5):
         return None
+    if x.dim() != w.dim() or x.shape[1] != w.shape[1] * groups:
+        return None
     rank = x.dim() - 2
     try:
         return Problem(

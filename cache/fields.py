@@ -1,0 +1,241 @@
+"""One name, one type and one text form for everything a measurement depends on or shows.
+
+HDF5 tables, CSV columns, JSON documents, filters and explanations all use the names listed here
+("problem.batch", "software.cudnn", "time_ns"), taken from the dataclasses themselves: a field that
+is added to one of them appears everywhere, and old files are read with its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass
+from operator import attrgetter
+from typing import Any
+
+from ucudnn.cache._base import Entry
+from ucudnn.errors import CacheError, UcudnnError
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How values of one type are written as text, read back, and recognised in JSON.
+
+    Args:
+        dump: value to text.
+        load: text to value; raises ValueError for any other text.
+        accepts: whether a JSON value is one of this type.
+    """
+
+    dump: Callable[[Any], str]
+    load: Callable[[str], Any]
+    accepts: Callable[[Any], bool]
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and -(2**63) < value < 2**63
+
+
+def _is_ints(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_int, value))
+
+
+def _load_bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+def _load_texts(text: str) -> tuple[str, ...]:
+    values = json.loads(text) if text else []
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(text)
+    return tuple(values)
+
+
+def _optional(kind: Kind) -> Kind:
+    return Kind(
+        lambda value: "" if value is None else kind.dump(value),
+        lambda text: kind.load(text) if text else None,
+        lambda value: value is None or kind.accepts(value),
+    )
+
+
+_INT = Kind(str, int, _is_int)
+_FLOAT = Kind(repr, float, lambda value: type(value) in (int, float))
+_INTS = Kind(
+    lambda value: "x".join(map(str, value)),
+    lambda text: tuple(map(int, text.split("x"))) if text else (),
+    _is_ints,
+)
+_PAIRS = Kind(
+    lambda value: "x".join(f"{begin}:{end}" for begin, end in value),
+    lambda text: tuple(tuple(map(int, pair.split(":"))) for pair in text.split("x")),
+    lambda value: isinstance(value, list | tuple) and all(map(_is_ints, value)),
+)
+_TEXTS = Kind(
+    lambda value: json.dumps(value, ensure_ascii=False) if value else "",
+    _load_texts,
+    lambda value: isinstance(value, list | tuple) and all(isinstance(v, str) for v in value),
+)
+# By annotation, as the dataclasses write it.
+_KINDS = {
+    "str": Kind(str, str, lambda value: isinstance(value, str)),
+    "int": _INT,
+    "bool": Kind(
+        lambda value: str(value).lower(), _load_bool, lambda value: isinstance(value, bool)
+    ),
+    "tuple[int, ...]": _INTS,
+    "tuple[tuple[int, int], ...]": _PAIRS,
+    "int | None": _optional(_INT),
+    "float | None": _optional(_FLOAT),
+    "tuple[str, ...]": _TEXTS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One named value of an entry.
+
+    Args:
+        name: such as "problem.batch" or "time_ns".
+        type: its annotation, such as "int | None".
+        default: what it is where a table lacks it; `MISSING`: the table is then refused.
+        read: takes the value from an entry.
+    """
+
+    name: str
+    type: str
+    default: Any
+    read: Callable[[Entry], Any]
+
+    @property
+    def kind(self) -> Kind:
+        """How its values are written."""
+        return _KINDS[self.type]
+
+    @property
+    def part(self) -> str:
+        """What it is a field of: "problem" for "problem.batch", "" for "algorithm"."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def own_name(self) -> str:
+        """Its name in its dataclass: "batch" for "problem.batch"."""
+        return self.name.rpartition(".")[2]
+
+    def text(self, entry: Entry) -> str:
+        """The value in an entry, as text."""
+        return self.kind.dump(self.read(entry))
+
+
+def _fields_of(part: str, cls: Any, path: str) -> list[Field]:
+    return [
+        Field(
+            f"{part}.{field.name}" if part else field.name,
+            field.type,
+            field.default,
+            attrgetter(f"{path}.{field.name}"),
+        )
+        for field in dataclasses.fields(cls)
+        if field.type in _KINDS
+    ]
+
+
+_CLASSES: dict[str, Any] = {
+    "problem": Problem,
+    "device": Device,
+    "software": Software,
+    "conditions": Conditions,
+}
+_PART_FIELDS = {
+    part: _fields_of(part, cls, f"measurement.key.{part}") for part, cls in _CLASSES.items()
+}
+_OWN_KEY_FIELDS = _fields_of("", MeasurementKey, "measurement.key")
+PROBLEM_FIELDS = tuple(_PART_FIELDS["problem"])
+CONTEXT_FIELDS = (
+    *(field for part in ("device", "software", "conditions") for field in _PART_FIELDS[part]),
+    *(field for field in _OWN_KEY_FIELDS if field.name == "protocol"),
+)
+ALGORITHM_FIELD = next(field for field in _OWN_KEY_FIELDS if field.name == "algorithm")
+KEY_FIELDS = (*PROBLEM_FIELDS, ALGORITHM_FIELD, *CONTEXT_FIELDS)
+SHOWN_FIELDS = tuple(_fields_of("", Measurement, "measurement"))
+STORED_FIELDS = (
+    Field("stored_ns", "int", 0, attrgetter("stored_ns")),
+    Field("device_uuid", "str", "", attrgetter("device_uuid")),
+)
+FIELDS = (*KEY_FIELDS, *SHOWN_FIELDS, *STORED_FIELDS)
+FIELD_BY_NAME = {field.name: field for field in FIELDS}
+
+
+def entry_from_values(values: Mapping[str, Any]) -> Entry:
+    """Build an entry from values by field name; those of later versions are left out.
+
+    Raises:
+        CacheError: a value is missing or impossible, or the key has a field of a later version
+            (its times would then be served for a key that is not theirs).
+    """
+    unknown = [name for name in values if name not in FIELD_BY_NAME and "." in name]
+    if unknown:
+        raise CacheError(f"its key has the unknown field {unknown[0]}; read it with a newer ucudnn")
+    given: dict[str, dict[str, Any]] = {}
+    for field in FIELDS:
+        if field.name in values:
+            value = values[field.name]
+            if not field.kind.accepts(value):
+                raise CacheError(f"{field.name} must be {field.type}, got {value!r}")
+            given.setdefault(field.part, {})[field.own_name] = _frozen(value)
+        elif field.default is MISSING:
+            raise CacheError(f"{field.name} is missing")
+    return _build(given)
+
+
+def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
+    own = dict(given[""])
+    try:
+        parts = {part: cls(**given.get(part, {})) for part, cls in _CLASSES.items()}
+        key = MeasurementKey(
+            **parts, algorithm=own.pop("algorithm"), protocol=own.pop("protocol")
+        )
+        stored = {field.name: own.pop(field.name, field.default) for field in STORED_FIELDS}
+        return Entry(Measurement(key, **own), **stored)
+    except UcudnnError as error:
+        raise CacheError(str(error)) from error
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
+    """A filter as text by field name, from a mapping or from "name=value" words.
+
+    >>> parse_where(["problem.batch=32", "status=ok"])
+    {'problem.batch': '32', 'status': 'ok'}
+    >>> parse_where({"problem.kernel_size": (3, 3)})
+    {'problem.kernel_size': '3x3'}
+
+    Raises:
+        CacheError: a word is not "name=value", or there is no such field.
+    """
+    if not isinstance(where, Mapping):
+        words = list(where)
+        for word in words:
+            if "=" not in word:
+                raise CacheError(f"a filter is written field=value, got {word!r}")
+        where = dict(word.split("=", 1) for word in words)
+    for name in where:
+        if name not in FIELD_BY_NAME:
+            raise CacheError(f"there is no field {name!r}; fields are {', '.join(FIELD_BY_NAME)}")
+    return {
+        name: value if isinstance(value, str) else FIELD_BY_NAME[name].kind.dump(value)
+        for name, value in where.items()
+    }
+
+
+def matches(entry: Entry, where: Mapping[str, str]) -> bool:
+    """Whether an entry has all these values."""
+    return all(FIELD_BY_NAME[name].text(entry) == text for name, text in where.items())

@@ -1,0 +1,162 @@
+"""Tables as HDF5 in memory: the only module that uses h5py.
+
+Files are read and written whole by the operating system, and libhdf5 sees memory alone: it takes no
+file locks (which network file systems may lack), opens only what has passed its checksum, and holds
+nothing open across a fork.
+
+    /problems      one row per convolution          /algorithms    names
+    /contexts      device, software, conditions     /reasons       why something failed
+    /measurements  numbers of the rows above        /notes         JSON arrays of text
+    /samples       times in ns, one row after another   /device_uuids
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
+from typing import Any
+
+import h5py
+import numpy as np
+
+from ucudnn.cache.fields import PROBLEM_FIELDS
+from ucudnn.cache.frame import VERSION, DamagedError
+from ucudnn.cache.records import (
+    MEASUREMENT_ROW,
+    NONE,
+    PROBLEM_ROW,
+    Array,
+    context_rows,
+    contexts_from_rows,
+    foreign_rows,
+    from_bytes,
+    sort_keys,
+    to_bytes,
+)
+from ucudnn.cache.table import Table
+from ucudnn.cache.tabulate import merged
+from ucudnn.measurement import STATUSES
+from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS
+
+_TEXTS = ("algorithms", "reasons", "notes", "device_uuids")
+_DATASETS = {"problems", "contexts", "measurements", "samples", *_TEXTS}
+_WORDS = {"op": OPS, "dtype": tuple(BYTES_BY_DTYPE), "layout": LAYOUTS, "math": MATHS}
+_COMPRESSED_ROWS = 1024
+_CHUNK_ROWS = 32768
+_ABOUT = "Times of convolution algorithms. A key is a problem, an algorithm and a context."
+_UNITS = {
+    "measurements": {
+        "problem": "row of /problems",
+        "algorithm": "row of /algorithms",
+        "context": "row of /contexts",
+        "status": f"one of {', '.join(STATUSES)}",
+        "time_ns": f"ns, median of the samples; {NONE}: not timed",
+        "spread_ns": f"ns, interquartile range of the samples; {NONE}: unknown",
+        "workspace_bytes": f"bytes; {NONE}: unknown",
+        "error": "relative L2 error against float64, where has_error",
+        "has_error": "whether the error was measured",
+        "reason": "row of /reasons",
+        "notes": "row of /notes",
+        "device_uuid": "row of /device_uuids",
+        "samples": "number of rows of /samples",
+        "first_sample": "row of /samples",
+        "stored_ns": "ns since 1970-01-01 UTC",
+        "checksum": "BLAKE2b with 8 bytes, see docs/cache.md",
+    },
+    "problems": {
+        "batch": "samples",
+        "input_size": "elements per spatial axis, outermost first; unused axes 0",
+        "kernel_size": "elements per spatial axis",
+        "stride": "elements per spatial axis",
+        "padding": "elements (begin, end) per spatial axis",
+        "dilation": "elements per spatial axis",
+    },
+    "contexts": {
+        "device.cores": "processors",
+        "device.memory_bytes": "bytes",
+        "device.power_limit_w": "W",
+        "conditions.mps_percent": "%",
+    },
+    "samples": {"samples": "ns"},
+}
+
+
+def to_image(table: Table) -> bytes:
+    """The HDF5 file of a table.
+
+    Raises:
+        CacheError: a number needs more than 64 bits.
+    """
+    texts: dict[str, Sequence[str]] = {
+        "algorithms": table.algorithms,
+        "reasons": table.reasons,
+        "notes": [json.dumps(notes, ensure_ascii=False) for notes in table.notes],
+        "device_uuids": table.device_uuids,
+    }
+    arrays = {
+        "problems": table.problems,
+        "contexts": context_rows(table.contexts),
+        "measurements": table.rows,
+        "samples": table.samples,
+    }
+    with h5py.File("image", "w", driver="core", backing_store=False) as file:
+        file.attrs.update({"format": "ucudnn-cache", "version": VERSION, "about": _ABOUT})
+        for name, array in arrays.items():
+            dataset = file.create_dataset(name, data=array, **_storage(len(array)))
+            dataset.attrs.update({f"unit of {k}": v for k, v in _UNITS[name].items()})
+        for name, values in texts.items():
+            encoded = [to_bytes(value) for value in values]
+            file.create_dataset(name, (len(encoded),), h5py.string_dtype(), encoded)
+        file.flush()
+        image: bytes = file.id.get_file_image()
+    return image
+
+
+def _storage(rows: int) -> Mapping[str, Any]:
+    if rows < _COMPRESSED_ROWS:
+        return {}
+    chunks = (min(rows, _CHUNK_ROWS),)
+    return {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
+
+
+def from_image(image: bytes) -> tuple[Table, bool]:
+    """The table of an HDF5 file, and whether that is all of it.
+
+    Not all: it has columns or values of a later version. Such a file is read as far as this version
+    understands it, and must not be replaced by what was read.
+
+    Raises:
+        DamagedError: it is not HDF5, lacks a table or a column, or its tables do not fit together.
+    """
+    try:
+        with h5py.File(h5py.h5f.open_file_image(image), "r") as file:
+            missing = _DATASETS - set(file)
+            if missing:
+                raise DamagedError(f"it has no table {min(missing)}")
+            arrays = {name: file[name][()] for name in _DATASETS}
+            complete = set(file) == _DATASETS
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"libhdf5 cannot read it: {error}") from error
+    texts = {name: [from_bytes(value) for value in arrays[name].tolist()] for name in _TEXTS}
+    contexts = contexts_from_rows(arrays["contexts"])
+    problems, problem_is_foreign = _read_problems(arrays["problems"])
+    rows = arrays["measurements"]
+    complete &= set(rows.dtype.names or ()) == set(MEASUREMENT_ROW.names or ())
+    rows = _cast(rows, MEASUREMENT_ROW, {})
+    _require_fit(rows, {"problem": problems, "context": contexts}, texts, len(arrays["samples"]))
+    foreign = problem_is_foreign[rows["problem"]] | ~np.isin(rows["status"], _encoded(STATUSES))
+    foreign |= np.array([context is None for context in contexts], bool)[rows["context"]]
+    if foreign.any():
+        rows, complete = rows[~foreign], False
+    table = Table(
+        problems,
+        contexts,
+        texts["algorithms"],
+        texts["reasons"],
+        [tuple(json.loads(notes)) for notes in texts["notes"]],
+        texts["device_uuids"],
+        rows,
+        arrays["samples"].astype("<i8", copy=False),
+    )
+    return (table if _is_sorted(table) else merged([table])), complete

@@ -1,0 +1,183 @@
+"""Lagrangian relaxation of the division problem: a price per byte, a bound, and a good division.
+
+With a price on memory every kernel chooses by itself, and what that costs less the price of the
+pool is a lower bound, whatever the price. The best price is the slope at which the pool is
+exhausted when kernels climb down their convex hulls, steepest step first; the division found on the
+way is at most one such step from the bound (Sinha and Zoltners 1979; Pisinger 1995). A rounded
+price gives a valid bound too, so everything is computed in integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+
+from ucudnn.solvers._base import Pool
+from ucudnn.solvers.front import Point, undominated
+from ucudnn.solvers.sweep import Integers
+
+_LARGEST = 1 << 61
+# Binary digits of the price where numbers outgrow 64 bits and are Python's.
+_DIGITS = 40
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The choices of all kernels that no other dominates, in flat arrays.
+
+    Args:
+        starts: where each kernel's choices begin, and the number of all at the end.
+        places: index of each choice into its kernel's front.
+        workspaces: in bytes, rising within a kernel.
+        times: in ns, falling within a kernel.
+    """
+
+    starts: Integers
+    places: Integers
+    workspaces: Integers
+    times: Integers
+
+    @classmethod
+    def of(cls, pool: Pool) -> Choices:
+        """The choices of a pool's kernels."""
+        kept_by_front = {front: undominated(front) for front in set(pool.fronts)}
+        kept = [kept_by_front[front] for front in pool.fronts]
+        points = [
+            front[i] for front, places in zip(pool.fronts, kept, strict=True) for i in places
+        ]
+        largest = sum(max(map(max, front)) for front in pool.fronts) + pool.total_bytes
+        dtype = np.int64 if largest < _LARGEST else object
+        return cls(
+            starts=np.cumsum([0, *map(len, kept)]),
+            places=np.fromiter(chain.from_iterable(kept), np.int64),
+            workspaces=np.array([workspace for workspace, _ in points], dtype),
+            times=np.array([time for _, time in points], dtype),
+        )
+
+    def kernel(self, number: int) -> range:
+        """Indices of a kernel's choices."""
+        return range(int(self.starts[number]), int(self.starts[number + 1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxation:
+    """A price for memory and what follows from it, in units of ns / scale.
+
+    A division costs scale * time = bound + reduced costs of its choices + price * bytes left over.
+
+    Args:
+        choices: of all kernels.
+        scale: what one ns is.
+        price: of one byte.
+        reduced: per choice, what it costs more than its kernel's best at that price.
+        base: per kernel its best choice at that price, the smaller workspace where two are.
+        bound: no division costs less.
+        greedy: per kernel the choice of a division that fits.
+    """
+
+    choices: Choices
+    scale: int
+    price: int
+    reduced: Integers
+    base: Integers
+    bound: int
+    greedy: Integers
+
+    @property
+    def bound_ns(self) -> int:
+        """No division takes less time."""
+        return -(-self.bound // self.scale)
+
+
+def relax(pool: Pool) -> Relaxation:
+    """Price the memory of a pool so that the lower bound is as high as it can be.
+
+    >>> relaxation = relax(Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8))
+    >>> relaxation.bound_ns, relaxation.greedy.tolist()
+    (10, [0, 3])
+    """
+    choices = Choices.of(pool)
+    greedy, slope = _climb(choices, pool.total_bytes)
+    _fill(choices, greedy, pool.total_bytes)
+    saved, extra = slope
+    workspaces, times = choices.workspaces, choices.times
+    scale = _scale(choices, saved, extra)
+    if scale is None:
+        workspaces, times, scale = workspaces.astype(object), times.astype(object), 1 << _DIGITS
+    price = saved * scale // extra
+    paid = times * scale + workspaces * price
+    lowest = np.minimum.reduceat(paid, choices.starts[:-1])
+    reduced = paid - np.repeat(lowest, np.diff(choices.starts))
+    # Of the choices that cost nothing more the first has the least workspace.
+    free = np.flatnonzero(reduced == 0)
+    base = free[np.searchsorted(free, choices.starts[:-1])]
+    bound = sum(lowest.tolist()) - price * pool.total_bytes
+    return Relaxation(choices, scale, price, reduced, base, bound, greedy)
+
+
+def _scale(choices: Choices, saved: int, extra: int) -> int | None:
+    """The largest power of two that keeps sums of all costs in 64 bits, None where 1 does not."""
+    count = len(choices.starts)
+    time, workspace = (count * int(max(a)) for a in (choices.times, choices.workspaces))
+    room = _LARGEST * extra // (time * extra + workspace * (saved + extra))
+    return 1 << (room.bit_length() - 1) if room and choices.times.dtype != object else None
+
+
+def _climb(choices: Choices, total_bytes: int) -> tuple[Integers, tuple[int, int]]:
+    """Take steps down the kernels' hulls, steepest first, while they fit.
+
+    Returns the choices that were reached, and as the slope of the first step that did not fit the
+    time it saves and the bytes it takes; (0, 1) where all steps fit.
+    """
+    steps = sorted(_steps(choices), key=lambda step: step[0], reverse=True)
+    reached = choices.starts[:-1].copy()
+    left = total_bytes - sum(choices.workspaces[reached].tolist())
+    slope = (0, 1)
+    for _, kernel, start, stop, saved, extra in steps:
+        if extra > left and slope == (0, 1):
+            slope = (saved, extra)
+        if extra <= left and reached[kernel] == start:
+            reached[kernel] = stop
+            left -= extra
+    return reached, slope
+
+
+def _steps(choices: Choices) -> Iterator[tuple[float, int, int, int, int, int]]:
+    """Slope, kernel, from, to, time saved and bytes taken of every step of every kernel's hull."""
+    workspaces, times = choices.workspaces.tolist(), choices.times.tolist()
+    for kernel in range(len(choices.starts) - 1):
+        places = choices.kernel(kernel)
+        points = list(zip(workspaces[places.start : places.stop], times[places.start : places.stop], strict=True))
+        for a, b in pairwise(_hull(points)):
+            saved, extra = points[a][1] - points[b][1], points[b][0] - points[a][0]
+            yield saved / extra, kernel, places[a], places[b], saved, extra
+
+
+def _hull(points: Sequence[Point]) -> list[int]:
+    """Indices of the lower convex hull of points that rise in one coordinate and fall in the other."""
+    hull: list[int] = []
+    for index, (x, y) in enumerate(points):
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = points[hull[-2]], points[hull[-1]]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append(index)
+    return hull
+
+
+def _fill(choices: Choices, reached: Integers, total_bytes: int) -> None:
+    """Spend what the hulls' steps left over: always on the choice that saves most time."""
+    sizes = np.diff(choices.starts)
+    left = total_bytes - sum(choices.workspaces[reached].tolist())
+    while True:
+        extra = choices.workspaces - np.repeat(choices.workspaces[reached], sizes)
+        saved = np.repeat(choices.times[reached], sizes) - choices.times
+        best = int(np.argmax(np.where(extra <= left, saved, 0)))
+        if saved[best] <= 0 or extra[best] > left:
+            return
+        reached[np.searchsorted(choices.starts, best, "right") - 1] = best
+        left -= int(extra[best])

@@ -1,0 +1,214 @@
+"""`ucudnn tune` and `ucudnn show`: what they write and print, and every way to call them wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
+
+SHAPE = "8x3x12x12"
+
+
+def test_a_model_is_tuned_shown_and_tuned_again_from_the_cache(ucudnn, model, tmp_path):
+    output = tmp_path / "net.plan.json"
+    tuned = ucudnn("tune", f"{model}:net", "--input", SHAPE, "-o", output)
+    assert tuned.status == 0, tuned.err
+    assert "fprop conv2d(3->8, k3, 12x12)" in tuned.out
+    assert f"plan written to {output}" in tuned.out
+    plan = Plan.load(output)
+    # the first layer's input needs no gradient
+    assert len(plan.kernels) == 5
+    shown = ucudnn("show", output)
+    assert shown.status == 0
+    assert "wgrad conv2d(8->4, k1, 12x12)" in shown.out
+    again = ucudnn("tune", f"{model}:net", "--input", SHAPE, "--json")
+    counts = json.loads(again.out)
+    assert counts["measured"] == 0
+    assert counts["reused"] > 0
+    assert counts["hash"] == plan.hash
+
+
+def test_nothing_measured_is_said(ucudnn, model):
+    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided")
+    assert "Measured nothing" not in ucudnn(*arguments).out
+    assert "Measured nothing: everything was in the cache" in ucudnn(*arguments).out
+
+
+def test_a_table_of_layers(ucudnn, table, tmp_path):
+    output = tmp_path / "plan.json"
+    path = table(
+        "conv1,4,3,1,12,12,4,1,3,3,0,1,1,1,2,2,1,1,1,1", "up,2,4,6,6,6,8,3,3,3,1,1,1,1,1,1,1,1,1,2"
+    )
+    done = ucudnn("tune", path, "--ops", "fprop,wgrad", "--workspace-limit", "1MiB", "-o", output)
+    assert done.status == 0, done.err
+    plan = Plan.load(output)
+    assert [(k.layers, k.problem.rank, k.problem.op) for k in plan.kernels] == [
+        (("conv1",), 2, "fprop"),
+        (("conv1",), 2, "wgrad"),
+        (("up",), 3, "fprop"),
+        (("up",), 3, "wgrad"),
+    ]
+    first = plan.kernels[0].problem
+    assert first == Problem("fprop", 4, 3, 4, (12, 12), (3, 3), (2, 2), ((1, 1), (1, 1)))
+    assert plan.workspace_bytes <= 1 << 20
+
+
+def test_show_one_kernel_every_batch(ucudnn, table, tmp_path):
+    output = tmp_path / "plan.json"
+    ucudnn("tune", table(), "--ops", "fprop", "-o", output)
+    by_number, by_name = (ucudnn("show", output, "--kernel", key) for key in ("0", "conv1"))
+    assert by_number.out == by_name.out
+    assert "timed" in by_number.out
+    assert "layers: conv1" in by_number.out
+    wrong = ucudnn("show", output, "--kernel", "conv9")
+    assert wrong.status == 2
+    assert "--kernel must be a number from 0 to 0 or the name of a layer" in wrong.err
+
+
+def test_show_json_is_the_plan(ucudnn, table, tmp_path):
+    output = tmp_path / "plan.json"
+    ucudnn("tune", table(), "--policy", "undivided", "-o", output)
+    assert json.loads(ucudnn("show", output, "--json").out) == json.loads(output.read_text())
+
+
+def test_settings_from_a_file_and_from_flags(ucudnn, table, tmp_path):
+    settings = tmp_path / "settings.json"
+    settings.write_text('{"policy": "undivided", "ops": ["wgrad"], "workspace_limit": "9MiB"}')
+    output = tmp_path / "plan.json"
+    done = ucudnn("tune", table(), "--config", settings, "--ops", "fprop", "-o", output)
+    assert done.status == 0, done.err
+    config = Plan.load(output).config
+    assert (config.policy, config.ops, config.limit_bytes) == ("undivided", ("fprop",), 9 << 20)
+
+
+@pytest.mark.parametrize("flag", ["--channels-last", "--autocast", "--infer"])
+def test_how_the_model_runs(ucudnn, model, tmp_path, flag):
+    output = tmp_path / "plan.json"
+    done = ucudnn(
+        "tune", f"{model}:net", "--input", SHAPE, flag, "--policy", "undivided", "-o", output
+    )
+    assert done.status == 0, done.err
+    problems = [kernel.problem for kernel in Plan.load(output).kernels]
+    assert {problem.layout for problem in problems} == {
+        "nhwc" if flag == "--channels-last" else "nchw"
+    }
+    assert {problem.dtype for problem in problems} == {
+        "bfloat16" if flag == "--autocast" else "float32"
+    }
+    assert {problem.op for problem in problems} == (
+        {"fprop"} if flag == "--infer" else {"fprop", "dgrad", "wgrad"}
+    )
+
+
+BAD_CALLS = {
+    "no such module": (("nowhere.models:net", "--input", SHAPE), 2, "No module named 'nowhere'"),
+    "no such function": (("{model}:nothing", "--input", SHAPE), 2, "nothing"),
+    "not a module": (("{model}:no_module", "--input", SHAPE), 2, "it returned int"),
+    "needs arguments": (
+        ("{model}:needs_arguments", "--input", SHAPE),
+        2,
+        "called without arguments",
+    ),
+    "no convolution": (("{model}:no_convolution", "--input", "2x3x3"), 2, "no convolution to plan"),
+    "no input": (("{model}:net",), 2, "a model needs --input"),
+    "wrong channels": (("{model}:net", "--input", "2x4x9x9"), 2, "shapes [(2, 4, 9, 9)]"),
+    "two sizes": (
+        ("{model}:net", "--input", "64x3"),
+        2,
+        "--input must be batch x channels x sizes",
+    ),
+    "zero batch": (("{model}:net", "--input", "0x3x9x9"), 2, "got '0x3x9x9'"),
+    "no such table": (("nowhere.csv",), 2, "cannot read the table of layers nowhere.csv"),
+    "bad limit": (("{model}:net", "--input", SHAPE, "--workspace-limit", "8 potatoes"), 2, "64MiB"),
+    "bad policy": (("{model}:net", "--input", SHAPE, "--policy", "some"), 2, "powers-of-two"),
+    "bad op": (("{model}:net", "--input", SHAPE, "--ops", "fprop,bprop"), 2, "dgrad"),
+    "bad dtype": (("{table}", "--dtype", "float8"), 2, "bfloat16"),
+    "no such folder": (("{table}", "-o", "nowhere/plan.json"), 2, "a folder that exists"),
+    "nothing fits": (
+        ("{model}:net", "--input", SHAPE, "--workspace-limit", "1"),
+        1,
+        "the smallest needs",
+    ),
+    "unknown flag": (("{table}", "--fast"), 2, "No such option"),
+    "no config file": (("{table}", "--config", "nowhere.json"), 2, "--config must be a JSON file"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "status", "said"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_calls_say_one_sentence(ucudnn, model, table, arguments, status, said):
+    names = {"model": model, "table": table()}
+    done = ucudnn("tune", *(argument.format(**names) for argument in arguments))
+    assert done.status == status
+    assert said in done.err
+    assert "Traceback" not in done.err
+
+
+BAD_LINES = {
+    "negative size": ("bad,8,3,1,-12,12,4,1,3,3,0,1,1,1,1,1,1,1,1,1", "input_size"),
+    "not a number": ("bad,8,3,1,x,12,4,1,3,3,0,1,1,1,1,1,1,1,1,1", "h is 'x'"),
+    "too short": ("bad,8,3,1,12", "holds an int"),
+    "kernel too large": ("bad,8,3,1,2,2,4,1,9,9,0,1,1,1,1,1,1,1,1,1", "must fit the padded input"),
+    "groups": ("bad,8,3,1,12,12,4,1,3,3,0,1,1,1,1,1,1,1,1,2", "divisible by groups"),
+}
+
+
+@pytest.mark.parametrize(("line", "said"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_of_a_table_is_named(ucudnn, table, line, said):
+    good = "good,8,3,1,12,12,4,1,3,3,0,1,1,1,1,1,1,1,1,1"
+    done = ucudnn("tune", table(good, line))
+    assert done.status == 2
+    assert "layers.csv line 3" in done.err
+    assert said in done.err
+
+
+def test_a_missing_column_is_named(ucudnn, table):
+    done = ucudnn("tune", table("conv1,8", header="name,n"))
+    assert done.status == 2
+    assert "line 1" in done.err
+    assert "missing: c, d, h" in done.err
+
+
+def test_an_empty_table(ucudnn, tmp_path, table):
+    path = table()
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert "has no layers" in ucudnn("tune", path).err
+
+
+def test_show_what_is_no_plan(ucudnn, tmp_path):
+    for text, said in (("{", "not valid JSON"), ("{}", "is not a plan")):
+        path = tmp_path / "some.json"
+        path.write_text(text)
+        done = ucudnn("show", path)
+        assert done.status == 1
+        assert said in done.err
+    assert "No such file" in ucudnn("show", tmp_path / "none.json").err
+
+
+def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
+    """A real process, a real signal, and the cache that it leaves."""
+    cache = tmp_path / "interrupted"
+    command = [sys.executable, "-m", "ucudnn", "tune", f"{model}:net", "--input", "64x3x96x96"]
+    environment = {**os.environ, "UCUDNN_CACHE": str(cache)}
+    child = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(cache.rglob("*.h5")) and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "interrupted; measurements taken so far are in the cache" in err
+    assert "Traceback" not in err
+    done = subprocess.run(
+        [*command, "--json"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["reused"] > 0

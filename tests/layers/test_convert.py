@@ -1,0 +1,174 @@
+"""Swapping layers in an existing model and back, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import ucudnn
+from ucudnn.errors import PlanError
+from ucudnn.measurement import Device
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, groups=2),
+        nn.Flatten(),
+        nn.Linear(8 * 4 * 4, 5),
+    )
+
+
+def step(model, x):
+    model.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+INPUT = (6, 3, 9, 9)
+
+
+def test_converted_model_trains_as_the_original(plan_by_hand):
+    model = small_model()
+    original = copy.deepcopy(model)
+    conversion = ucudnn.convert_(model, plan_by_hand(model, torch.empty(INPUT)))
+    assert conversion.model is model
+    assert conversion.swapped == ("0", "3")
+    assert type(model[0]) is ucudnn.nn.Conv2d
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, original)]
+    for seed in range(5):
+        x = torch.randn(INPUT, generator=torch.Generator().manual_seed(seed))
+        losses = [step(m, x) for m in (model, original)]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_same_objects_names_and_modes(plan_by_hand):
+    model = small_model().eval()
+    calls = []
+    model[0].register_forward_hook(lambda module, inputs, output: calls.append(module))
+    parameters = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    ucudnn.convert_(model, plan_by_hand(small_model(), torch.empty(INPUT)))
+    assert {name: id(p) for name, p in model.named_parameters()} == {
+        name: id(p) for name, p in parameters.items()
+    }
+    assert list(model.state_dict()) == keys
+    assert not model[0].training
+    model(torch.randn(INPUT))
+    assert calls == [model[0]]
+
+
+def test_revert_gives_back_torchs_layers_bit_for_bit(plan_by_hand):
+    model, original = small_model(), small_model()
+    ucudnn.convert_(model, plan_by_hand(model, torch.empty(INPUT)))
+    assert ucudnn.revert_(model) is model
+    assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
+    assert vars(model[0]).keys() == vars(original[0]).keys()
+    x = torch.randn(INPUT)
+    assert torch.equal(step(model, x), step(original, x))
+    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_root_convolution_is_swapped_in_place(plan_by_hand):
+    layer = nn.Conv1d(4, 4, 3)
+    conversion = ucudnn.convert_(layer, plan_by_hand(layer, torch.empty(4, 4, 9)))
+    assert conversion.swapped == ("",)
+    assert type(layer) is ucudnn.nn.Conv1d
+
+
+def test_a_layer_whose_plan_is_the_default_is_left_alone(plan_by_hand):
+    model = small_model()
+    plan = plan_by_hand(model, torch.empty(INPUT), chunk=6, algorithm="torch_default")
+    default = tuple(replace(kernel, alone=(0,) * kernel.problem.batch) for kernel in plan.kernels)
+    conversion = ucudnn.convert_(model, replace(plan, kernels=default))
+    assert conversion.swapped == ()
+    assert conversion.left == ("0", "3")
+    assert type(model[0]) is nn.Conv2d
+
+
+def test_every_kind_of_module_is_reported(plan_by_hand):
+    class Mine(nn.Conv2d):
+        pass
+
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        Mine(4, 4, 3),
+        parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
+        nn.Conv2d(4, 6, 1),
+    )
+    plan = plan_by_hand(model, torch.empty(4, 3, 9, 9))
+    other = nn.Sequential(*model, nn.Conv2d(6, 5, 1))
+    conversion = ucudnn.convert_(other, plan)
+    assert conversion.swapped == ("0", "3")
+    assert conversion.unplanned == ("4",)
+    assert conversion.not_swappable == ("1", "2")
+    assert "2 are planned but not swappable" in str(conversion)
+
+
+def test_filter_leaves_layers_out(plan_by_hand):
+    model = small_model()
+    plan = plan_by_hand(model, torch.empty(INPUT))
+    conversion = ucudnn.convert_(model, plan, lambda module, name: name == "3")
+    assert conversion.swapped == ("3",)
+
+
+def test_copies_and_pickles_follow_the_plan(plan_by_hand):
+    model = small_model()
+    ucudnn.convert_(model, plan_by_hand(model, torch.empty(INPUT)))
+    x = torch.randn(INPUT)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other[0]) is ucudnn.nn.Conv2d
+        assert torch.equal(other(x), model(x))
+
+
+def test_converting_twice_takes_the_second_plan(plan_by_hand):
+    model = small_model()
+    ucudnn.convert_(model, plan_by_hand(model, torch.empty(INPUT)))
+    second = plan_by_hand(small_model(), torch.empty(INPUT), chunk=3)
+    ucudnn.convert_(model, second)
+    assert model[0]._ucudnn_runner.plan is second
+
+
+def test_a_plan_for_other_hardware_is_refused(plan_by_hand):
+    model = small_model()
+    plan = plan_by_hand(model, torch.empty(INPUT))
+    elsewhere = replace(plan, device=Device("cpu", "another processor", cores=64))
+    with pytest.raises(PlanError, match="made for another processor, 64 cores"):
+        ucudnn.convert_(model, elsewhere)
+    assert type(model[0]) is nn.Conv2d
+
+
+def test_a_plan_for_another_model_is_refused(plan_by_hand):
+    plan = plan_by_hand(nn.Conv2d(3, 5, 1), torch.empty(2, 3, 9, 9))
+    with pytest.raises(PlanError, match="covers none of this model's 2 torch.nn convolutions"):
+        ucudnn.convert_(small_model(), plan)
+
+
+def test_other_versions_and_threads_are_said_once(plan_by_hand):
+    model = small_model()
+    plan = plan_by_hand(model, torch.empty(INPUT))
+    other = replace(
+        plan,
+        software=replace(plan.software, torch="1.0"),
+        conditions=replace(plan.conditions, threads=99),
+    )
+    with pytest.warns(UserWarning) as caught:
+        ucudnn.convert_(model, other)
+    assert len(caught) == 2
+    assert "torch='1.0'" in str(caught[0].message)
+    assert "99 threads" in str(caught[1].message)

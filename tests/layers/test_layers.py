@@ -1,0 +1,232 @@
+"""Planned layers against torch.nn: outputs and every gradient, in all the ways a layer is called."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ucudnn
+from ucudnn.config import Config
+from ucudnn.errors import PlanError
+
+LAYERS = {
+    "1d": (nn.Conv1d(4, 6, 3, padding=1), (5, 4, 17)),
+    "1d-same": (nn.Conv1d(4, 6, 4, padding="same"), (5, 4, 17)),
+    "2d": (nn.Conv2d(4, 6, 3), (5, 4, 9, 8)),
+    "2d-no-bias": (nn.Conv2d(4, 6, 3, bias=False), (5, 4, 9, 8)),
+    "2d-strided-grouped": (nn.Conv2d(4, 6, (3, 2), (2, 1), (1, 0), groups=2), (5, 4, 9, 8)),
+    "2d-dilated": (nn.Conv2d(4, 6, 3, padding=2, dilation=2), (5, 4, 9, 8)),
+    "2d-same": (nn.Conv2d(4, 6, (3, 2), padding="same"), (5, 4, 9, 8)),
+    "2d-valid": (nn.Conv2d(4, 6, 3, padding="valid"), (5, 4, 9, 8)),
+    "2d-reflect": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (5, 4, 9, 8)),
+    "2d-circular": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (5, 4, 9, 8)),
+    "3d": (nn.Conv3d(4, 6, 3, padding=1), (5, 4, 5, 6, 7)),
+}
+# torch warns of its own padded copy, for an even kernel
+ignore_even_same = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+@pytest.fixture(params=LAYERS.values(), ids=LAYERS)
+def pair(request, plan_by_hand):
+    """A torch layer, the same layer following a plan of chunks of two, and an input."""
+    layer, shape = request.param
+    planned = copy.deepcopy(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = plan_by_hand(layer, torch.empty(shape, requires_grad=True))
+    ucudnn.convert_(planned, plan)
+    assert type(planned) is not type(layer)
+    return layer, planned, torch.randn(shape)
+
+
+def gradients(layer, x, dy=None):
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(torch.ones_like(y) if dy is None else dy)
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def assert_close(ours, theirs):
+    for mine, torchs in zip(ours, theirs, strict=True):
+        assert mine.dtype == torchs.dtype
+        assert mine.shape == torchs.shape
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-4)
+
+
+@ignore_even_same
+def test_outputs_and_gradients_equal_torchs(pair):
+    layer, planned, x = pair
+    assert_close(gradients(planned, x), gradients(layer, x))
+
+
+@ignore_even_same
+def test_smaller_batches_use_the_same_plan(pair):
+    layer, planned, x = pair
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has no plan")
+        for batch in range(1, len(x)):
+            assert_close(gradients(planned, x[:batch]), gradients(layer, x[:batch]))
+
+
+@ignore_even_same
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "sliced"])
+def test_any_strides_of_input_and_gradient(pair, kind):
+    layer, planned, x = pair
+    y = layer(x)
+    if kind == "expanded":
+        x, dy = x[:1].expand_as(x), torch.ones(()).expand_as(y)
+    elif kind == "transposed":
+        x = x.transpose(-1, 1).contiguous().transpose(-1, 1)
+        dy = torch.randn(y.transpose(-1, 1).shape).transpose(-1, 1)
+    else:
+        x = torch.stack([x, x], -1)[..., 0]
+        dy = torch.randn(*y.shape, 2)[..., 1]
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".*has no plan"
+        )  # channels-last is another problem
+        assert_close(gradients(planned, x, dy), gradients(layer, x, dy))
+
+
+def plain_pair(plan_by_hand, **settings):
+    layer = nn.Conv2d(4, 6, 3)
+    x = torch.randn(5, 4, 9, 8)
+    planned = copy.deepcopy(layer)
+    plan = plan_by_hand(layer, torch.empty(x.shape, requires_grad=True), config=Config(**settings))
+    ucudnn.convert_(planned, plan)
+    return layer, planned, x
+
+
+def test_only_the_gradients_that_are_asked_for(plan_by_hand):
+    _, planned, x = plain_pair(plan_by_hand)
+    planned.weight.requires_grad_(False)
+    x.requires_grad_()
+    planned(x).sum().backward()
+    assert planned.weight.grad is None
+    assert x.grad is not None
+    planned.requires_grad_(False)
+    assert not planned(x.detach()).requires_grad
+
+
+def test_what_the_plan_does_not_compute_is_torchs(plan_by_hand):
+    layer, planned, x = plain_pair(plan_by_hand)
+    assert torch.equal(planned(x[:0]), layer(x[:0]))
+    assert torch.equal(planned(x[0]), layer(x[0]))
+    meta = planned.to("meta")(x.to("meta"))
+    assert meta.device.type == "meta"
+
+
+def test_torchs_own_error_for_a_wrong_shape(plan_by_hand):
+    _, planned, _ = plain_pair(plan_by_hand)
+    with pytest.raises(RuntimeError, match="expected input.*to have 4 channels"):
+        planned(torch.randn(5, 3, 9, 8))
+
+
+def test_double_backward_equals_torchs(plan_by_hand):
+    results = []
+    layer, planned, x = plain_pair(plan_by_hand)
+    for module in (layer, planned):
+        y = module(x).square().sum()
+        (dw,) = torch.autograd.grad(y, module.weight, create_graph=True)
+        results.append(torch.autograd.grad(dw.square().sum(), module.weight)[0])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-2)
+
+
+def test_gradcheck_in_float64(plan_by_hand):
+    layer = nn.Conv2d(2, 2, 3, padding=1, dtype=torch.float64)
+    x = torch.randn(3, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    ucudnn.convert_(layer, plan_by_hand(layer, x.detach().requires_grad_()))
+    assert torch.autograd.gradcheck(layer, x)
+
+
+def test_autocast_casts_as_torch_does(plan_by_hand):
+    layer = nn.Conv2d(4, 6, 3)
+    x = torch.randn(5, 4, 9, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = plan_by_hand(layer, x)
+        planned = copy.deepcopy(layer)
+        ucudnn.convert_(planned, plan)
+        ours, theirs = planned(x), layer(x)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    ours.sum().backward()
+    assert planned.weight.grad.dtype == torch.float32
+
+
+def test_channels_last_in_channels_last_out(plan_by_hand):
+    layer = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+    x = torch.randn(5, 4, 9, 8).to(memory_format=torch.channels_last)
+    planned = copy.deepcopy(layer)
+    plan = plan_by_hand(layer, x, algorithm="torch_default")
+    ucudnn.convert_(planned, plan)
+    y = planned(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-4)
+
+
+def test_functional_transforms_run_torchs_operator(plan_by_hand):
+    layer, planned, x = plain_pair(plan_by_hand)
+    per_sample = [torch.func.vmap(module)(x.unsqueeze(1)) for module in (layer, planned)]
+    torch.testing.assert_close(*per_sample)
+
+
+def test_tracing_a_converted_model_finds_its_convolutions(plan_by_hand):
+    layer, planned, x = plain_pair(plan_by_hand)
+    assert ucudnn.trace(planned, x) == ucudnn.trace(layer, x)
+
+
+class TestUnplanned:
+    """A shape that the plan does not cover does what `Config.unplanned` says."""
+
+    def test_torch_computes_it_and_says_so_once(self, plan_by_hand):
+        layer, planned, _ = plain_pair(plan_by_hand)
+        larger = torch.randn(7, 4, 9, 8)
+        with pytest.warns(UserWarning, match="at batch 7 has no plan") as caught:
+            outputs = [planned(larger) for _ in range(3)]
+        assert len(caught) == 1
+        assert torch.equal(outputs[0], layer(larger))
+
+    def test_error(self, plan_by_hand):
+        _, planned, _ = plain_pair(plan_by_hand, unplanned="error")
+        with pytest.raises(PlanError, match="at batch 7 has no plan and unplanned='error'"):
+            planned(torch.randn(7, 4, 9, 8))
+
+    def test_tune_measures_it_now(self, plan_by_hand):
+        layer, planned, _ = plain_pair(plan_by_hand, unplanned="tune", policy="undivided")
+        larger = torch.randn(7, 4, 9, 8)
+        torch.testing.assert_close(planned(larger), layer(larger), rtol=1e-4, atol=1e-4)
+        problem = ucudnn.trace(layer, larger)[0]
+        assert planned._ucudnn_runner.plan.covers(problem)
+
+    def test_a_layer_made_without_a_plan(self):
+        config = Config(unplanned="tune", policy="undivided")
+        layer = ucudnn.nn.Conv2d(4, 6, 3, padding=1, config=config)
+        reference = nn.Conv2d(4, 6, 3, padding=1)
+        reference.load_state_dict(layer.state_dict())
+        x = torch.randn(2, 4, 9, 8)
+        assert_close(gradients(layer, x), gradients(reference, x))
+        assert len(layer._ucudnn_runner.plan.kernels) == 3
+
+    def test_an_op_that_was_not_asked_for_is_torchs_without_a_word(self, plan_by_hand):
+        layer, planned, x = plain_pair(plan_by_hand, ops=("fprop",))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_close(gradients(planned, x), gradients(layer, x))
+
+
+def test_compiled_layers_show_inductor_a_plain_convolution(plan_by_hand):
+    _, planned, x = plain_pair(plan_by_hand)
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compile(planned, backend=backend, fullgraph=True)(x)
+    assert any("conv2d" in target for target in seen)
+    assert not any("_Convolution" in target for target in seen)

@@ -1,0 +1,103 @@
+"""A backend whose clock and memory are written by the test, so that tuning is deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ucudnn.backends import AbstractBackend, Executable
+from ucudnn.candidate import Candidate
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.problem import Problem
+
+MIB = 1 << 20
+
+
+class ScriptedExecutable(Executable):
+    """Computes torch's convolution and charges the backend's clock and memory for it."""
+
+    def __init__(self, backend: ScriptedBackend, problem: Problem, algorithm: str) -> None:
+        self._backend = backend
+        self._problem = problem
+        self._algorithm = algorithm
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        size = a.shape[0]
+        time_ns, workspace = self._backend.costs[self._algorithm](size)
+        self._backend.runs.append((self._algorithm, size))
+        if time_ns is None:
+            raise RuntimeError(f"{self._algorithm} does not work\nand says so at length")
+        self._backend.clock += time_ns
+        self._backend.peak = max(self._backend.peak, workspace)
+        result = self._problem.with_batch(size).result_shape
+        return torch.zeros(result)
+
+
+class ScriptedBackend(AbstractBackend):
+    """Algorithms with a cost per chunk size: name -> (size -> (time in ns, workspace in bytes))."""
+
+    name = "scripted"
+
+    def __init__(self, costs: dict[str, Callable[[int], tuple[int | None, int]]]) -> None:
+        self.costs = costs
+        self.clock = 0
+        self.peak = 0
+        self.runs: list[tuple[str, int]] = []
+
+    def device(self) -> Device:
+        return Device("cpu", "scripted", cores=1)
+
+    def software(self) -> Software:
+        return Software("0")
+
+    def conditions(self, role: str = "alone") -> Conditions:
+        return Conditions(role=role, threads=1)
+
+    def algorithms(self) -> tuple[str, ...]:
+        return tuple(self.costs)
+
+    def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        return None if algorithm in self.costs else "there is none"
+
+    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        return tuple(Candidate(problem, name) for name in self.costs)
+
+    def executable(self, problem: Problem, algorithm: str) -> Executable:
+        return ScriptedExecutable(self, problem, algorithm)
+
+    def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
+        shapes = problem.with_batch(samples).operand_shapes
+        return torch.zeros(shapes[0]), torch.zeros(shapes[1])
+
+    def workspace_bytes(
+        self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
+    ) -> int:
+        self.peak = 0
+        run()
+        return self.peak
+
+    def elapsed_ns(self, run: Callable[[], object]) -> int:
+        before = self.clock
+        run()
+        return self.clock - before
+
+    def cache_bytes(self) -> int:
+        return 1
+
+    def memory_bytes(self) -> int:
+        return 1 << 30
+
+
+@pytest.fixture
+def scripted(monkeypatch) -> Callable[..., ScriptedBackend]:
+    """Install a scripted backend as the one that tuning opens."""
+
+    def install(**costs: Callable[[int], tuple[int | None, int]]) -> ScriptedBackend:
+        backend = ScriptedBackend(costs)
+        monkeypatch.setattr("ucudnn.tuner.open_backend", lambda name: backend)
+        return backend
+
+    return install

@@ -1,0 +1,215 @@
+"""Tuning on a backend whose every time and workspace is known: what is run, and what is chosen."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ucudnn.config import Config
+from ucudnn.errors import PlanError
+from ucudnn.plan import Step
+from ucudnn.problem import Problem
+from ucudnn.tuner import tune_problems
+
+MIB = 1 << 20
+MS = 1_000_000
+FPROP = Problem("fprop", 16, 2, 2, (4, 4), (1, 1))
+
+
+def linear(ms_per_sample, mib_per_sample, fixed_ms=0.0):
+    """A cost that grows with the chunk."""
+    return lambda size: (
+        int((fixed_ms + ms_per_sample * size) * MS),
+        int(mib_per_sample * size * MIB),
+    )
+
+
+class Counts:
+    """The last progress event of a tuning run."""
+
+    measured = reused = 0
+
+    def __call__(self, event):
+        self.measured, self.reused = event.measured, event.reused
+
+
+def tune(problem=FPROP, **settings):
+    counts = Counts()
+    return tune_problems([("layer", problem)], Config(**settings), counts), counts
+
+
+def best_time_within(costs, sizes, batch, limit):
+    """Brute force over all multisets of chunks."""
+    chunks = []
+    for name, cost in costs.items():
+        for size in sizes:
+            time_ns, workspace = cost(size)
+            if limit is None or workspace <= limit:
+                chunks.append((size, time_ns, name))
+    best = {0: 0}
+    for n in range(1, batch + 1):
+        best[n] = min(
+            (best[n - size] + time_ns for size, time_ns, _ in chunks if size <= n),
+            default=float("inf"),
+        )
+    return best[batch]
+
+
+COSTS = {
+    "torch_default": linear(2.0, 0.1),
+    "greedy": linear(1.0, 4.0, fixed_ms=0.5),
+    "frugal": linear(1.6, 1.0),
+}
+
+
+@pytest.mark.parametrize("limit_mib", [None, 64, 33, 16, 9, 4, 2, 1])
+@pytest.mark.parametrize("policy", ["powers-of-two", "all", "undivided"])
+def test_chooses_the_fastest_split_within_the_limit(scripted, policy, limit_mib):
+    scripted(**COSTS)
+    limit = None if limit_mib is None else limit_mib * MIB
+    sizes = {"powers-of-two": (1, 2, 4, 8, 16), "all": range(1, 17), "undivided": (16,)}[policy]
+    if best_time_within(COSTS, sizes, 16, limit) == float("inf"):
+        with pytest.raises(PlanError, match="the smallest needs"):
+            tune(workspace_limit=limit, policy=policy)
+        return
+    plan, _ = tune(workspace_limit=limit, policy=policy)
+    (kernel,) = plan.kernels
+    assert kernel.timing.time_ns == best_time_within(COSTS, sizes, 16, limit)
+    assert limit is None or kernel.timing.workspace_bytes <= limit
+    assert kernel.predicted_time_ns == kernel.timing.time_ns
+
+
+@pytest.mark.parametrize("limit_mib", [None, 16, 3])
+def test_every_smaller_batch_has_a_split_within_the_limit(scripted, limit_mib):
+    backend = scripted(**COSTS)
+    plan, _ = tune(workspace_limit=None if limit_mib is None else limit_mib * MIB)
+    for n in range(1, 17):
+        split = plan.split(FPROP.with_batch(n))
+        assert split.size == n
+        for step in split.steps:
+            assert (
+                limit_mib is None or backend.costs[step.algorithm](step.size)[1] <= limit_mib * MIB
+            )
+
+
+def test_a_candidate_above_the_limit_is_run_once_for_its_workspace_and_no_larger(scripted):
+    backend = scripted(torch_default=linear(2.0, 0.0), greedy=linear(1.0, 4.0))
+    tune(workspace_limit=10 * MIB)
+    sizes = [size for name, size in backend.runs if name == "greedy"]
+    # 1 and 2 samples fit and are timed; 4 samples need 16 MiB, on the line through them
+    assert set(sizes) <= {1, 2}
+
+
+def test_an_algorithm_that_is_too_slow_is_not_run_on_larger_chunks(scripted):
+    backend = scripted(torch_default=linear(1.0, 0.0), crawl=lambda size: (100 * MS, 0))
+    tune()
+    sizes = [size for name, size in backend.runs if name == "crawl"]
+    assert set(sizes) == {1}
+
+
+def test_a_second_tune_measures_nothing(scripted):
+    backend = scripted(**COSTS)
+    first, counts = tune(workspace_limit="9MiB")
+    assert counts.measured > 0
+    assert counts.reused == 0
+    ran = len(backend.runs)
+    second, counts = tune(workspace_limit="9MiB")
+    assert counts.measured == 0
+    assert counts.reused > 0
+    assert len(backend.runs) == ran
+    assert second.hash == first.hash
+    assert second == first
+
+
+def test_another_limit_times_only_what_was_not_timed(scripted):
+    scripted(**COSTS)
+    _, small = tune(workspace_limit="9MiB")
+    _, large = tune(workspace_limit="64MiB")
+    assert large.reused > small.measured // 2
+    for limit in ("9MiB", "64MiB"):
+        assert tune(workspace_limit=limit)[1].measured == 0
+
+
+def test_a_limit_then_a_larger_one_equals_the_larger_one_alone(scripted, tmp_path):
+    scripted(**COSTS)
+    tune(workspace_limit="2MiB", cache=tmp_path / "both")
+    after, _ = tune(workspace_limit="40MiB", cache=tmp_path / "both")
+    fresh, _ = tune(workspace_limit="40MiB", cache=tmp_path / "fresh")
+    assert after.kernels == fresh.kernels
+
+
+def test_the_default_wins_a_tie_for_every_batch(scripted):
+    scripted(torch_default=linear(1.0, 4.0), twin=linear(1.0, 0.0))
+    plan, _ = tune()
+    (kernel,) = plan.kernels
+    assert kernel.is_default
+    for n in range(1, 17):
+        assert plan.split(FPROP.with_batch(n)).steps == (Step(n, "torch_default"),)
+
+
+def test_a_failing_algorithm_is_kept_with_its_reason_and_not_tried_again(scripted):
+    backend = scripted(torch_default=linear(1.0, 0.0), broken=lambda size: (None, 0))
+    plan, _ = tune()
+    assert plan.kernels[0].is_default
+    tried = backend.runs.count(("broken", 1))
+    assert tried == 1
+    tune()
+    assert backend.runs.count(("broken", 1)) == tried
+
+
+def test_a_limit_that_nothing_fits_names_the_smallest(scripted):
+    scripted(torch_default=linear(1.0, 9.0), other=linear(1.0, 7.0))
+    with pytest.raises(PlanError) as caught:
+        tune(workspace_limit="1MiB")
+    assert caught.value.smallest_bytes == 7 * MIB
+    assert "fits workspace_limit=1 MiB; the smallest needs 7 MiB (micro-batch 1, other)" in str(
+        caught.value
+    )
+
+
+def test_interrupted_tuning_keeps_what_was_measured(scripted):
+    backend = scripted(**COSTS)
+    events = itertools.count()
+
+    def interrupt(event):
+        if next(events) == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune_problems([("layer", FPROP)], Config(), interrupt)
+    before = list(backend.runs)
+    backend.runs.clear()
+    _, counts = tune()
+    assert counts.reused >= 6
+    assert len(backend.runs) > 0
+    assert before
+
+
+def test_equal_problems_are_measured_once_and_counted_per_call(scripted):
+    scripted(torch_default=linear(1.0, 0.0))
+    plan = tune_problems([("a", FPROP), ("b", FPROP)], Config())
+    (kernel,) = plan.kernels
+    assert kernel.layers == ("a", "b")
+    assert plan.predicted_time_ns == 2 * kernel.predicted_time_ns
+
+
+def test_short_chunks_are_not_worth_their_launch(scripted):
+    """At 0.05 ms a sample a chunk of one or two takes less than ten calls from Python."""
+    scripted(torch_default=linear(0.06, 1.0), quick=lambda size: (int(0.05 * MS * size), 0))
+    plan, _ = tune()
+    split = plan.split(FPROP)
+    assert min(step.size for step in split.steps) >= 4
+    tight, _ = tune(workspace_limit=0)  # nothing else fits: then short chunks are allowed
+    assert tight.split(FPROP).size == 16
+
+
+def test_half_precision_weight_gradients_count_the_float32_sum(scripted):
+    scripted(torch_default=linear(1.0, 8.0))
+    problem = Problem("wgrad", 4, 64, 64, (8, 8), (8, 8), dtype="float16")
+    total = 4 * 64 * 64 * 64
+    with pytest.raises(PlanError):
+        tune(problem, workspace_limit=8 * MIB - 1)
+    # one sample at a time fits only beside the sum of all chunks
+    with pytest.raises(PlanError):
+        tune(problem, workspace_limit=8 * MIB + total - 1)
