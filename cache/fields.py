@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass
 from operator import attrgetter
 from typing import Any
 
-from ucudnn.cache._base import Entry
+from ucudnn.cache.values import Entry
 from ucudnn.errors import CacheError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -197,9 +197,7 @@ def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
     own = dict(given[""])
     try:
         parts = {part: cls(**given.get(part, {})) for part, cls in _CLASSES.items()}
-        key = MeasurementKey(
-            **parts, algorithm=own.pop("algorithm"), protocol=own.pop("protocol")
-        )
+        key = MeasurementKey(**parts, algorithm=own.pop("algorithm"), protocol=own.pop("protocol"))
         stored = {field.name: own.pop(field.name, field.default) for field in STORED_FIELDS}
         return Entry(Measurement(key, **own), **stored)
     except UcudnnError as error:
@@ -236,6 +234,7 @@ def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
     }
 
 
-def matches(entry: Entry, where: Mapping[str, str]) -> bool:
-    """Whether an entry has all these values."""
-    return all(FIELD_BY_NAME[name].text(entry) == text for name, text in where.items())
+def matches(entry: Entry, where: Mapping[str, str], before_ns: int | None = None) -> bool:
+    """Whether an entry has all these values, and was stored before a time (ns since 1970)."""
+    is_early = before_ns is None or entry.stored_ns < before_ns
+    return is_early and all(FIELD_BY_NAME[name].text(entry) == text for name, text in where.items())

@@ -15,18 +15,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
-from typing import Any
+from typing import Any, cast
 
 import h5py
 import numpy as np
 
-from ucudnn.cache.fields import PROBLEM_FIELDS
+from ucudnn.cache.fields import CONTEXT_FIELDS, PROBLEM_FIELDS
 from ucudnn.cache.frame import VERSION, DamagedError
 from ucudnn.cache.records import (
     MEASUREMENT_ROW,
     NONE,
     PROBLEM_ROW,
     Array,
+    Context,
     context_rows,
     contexts_from_rows,
     foreign_rows,
@@ -40,7 +41,15 @@ from ucudnn.measurement import STATUSES
 from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS
 
 _TEXTS = ("algorithms", "reasons", "notes", "device_uuids")
-_DATASETS = {"problems", "contexts", "measurements", "samples", *_TEXTS}
+_POINTERS = ("problem", "context", "algorithm", "reason", "notes", "device_uuid")
+# Every dataset of this version with its columns.
+_KNOWN = {
+    "problems": PROBLEM_ROW.names,
+    "contexts": tuple(field.name for field in CONTEXT_FIELDS),
+    "measurements": MEASUREMENT_ROW.names,
+    "samples": None,
+    **dict.fromkeys(_TEXTS),
+}
 _WORDS = {"op": OPS, "dtype": tuple(BYTES_BY_DTYPE), "layout": LAYOUTS, "math": MATHS}
 _COMPRESSED_ROWS = 1024
 _CHUNK_ROWS = 32768
@@ -129,34 +138,78 @@ def from_image(image: bytes) -> tuple[Table, bool]:
     Raises:
         DamagedError: it is not HDF5, lacks a table or a column, or its tables do not fit together.
     """
-    try:
-        with h5py.File(h5py.h5f.open_file_image(image), "r") as file:
-            missing = _DATASETS - set(file)
-            if missing:
-                raise DamagedError(f"it has no table {min(missing)}")
-            arrays = {name: file[name][()] for name in _DATASETS}
-            complete = set(file) == _DATASETS
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"libhdf5 cannot read it: {error}") from error
-    texts = {name: [from_bytes(value) for value in arrays[name].tolist()] for name in _TEXTS}
+    arrays = _load(image)
     contexts = contexts_from_rows(arrays["contexts"])
-    problems, problem_is_foreign = _read_problems(arrays["problems"])
-    rows = arrays["measurements"]
-    complete &= set(rows.dtype.names or ()) == set(MEASUREMENT_ROW.names or ())
-    rows = _cast(rows, MEASUREMENT_ROW, {})
-    _require_fit(rows, {"problem": problems, "context": contexts}, texts, len(arrays["samples"]))
-    foreign = problem_is_foreign[rows["problem"]] | ~np.isin(rows["status"], _encoded(STATUSES))
+    problems, foreign_problems = _read_problems(arrays["problems"])
+    rows = _cast(arrays["measurements"], MEASUREMENT_ROW, {})
+    texts = {name: [from_bytes(value) for value in arrays[name].tolist()] for name in _TEXTS}
+    _require_fit(rows, [problems, contexts, *texts.values()], arrays["samples"])
+    foreign = foreign_problems[rows["problem"]] | ~np.isin(rows["status"], _encoded(STATUSES))
     foreign |= np.array([context is None for context in contexts], bool)[rows["context"]]
-    if foreign.any():
-        rows, complete = rows[~foreign], False
     table = Table(
         problems,
-        contexts,
+        cast(list[Context], contexts),  # no row that stays points to None
         texts["algorithms"],
         texts["reasons"],
         [tuple(json.loads(notes)) for notes in texts["notes"]],
         texts["device_uuids"],
-        rows,
+        rows[~foreign] if foreign.any() else rows,
         arrays["samples"].astype("<i8", copy=False),
     )
-    return (table if _is_sorted(table) else merged([table])), complete
+    complete = {name: arrays[name].dtype.names for name in arrays} == _KNOWN and not foreign.any()
+    return (table if complete and _is_sorted(table) else merged([table])), complete
+
+
+def _load(image: bytes) -> dict[str, Array]:
+    try:
+        with h5py.File(h5py.h5f.open_file_image(image), "r") as file:
+            arrays = {name: file[name][()] for name in file}
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"libhdf5 cannot read it: {error}") from error
+    missing = _KNOWN.keys() - arrays.keys()
+    if missing:
+        raise DamagedError(f"it has no table {min(missing)}")
+    return arrays
+
+
+def _read_problems(stored: Array) -> tuple[Array, Array]:
+    """Problems in the layout of this version, and which of them it does not know."""
+    defaults = {field.own_name: field.default for field in PROBLEM_FIELDS}
+    problems = _cast(stored, PROBLEM_ROW, defaults)
+    foreign = foreign_rows(stored, PROBLEM_ROW.names or ())
+    for name, words in _WORDS.items():
+        foreign |= ~np.isin(problems[name], _encoded(words))
+    return problems, foreign
+
+
+def _cast(stored: Array, layout: np.dtype[Any], defaults: Mapping[str, Any]) -> Array:
+    """The columns of this version; one that is missing gets its default."""
+    if stored.dtype == layout:
+        return stored
+    rows = np.zeros(len(stored), layout)
+    for name in layout.names or ():
+        if name in (stored.dtype.names or ()):
+            rows[name] = stored[name]
+        elif defaults.get(name, MISSING) is MISSING:
+            raise DamagedError(f"it has no column {name}")
+        else:
+            rows[name] = defaults[name]
+    return rows
+
+
+def _encoded(words: Sequence[str]) -> Array:
+    return np.array([word.encode() for word in words])
+
+
+def _require_fit(rows: Array, tables: Sequence[Sequence[Any] | Array], samples: Array) -> None:
+    ends = rows["first_sample"] + rows["samples"]
+    fits = ends.max(initial=0) <= len(samples) and rows["first_sample"].min(initial=0) >= 0
+    for name, table in zip(_POINTERS, tables, strict=True):
+        fits &= rows[name].max(initial=0) < max(1, len(table))
+    if not fits:
+        raise DamagedError("its tables do not fit together")
+
+
+def _is_sorted(table: Table) -> bool:
+    keys, problem = sort_keys(table.problems), table.rows["problem"]
+    return bool((keys[1:] > keys[:-1]).all() and (problem[1:] >= problem[:-1]).all())

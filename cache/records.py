@@ -32,9 +32,7 @@ _PROBLEM_TYPES: dict[str, tuple[Any, ...]] = {
 }
 
 
-PROBLEM_ROW = np.dtype(
-    [(field.own_name, *_PROBLEM_TYPES[field.type]) for field in PROBLEM_FIELDS]
-)
+PROBLEM_ROW = np.dtype([(field.own_name, *_PROBLEM_TYPES[field.type]) for field in PROBLEM_FIELDS])
 NONE = -(2**63)
 MEASUREMENT_ROW = np.dtype(
     [
@@ -74,9 +72,9 @@ class Context:
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8 for HDF5, in which text ends at a zero byte: U+0000 becomes C0 80, as in Java.
+    r"""UTF-8 for HDF5, in which text ends at a zero byte: U+0000 becomes C0 80, as in Java.
 
-    >>> from_bytes(to_bytes("a\\0b")) == "a\\0b"
+    >>> from_bytes(to_bytes("a\0b")) == "a\0b"
     True
     """
     return text.encode("utf-8", "surrogatepass").replace(b"\0", b"\xc0\x80")

@@ -1,4 +1,4 @@
-"""Measurements by column: what one file holds, found by key without building the rest.
+"""Measurements by column: what a file holds, found by key without building the rest.
 
 A million entries are arrays here. Objects are built for the few that are asked for: a problem is
 found by bisection over the sorted rows, its entries are neighbours, and a small dictionary of them
@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ucudnn.cache._base import Entry
 from ucudnn.cache.records import (
     NONE,
     Array,
@@ -23,10 +22,24 @@ from ucudnn.cache.records import (
     problem_row,
     sort_keys,
 )
-from ucudnn.measurement import Measurement, MeasurementKey
+from ucudnn.cache.values import Entry
+from ucudnn.measurement import STATUSES, Measurement, MeasurementKey
 from ucudnn.problem import Problem
 
-_MEMO_PROBLEMS = 100_000
+_STATUS_BY_BYTES = {status.encode(): status for status in STATUSES}
+_MEMO_PROBLEMS = 10_000
+# A row as a tuple of MEASUREMENT_ROW's fields, by its algorithm and context.
+_RowByKey: TypeAlias = dict[tuple[int, int], tuple[Any, ...]]
+
+
+@dataclass(slots=True)
+class _Last:
+    """What the last key had, and where that led."""
+
+    parts: tuple[object, ...] = ()
+    context_id: int = -1
+    problem: Problem | None = None
+    rows: _RowByKey = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +65,8 @@ class Table:
     device_uuids: list[str]
     rows: Array
     samples: Array
-    _problem_ids: dict[Problem, int] = field(init=False, default_factory=dict)
-    _row_by_key_by_problem: dict[int, dict[tuple[int, int], int]] = field(
-        init=False, default_factory=dict
-    )
+    _rows_by_problem: dict[Problem, _RowByKey] = field(init=False, default_factory=dict)
+    _last: _Last = field(init=False, default_factory=_Last)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -77,75 +88,68 @@ class Table:
     def _algorithm_ids(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.algorithms)}
 
-    def find(self, key: MeasurementKey, context: Context) -> int | None:
-        """The row of a key, None where there is none; `context` is the key's."""
-        context_id = self._context_ids.get(context)
-        algorithm_id = self._algorithm_ids.get(key.algorithm)
-        if context_id is None or algorithm_id is None:
-            return None
-        problem_id = self._problem_ids.get(key.problem)
-        if problem_id is None:
-            problem_id = self._search(key.problem)
-        if problem_id < 0:
-            return None
-        rows = self._row_by_key_by_problem.get(problem_id)
-        if rows is None:
-            rows = self._row_by_key_by_problem[problem_id] = self._index(problem_id)
-        return rows.get((algorithm_id, context_id))
+    def find(self, key: MeasurementKey) -> tuple[Any, ...] | None:
+        """The row of a key, for `measurement`; None where there is none."""
+        last = self._last
+        # Tuples compare by identity first: the next key mostly has the same objects.
+        parts = (key.device, key.software, key.conditions, key.protocol)
+        if parts != last.parts:
+            last.parts, last.context_id = parts, self._context_ids.get(Context(*parts), -1)
+        if key.problem is not last.problem:
+            rows = self._rows_by_problem.get(key.problem)
+            last.problem, last.rows = (
+                key.problem,
+                self._index(key.problem) if rows is None else rows,
+            )
+        return last.rows.get((self._algorithm_ids.get(key.algorithm, -1), last.context_id))
 
-    def _search(self, problem: Problem) -> int:
+    def _index(self, problem: Problem) -> _RowByKey:
         keys, wanted = sort_keys(self.problems), problem_row(problem)
         index = int(np.searchsorted(keys, np.array(wanted, keys.dtype)))
-        found = index < len(keys) and self.problems[index : index + 1].tobytes() == wanted
-        if len(self._problem_ids) >= _MEMO_PROBLEMS:
-            self._problem_ids.clear()
-        self._problem_ids[problem] = index if found else -1
-        return self._problem_ids[problem]
+        rows: _RowByKey = {}
+        if index < len(keys) and self.problems[index : index + 1].tobytes() == wanted:
+            start, stop = self._first_rows[index : index + 2].tolist()
+            rows = {(row[1], row[2]): row for row in self.rows[start:stop].tolist()}
+        if len(self._rows_by_problem) >= _MEMO_PROBLEMS:
+            self._rows_by_problem.clear()
+        self._rows_by_problem[problem] = rows
+        return rows
 
-    def _index(self, problem_id: int) -> dict[tuple[int, int], int]:
-        start, stop = self._first_rows[problem_id : problem_id + 2].tolist()
-        rows = self.rows[start:stop]
-        keys = zip(rows["algorithm"].tolist(), rows["context"].tolist(), strict=True)
-        return dict(zip(keys, range(start, stop), strict=True))
-
-    def stored_ns(self, row: int) -> int:
-        """When an entry was stored."""
-        return int(self.rows["stored_ns"][row])
-
-    def measurement(self, row: int, key: MeasurementKey) -> Measurement:
+    def measurement(self, row: tuple[Any, ...], key: MeasurementKey) -> Measurement:
         """The measurement in a row whose key is known."""
-        return self._measurement(self.rows[row].item(), key)
-
-    def _measurement(self, values: tuple[Any, ...], key: MeasurementKey) -> Measurement:
-        (_, _, _, status, time, spread, workspace, error, has_error, reason, notes, _) = values[:12]
-        count, first = values[12], values[13]
+        _, _, _, status, time, spread, workspace, error, has_error, reason, notes, *_ = row
+        count, first = row[12], row[13]
         return Measurement(
             key,
-            status.decode(),
+            _STATUS_BY_BYTES[status],
             None if time == NONE else time,
             None if spread == NONE else spread,
-            tuple(self.samples[first : first + count].tolist()),
+            tuple(self.samples[first : first + count].tolist()) if count else (),
             None if workspace == NONE else workspace,
             error if has_error else None,
             self.reasons[reason],
             self.notes[notes],
         )
 
-    def entries(self, rows: Array | None = None) -> Iterator[Entry]:
-        """The entries in order; `rows` (a mask): some of them."""
+    def entries(self) -> Iterator[Entry]:
+        """The entries in order."""
         problem_id, problem = -1, None
-        for values in (self.rows if rows is None else self.rows[rows]).tolist():
-            if values[0] != problem_id or problem is None:
-                problem_id = values[0]
-                problem = problem_from_row(self.problems[problem_id])
-            context = self.contexts[values[2]]
+        for row in self.rows.tolist():
+            if row[0] != problem_id or problem is None:
+                problem_id, problem = row[0], problem_from_row(self.problems[row[0]])
+            context = self.contexts[row[2]]
             key = MeasurementKey(
                 problem,
-                self.algorithms[values[1]],
+                self.algorithms[row[1]],
                 context.device,
                 context.software,
                 context.conditions,
                 context.protocol,
             )
-            measurement = self._measurement(values, key)
-            yield Entry(measurement, values[14], self.device_uuids[values[11]])
+            yield Entry(self.measurement(row, key), stored_ns(row), self.device_uuids[row[11]])
+
+
+def stored_ns(row: tuple[Any, ...]) -> int:
+    """When the entry in a row was stored."""
+    stored: int = row[14]
+    return stored

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ucudnn.cache._base import Entry
 from ucudnn.cache.fields import CONTEXT_FIELDS, PROBLEM_FIELDS, Field
 from ucudnn.cache.records import (
     MEASUREMENT_ROW,
@@ -27,6 +26,7 @@ from ucudnn.cache.records import (
     sort_keys,
 )
 from ucudnn.cache.table import Table
+from ucudnn.cache.values import Entry
 from ucudnn.errors import CacheError
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
@@ -46,23 +46,38 @@ def tabulate(entries: Iterable[Entry]) -> Table:
     """
     problems: dict[Problem, int] = {}
     contexts: dict[Context, int] = {}
-    texts: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
+    algorithms: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    notes: dict[tuple[str, ...], int] = {}
+    device_uuids: dict[str, int] = {}
     rows: list[tuple[Any, ...]] = []
     samples: list[int] = []
     for entry in entries:
         measurement = entry.measurement
         key = measurement.key
-        values = (key.algorithm, measurement.reason, measurement.notes, entry.device_uuid)
-        algorithm, *others = map(_number, texts, values)
-        place = (_number(problems, key.problem), algorithm, _number(contexts, Context.of(key)))
-        length = (len(measurement.samples), len(samples))
-        rows.append((*place, *_numbers(measurement), *others, *length, entry.stored_ns, 0))
+        row = (
+            _number(problems, key.problem),
+            _number(algorithms, key.algorithm),
+            _number(contexts, Context.of(key)),
+            *_numbers(measurement),
+            _number(reasons, measurement.reason),
+            _number(notes, measurement.notes),
+            _number(device_uuids, entry.device_uuid),
+            len(measurement.samples),
+            len(samples),
+            entry.stored_ns,
+            0,
+        )
+        rows.append(row)
         samples.extend(measurement.samples)
     try:
         table = Table(
             problem_rows(problems),
             list(contexts),
-            *map(list, texts),
+            list(algorithms),
+            list(reasons),
+            list(notes),
+            list(device_uuids),
             np.array(rows, MEASUREMENT_ROW),
             np.array(samples, "<i8"),
         )
@@ -93,25 +108,33 @@ def merged(tables: Sequence[Table]) -> Table:
     """
     problems, problem_ids = _unite_problems(tables)
     contexts: dict[Context, int] = {}
-    texts: tuple[dict[Any, int], ...] = ({}, {}, {}, {})
-    parts, offset = [], 0
+    algorithms: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    notes: dict[tuple[str, ...], int] = {}
+    device_uuids: dict[str, int] = {}
+    parts, offset = [np.empty(0, MEASUREMENT_ROW)], 0
     for table, ids in zip(tables, problem_ids, strict=True):
         rows = table.rows.copy()
         rows["problem"] = ids[rows["problem"]]
         rows["context"] = _renumber(contexts, table.contexts, rows["context"])
-        columns = ("algorithm", "reason", "notes", "device_uuid")
-        lists = (table.algorithms, table.reasons, table.notes, table.device_uuids)
-        for name, seen, values in zip(columns, texts, lists, strict=True):
-            rows[name] = _renumber(seen, values, rows[name])
+        rows["algorithm"] = _renumber(algorithms, table.algorithms, rows["algorithm"])
+        rows["reason"] = _renumber(reasons, table.reasons, rows["reason"])
+        rows["notes"] = _renumber(notes, table.notes, rows["notes"])
+        rows["device_uuid"] = _renumber(device_uuids, table.device_uuids, rows["device_uuid"])
         rows["first_sample"] += offset
         offset += len(table.samples)
         parts.append(rows)
-    rows = _latest(np.concatenate([np.empty(0, MEASUREMENT_ROW), *parts]))
+    rows = _latest(np.concatenate(parts))
     samples = np.concatenate([np.empty(0, "<i8"), *(table.samples for table in tables)])
-    samples = _gather_samples(rows, samples)
-    algorithms, reasons, notes, device_uuids = map(list, texts)
     return Table(
-        problems, list(contexts), algorithms, reasons, notes, device_uuids, rows, samples
+        problems,
+        list(contexts),
+        list(algorithms),
+        list(reasons),
+        list(notes),
+        list(device_uuids),
+        rows,
+        _gather_samples(rows, samples),
     )
 
 
@@ -135,7 +158,8 @@ def _renumber(seen: dict[T, int], values: Sequence[T], ids: Array) -> Array:
     new = np.zeros(len(values), "<u4")
     for old in np.unique(ids).tolist():
         new[old] = _number(seen, values[old])
-    return new[ids]
+    renumbered: Array = new[ids]
+    return renumbered
 
 
 def _latest(rows: Array) -> Array:
@@ -154,7 +178,8 @@ def _gather_samples(rows: Array, samples: Array) -> Array:
     starts = np.cumsum(counts) - counts
     places = np.repeat(rows["first_sample"] - starts, counts) + np.arange(counts.sum())
     rows["first_sample"] = starts
-    return samples[places]
+    gathered: Array = samples[places]
+    return gathered
 
 
 def only(table: Table, mask: Array) -> Table:
@@ -170,7 +195,10 @@ def checksums(table: Table) -> Array:
     texts as JSON, the row's own numbers, its samples.
     """
     problems: dict[int, bytes] = {}
-    contexts = [_json({f: attrgetter(f.name)(context) for f in CONTEXT_FIELDS}) for context in table.contexts]
+    contexts = [
+        _json({f: attrgetter(f.name)(context) for f in CONTEXT_FIELDS})
+        for context in table.contexts
+    ]
     numbers = np.empty(len(table), [(name, MEASUREMENT_ROW[name]) for name in _SUMMED])
     for name in _SUMMED:
         numbers[name] = table.rows[name]

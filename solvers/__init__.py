@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ucudnn.solvers._base import Division as Division
 from ucudnn.solvers._base import Item as Item
+from ucudnn.solvers.division import divide as divide
 from ucudnn.solvers.reuse import reuse as reuse
 from ucudnn.solvers.table import ReuseTable as ReuseTable
 from ucudnn.solvers.table import WalkEntry as WalkEntry
 
-__all__ = ["Item", "ReuseTable", "WalkEntry", "reuse"]
+__all__ = ["Division", "Item", "ReuseTable", "WalkEntry", "divide", "reuse"]

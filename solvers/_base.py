@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.units import format_bytes
@@ -185,13 +184,11 @@ class AbstractDivider(ABC):
     of the kernels' times, and no division whatever is faster than the lower bound.
     """
 
-    name: ClassVar[str]
-
     @abstractmethod
     def divide(self, pool: Pool) -> Division:
         """Divide one pool among the kernels that overlap.
 
         Raises:
-            PlanError: the solver ended without an answer that it can stand for.
+            PlanError: the solver ended without an answer that it stands for.
             ConfigError: the solver is not installed.
         """

@@ -10,7 +10,7 @@ price gives a valid bound too, so everything is computed in integers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -45,9 +45,7 @@ class Choices:
         """The choices of a pool's kernels."""
         kept_by_front = {front: undominated(front) for front in set(pool.fronts)}
         kept = [kept_by_front[front] for front in pool.fronts]
-        points = [
-            front[i] for front, places in zip(pool.fronts, kept, strict=True) for i in places
-        ]
+        points = [front[i] for front, places in zip(pool.fronts, kept, strict=True) for i in places]
         largest = sum(max(map(max, front)) for front in pool.fronts) + pool.total_bytes
         dtype = np.int64 if largest < _LARGEST else object
         return cls(
@@ -55,6 +53,12 @@ class Choices:
             places=np.fromiter(chain.from_iterable(kept), np.int64),
             workspaces=np.array([workspace for workspace, _ in points], dtype),
             times=np.array([time for _, time in points], dtype),
+        )
+
+    def unlimited(self) -> Choices:
+        """The same with Python's ints, which have no largest one."""
+        return replace(
+            self, workspaces=self.workspaces.astype(object), times=self.times.astype(object)
         )
 
     def kernel(self, number: int) -> range:
@@ -103,12 +107,11 @@ def relax(pool: Pool) -> Relaxation:
     greedy, slope = _climb(choices, pool.total_bytes)
     _fill(choices, greedy, pool.total_bytes)
     saved, extra = slope
-    workspaces, times = choices.workspaces, choices.times
     scale = _scale(choices, saved, extra)
     if scale is None:
-        workspaces, times, scale = workspaces.astype(object), times.astype(object), 1 << _DIGITS
+        choices, scale = choices.unlimited(), 1 << _DIGITS
     price = saved * scale // extra
-    paid = times * scale + workspaces * price
+    paid = choices.times * scale + choices.workspaces * price
     lowest = np.minimum.reduceat(paid, choices.starts[:-1])
     reduced = paid - np.repeat(lowest, np.diff(choices.starts))
     # Of the choices that cost nothing more the first has the least workspace.
@@ -150,14 +153,20 @@ def _steps(choices: Choices) -> Iterator[tuple[float, int, int, int, int, int]]:
     workspaces, times = choices.workspaces.tolist(), choices.times.tolist()
     for kernel in range(len(choices.starts) - 1):
         places = choices.kernel(kernel)
-        points = list(zip(workspaces[places.start : places.stop], times[places.start : places.stop], strict=True))
+        points = list(
+            zip(
+                workspaces[places.start : places.stop],
+                times[places.start : places.stop],
+                strict=True,
+            )
+        )
         for a, b in pairwise(_hull(points)):
             saved, extra = points[a][1] - points[b][1], points[b][0] - points[a][0]
             yield saved / extra, kernel, places[a], places[b], saved, extra
 
 
 def _hull(points: Sequence[Point]) -> list[int]:
-    """Indices of the lower convex hull of points that rise in one coordinate and fall in the other."""
+    """Indices of the lower convex hull of points whose x rises and whose y falls."""
     hull: list[int] = []
     for index, (x, y) in enumerate(points):
         while len(hull) > 1:

@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.solvers import Item, ReuseTable, reuse
+from ucudnn.solvers import Item, WalkEntry, reuse
 
 # A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
 WORTHWHILE_NS = 10 * 20_000
+# What a chunk may cost more on a busy machine, where threads wait for each other at its end.
+BUSY_CHUNK_NS = 2_000_000
 
 
 @dataclass(frozen=True)
 class Solved:
-    """The solver's answer for one kernel: exact splits of every batch from its measurements.
+    """The solver's answers for one kernel: splits of every batch from its measurements.
 
     Args:
         problem: the kernel at the largest batch.
-        single: items that compute a batch alone.
-        table: what `reuse` made of them.
+        items: by role, what `reuse` was given.
+        walks: for n = 1..N how to compute n; first the fastest way, then the fastest where every
+            chunk costs `BUSY_CHUNK_NS` more, which has fewer and larger chunks.
         limit: workspace in bytes that a split may use, None for any.
     """
 
     problem: Problem
-    single: tuple[Item, ...]
-    table: ReuseTable
+    items: Mapping[str, tuple[Item, ...]]
+    walks: tuple[tuple[WalkEntry, ...], ...]
     limit: int | None
 
     def finalists(self, default_applies: bool) -> list[Split]:
         """Splits of the largest batch worth timing as wholes, torch's default first."""
         batch = self.problem.batch
         splits = [_alone(batch, DEFAULT_ALGORITHM)] if default_applies else []
-        if self.table.time_ns(batch, self.limit) is not None:
-            splits.append(Split("batch", self.table.split(batch, self.limit)))
-        undivided = [item for item in self.single if item.batch == batch and self._fits(item)]
+        splits += [split for split in map(_walk, self.walks) if split is not None]
+        undivided = [
+            item
+            for item in self.items["alone"]
+            if item.batch == batch and (self.limit is None or item.workspace_bytes <= self.limit)
+        ]
         if undivided:
             splits.append(_alone(batch, min(undivided, key=_cost).algorithm))
         return list(dict.fromkeys(splits))
@@ -51,15 +57,13 @@ class Solved:
         were not timed as wholes.
         """
         batch = self.problem.batch
-        walk = self.table.walk(self.limit)
+        walk = next((walk for walk in self.walks if _walk(walk) == winner), self.walks[-1])
         algorithms: dict[str, int] = {}
         alone, last = [], []
         for n, entry in enumerate(walk, start=1):
             lone = entry.alone.algorithm if entry.alone else None
-            if winner.is_default:
-                lone = DEFAULT_ALGORITHM
-            elif n == batch:
-                lone = winner.steps[0].algorithm if len(winner.steps) == 1 else None
+            if winner.is_default or (n == batch and len(winner.steps) == 1):
+                lone = winner.steps[0].algorithm
             alone.append(-1 if lone is None else algorithms.setdefault(lone, len(algorithms)))
             if entry.last is None or winner.is_default:
                 last.append((0, -1))
@@ -77,19 +81,22 @@ class Solved:
             default=default,
         )
 
-    def _fits(self, item: Item) -> bool:
-        return self.limit is None or item.workspace_bytes <= self.limit
-
     def _predicted_ns(self, split: Split) -> int | None:
-        if len(split.steps) > 1:
-            return self.table.time_ns(split.size, self.limit)
-        step = split.steps[0]
-        times = [
-            item.time_ns
-            for item in self.single
-            if item.batch == step.size and item.algorithm == step.algorithm
-        ]
-        return min(times, default=None)
+        """Sum of what the steps cost in their roles; None where torch's default was not timed."""
+        roles = ["first", *["later"] * (len(split.steps) - 1)]
+        if len(split.steps) == 1:
+            roles = ["alone"]
+        total = 0
+        for role, step in zip(roles, split.steps, strict=True):
+            times = [
+                item.time_ns
+                for item in self.items[role]
+                if (item.batch, item.algorithm) == (step.size, step.algorithm)
+            ]
+            if not times:
+                return None
+            total += min(times)
+        return total
 
 
 def solve(
@@ -106,33 +113,59 @@ def solve(
         applies: whether an algorithm computes the problem at some batch.
         limit: workspace in bytes that a split may use, None for any.
     """
-    single = _single_items(problem, measurements, applies)
+    items = _items_by_role(problem, measurements, applies)
+    worthwhile = {
+        role: [item for item in group if role == "alone" or item.time_ns >= WORTHWHILE_NS]
+        for role, group in items.items()
+    }
+    if WalkEntry(None, None) in _walk_all(worthwhile, problem.batch, limit):
+        worthwhile = items  # nothing else fits: then short chunks are allowed
+    walks = tuple(
+        _walk_all(worthwhile, problem.batch, limit, launch_ns) for launch_ns in (0, BUSY_CHUNK_NS)
+    )
+    return Solved(problem, {role: tuple(group) for role, group in items.items()}, walks, limit)
+
+
+def _walk_all(
+    items: Mapping[str, Sequence[Item]], batch: int, limit: int | None, launch_ns: int = 0
+) -> tuple[WalkEntry, ...]:
+    first, later = items["first"], items["later"]
+    if not later:  # a first chunk alone is no split
+        first = ()
+    table = reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)
+    return table.walk(limit)
+
+
+def _walk(walk: Sequence[WalkEntry]) -> Split | None:
+    """The split of the largest batch, step by step from its end, as a plan walks it."""
+    n, steps = len(walk), list[Step]()
+    lone = walk[n - 1].alone
+    if lone is not None:
+        return _alone(n, lone.algorithm)
+    while n:
+        last = walk[n - 1].last
+        if last is None:
+            return None
+        steps.append(Step(last.batch, last.algorithm))
+        n -= last.batch
+    return Split("batch", tuple(reversed(steps)))
+
+
+def _items_by_role(
+    problem: Problem,
+    measurements: Sequence[Measurement],
+    applies: Callable[[Problem, str], bool],
+) -> dict[str, list[Item]]:
+    alone = _single_items(problem, measurements, applies)
     later = _chunk_items(problem, measurements, "later")
-    # In full precision the first chunk of wgrad runs exactly as a lone one does.
-    first_role = "later" if problem.op != "wgrad" else "alone"
-    if problem.op == "wgrad" and problem.bytes_per_element < 4:
-        first_role = "first"
-    first = [
-        item
-        for item in _chunk_items(problem, measurements, first_role)
-        if item.batch < problem.batch
-    ]
-    # A chunk that is returned costs no more than one that begins a sum.
-    single += [item for item in first if problem.op == "wgrad"]
-    table = _table(single, _worthwhile(first), _worthwhile(later), problem.batch)
-    if any(table.time_ns(n, limit) is None for n in range(1, problem.batch + 1)):
-        table = _table(single, first, later, problem.batch)
-    return Solved(problem, tuple(single), table, limit)
-
-
-def _table(single: list[Item], first: list[Item], later: list[Item], batch: int) -> ReuseTable:
-    if first and later:
-        return reuse(single, batch, first=first, accumulate=later)
-    return reuse(single, batch, first=(), accumulate=())
-
-
-def _worthwhile(items: list[Item]) -> list[Item]:
-    return [item for item in items if item.time_ns >= WORTHWHILE_NS]
+    if problem.op != "wgrad":
+        first = later
+    else:
+        # In full precision the first chunk runs exactly as a lone one does.
+        full = problem.bytes_per_element >= 4
+        first = _chunk_items(problem, measurements, "alone" if full else "first")
+        alone += first  # a chunk that is returned costs no more than one that begins a sum
+    return {"alone": alone, "first": first, "later": later}
 
 
 def _single_items(

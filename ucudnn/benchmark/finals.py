@@ -17,6 +17,7 @@ from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
 
 FINAL_ROUNDS = 9
+ENOUGH_NS = 2_000_000_000
 LEAST_GAIN = 0.02
 
 
@@ -65,7 +66,7 @@ def _run(
         parts = [(problem.with_batch(step.size), step.algorithm) for step in split.steps]
         workspaces.append(session.backend.workspace_bytes(run, parts))
         runs.append(run)
-    samples = interleave(session.backend, runs, FINAL_ROUNDS)
+    samples = interleave(session.backend, runs, FINAL_ROUNDS, ENOUGH_NS)
     results = [
         session.keep(
             Measurement(key, "ok", median_ns(taken), spread_ns(taken), tuple(taken), workspace)
@@ -85,7 +86,10 @@ def _finalist(split: Split, entry: Measurement) -> Finalist:
 
 
 def choose(finalists: Sequence[Finalist], limit: int | None) -> Finalist | None:
-    """The winner within the limit: torch's default unless another is faster beyond the noise.
+    """The winner within the limit: the fewest chunks, unless more are faster beyond the noise.
+
+    A split pays for every chunk with thread barriers, and on a busy machine dearly: it must have
+    earned them. Torch's default stands before any other that computes the batch undivided.
 
     >>> from ucudnn.plan import Step
     >>> def entry(name, *samples):
@@ -103,11 +107,17 @@ def choose(finalists: Sequence[Finalist], limit: int | None) -> Finalist | None:
     fitting = [
         entry for entry in finalists if limit is None or entry.timing.workspace_bytes <= limit
     ]
-    if not fitting:
-        return None
-    fastest = min(fitting, key=lambda entry: (entry.timing.time_ns, len(entry.split.steps)))
-    default = next((entry for entry in fitting if entry.split.is_default), None)
-    if default is None or fastest is default:
-        return fastest
-    ratio, _, high = ratio_interval(fastest.samples, default.samples)
-    return fastest if high < 1 and ratio < 1 - LEAST_GAIN else default
+    winner = None
+    for entry in sorted(fitting, key=_chunks_then_default):
+        if winner is None or _faster(entry, winner):
+            winner = entry
+    return winner
+
+
+def _chunks_then_default(entry: Finalist) -> tuple[int, bool, int]:
+    return len(entry.split.steps), not entry.split.is_default, entry.timing.time_ns
+
+
+def _faster(entry: Finalist, other: Finalist) -> bool:
+    ratio, _, high = ratio_interval(entry.samples, other.samples)
+    return high < 1 and ratio < 1 - LEAST_GAIN

@@ -227,19 +227,17 @@ def _expected_workspace(smaller: Sequence[Measurement], key: MeasurementKey) -> 
 
     A chunk that was only run as a later one is expected to need less alone: not its own result.
     """
-    role, problem = key.conditions.role, key.problem
-    same = [entry for entry in smaller if entry.key.conditions.role == role]
-    points = [
-        (entry.key.problem.batch, entry.workspace_bytes)
-        for entry in same or smaller
-        if entry.workspace_bytes is not None
-    ]
+    same = [entry for entry in smaller if entry.key.conditions.role == key.conditions.role]
+    points = []
+    for entry in same or smaller:
+        problem = entry.key.problem
+        if entry.workspace_bytes is not None:
+            own_result = 0 if same or problem.op == "wgrad" else problem.result_bytes
+            points.append((problem.batch, max(0, entry.workspace_bytes - own_result)))
     if not points:
         return 0
     size, workspace = points[-1]
-    if len(points) > 1:
-        less_size, less = points[-2]
-        slope = max(0, workspace - less)
-        workspace += slope * (problem.batch - size) // (size - less_size)
-    own_result = 0 if same or problem.op == "wgrad" else problem.result_bytes
-    return max(0, workspace - own_result)
+    if len(points) == 1:
+        return workspace
+    less_size, less = points[-2]
+    return workspace + max(0, workspace - less) * (key.problem.batch - size) // (size - less_size)

@@ -142,16 +142,31 @@ def whole_plan(ring: Ring, call: Call) -> Callable[[], Tensor]:
 
 
 def interleave(
-    backend: AbstractBackend, runs: Sequence[Callable[[], object]], rounds: int
+    backend: AbstractBackend,
+    runs: Sequence[Callable[[], object]],
+    rounds: int,
+    enough_ns: int | None = None,
+    least_rounds: int = 5,
 ) -> list[list[int]]:
     """Time functions in turn, round after round, and return the samples of each in ns.
 
     The first round is a warm-up and is not returned.
+
+    Args:
+        backend: has the clock.
+        runs: functions without arguments.
+        rounds: how often each is timed.
+        enough_ns: stop once this much was spent and `least_rounds` were timed; None: never.
+        least_rounds: so many at least.
     """
     samples: list[list[int]] = [[] for _ in runs]
+    spent = 0
     for number in range(rounds + 1):
-        for index, run in enumerate(runs):
+        if enough_ns is not None and spent > enough_ns and number > least_rounds:
+            break
+        for taken, run in zip(samples, runs, strict=True):
             elapsed = max(1, backend.elapsed_ns(run))
+            spent += elapsed
             if number:
-                samples[index].append(elapsed)
+                taken.append(elapsed)
     return samples

@@ -1,0 +1,91 @@
+"""Measurements kept for ever: by every process, per device, whatever crashes.
+
+    memory.py    in a dictionary
+    hdf5.py      in a folder of HDF5 files
+    layered.py   a writable cache over read-only ones
+
+Importing this package loads no h5py; opening a cache does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ucudnn.cache._base import AbstractCache
+from ucudnn.cache.layered import LayeredCache
+from ucudnn.cache.memory import MemoryCache
+from ucudnn.cache.values import (
+    CacheInfo,
+    CacheWarning,
+    CheckReport,
+    DeviceInfo,
+    Entry,
+    Explanation,
+    MergeReport,
+)
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError
+
+__all__ = [
+    "open",
+    "default_path",
+    "AbstractCache",
+    "MemoryCache",
+    "LayeredCache",
+    "CacheWarning",
+    "Entry",
+    "CacheInfo",
+    "DeviceInfo",
+    "CheckReport",
+    "MergeReport",
+    "Explanation",
+]
+_MODES = ("a", "r")
+
+
+def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn.cache.open
+    path: str | os.PathLike[str] | None = None, mode: str = "a", use_locks: bool = True
+) -> AbstractCache:
+    """Open the measurement cache in a folder.
+
+    >>> import tempfile
+    >>> with open(tempfile.mkdtemp()) as cache:
+    ...     len(cache)
+    0
+
+    Args:
+        path: a folder, or several as in PATH ("mine:/fleet/image"): the first is written, the
+            others only read; None: UCUDNN_CACHE, else the user's cache directory.
+        mode: "a": read and add, the folder is made with the first measurement; "r": only read.
+        use_locks: False: never try a file lock. Nothing is lost without; work may be done twice.
+
+    Raises:
+        ConfigError: another mode.
+    """
+    from ucudnn.cache.hdf5 import HDF5Cache
+
+    if mode not in _MODES:
+        raise ConfigError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
+    top, *below = _paths(path)
+    first = HDF5Cache(top, mode, use_locks)
+    if not below:
+        return first
+    return LayeredCache(first, *(HDF5Cache(folder, "r", use_locks) for folder in below))
+
+
+def default_path(path: str | os.PathLike[str] | None = None) -> Path:
+    """The folder that measurements are written to when `open` is given this path."""
+    return _paths(path)[0]
+
+
+def _paths(path: str | os.PathLike[str] | None) -> list[Path]:
+    if path is None:
+        path = Config().cache
+    if path is None:
+        from platformdirs import user_cache_path
+
+        return [user_cache_path("ucudnn", appauthor=False)]
+    if isinstance(path, str):
+        return [Path(part).expanduser() for part in path.split(os.pathsep) if part] or [Path()]
+    return [Path(path).expanduser()]

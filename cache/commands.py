@@ -1,0 +1,145 @@
+"""What `ucudnn cache ...` does: one function per command, each opens a cache and closes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from time import time_ns
+
+from ucudnn import cache as caches
+from ucudnn.cache.explain import explain as explain_texts
+from ucudnn.cache.fields import matches, parse_where
+from ucudnn.cache.values import (
+    CacheInfo,
+    CheckReport,
+    Explanation,
+    MergeReport,
+)
+from ucudnn.errors import CacheError
+
+PathLike = str | os.PathLike[str]
+_DAY_NS = 24 * 3600 * 10**9
+
+
+def info(path: PathLike | None = None) -> CacheInfo:
+    """What the cache in a folder is and holds.
+
+    >>> info("no/such/folder").records
+    0
+
+    Args:
+        path: the folder; None: the user's cache.
+    """
+    with caches.open(path, "r") as cache:
+        return cache.info()
+
+
+def check(path: PathLike | None = None, fix: bool = False) -> CheckReport:
+    """Read every file of a cache and say what is wrong.
+
+    >>> check("no/such/folder").clean
+    True
+
+    Args:
+        path: the folder; None: the user's cache.
+        fix: set damaged files aside, recover their sound entries, remove leftovers.
+    """
+    with caches.open(path, "a" if fix else "r") as cache:
+        return cache.check(fix)
+
+
+def merge(sources: Iterable[PathLike], path: PathLike | None = None) -> MergeReport:
+    """Add what other caches hold; they are only read.
+
+    Args:
+        sources: folders of other caches.
+        path: the folder that is added to; None: the user's cache.
+
+    Raises:
+        CacheError: a source is no folder, or the cache cannot be written.
+    """
+    with caches.open(path) as cache:
+        reports = [cache.merge(source) for source in sources]
+    return MergeReport(
+        read=sum(report.read for report in reports), added=sum(report.added for report in reports)
+    )
+
+
+def export(target: PathLike, path: PathLike | None = None, where: Iterable[str] = ()) -> int:
+    """Write entries to a .csv or .json file, and count them.
+
+    Args:
+        target: the file.
+        path: the folder of the cache; None: the user's cache.
+        where: only entries that match all of these, such as "status=ok".
+
+    Raises:
+        CacheError: another suffix, a bad filter, or the file cannot be written.
+    """
+    with caches.open(path, "r") as cache:
+        return cache.export(target, parse_where(where))
+
+
+def import_(source: PathLike, path: PathLike | None = None, layers: Iterable[PathLike] = ()) -> int:
+    """Add the entries of a file, and count them: all of them, or none where one is bad.
+
+    Args:
+        source: a .csv or .json that `export` wrote, or a probe's timings.csv.
+        path: the folder of the cache; None: the user's cache.
+        layers: the layer tables that the probe was given.
+
+    Raises:
+        CacheError: the file cannot be read, or holds a bad value; the message names the line.
+    """
+    tables = list(layers)
+    with caches.open(path) as cache:
+        if not tables:
+            return cache.import_(source)
+        from ucudnn.cache.probe import read_probe
+
+        entries = read_probe(source, tables)
+        cache.put_entries(entries)
+        return len(entries)
+
+
+def prune(
+    path: PathLike | None = None,
+    where: Iterable[str] = (),
+    older_than_days: float | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Remove entries that match, and count them.
+
+    Args:
+        path: the folder of the cache; None: the user's cache.
+        where: only entries that match all of these, such as "software.cudnn=9.27.0".
+        older_than_days: only entries that were stored longer ago.
+        dry_run: only count.
+
+    Raises:
+        CacheError: nothing says which entries to remove, or the cache cannot be written.
+    """
+    texts = parse_where(where)
+    if not texts and older_than_days is None:
+        raise CacheError(
+            "prune removes what matches and was told nothing; name a field=value or an age"
+        )
+    before_ns = None if older_than_days is None else time_ns() - round(older_than_days * _DAY_NS)
+    with caches.open(path, "r" if dry_run else "a") as cache:
+        if not dry_run:
+            return cache.prune(texts, before_ns)
+        return sum(matches(entry, texts, before_ns) for entry in cache.entries())
+
+
+def explain(where: Iterable[str], path: PathLike | None = None) -> Explanation:
+    """Say whether an entry has these values, and if not, in which the nearest one differs.
+
+    Args:
+        where: fields of a key, such as "problem.batch=32" or "software.cudnn=9.28.0".
+        path: the folder of the cache; None: the user's cache.
+
+    Raises:
+        CacheError: there is no such field.
+    """
+    with caches.open(path, "r") as cache:
+        return explain_texts(parse_where(where), (measurement.key for measurement in cache))

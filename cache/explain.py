@@ -1,0 +1,73 @@
+"""Say why a key is a miss: which entry is nearest, and in which fields it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from ucudnn.cache.fields import KEY_FIELDS
+from ucudnn.cache.values import Difference, Entry, Explanation
+from ucudnn.errors import CacheError
+from ucudnn.measurement import Measurement, MeasurementKey
+
+_PARTS = ("problem", "algorithm", "device", "software", "conditions", "protocol")
+
+
+def key_texts(key: MeasurementKey) -> dict[str, str]:
+    """Every field of a key as text, by name."""
+    entry = Entry(Measurement(key, "untimed"))
+    return {field.name: field.text(entry) for field in KEY_FIELDS}
+
+
+def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explanation:
+    """Find the key that differs from what is wanted in the fewest fields.
+
+    Of equally near ones the first that has the right problem and algorithm counts: "another version
+    of cuDNN" says more than "another layer".
+
+    Args:
+        wanted: text by field name; fields that are not named may be anything.
+        keys: what is there.
+
+    Raises:
+        CacheError: a field that keys do not have.
+    """
+    names = [field.name for field in KEY_FIELDS]
+    for name in wanted:
+        if name not in names:
+            raise CacheError(f"{name!r} is not a field of a key; those are {', '.join(names)}")
+    counters = [(part, _difference_counter(part, wanted)) for part in _PARTS]
+    count, nearest, least = 0, None, (len(KEY_FIELDS) + 1, 0)
+    for key in keys:
+        count += 1
+        distances = [differences(getattr(key, part)) for part, differences in counters]
+        distance = (sum(distances), distances[0] + distances[1])
+        if distance < least:
+            nearest, least = key, distance
+    if nearest is None:
+        return Explanation(count, None)
+    there = key_texts(nearest)
+    differences = tuple(
+        Difference(name, text, there[name]) for name, text in wanted.items() if there[name] != text
+    )
+    return Explanation(count, nearest, differences)
+
+
+def _difference_counter(part: str, wanted: Mapping[str, str]) -> Callable[[Any], int]:
+    """Counts the wanted fields of one part of a key that differ; parts repeat, so it remembers."""
+    fields = [
+        field
+        for field in KEY_FIELDS
+        if (field.part or field.own_name) == part and field.name in wanted
+    ]
+
+    @cache
+    def differences(value: Any) -> int:
+        texts = (
+            (field, field.kind.dump(getattr(value, field.own_name) if field.part else value))
+            for field in fields
+        )
+        return sum(text != wanted[field.name] for field, text in texts)
+
+    return differences

@@ -1,0 +1,155 @@
+"""Files as a cache needs them: whole or not there, never half, and never in the way.
+
+Nothing here relies on locks or on what a file system does beyond an atomic rename.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from ucudnn.cache.frame import FRAME_BYTES, DamagedError
+
+SUFFIX = ".h5"
+SEGMENTS = ".h5.d"
+_TEMPORARY = ".new-"
+_DAMAGED, _SALVAGED = ".damaged-", ".salvaged-"
+# A symbolic link that leads nowhere, or round in a circle; a device without a driver.
+_NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR}
+
+
+def read_file(path: Path, size: int = -1) -> bytes:
+    """All bytes of a regular file, or the first `size`.
+
+    Raises:
+        DamagedError: something else is there: a folder, a loop of links, a pipe.
+        OSError: it cannot be read, or is not there.
+    """
+    try:
+        # Without O_NONBLOCK a pipe in place of the file would stop us here for ever.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise DamagedError(f"it is not a file ({error.strerror})") from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise DamagedError("it is not a file")
+        with os.fdopen(os.dup(handle), "rb") as stream:
+            return stream.read(size)
+    finally:
+        os.close(handle)
+
+
+def read_frame(path: Path) -> bytes | None:
+    """The first bytes of a file, which differ where the contents differ.
+
+    None where there is no file; b"" where there is something that cannot be read.
+    """
+    try:
+        return read_file(path, FRAME_BYTES)
+    except FileNotFoundError:
+        return None
+    except (OSError, DamagedError):
+        return b""
+
+
+def unique_name(stored_ns: int) -> str:
+    """A file name that no other process makes; later ones sort after earlier ones."""
+    return f"{stored_ns:020d}-{os.getpid()}-{os.urandom(4).hex()}{SUFFIX}"
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file so that it is on the disk, whole, before its name is there.
+
+    Raises:
+        OSError: it cannot be written; what was there before is still there.
+    """
+    _make_folder(path.parent)
+    temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{os.urandom(4).hex()}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        with suppress(FileExistsError):
+            folder.mkdir()
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot, and need not
+            raise
+    finally:
+        os.close(handle)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, sorted; none where there is no folder."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return []
+        raise
+
+
+def kinds_in(root: Path) -> list[str]:
+    """The kinds of device that a cache's folder has files of."""
+    names = names_in(root)
+    return sorted(
+        {
+            name.removesuffix(suffix)
+            for name in names
+            for suffix in (SUFFIX, SEGMENTS)
+            if name.endswith(suffix)
+        }
+    )
+
+
+def set_aside(path: Path) -> Path:
+    """Give something that is not a sound file a name under which no reader looks for it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    target = path.with_name(f"{path.name}{_DAMAGED}{os.urandom(4).hex()}")
+    os.rename(path, target)
+    return target
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether `set_aside` made this name."""
+    return _DAMAGED in name
+
+
+def mark_salvaged(path: Path) -> None:
+    """Rename a file that was set aside, and has given what it had."""
+    os.rename(path, path.with_name(path.name.replace(_DAMAGED, _SALVAGED)))
+
+
+def is_temporary(name: str) -> bool:
+    """Whether this is the name of a file in the making."""
+    return name.startswith(_TEMPORARY)

@@ -1,0 +1,95 @@
+"""A writable cache over read-only ones, such as an image that a fleet shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+from ucudnn.cache._base import AbstractCache
+from ucudnn.cache.report import info_of
+from ucudnn.cache.values import (
+    CacheInfo,
+    CheckReport,
+    Entry,
+    MergeReport,
+)
+from ucudnn.measurement import Measurement, MeasurementKey
+
+
+class LayeredCache(AbstractCache):
+    """Looks a key up in one cache after another; everything else happens to the first.
+
+    >>> from ucudnn.cache import MemoryCache
+    >>> len(LayeredCache(MemoryCache(), MemoryCache()))
+    0
+
+    Args:
+        top: what is written to.
+        below: only read, the nearest first.
+    """
+
+    def __init__(self, top: AbstractCache, *below: AbstractCache) -> None:
+        self._top = top
+        self._below = below
+
+    def get(self, key: MeasurementKey) -> Measurement | None:
+        """The measurement of the uppermost cache that has this key, or None."""
+        for layer in (self._top, *self._below):
+            found = layer.get(key)
+            if found is not None:
+                return found
+        return None
+
+    def put_entries(self, entries: Iterable[Entry]) -> None:
+        """Keep entries in the top cache."""
+        self._top.put_entries(entries)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every entry of every layer, one per key."""
+        seen: set[MeasurementKey] = set()
+        for layer in (self._top, *self._below):
+            for entry in layer.entries():
+                if entry.measurement.key not in seen:
+                    seen.add(entry.measurement.key)
+                    yield entry
+
+    def merge(self, path: str | os.PathLike[str]) -> MergeReport:
+        """Add everything that the cache in a folder holds to the top cache."""
+        return self._top.merge(path)
+
+    def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
+        """Remove entries of the top cache that match, and count them."""
+        return self._top.prune(where, before_ns)
+
+    def check(self, fix: bool = False) -> CheckReport:
+        """Check the top cache, and fix only it; then the others."""
+        reports = [self._top.check(fix), *(layer.check() for layer in self._below)]
+        return CheckReport(
+            records=sum(report.records for report in reports),
+            files=sum(report.files for report in reports),
+            problems=tuple(one for report in reports for one in report.problems),
+            notes=tuple(one for report in reports for one in report.notes),
+            fixed=reports[0].fixed,
+        )
+
+    def info(self) -> CacheInfo:
+        """What all layers hold; where and how much the files are."""
+        infos = [layer.info() for layer in (self._top, *self._below)]
+        whole = info_of("", infos[0].writable, (), self.entries())
+        return CacheInfo(
+            os.pathsep.join(info.location for info in infos),
+            infos[0].writable,
+            sum(info.files for info in infos),
+            sum(info.file_bytes for info in infos),
+            whole.devices,
+        )
+
+    def refresh(self) -> None:
+        """Take in what other processes have put since, in every layer."""
+        for layer in (self._top, *self._below):
+            layer.refresh()
+
+    def close(self) -> None:
+        """Close every layer."""
+        for layer in (self._top, *self._below):
+            layer.close()

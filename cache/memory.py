@@ -1,0 +1,92 @@
+"""A cache that lasts as long as the process: for tests, dry runs, and places without a disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from time import time_ns
+
+from ucudnn.cache._base import AbstractCache
+from ucudnn.cache.fields import matches, parse_where
+from ucudnn.cache.report import info_of
+from ucudnn.cache.values import (
+    CacheInfo,
+    CheckReport,
+    Entry,
+    MergeReport,
+)
+from ucudnn.measurement import Measurement, MeasurementKey
+
+
+class MemoryCache(AbstractCache):
+    """Measurements in a dictionary.
+
+    >>> from ucudnn.measurement import Conditions, Device, Software
+    >>> from ucudnn.problem import Problem
+    >>> key = MeasurementKey(
+    ...     Problem("fprop", 8, 4, 4, (9,), (3,)), "gemm", Device("cpu", "any"),
+    ...     Software("2.13"), Conditions(), protocol=1,
+    ... )
+    >>> with MemoryCache() as cache:
+    ...     cache.put([Measurement(key, "ok", time_ns=1000)])
+    ...     cache.get(key).time_ns
+    1000
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[MeasurementKey, Entry] = {}
+        self._newest_ns = 0
+
+    def get(self, key: MeasurementKey) -> Measurement | None:
+        """The latest measurement with this key, or None."""
+        entry = self._entries.get(key)
+        return entry.measurement if entry else None
+
+    def put_entries(self, entries: Iterable[Entry]) -> None:
+        """Keep entries made elsewhere with the times at which they were stored."""
+        now = max(time_ns(), self._newest_ns + 1)
+        for index, given in enumerate(list(entries)):
+            entry = given if given.stored_ns else replace(given, stored_ns=now + index)
+            known = self._entries.get(entry.measurement.key)
+            if known is None or known.stored_ns <= entry.stored_ns:
+                self._entries[entry.measurement.key] = entry
+            self._newest_ns = max(self._newest_ns, entry.stored_ns)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every entry, one per key."""
+        return iter(list(self._entries.values()))
+
+    def merge(self, path: str | os.PathLike[str]) -> MergeReport:
+        """Add everything that the cache in a folder holds."""
+        from ucudnn.cache.hdf5 import open_existing
+
+        before, entries = len(self), list(open_existing(path).entries())
+        self.put_entries(entries)
+        return MergeReport(read=len(entries), added=len(self) - before)
+
+    def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
+        """Remove the entries that match, and count them."""
+        texts = parse_where(where)
+        gone = [
+            entry.measurement.key
+            for entry in self._entries.values()
+            if matches(entry, texts, before_ns)
+        ]
+        for key in gone:
+            del self._entries[key]
+        return len(gone)
+
+    def check(self, fix: bool = False) -> CheckReport:  # noqa: ARG002 - as the contract has it
+        """Nothing can be wrong: there are no files."""
+        return CheckReport(records=len(self), files=0)
+
+    def info(self) -> CacheInfo:
+        """What the cache holds."""
+        return info_of("memory", True, (), self.entries())
+
+    def refresh(self) -> None:
+        """Nobody else can have put anything."""
+
+    def close(self) -> None:
+        """There is nothing to write."""

@@ -1,0 +1,140 @@
+"""Read the timings of a probe that knows nothing of ucudnn, as entries of a cache.
+
+A probe times every engine configuration of a table of layers on one GPU and leaves `timings.csv`,
+`profile.json` (cuDNN's description of the device) and `answers.json` (versions). Its timing loop is
+not ours, which protocol 0 says; what has no place of its own here is kept as a note.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ucudnn.cache.text import read_text
+from ucudnn.cache.values import Entry
+from ucudnn.errors import CacheError, UcudnnError
+from ucudnn.layer_table import read_layers
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.problem import Problem
+
+PROTOCOL = 0
+COLUMNS = (
+    *("name", "op", "dtype", "layout", "batch", "algorithm", "workspace_bytes", "mode", "rank"),
+    *("notes", "median_us", "min_us", "samples", "error", "beta1_error"),
+)
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+_KEPT_AS_NOTES = ("mode", "rank", "min_us", "samples", "beta1_error")
+_FIRST_WITH_TF32 = 800
+
+
+def read_probe(
+    timings: str | os.PathLike[str], layers: Iterable[str | os.PathLike[str]]
+) -> list[Entry]:
+    """Read a probe's timings.csv, with the profile.json and answers.json beside it.
+
+    Args:
+        timings: the table of times; median_us becomes time_ns, one sample "screened".
+        layers: the layer tables that the probe was given; a row names a layer "table:layer".
+
+    Raises:
+        CacheError: a file cannot be read, a line is impossible or names no layer.
+        ConfigError: a layer table cannot be read.
+    """
+    path = Path(timings)
+    profile = _read_json(path.with_name("profile.json"))
+    answers = _read_json(path.with_name("answers.json"))
+    try:
+        device = _device(profile)
+    except KeyError as error:
+        raise CacheError(f"{path.with_name('profile.json')} lacks {error}") from error
+    software = Software(torch=str(answers.get("torch", "")), cudnn=_version(answers.get("cudnn")))
+    has_tf32 = profile.get("deviceVer", 0) >= _FIRST_WITH_TF32
+    problems = _layer_problems(layers)
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise CacheError(f"{path} line 1: a probe's table has the columns {', '.join(missing)} too")
+    entries = []
+    for row in reader:
+        try:
+            problem = _problem(row, problems, has_tf32)
+            key = MeasurementKey(
+                problem, row["algorithm"], device, software, Conditions(), PROTOCOL
+            )
+            entries.append(Entry(_measurement(key, row)))
+        except (ValueError, TypeError, KeyError, UcudnnError) as error:
+            raise CacheError(f"{path} line {reader.line_num}: {error}") from error
+    return entries
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(read_text(path))
+    except ValueError as error:
+        raise CacheError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CacheError(f"{path} must hold one JSON object")
+    return values
+
+
+def _device(profile: Mapping[str, Any]) -> Device:
+    major, minor = divmod(int(profile["deviceVer"]) // 10, 10)
+    return Device(
+        type="cuda",
+        name=str(profile["deviceName"]),
+        cores=int(profile["multiProcessorCount"]),
+        compute_capability=f"{major}.{minor}",
+        memory_bytes=int(profile["totalGlobalMem"]),
+    )
+
+
+def _version(number: object) -> str:
+    """cuDNN's version from its number: 92800 is 9.28.0; before version 9 the major counts 1000."""
+    if type(number) is not int:
+        return ""
+    major, rest = divmod(number, 10_000 if number >= 90_000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _layer_problems(paths: Iterable[str | os.PathLike[str]]) -> dict[str, Problem]:
+    problems: dict[str, Problem] = {}
+    for path in map(Path, paths):
+        for name, problem in read_layers(path, ops=("fprop",)):
+            if problems.setdefault(f"{path.stem}:{name}", problem) != problem:
+                raise CacheError(f"{path} has two layers called {name}; give them other names")
+    return problems
+
+
+def _problem(row: Mapping[str, str], problems: Mapping[str, Problem], has_tf32: bool) -> Problem:
+    if row["name"] not in problems:
+        raise CacheError(
+            f"layer {row['name']!r} is in none of the layer tables; name the table that the probe "
+            f"was given"
+        )
+    dtype = _DTYPES.get(row["dtype"], row["dtype"])
+    return replace(
+        problems[row["name"]],
+        op=row["op"],
+        batch=int(row["batch"]),
+        dtype=dtype,
+        layout=row["layout"],
+        math="tf32" if has_tf32 and dtype == "float32" else "strict",
+    )
+
+
+def _measurement(key: MeasurementKey, row: Mapping[str, str]) -> Measurement:
+    kept = [f"{name}={row[name]}" for name in _KEPT_AS_NOTES if row[name]]
+    return Measurement(
+        key,
+        status="ok" if int(row["samples"]) > 1 else "screened",
+        time_ns=round(float(row["median_us"]) * 1000),
+        workspace_bytes=int(row["workspace_bytes"]),
+        error=float(row["error"]) if row["error"] else None,
+        notes=(*filter(None, row["notes"].split("+")), *kept),
+    )

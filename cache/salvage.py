@@ -1,0 +1,79 @@
+"""Recover the sound entries of a damaged file, in a process that may crash or hang.
+
+libhdf5 was seen to spin for ever on a damaged file, so only a child opens one, with limits on its
+time and memory. Of what it can read, it gives back the entries that agree with their own checksums.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from ucudnn.cache.folder import read_file
+from ucudnn.cache.frame import FRAME_BYTES, DamagedError, framed, unframed
+from ucudnn.cache.image import from_image, to_image
+from ucudnn.cache.records import Array, problem_from_row
+from ucudnn.cache.table import Table
+from ucudnn.cache.tabulate import checksums, only
+from ucudnn.errors import ProblemError
+
+_SECONDS = 60
+_MEMORY_BYTES = 4 << 30
+
+
+def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
+    """The entries of a damaged file that are sound, None where there is no telling.
+
+    Args:
+        path: the file; it stays as it is.
+        seconds: after which the child is killed.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with TemporaryDirectory(prefix="ucudnn-salvage-") as folder:
+        target = Path(folder, "sound.h5")
+        command = [sys.executable, "-m", "ucudnn.cache.salvage", str(path), str(target)]
+        try:
+            done = subprocess.run(  # noqa: S603 - our own module, with paths of ours
+                command, check=False, capture_output=True, env=environment, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        if done.returncode:
+            return None
+        return from_image(unframed(read_file(target)))[0]
+
+
+def main(source: Path, target: Path) -> int:
+    """What the child does; exit status 0: the target was written."""
+    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    try:
+        table, _ = from_image(read_file(source)[FRAME_BYTES:])
+    except (DamagedError, ValueError, OverflowError):
+        return 1
+    table = only(table, _possible_problems(table))
+    table = only(table, checksums(table) == table.rows["checksum"])
+    target.write_bytes(framed(to_image(table)))
+    return 0
+
+
+def _possible_problems(table: Table) -> Array:
+    """Rows whose problem can be read as one."""
+    possible = np.ones(len(table.problems), bool)
+    for index, row in enumerate(table.problems):
+        try:
+            problem_from_row(row)
+        except (ProblemError, ValueError):
+            possible[index] = False
+    rows: Array = possible[table.rows["problem"]]
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

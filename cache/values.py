@@ -1,0 +1,150 @@
+"""What a cache keeps, and what its operations return: plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ucudnn.measurement import Device, Measurement, MeasurementKey
+
+
+class CacheWarning(UserWarning):
+    """Something was not kept or could not be read, and tuning goes on without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A measurement as a cache keeps it.
+
+    Args:
+        measurement: the key and the numbers.
+        stored_ns: when it was stored, in ns since 1970 (UTC); of two for one key the later counts.
+            0: not yet, it becomes the time at which it is put.
+        device_uuid: product UUID of the very GPU it was taken on, "" where unknown; not in the key.
+    """
+
+    measurement: Measurement
+    stored_ns: int = 0
+    device_uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a cache holds for one device.
+
+    Args:
+        device: the hardware.
+        records: number of measurements.
+        records_by_status: (status, number) pairs, commonest first.
+        versions: (software as text, number) pairs, commonest first.
+        oldest_ns: when the first was stored, in ns since 1970.
+        newest_ns: when the last was stored.
+    """
+
+    device: Device
+    records: int
+    records_by_status: tuple[tuple[str, int], ...]
+    versions: tuple[tuple[str, int], ...]
+    oldest_ns: int
+    newest_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """What a cache is and holds.
+
+    Args:
+        location: its folder, or "memory".
+        writable: whether it can be added to.
+        files: number of files with measurements.
+        file_bytes: their size in bytes.
+        devices: one per device, by name.
+    """
+
+    location: str
+    writable: bool
+    files: int
+    file_bytes: int
+    devices: tuple[DeviceInfo, ...]
+
+    @property
+    def records(self) -> int:
+        """Number of measurements of all devices."""
+        return sum(device.records for device in self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What a check of a cache found.
+
+    Args:
+        records: measurements that can be read.
+        files: sound files.
+        problems: one sentence per thing that is wrong.
+        notes: one sentence per thing that is worth knowing and not wrong: files of a later
+            version, damaged files that were set aside before, leftovers of killed writers.
+        fixed: one sentence per thing that was put right.
+    """
+
+    records: int
+    files: int
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """True where nothing is wrong, or everything wrong was put right."""
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """What merging another cache brought.
+
+    Args:
+        read: measurements in the other cache.
+        added: those whose key was not here.
+    """
+
+    read: int
+    added: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which the nearest entry differs from what was asked for, both as text."""
+
+    field: str
+    wanted: str
+    found: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a key is, or is not, in a cache.
+
+    Args:
+        entries: number of keys that were compared.
+        nearest: the key that differs in the fewest fields, None in an empty cache.
+        differences: the fields in which it does; none of them: a hit.
+    """
+
+    entries: int
+    nearest: MeasurementKey | None
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def found(self) -> bool:
+        """True where an entry has every value asked for."""
+        return self.nearest is not None and not self.differences
+
+    def __str__(self) -> str:
+        if self.nearest is None:
+            return "a miss: the cache is empty"
+        if self.found:
+            return f"a hit: {self.nearest.problem}, {self.nearest.algorithm}"
+        listed = ", ".join(
+            f"{one.field} ({one.wanted or 'none'} wanted, {one.found or 'none'} there)"
+            for one in self.differences
+        )
+        return f"a miss: the nearest of {self.entries} entries differs in {listed}"

@@ -1,0 +1,71 @@
+"""The solver that chooses a solver, and says which and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.solvers._base import AbstractDivider, Division, Pool
+from ucudnn.solvers.exact import Exact
+from ucudnn.solvers.integer import IntegerProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which solver, and why.
+
+    Args:
+        solver: "exact" or "highs".
+        reason: one sentence.
+    """
+
+    solver: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Auto(AbstractDivider):
+    """Divides a pool by this table.
+
+    | instance | solver | why |
+    |---|---|---|
+    | `exact` proves its division | exact | it does for every network we know, sooner than HiGHS |
+    | it had to drop states, HiGHS proves one | highs | branch and bound closes some such gaps |
+    | HiGHS proves none in time, or is missing | exact | its division still has a certified gap |
+
+    >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
+    >>> print(Auto().choose(pool).reason)
+    exact proves its division of 2 kernels optimal
+
+    Args:
+        time_limit_s: seconds for HiGHS.
+        state_limit: of `exact`.
+    """
+
+    time_limit_s: float = 10.0
+    state_limit: int = 1 << 20
+
+    def divide(self, pool: Pool) -> Division:
+        """Divide one pool among the kernels that overlap."""
+        return self._decide(pool)[1]
+
+    def choose(self, pool: Pool) -> Choice:
+        """Which solver's answer `divide` returns for this pool, and why; takes as long as it."""
+        return self._decide(pool)[0]
+
+    def _decide(self, pool: Pool) -> tuple[Choice, Division]:
+        kernels = f"{len(pool.fronts)} kernels"
+        own = Exact(self.state_limit).divide(pool)
+        if own.is_optimal:
+            return Choice("exact", f"exact proves its division of {kernels} optimal"), own
+        gap = f"exact leaves a gap of {own.gap_ns} ns for {kernels}"
+        try:
+            other = IntegerProgram("highs", self.time_limit_s).divide(pool)
+        except (ConfigError, PlanError) as error:
+            return Choice("exact", f"{gap}, and HiGHS closes none of it: {error}"), own
+        bound = max(own.lower_bound_ns, other.lower_bound_ns)
+        if other.time_ns <= own.time_ns:
+            other = replace(other, lower_bound_ns=bound)
+            return Choice("highs", f"{gap}, HiGHS one of {other.gap_ns} ns"), other
+        own = replace(own, lower_bound_ns=bound)
+        return Choice("exact", f"{gap}, and HiGHS's division is slower"), own

@@ -1,0 +1,112 @@
+"""Workspace division: every kernel that overlaps with others owns its part of one pool.
+
+Workspaces add up, so kernels are no longer problems of their own: one choice per kernel, the sum of
+the workspaces within the pool, the sum of the times least. This is the WD method of mu-cuDNN (Oyama
+et al., CLUSTER 2018, section III), a multiple-choice knapsack. Only kernels that run at the same
+time need it; for kernels of one stream sharing one workspace is never slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.solvers._base import AbstractDivider, Division, Front, Pool, require_int
+from ucudnn.solvers.auto import Auto
+from ucudnn.solvers.exact import Exact
+from ucudnn.solvers.integer import IntegerProgram
+
+SOLVERS = ("auto", "exact", "highs", "cbc")
+
+
+def divide(
+    fronts: Iterable[Sequence[tuple[int, int]]],
+    total_bytes: int,
+    solver: str = "auto",
+    *,
+    cliques: Iterable[Iterable[int]] | None = None,
+    time_limit_s: float | None = None,
+) -> Division:
+    """Choose a point of every kernel's front so that the total time is least and the pool suffices.
+
+    >>> fronts = [[(0, 9), (8, 5)], [(0, 7), (8, 1)]]
+    >>> division = divide(fronts, total_bytes=8)
+    >>> division.choice, division.time_ns, division.lower_bound_ns
+    ((0, 1), 10, 10)
+    >>> divide(fronts, total_bytes=8, cliques=[[0], [1]]).choice  # they do not overlap
+    (1, 1)
+
+    Args:
+        fronts: per kernel its choices as (workspace in bytes, time in ns), such as `table.front(n)`.
+        total_bytes: the pool.
+        solver: "auto", "exact" (always there), "highs" or "cbc" (through PuLP).
+        cliques: kernels, by index, that overlap in time; each kernel is in one clique, and cliques
+            follow one another in the same pool. None: all kernels overlap.
+        time_limit_s: seconds for HiGHS or CBC, None for any number; "exact" needs no limit.
+
+    Returns:
+        The choices, with a lower bound that equals the time where they are proven optimal. The
+        workspace is that of the largest clique.
+
+    Raises:
+        PlanError: the pool is too small, and the error carries the smallest that is not; or the
+            solver proved nothing, in time or at all.
+        ConfigError: an argument is out of range, or the solver is not installed.
+    """
+    divider = _divider(solver, time_limit_s)
+    listed = tuple(map(tuple, fronts))
+    groups = _groups(len(listed), cliques)
+    pools = _pools([tuple(listed[kernel] for kernel in group) for group in groups], total_bytes)
+    parts = [divider.divide(pool) for pool in pools]
+    choice = {
+        kernel: place
+        for group, part in zip(groups, parts, strict=True)
+        for kernel, place in zip(group, part.choice, strict=True)
+    }
+    return Division(
+        choice=tuple(choice[kernel] for kernel in range(len(listed))),
+        time_ns=sum(part.time_ns for part in parts),
+        workspace_bytes=max(part.workspace_bytes for part in parts),
+        lower_bound_ns=sum(part.lower_bound_ns for part in parts),
+        solver=" and ".join(sorted({part.solver for part in parts})),
+    )
+
+
+def _divider(solver: str, time_limit_s: float | None) -> AbstractDivider:
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise ConfigError(f"time_limit_s must be None or above 0, got {time_limit_s!r}")
+    if solver == "auto":
+        return Auto() if time_limit_s is None else Auto(time_limit_s)
+    if solver == "exact":
+        return Exact()
+    if solver in SOLVERS:
+        return IntegerProgram(solver, time_limit_s)
+    raise ConfigError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+
+
+def _groups(count: int, cliques: Iterable[Iterable[int]] | None) -> list[tuple[int, ...]]:
+    if cliques is None:
+        return [tuple(range(count))]
+    groups = [tuple(clique) for clique in cliques]
+    named = [kernel for group in groups for kernel in group]
+    for kernel in named:
+        require_int("a kernel in cliques", kernel, 0)
+    if sorted(named) != list(range(count)):
+        raise ConfigError(
+            f"cliques must name each of the {count} kernels once, by its index from 0; got "
+            f"{groups!r}"
+        )
+    return [group for group in groups if group]
+
+
+def _pools(members: Sequence[tuple[Front, ...]], total_bytes: int) -> list[Pool]:
+    """One pool per clique; where some are too small the one that needs most says so."""
+    pools, errors = [], []
+    for fronts in members:
+        try:
+            pools.append(Pool(fronts, total_bytes))
+        except PlanError as error:
+            errors.append(error)
+    if errors:
+        raise max(errors, key=lambda error: error.smallest_bytes or 0)
+    return pools

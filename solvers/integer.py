@@ -1,0 +1,160 @@
+"""Division of a pool by integer programming: HiGHS or CBC, through the modeller PuLP.
+
+A second opinion on the exact solver, from other people's code. Solvers compute in floating point
+with absolute tolerances of about 1e-6, so a model in raw bytes and ns makes them call suboptimal
+points optimal (mu-cuDNN's own model did for 23 of 100 limits). Here both rows are scaled to where
+one byte and one ns are far above the tolerance, and what comes back is summed up again in integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.solvers._base import AbstractDivider, Division, Pool
+from ucudnn.solvers.relaxation import Choices, relax
+from ucudnn.solvers.sweep import Integers
+
+# The largest coefficient in each row has so many binary digits.
+_DIGITS_TIME = 24
+_DIGITS_WORKSPACE = 20
+# By how much a solver's optimum may be off, in units of a scaled row.
+_TOLERANCE = 1e-6
+# What PuLP 3 (on the problem) and PuLP 4 (on the outcome) both call proven optimal.
+_PROVEN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerProgram(AbstractDivider):
+    """Divides a pool with a solver of integer programs, asked for a gap of 0.
+
+    >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
+    >>> IntegerProgram("highs").divide(pool).choice
+    (0, 1)
+
+    Args:
+        solver: "highs" or "cbc".
+        time_limit_s: seconds after which the solver gives up, None for never.
+    """
+
+    solver: str
+    time_limit_s: float | None = None
+
+    def divide(self, pool: Pool) -> Division:
+        """Divide one pool among the kernels that overlap; optimal within the solver's tolerance.
+
+        Raises:
+            PlanError: the solver did not prove its answer optimal, in time or at all.
+            ConfigError: PuLP or the solver is not installed.
+        """
+        pulp = _import_pulp(self.solver)
+        choices = Choices.of(pool)
+        scale = _Scale.of(choices, pool.total_bytes)
+        values = self._solve(pulp, choices, scale)
+        ends = zip(choices.starts[:-1], choices.starts[1:], strict=True)
+        picked = np.array([start + values[start:end].argmax() for start, end in ends])
+        division = pool.divided(choices.places[picked].tolist(), 0, self.solver)
+        if division.workspace_bytes > pool.total_bytes:
+            raise PlanError(
+                f"{self.solver} found a division of {division.workspace_bytes} bytes for "
+                f"total_bytes={pool.total_bytes}, which its tolerance allows and we do not; "
+                f"use solver='exact'"
+            )
+        proven = max(relax(pool).bound_ns, division.time_ns - scale.doubt_ns)
+        return pool.divided(division.choice, min(proven, division.time_ns), self.solver)
+
+    def _solve(self, pulp: Any, choices: Choices, scale: _Scale) -> Integers:
+        """The value of every choice's variable."""
+        problem = pulp.LpProblem("division", pulp.LpMinimize)
+        # PuLP before 3.3 has no add_variable, PuLP 4 has nothing else.
+        add_variable = getattr(problem, "add_variable", pulp.LpVariable)
+        uses = [add_variable(f"x{i}", cat="Binary") for i in range(len(choices.places))]
+        problem += pulp.lpDot(scale.times, uses)
+        problem += pulp.lpDot(scale.workspaces, uses) <= scale.room
+        for start, end in zip(choices.starts[:-1], choices.starts[1:], strict=True):
+            problem += pulp.lpSum(uses[start:end]) == 1
+        try:
+            outcome = problem.solve(self._backend(pulp))
+        except pulp.PulpSolverError as error:
+            raise PlanError(f"{self.solver} failed ({error}); use solver='exact'") from error
+        status = getattr(problem, "sol_status", getattr(outcome, "status", None))
+        if status != _PROVEN:
+            within = "" if self.time_limit_s is None else f" within {self.time_limit_s:g} s"
+            raise PlanError(
+                f"{self.solver} proved no division of {len(choices.places)} choices optimal"
+                f"{within}; raise time_limit_s or use solver='exact'"
+            )
+        return np.array([use.value() or 0 for use in uses])
+
+    def _backend(self, pulp: Any) -> Any:
+        """The solver with a gap of 0, on one thread so that equal inputs give equal answers."""
+        options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "threads": 1}
+        options["timeLimit"] = self.time_limit_s
+        if self.solver == "highs":
+            backend = pulp.HiGHS(**options)
+        else:
+            # PuLP 3 comes with an executable that only PULP_CBC_CMD knows, and deprecates the name.
+            bundled = getattr(pulp, "PULP_CBC_CMD", None)
+            backend = pulp.COIN_CMD(path=getattr(bundled, "pulp_cbc_path", None), **options)
+        if not backend.available():
+            raise ConfigError(_missing(self.solver))
+        return backend
+
+
+@dataclass(frozen=True, eq=False)
+class _Scale:
+    """Coefficients of a program, each kernel's smallest time and workspace taken off.
+
+    Args:
+        times: of every choice.
+        workspaces: of every choice.
+        room: what the workspaces may sum up to.
+        doubt_ns: by how much the solver's optimum may miss the true one.
+    """
+
+    times: list[float]
+    workspaces: list[float]
+    room: float
+    doubt_ns: int
+
+    @classmethod
+    def of(cls, choices: Choices, total_bytes: int) -> _Scale:
+        """Scale by powers of two, which round nothing."""
+        starts, sizes = choices.starts[:-1], np.diff(choices.starts)
+        fastest = np.minimum.reduceat(choices.times, starts)
+        smallest = np.minimum.reduceat(choices.workspaces, starts)
+        times = (choices.times - np.repeat(fastest, sizes)).tolist()
+        workspaces = (choices.workspaces - np.repeat(smallest, sizes)).tolist()
+        unit_ns, unit_bytes = (
+            _unit(max(times), _DIGITS_TIME),
+            _unit(max(workspaces), _DIGITS_WORKSPACE),
+        )
+        return cls(
+            times=[time / unit_ns for time in times],
+            workspaces=[workspace / unit_bytes for workspace in workspaces],
+            room=min(total_bytes - sum(smallest.tolist()), sum(workspaces)) / unit_bytes,
+            doubt_ns=int(unit_ns * _TOLERANCE),
+        )
+
+
+def _unit(largest: int, digits: int) -> int:
+    return 1 << max(0, largest.bit_length() - digits)
+
+
+def _import_pulp(solver: str) -> Any:
+    try:
+        import pulp
+    except ImportError as error:
+        raise ConfigError(_missing(solver)) from error
+    return pulp
+
+
+def _missing(solver: str) -> str:
+    package = {"highs": "highspy", "cbc": "'pulp[cbc]'"}[solver]
+    return (
+        f"solver={solver!r} is not installed; run `pip install pulp {package}` or use "
+        f"solver='exact'"
+    )
