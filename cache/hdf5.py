@@ -54,7 +54,7 @@ class HDF5Cache(AbstractCache):
     """
 
     def __init__(self, path: Path, mode: str = "a", use_locks: bool = True) -> None:
-        self._path = path
+        self._path = path.absolute()
         self._mode = mode
         self._use_locks = use_locks
         self._shelf_by_kind: dict[str, Shelf] = {}
@@ -152,8 +152,8 @@ class HDF5Cache(AbstractCache):
                 raise CacheError(
                     f"cannot write to the cache {self._path}: {error.strerror}; nothing was removed"
                 ) from error
-            for file in shelf.incomplete_files:
-                self._say(f"{file} was left as it is: a later version of ucudnn wrote it")
+            for file in shelf.partial_files:
+                self._say(f"{file} was left as it is: a later version of ucudnn wrote it", False)
             return int((~stays).sum())
 
     def check(self, fix: bool = False) -> CheckReport:
@@ -208,7 +208,11 @@ class HDF5Cache(AbstractCache):
 
     def _shelves(self) -> list[Shelf]:
         """One per kind of device, those on the disk among them."""
-        for kind in kinds_in(self._path):
+        try:
+            kinds = kinds_in(self._path)
+        except OSError as error:
+            raise CacheError(f"cannot read the cache {self._path}: {error.strerror}") from error
+        for kind in kinds:
             self._shelf(kind)
         return [self._shelf_by_kind[kind] for kind in sorted(self._shelf_by_kind)]
 
@@ -224,7 +228,7 @@ class HDF5Cache(AbstractCache):
             folder = folder.parent
         return self._mode == "a" and folder.is_dir() and os.access(folder, os.W_OK)
 
-    def _say(self, sentence: str) -> None:
+    def _say(self, sentence: str, wrong: bool) -> None:  # noqa: ARG002 - as Say has it
         warnings.warn(sentence, CacheWarning, stacklevel=2)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from ucudnn.cache.folder import is_set_aside, is_temporary, kinds_in, mark_salvaged, names_in
 from ucudnn.cache.salvage import salvage
 from ucudnn.cache.shelf import Shelf
+from ucudnn.cache.table import Table
 from ucudnn.cache.tabulate import checksums
 from ucudnn.cache.values import CheckReport
 from ucudnn.errors import UcudnnError
@@ -24,6 +25,13 @@ class _Findings:
     notes: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
 
+    def say(self, sentence: str, wrong: bool) -> None:
+        (self.problems if wrong else self.notes).append(sentence)
+
+    def say_fixed(self, sentence: str, wrong: bool) -> None:
+        if wrong:
+            self.fixed.append(sentence)
+
 
 def inspect(root: Path, use_locks: bool, fix: bool) -> CheckReport:
     """Check the folder of a cache.
@@ -36,49 +44,61 @@ def inspect(root: Path, use_locks: bool, fix: bool) -> CheckReport:
     findings = _Findings()
     records = files = 0
     for kind in kinds_in(root):
-        said = findings.fixed if fix else findings.problems
-        shelf = Shelf(root, kind, fix, use_locks, said.append)
-        shelf.refresh()
-        _inspect_strays(shelf, findings, fix)
+        if fix:
+            _fix(Shelf(root, kind, True, use_locks, findings.say_fixed), findings)
+        shelf = Shelf(root, kind, False, use_locks, findings.say)
         table = shelf.table()
+        _verify(kind, table, findings)
         records, files = records + len(table), files + len(shelf.files)
         findings.notes += [
             f"{file} holds something that only a later version understands"
-            for file in shelf.incomplete_files
+            for file in shelf.partial_files
         ]
-        try:
-            wrong = np.count_nonzero(checksums(table) != table.rows["checksum"])
-            if wrong:
-                findings.problems.append(f"{kind}: {wrong} entries do not agree with their sums")
-        except UcudnnError as error:
-            findings.problems.append(f"{kind}: an entry is impossible ({error})")
-    return CheckReport(records, files, *map(tuple, vars(findings).values()))
+        for path in _strays(shelf):
+            damaged = is_set_aside(path.name)
+            findings.notes.append(
+                f"{path} "
+                + ("is a damaged file, set aside" if damaged else "was left by a killed writer")
+            )
+    return CheckReport(
+        records, files, tuple(findings.problems), tuple(findings.notes), tuple(findings.fixed)
+    )
 
 
-def _inspect_strays(shelf: Shelf, findings: _Findings, fix: bool) -> None:
-    """What stands beside the files of a shelf: damaged files set aside, leftovers of writers."""
-    for folder, prefix in ((shelf.compacted.parent, shelf.compacted.name), (shelf.segments, "")):
-        for name in names_in(folder):
-            path = folder / name
-            if name.startswith(prefix) and is_set_aside(name):
-                _inspect_damaged(path, shelf, findings, fix)
-            elif is_temporary(name) and _age_s(path) > _LEFTOVER_AGE_S:
-                if fix:
-                    path.unlink(missing_ok=True)
-                (findings.fixed if fix else findings.notes).append(
-                    f"{path} was left by a writer that was killed" + (": removed" if fix else "")
-                )
-
-
-def _inspect_damaged(path: Path, shelf: Shelf, findings: _Findings, fix: bool) -> None:
-    table = salvage(path) if fix else None
-    if table is None:
-        findings.notes.append(f"{path} is a damaged file that was set aside")
+def _verify(kind: str, table: Table, findings: _Findings) -> None:
+    try:
+        wrong = np.count_nonzero(checksums(table) != table.rows["checksum"])
+    except UcudnnError as error:
+        findings.problems.append(f"{kind}: an entry is impossible ({error})")
         return
-    if len(table):
-        shelf.put(table.entries())
-    mark_salvaged(path)
-    findings.fixed.append(f"{path}: {len(table)} sound entries were recovered")
+    if wrong:
+        findings.problems.append(f"{kind}: {wrong} entries do not agree with their checksums")
+
+
+def _strays(shelf: Shelf) -> list[Path]:
+    """What stands beside the files of a shelf: damaged files set aside, leftovers of writers."""
+    root, segments = shelf.compacted.parent, shelf.segments
+    beside = [root / name for name in names_in(root) if name.startswith(shelf.compacted.name)]
+    inside = [segments / name for name in names_in(segments)]
+    return [
+        path
+        for path in (*beside, *inside)
+        if is_set_aside(path.name) or (is_temporary(path.name) and _age_s(path) > _LEFTOVER_AGE_S)
+    ]
+
+
+def _fix(shelf: Shelf, findings: _Findings) -> None:
+    shelf.refresh()
+    for path in _strays(shelf):
+        if is_temporary(path.name):
+            path.unlink(missing_ok=True)
+            findings.fixed.append(f"{path} was left by a killed writer: removed")
+            continue
+        table = salvage(path)
+        if table is not None:
+            shelf.put(table.entries())
+            mark_salvaged(path)
+            findings.fixed.append(f"{path}: {len(table)} sound entries were recovered")
 
 
 def _age_s(path: Path) -> float:

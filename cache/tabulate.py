@@ -231,3 +231,6 @@ def _json(value_by_field: Mapping[Field, Any]) -> bytes:
         if field.default is MISSING or value != field.default
     }
     return json.dumps(kept, sort_keys=True).encode()
+
+
+EMPTY = tabulate(())

@@ -5,9 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
 
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.units import format_bytes
+
+Integers = NDArray[Any]  # int64, or object (Python's ints) where a sum might not fit in 64 bits
+# The sum of two numbers up to it fits in 64 bits.
+SAFE = 1 << 61
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +115,10 @@ class Pool:
             _require_front(kernel, front)
         if self.smallest_bytes > self.total_bytes:
             raise PlanError(
-                f"{len(self.fronts)} kernels that overlap need at least "
-                f"{format_bytes(self.smallest_bytes)} ({self.smallest_bytes} bytes) together, more "
-                f"than total_bytes={self.total_bytes}; raise it, or run them one after the other "
-                f"and let them share",
+                f"the pool must hold the smallest workspaces of {len(self.fronts)} kernel(s), "
+                f"{self.smallest_bytes} bytes ({format_bytes(self.smallest_bytes)}), got "
+                f"total_bytes={self.total_bytes}; raise it, or let the kernels share by running "
+                f"one after the other",
                 self.smallest_bytes,
             )
 

@@ -43,7 +43,7 @@ class Auto(AbstractDivider):
     """
 
     time_limit_s: float = 10.0
-    state_limit: int = 1 << 20
+    state_limit: int = 1 << 18
 
     def divide(self, pool: Pool) -> Division:
         """Divide one pool among the kernels that overlap."""

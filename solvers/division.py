@@ -37,7 +37,8 @@ def divide(
     (1, 1)
 
     Args:
-        fronts: per kernel its choices as (workspace in bytes, time in ns), such as `table.front(n)`.
+        fronts: per kernel its choices as (workspace in bytes, time in ns), as `front(n)` of a
+            table gives them.
         total_bytes: the pool.
         solver: "auto", "exact" (always there), "highs" or "cbc" (through PuLP).
         cliques: kernels, by index, that overlap in time; each kernel is in one clique, and cliques

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ucudnn.solvers._base import AbstractDivider, Division, Pool
+from ucudnn.solvers._base import AbstractDivider, Division, Integers, Pool
 from ucudnn.solvers.relaxation import Relaxation, relax
-from ucudnn.solvers.sweep import Integers
 
 # States that are followed after there were too many.
 _FOLLOWED = 1 << 12
@@ -36,7 +35,7 @@ class Exact(AbstractDivider):
             promising are followed, and the lower bound tells how good the result is at least.
     """
 
-    state_limit: int = 1 << 20
+    state_limit: int = 1 << 18
 
     def divide(self, pool: Pool) -> Division:
         """Divide one pool among the kernels that overlap; optimal within the state limit."""
@@ -102,7 +101,7 @@ class _Search:
             rest = kernels[turn + 1 :]
             if len(options) > 1:
                 states = self._combine(
-                    layers[-1], options, gap, int(sum(least[rest])), int(sum(most[rest]))
+                    layers[-1], options, gap, int(least[rest].sum()), int(most[rest].sum())
                 )
                 if len(states.extra) > state_limit:
                     states, proven = self._thin(states), False

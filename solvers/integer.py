@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.solvers._base import AbstractDivider, Division, Pool
+from ucudnn.solvers._base import AbstractDivider, Division, Integers, Pool
 from ucudnn.solvers.relaxation import Choices, relax
-from ucudnn.solvers.sweep import Integers
 
 # The largest coefficient in each row has so many binary digits.
 _DIGITS_TIME = 24

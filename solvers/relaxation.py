@@ -15,11 +15,9 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from ucudnn.solvers._base import Pool
+from ucudnn.solvers._base import SAFE, Integers, Pool
 from ucudnn.solvers.front import Point, undominated
-from ucudnn.solvers.sweep import Integers
 
-_LARGEST = 1 << 61
 # Binary digits of the price where numbers outgrow 64 bits and are Python's.
 _DIGITS = 40
 
@@ -47,7 +45,7 @@ class Choices:
         kept = [kept_by_front[front] for front in pool.fronts]
         points = [front[i] for front, places in zip(pool.fronts, kept, strict=True) for i in places]
         largest = sum(max(map(max, front)) for front in pool.fronts) + pool.total_bytes
-        dtype = np.int64 if largest < _LARGEST else object
+        dtype = np.int64 if largest < SAFE else object
         return cls(
             starts=np.cumsum([0, *map(len, kept)]),
             places=np.fromiter(chain.from_iterable(kept), np.int64),
@@ -125,7 +123,7 @@ def _scale(choices: Choices, saved: int, extra: int) -> int | None:
     """The largest power of two that keeps sums of all costs in 64 bits, None where 1 does not."""
     count = len(choices.starts)
     time, workspace = (count * int(max(a)) for a in (choices.times, choices.workspaces))
-    room = _LARGEST * extra // (time * extra + workspace * (saved + extra))
+    room = SAFE * extra // (time * extra + workspace * (saved + extra))
     return 1 << (room.bit_length() - 1) if room and choices.times.dtype != object else None
 
 

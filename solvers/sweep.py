@@ -13,19 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ucudnn.solvers._base import Item
-
-Integers = NDArray[Any]  # int64, or object where a cost might not fit in 64 bits
+from ucudnn.solvers._base import SAFE, Integers, Item
 
 # An item that a table of less workspace matches is rejected by one comparison, which numpy does for
 # a block of items at once. Within a block the table improves, so survivors are compared again.
 _BLOCK = 512
-_LARGEST = 1 << 61  # a cost and its sum with another one stay below 2^63
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,7 @@ def order(items: Sequence[Item], roles: Sequence[int], batch: int, launch_ns: in
     unit_ns = (batch + 1) * unit_chunk
     rates = times.astype(float) / batches
     most = int(rates.max(initial=0) * 1.001 + 1) * batch * unit_ns
-    if most > _LARGEST:
+    if most > SAFE:
         times, most = times.astype(object), batch * (int(times.max()) + 1) * unit_ns
     keys = times * unit_ns + unit_chunk + ranks
     sweep = np.lexsort((places, roles_array, ranks, batches, rates, workspaces))
@@ -111,7 +106,7 @@ def order(items: Sequence[Item], roles: Sequence[int], batch: int, launch_ns: in
         batches=batches[sweep],
         workspaces=workspaces[sweep],
         keys=keys[sweep],
-        infinite=max(most, _LARGEST) if keys.dtype == object else 2 * _LARGEST,
+        infinite=max(most, SAFE) if keys.dtype == object else 2 * SAFE,
         unit_ns=unit_ns,
         unit_chunk=unit_chunk,
     )
@@ -119,7 +114,7 @@ def order(items: Sequence[Item], roles: Sequence[int], batch: int, launch_ns: in
 
 def integers(values: Sequence[int]) -> Integers:
     """An array of int64, or of Python ints where one is too large."""
-    return np.array(values, np.int64 if max(values, default=0) < _LARGEST else object)
+    return np.array(values, np.int64 if max(values, default=0) < SAFE else object)
 
 
 class Sweep:

@@ -10,8 +10,9 @@ from functools import cached_property
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import Step
 from ucudnn.solvers._base import Item, require_int, require_limit
+from ucudnn.solvers.bounds import split_bound_ns
 from ucudnn.solvers.sweep import Costs, History, Rows
-from ucudnn.solvers.variants import FIRST
+from ucudnn.solvers.variants import ANY, FIRST, LATER, SINGLE
 from ucudnn.units import format_bytes
 
 
@@ -43,6 +44,7 @@ class ReuseTable:
     Args:
         batch: the largest batch N.
         align: chunks begin at multiples of it.
+        launch_ns: what every chunk costs beside its own time.
         rows: the states of the problem's variant.
         costs: the items in the order of the sweep.
         history: every cost that a batch had in a state.
@@ -50,6 +52,7 @@ class ReuseTable:
 
     batch: int
     align: int
+    launch_ns: int
     rows: Rows
     costs: Costs
     history: History
@@ -113,6 +116,22 @@ class ReuseTable:
         if entries.start == entries.stop:
             return None
         return int(self.costs.workspaces[self.history.steps[entries.start]])
+
+    def bound_ns(self, n: int, limit: int | None = None) -> int | None:
+        """A time that no split of batch n can beat, seen from the items alone; None without any.
+
+        It certifies `time_ns` without trust in this table: what lies between is left to doubt.
+        """
+        lists: dict[int, list[Item]] = {ANY: [], SINGLE: [], FIRST: [], LATER: []}
+        for role, item in zip(self.costs.roles.tolist(), self.costs.items, strict=True):
+            lists[role].append(item)
+        self._require_batch(n)
+        if lists[ANY]:
+            return split_bound_ns(lists[ANY], n, limit, launch_ns=self.launch_ns)
+        first, later = lists[FIRST], lists[LATER]
+        return split_bound_ns(
+            lists[SINGLE], n, limit, first=first, accumulate=later, launch_ns=self.launch_ns
+        )
 
     def walk(self, limit: int | None = None) -> tuple[WalkEntry, ...]:
         """For n = 1..N what a plan file stores, so that any split is a walk from n down to 0.
@@ -208,10 +227,9 @@ class ReuseTable:
     def _nothing_fits(self, n: int, limit: int | None) -> PlanError:
         smallest = self.smallest_bytes(n)
         if smallest is None:
-            sizes = ", ".join(map(str, sorted(set(self.costs.batches.tolist()))[:8])) or "none"
             return PlanError(
-                f"batch {n} must be a sum of the micro-batch sizes that were measured (the "
-                f"smallest: {sizes}) and is none; measure more sizes"
+                f"batch {n} must be a sum of micro-batch sizes that were measured, and of those in "
+                f"the list is none; measure more sizes"
             )
         assert limit is not None
         first = self.items(n, smallest)[0]

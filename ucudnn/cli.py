@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,7 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, ProblemError, UcudnnError
+from ucudnn.load import read_config, trace_named
 from ucudnn.plan import Plan
+from ucudnn.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from ucudnn.cache import AbstractCache
 
 app = typer.Typer(
     name="ucudnn",
@@ -48,8 +51,10 @@ def main() -> None:
     Exit status: 0 done, 1 the answer is no, 2 wrong usage, 3 the environment does not allow it.
     """
     try:
-        app()
-    except KeyboardInterrupt:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            app()
+    except _InterruptedError:
         _fail("interrupted; measurements taken so far are in the cache", _INTERRUPTED)
     except (ConfigError, ProblemError) as error:
         _fail(str(error), _USAGE)
@@ -59,9 +64,17 @@ def main() -> None:
         _fail(str(error), _ENVIRONMENT)
 
 
+class _InterruptedError(Exception):
+    """Ctrl-C while measuring; typer would end silently on KeyboardInterrupt itself."""
+
+
 def _fail(message: str, status: int) -> None:
     _err.print(f"ucudnn: {message}", style="red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(status)
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    _err.print(f"ucudnn: warning: {message}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -105,20 +118,23 @@ def tune(
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if infer:
         settings["ops"] = "fprop"
-    config = replace(_read_config(config_file), **settings)
+    config = replace(read_config(config_file) if config_file else Config(), **settings)
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output must be in a folder that exists, got {output}")
     from ucudnn.tuner import tune_problems
 
-    if _is_table(model):
+    if model.endswith(".csv") or ":" not in model:
         from ucudnn.layer_table import read_layers
 
         layers = read_layers(model, config.ops, dtype, layout)
     else:
-        layers = _trace(model, input or [], channels_last, autocast, infer)
+        layers = trace_named(model, input or [], channels_last, autocast, infer)
     start = time.monotonic()
-    with _progress() as (on_progress, counts):
-        plan = tune_problems(layers, config, on_progress)
+    try:
+        with _progress() as (on_progress, counts):
+            plan = tune_problems(layers, config, on_progress)
+    except KeyboardInterrupt:
+        raise _InterruptedError from None
     if output is not None:
         plan.save(output)
     seconds = time.monotonic() - start
@@ -149,7 +165,7 @@ def _print_tuned(
     else:
         said = f"Measured nothing: everything was in the cache ({seconds:.1f} s)"
     where = f"; plan written to {output}" if output else "; no -o FILE, so the plan was not kept"
-    _out.print(f"{said}, reused {counts['reused']}{where}.", highlight=False, soft_wrap=True)
+    _say(f"{said}, reused {counts['reused']}{where}.")
 
 
 @app.command()
@@ -196,7 +212,6 @@ def doctor(cache: CacheOption = None, as_json: JsonOption = False) -> None:
     Example: ucudnn doctor --json
     """
     from ucudnn.doctor import diagnose
-    from ucudnn.units import format_ns
 
     found = diagnose(cache or Config().cache)
     if as_json:
@@ -214,85 +229,138 @@ def doctor(cache: CacheOption = None, as_json: JsonOption = False) -> None:
         "cache": found.cache_path + ("" if found.cache_writable else " (read-only)"),
     }
     for name, value in rows.items():
-        _out.print(f"{name:>15}  {value}", highlight=False, markup=False, soft_wrap=True)
+        _say(f"{name:>15}  {value}")
     for sentence in found.advice or ("Nothing to advise.",):
-        _out.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        _say(sentence)
 
 
-def _read_config(path: Path | None) -> Config:
-    if path is None:
-        return Config()
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--config must be a JSON file with settings: {path}: {error}") from error
-    known = {*Config().to_dict(), "cache"}
-    if not isinstance(values, dict) or not set(values) <= known:
-        raise ConfigError(f"{path} must hold an object with some of {', '.join(sorted(known))}")
-    return Config(**values)
+WhereOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Only entries with this value, such as problem.op=fprop or status=failed."),
+]
 
 
-def _is_table(model: str) -> bool:
-    return model.endswith(".csv") or ":" not in model
+@cache_app.command()
+def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
+    """Say what the cache holds: devices, measurements, versions.
+
+    Example: ucudnn cache info --json
+    """
+    with _open_cache(cache, "r") as opened:
+        found = opened.info()
+    if as_json:
+        print(json.dumps(asdict(found)))
+        return
+    _say(f"{found.location}{'' if found.writable else ' (read-only)'}")
+    _say(f"{found.records} measurements in {found.files} files, {format_bytes(found.file_bytes)}")
+    for device in found.devices:
+        states = ", ".join(f"{count} {status}" for status, count in device.records_by_status)
+        _say(f"  {device.device}: {device.records} measurements ({states})")
+        for software, count in device.versions:
+            _say(f"    {count} with {software}")
 
 
-def _trace(
-    model: str, inputs: list[str], channels_last: bool, autocast: bool, infer: bool
-) -> list[Any]:
-    import torch
+@cache_app.command()
+def check(
+    fix: Annotated[bool, typer.Option("--fix", help="Put right what can be.")] = False,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read every file of the cache and say what is wrong; exit status 1 if something is.
 
-    from ucudnn.tracing import trace_layers
-
-    if not inputs:
-        raise ConfigError(f"a model needs --input with a shape such as 64x3x224x224, for {model}")
-    tensors = tuple(torch.empty(_shape(text)) for text in inputs)
-    module = _load_model(model)
-    if channels_last:
-        module = module.to(memory_format=torch.channels_last)
-        tensors = tuple(
-            tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
-            for tensor in tensors
-        )
-    if infer:
-        module = module.eval().requires_grad_(False)
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        return trace_layers(module, tensors)
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", text):
-        raise ConfigError(
-            f"--input must be batch x channels x sizes, such as 64x3x224x224, got {text!r}"
-        )
-    return tuple(map(int, text.split("x")))
-
-
-def _load_model(spec: str) -> Any:
-    """Call what `module:callable` or `file.py:callable` names, which must return a torch module."""
-    from torch import nn
-
-    name, _, attribute = spec.rpartition(":")
-    path = Path(name)
-    if path.suffix == ".py":
-        folder, name = path.parent, path.stem
+    Example: ucudnn cache check --fix
+    """
+    with _open_cache(cache, "a" if fix else "r") as opened:
+        report = opened.check(fix)
+    if as_json:
+        print(json.dumps({**asdict(report), "clean": report.clean}))
     else:
-        folder = Path()
-    sys.path.insert(0, os.path.abspath(folder))
-    try:
-        module = importlib.import_module(name)
-        made = getattr(module, attribute)()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"MODEL must be module:callable, called without arguments, or a .csv of layers; "
-            f"{spec}: {error}"
-        ) from error
-    finally:
-        sys.path.pop(0)
-    if not isinstance(made, nn.Module):
-        raise ConfigError(
-            f"{spec} must return a torch.nn.Module, it returned {type(made).__name__}"
-        )
-    return made
+        _say(f"{report.records} measurements in {report.files} sound files")
+        for label in ("problems", "fixed", "notes"):
+            for sentence in getattr(report, label):
+                _say(f"{label}: {sentence}")
+    if not report.clean:
+        raise typer.Exit(_SAYS_NO)
+
+
+@cache_app.command()
+def merge(
+    other: Annotated[Path, typer.Argument(help="Folder of another cache, which is only read.")],
+    cache: CacheOption = None,
+) -> None:
+    """Add everything that another cache holds.
+
+    Example: ucudnn cache merge /mnt/fleet/ucudnn
+    """
+    with _open_cache(cache, "a") as opened:
+        report = opened.merge(other)
+    _say(f"read {report.read} measurements, {report.added} of them new here")
+
+
+@cache_app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.")],
+    where: WhereOption = None,
+    cache: CacheOption = None,
+) -> None:
+    """Write measurements to a CSV or JSON file, without loss.
+
+    Example: ucudnn cache export timings.csv --where problem.op=fprop
+    """
+    with _open_cache(cache, "r") as opened:
+        count = opened.export(file, _conditions(where))
+    _say(f"wrote {count} measurements to {file}")
+
+
+@cache_app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file that `ucudnn cache export` wrote.")],
+    cache: CacheOption = None,
+) -> None:
+    """Add the measurements of a file; all of them, or none.
+
+    Example: ucudnn cache import timings.csv
+    """
+    with _open_cache(cache, "a") as opened:
+        count = opened.import_(file)
+    _say(f"read {count} measurements from {file}")
+
+
+@cache_app.command()
+def prune(
+    where: WhereOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove every entry.")] = False,
+    cache: CacheOption = None,
+) -> None:
+    """Remove measurements that match, such as those of versions that are gone.
+
+    Example: ucudnn cache prune --where software.torch=2.12.0
+    """
+    if not where and not everything:
+        raise ConfigError("prune removes what matches --where FIELD=VALUE; for all, say --all")
+    with _open_cache(cache, "a") as opened:
+        _say(f"removed {opened.prune(_conditions(where))} measurements")
+
+
+def _open_cache(path: str | None, mode: str) -> AbstractCache:
+    from ucudnn import cache as cache_room
+
+    return cache_room.open(path, mode)
+
+
+def _conditions(where: list[str] | None) -> dict[str, object]:
+    """FIELD=VALUE as a mapping."""
+    pairs = [text.partition("=") for text in where or []]
+    for name, sign, _ in pairs:
+        if not sign:
+            raise ConfigError(
+                f"--where must be FIELD=VALUE, such as problem.op=fprop, got {name!r}"
+            )
+    return {name: value for name, _, value in pairs}
+
+
+def _say(line: str) -> None:
+    _out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,15 +63,14 @@ def test_reported_workspace_is_the_true_one(truth):
 
 
 def test_known_workspace_of_onednn(backend):
-    """64x256x56x56 through a 1x1 filter: as large as x in channels-first, nothing in channels-last."""
+    """64x256x56x56, 1x1 filter: as large as x in channels-first, nothing in channels-last."""
     for layout, least, most in (("nchw", 195 * MIB, 197 * MIB), ("nhwc", 0, MIB)):
         problem = Problem("fprop", 64, 256, 64, (56, 56), (1, 1), layout=layout)
         if backend.candidates(problem)[0].notes != ("kernel=onednn",):
             pytest.skip("aten does not run oneDNN on this processor")
         a, b = backend.operands(problem, 64)
-        executable = backend.executable(problem, "torch_default")
-        part = (problem, "torch_default")
-        assert least <= backend.workspace_bytes(lambda: executable.alone(a, b), [part]) <= most
+        run = partial(backend.executable(problem, "torch_default").alone, a, b)
+        assert least <= backend.workspace_bytes(run, [(problem, "torch_default")]) <= most
 
 
 def test_peak_counts_what_lives_at_the_same_time(backend):

@@ -1,10 +1,11 @@
-"""Run under a counting malloc: print true and reported workspace of every candidate, as JSON lines."""
+"""Run under a counting malloc: print true and reported workspace of candidates, as JSON lines."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import sys
+from functools import partial
 
 from ucudnn.backends import open_backend
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
@@ -32,15 +33,15 @@ def main() -> None:
                 problem = Problem(op, 8, 32, 64, dtype=dtype, **geometry)
                 a, b = backend.operands(problem, problem.batch)
                 for candidate in backend.candidates(problem):
-                    executable = backend.executable(problem, candidate.algorithm)
                     part = (problem, candidate.algorithm)
-                    reported = backend.workspace_bytes(lambda: executable.alone(a, b), [part])
+                    run = partial(backend.executable(*part).alone, a, b)
+                    reported = backend.workspace_bytes(run, [part])
                     library.counted_reset()
                     before = library.counted_live()
-                    result = executable.alone(a, b)
+                    result = run()
                     true = library.counted_peak() - before - result.untyped_storage().nbytes()
                     row = [name, op, dtype, candidate.algorithm, true, reported]
-                    print(json.dumps(row), flush=True)
+                    sys.stdout.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 
 import torch
 
@@ -33,9 +34,12 @@ def test_doctor_advises_a_writable_cache(ucudnn, tmp_path):
 
 def test_tuning_goes_on_where_the_cache_cannot_be_written(ucudnn, table, tmp_path):
     (tmp_path / "file").write_text("")
-    done = ucudnn(
-        "tune", table(), "--policy", "undivided", "--cache", tmp_path / "file" / "cache", "--json"
-    )
+    cache = tmp_path / "file" / "cache"
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        done = ucudnn("tune", table(), "--policy", "undivided", "--cache", cache, "--json")
+    assert done.err.count("ucudnn: warning: ") == 1
+    assert "cannot be written" in done.err
     assert done.status == 0
     assert json.loads(done.out)["measured"] > 0
 

@@ -1,4 +1,4 @@
-"""`ucudnn tune` and `ucudnn show`: what they write and print, and every way to call them wrongly."""
+"""`ucudnn tune` and `ucudnn show`: what they write and print, and every wrong call."""
 
 from __future__ import annotations
 

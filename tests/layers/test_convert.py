@@ -59,7 +59,7 @@ def test_converted_model_trains_as_the_original(plan_by_hand):
 def test_same_objects_names_and_modes(plan_by_hand):
     model = small_model().eval()
     calls = []
-    model[0].register_forward_hook(lambda module, inputs, output: calls.append(module))
+    model[0].register_forward_hook(lambda module, *_: calls.append(module))
     parameters = dict(model.named_parameters())
     keys = list(model.state_dict())
     ucudnn.convert_(model, plan_by_hand(small_model(), torch.empty(INPUT)))
@@ -123,7 +123,7 @@ def test_every_kind_of_module_is_reported(plan_by_hand):
 def test_filter_leaves_layers_out(plan_by_hand):
     model = small_model()
     plan = plan_by_hand(model, torch.empty(INPUT))
-    conversion = ucudnn.convert_(model, plan, lambda module, name: name == "3")
+    conversion = ucudnn.convert_(model, plan, lambda _, name: name == "3")
     assert conversion.swapped == ("3",)
 
 
@@ -167,7 +167,7 @@ def test_other_versions_and_threads_are_said_once(plan_by_hand):
         software=replace(plan.software, torch="1.0"),
         conditions=replace(plan.conditions, threads=99),
     )
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="its times may not be") as caught:
         ucudnn.convert_(model, other)
     assert len(caught) == 2
     assert "torch='1.0'" in str(caught[0].message)

@@ -1,4 +1,4 @@
-"""Planned layers against torch.nn: outputs and every gradient, in all the ways a layer is called."""
+"""Planned layers against torch.nn: outputs and gradients, in all the ways a layer is called."""
 
 from __future__ import annotations
 

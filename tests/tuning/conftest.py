@@ -25,6 +25,7 @@ class ScriptedExecutable(Executable):
         self._algorithm = algorithm
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        del b
         size = a.shape[0]
         time_ns, workspace = self._backend.costs[self._algorithm](size)
         self._backend.runs.append((self._algorithm, size))
@@ -60,6 +61,7 @@ class ScriptedBackend(AbstractBackend):
         return tuple(self.costs)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        del problem
         return None if algorithm in self.costs else "there is none"
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
@@ -75,6 +77,7 @@ class ScriptedBackend(AbstractBackend):
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
+        del parts
         self.peak = 0
         run()
         return self.peak
@@ -97,7 +100,7 @@ def scripted(monkeypatch) -> Callable[..., ScriptedBackend]:
 
     def install(**costs: Callable[[int], tuple[int | None, int]]) -> ScriptedBackend:
         backend = ScriptedBackend(costs)
-        monkeypatch.setattr("ucudnn.tuner.open_backend", lambda name: backend)
+        monkeypatch.setattr("ucudnn.tuner.open_backend", lambda _: backend)
         return backend
 
     return install

@@ -22,8 +22,8 @@ def model():
 INPUT = (8, 3, 24, 24)
 
 
-def test_no_kernel_exceeds_the_limit_when_run(plan_limit="200KiB"):
-    plan = ucudnn.tune(model(), torch.empty(INPUT), Config(workspace_limit=plan_limit))
+def test_no_kernel_exceeds_the_limit_when_run():
+    plan = ucudnn.tune(model(), torch.empty(INPUT), Config(workspace_limit="200KiB"))
     backend = open_backend("auto")
     limit = plan.config.limit_bytes
     for kernel in plan.kernels:

@@ -102,7 +102,7 @@ def test_a_candidate_above_the_limit_is_run_once_for_its_workspace_and_no_larger
 
 
 def test_an_algorithm_that_is_too_slow_is_not_run_on_larger_chunks(scripted):
-    backend = scripted(torch_default=linear(1.0, 0.0), crawl=lambda size: (100 * MS, 0))
+    backend = scripted(torch_default=linear(1.0, 0.0), crawl=lambda _: (100 * MS, 0))
     tune()
     sizes = [size for name, size in backend.runs if name == "crawl"]
     assert set(sizes) == {1}
@@ -149,7 +149,7 @@ def test_the_default_wins_a_tie_for_every_batch(scripted):
 
 
 def test_a_failing_algorithm_is_kept_with_its_reason_and_not_tried_again(scripted):
-    backend = scripted(torch_default=linear(1.0, 0.0), broken=lambda size: (None, 0))
+    backend = scripted(torch_default=linear(1.0, 0.0), broken=lambda _: (None, 0))
     plan, _ = tune()
     assert plan.kernels[0].is_default
     tried = backend.runs.count(("broken", 1))

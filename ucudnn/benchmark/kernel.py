@@ -135,18 +135,25 @@ class KernelMeasurer:
     ) -> _Entry | None:
         """What is known of a candidate, or a first run of it; None where it is not worth one."""
         known = self._session.cache.get(key)
-        if known is not None and (
-            known.status != "untimed" or not self._fits(known.workspace_bytes)
-        ):
-            return _Entry(known, known, None)
         smaller = self._smaller.get(key.algorithm, [])
-        expected = _expected_workspace(smaller, key)
-        too_large = expected > self._session.backend.memory_bytes() or not self._fits(expected)
         took = max((entry.time_ns or 0 for entry in smaller), default=0)
-        too_slow = best_ns is not None and took > SCREEN_FACTOR * best_ns
-        if too_large or too_slow:
+        if known is not None and not self._deserves_another_try(known, took, best_ns):
+            return _Entry(known, known, None)
+        expected = _expected_workspace(smaller, key)
+        if expected > self._session.backend.memory_bytes() or not self._fits(expected):
             return None
+        if _hopeless(took, best_ns):
+            reason = "too slow for a smaller chunk already"
+            return _Entry(Measurement(key, "untimed", reason=reason, notes=notes), known, None)
         return self._first_run(key, known, notes)
+
+    def _deserves_another_try(self, known: Measurement, took_ns: int, best_ns: int | None) -> bool:
+        """Whether a candidate that was not timed, under another limit, may be worth it now."""
+        if known.status != "untimed":
+            return False
+        if known.workspace_bytes is not None:
+            return self._fits(known.workspace_bytes)
+        return not _hopeless(took_ns, best_ns, was_before=True)
 
     def _first_run(
         self, key: MeasurementKey, known: Measurement | None, notes: tuple[str, ...]
@@ -174,12 +181,12 @@ class KernelMeasurer:
         """Time in interleaved rounds what is not hopeless next to the best of its role."""
         results, racing = [], []
         for entry in entered:
-            measurement = entry.measurement
-            hopeless = SCREEN_FACTOR * best.get(measurement.key.conditions.role, 0)
+            measurement, was_screened = entry.measurement, entry.loop is None
+            best_ns = best.get(measurement.key.conditions.role)
             if (
                 measurement.status == "screened"
                 and self._counts(measurement)
-                and (measurement.time_ns or 0) <= hopeless
+                and not _hopeless(measurement.time_ns or 0, best_ns, was_screened)
             ):
                 racing.append(entry)
             elif measurement is entry.known:
@@ -220,6 +227,16 @@ class _Entry:
     measurement: Measurement
     known: Measurement | None
     loop: ChunkLoop | None
+
+
+def _hopeless(time_ns: int, best_ns: int | None, was_before: bool = False) -> bool:
+    """Whether a time is too far from the best of its role to go on with.
+
+    What was given up once is taken up again only where the best is much slower now, as under a
+    smaller limit: the same cache leads to the same decisions although medians replaced first times.
+    """
+    factor = SCREEN_FACTOR / 2 if was_before else SCREEN_FACTOR
+    return best_ns is not None and time_ns > factor * best_ns
 
 
 def _expected_workspace(smaller: Sequence[Measurement], key: MeasurementKey) -> int:

@@ -1,0 +1,91 @@
+"""Lower bounds that need no search: what no split and no division whatever can be faster than.
+
+A certificate that costs a glance at every item. Solvers that prove their answers do not need it; it
+checks them, and it bounds from below what a plan that was found in any other way leaves to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ucudnn.solvers._base import Item, Pool, require_int, require_items, require_limit
+from ucudnn.solvers.relaxation import relax
+
+
+def split_bound_ns(
+    items: Iterable[Item],
+    n: int,
+    limit: int | None = None,
+    *,
+    first: Iterable[Item] | None = None,
+    accumulate: Iterable[Item] | None = None,
+    launch_ns: int = 0,
+) -> int | None:
+    """A time that no split of batch n within a workspace limit can beat; None where nothing fits.
+
+    Every sample is charged the least time per sample of any chunk, the linear relaxation of the
+    split. The bound is met where the size of that chunk divides n.
+
+    >>> items = [Item(4, 0, 40, "slow"), Item(3, 8, 14, "fast")]
+    >>> split_bound_ns(items, 7), split_bound_ns(items, 6), split_bound_ns(items, 7, limit=4)
+    (33, 28, 70)
+
+    Args:
+        items: ways to compute a chunk; of three lists, ways to compute the batch alone.
+        n: the batch.
+        limit: workspace in bytes, None for any.
+        first: ways to compute the first of several chunks.
+        accumulate: ways to compute a later chunk.
+        launch_ns: what every chunk costs beside its own time.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    require_int("n", n, 1)
+    require_limit("limit", limit)
+    require_int("launch_ns", launch_ns, 0)
+    lone, starts, later = (
+        [
+            (item.batch, item.time_ns + launch_ns)
+            for item in require_items(name, listed or ())
+            if item.batch <= n and (limit is None or item.workspace_bytes <= limit)
+        ]
+        for name, listed in (("items", items), ("first", first), ("accumulate", accumulate))
+    )
+    if first is None and accumulate is None:
+        return _charged(n, lone)
+    alone = [time_ns for size, time_ns in lone if size == n]
+    several = [
+        time_ns + rest
+        for size, time_ns in starts
+        if size < n and (rest := _charged(n - size, later)) is not None
+    ]
+    return min([*alone, *several], default=None)
+
+
+def _charged(samples: int, chunks: Sequence[tuple[int, int]]) -> int | None:
+    """What so many samples cost at least, at the rate of the best (size, time) with size <= n."""
+    best: tuple[int, int] | None = None
+    for size, time_ns in chunks:
+        if size <= samples and (best is None or time_ns * best[0] < best[1] * size):
+            best = size, time_ns
+    return None if best is None else -(-samples * best[1] // best[0])
+
+
+def network_bound_ns(fronts: Iterable[Sequence[tuple[int, int]]], total_bytes: int) -> int:
+    """A time that no division of a pool among overlapping kernels can beat.
+
+    It is the linear relaxation of the division, in which a kernel may run at a mixture of points.
+
+    >>> network_bound_ns([[(0, 9), (8, 5)], [(0, 7), (8, 1)]], total_bytes=8)
+    10
+
+    Args:
+        fronts: per kernel its choices as (workspace in bytes, time in ns).
+        total_bytes: the pool.
+
+    Raises:
+        PlanError: the pool is too small; it carries the smallest that is not.
+        ConfigError: an argument is out of range.
+    """
+    return relax(Pool(tuple(map(tuple, fronts)), total_bytes)).bound_ns

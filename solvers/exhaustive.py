@@ -1,0 +1,106 @@
+"""Every split and every division, one by one: the oracle that other solvers must agree with.
+
+For tests and tiny problems only. It shares neither code nor ideas with what it checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, product
+
+from ucudnn.errors import ConfigError
+from ucudnn.solvers._base import AbstractDivider, Division, Item, Pool
+
+_MOST = 1 << 21
+
+
+def exhaustive(
+    items: Iterable[Item],
+    n: int,
+    limit: int | None = None,
+    *,
+    first: Iterable[Item] | None = None,
+    accumulate: Iterable[Item] | None = None,
+    launch_ns: int = 0,
+    max_chunks: int | None = None,
+    align: int = 1,
+) -> tuple[Item, ...] | None:
+    """The best split of batch n by trying all; None where nothing fits.
+
+    >>> items = [Item(4, 0, 40, "slow"), Item(1, 8, 5, "fast"), Item(2, 16, 9, "fast")]
+    >>> [item.batch for item in exhaustive(items, 3)]
+    [1, 2]
+
+    Takes the arguments of `reuse`, and a workspace limit in bytes.
+
+    Raises:
+        ConfigError: there are too many splits to try.
+    """
+    if first is None or accumulate is None:
+        splits = _multisets(_fitting(items, limit), n)
+    else:
+        alone = ((item,) for item in _fitting(items, limit) if item.batch == n)
+        later = _fitting(accumulate, limit)
+        several = (
+            (start, *rest)
+            for start in _fitting(first, limit)
+            if start.batch < n and start.batch % align == 0
+            for rest in _multisets(later, n - start.batch)
+        )
+        splits = (split for group in (alone, several) for split in group)
+    best = None
+    for count, split in enumerate(splits):
+        if count == _MOST:
+            raise ConfigError(f"batch {n} has over {_MOST} splits to try; use reuse")
+        odd = sum(item.batch % align != 0 for item in split)
+        if odd > 1 or (max_chunks is not None and len(split) > max_chunks):
+            continue
+        cost = (
+            sum(item.time_ns + launch_ns for item in split),
+            len(split),
+            max(item.workspace_bytes for item in split),
+            sum(item.rank for item in split),
+        )
+        if best is None or cost < best[0]:
+            best = cost, split
+    return None if best is None else best[1]
+
+
+def _fitting(items: Iterable[Item], limit: int | None) -> list[Item]:
+    return [item for item in items if limit is None or item.workspace_bytes <= limit]
+
+
+def _multisets(items: list[Item], n: int) -> Iterator[tuple[Item, ...]]:
+    """Every multiset of items whose sizes sum up to n."""
+    if n == 0:
+        yield ()
+    for place, item in enumerate(items):
+        if item.batch <= n:
+            for rest in _multisets(items[place:], n - item.batch):
+                yield (item, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Exhaustive(AbstractDivider):
+    """Divides a pool by trying all divisions.
+
+    >>> Exhaustive().divide(Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)).choice
+    (0, 1)
+    """
+
+    def divide(self, pool: Pool) -> Division:
+        """Divide one pool among the kernels that overlap.
+
+        Raises:
+            ConfigError: there are too many divisions to try.
+        """
+        tried = islice(product(*(range(len(front)) for front in pool.fronts)), _MOST + 1)
+        divisions = [pool.divided(choice, 0, "exhaustive") for choice in tried]
+        if len(divisions) > _MOST:
+            raise ConfigError(f"a pool of over {_MOST} divisions is too large to try; use exact")
+        best = min(
+            (one for one in divisions if one.workspace_bytes <= pool.total_bytes),
+            key=lambda one: one.time_ns,
+        )
+        return pool.divided(best.choice, best.time_ns, "exhaustive")

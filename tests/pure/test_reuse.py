@@ -1,0 +1,370 @@
+"""Reuse: fronts, splits and walks against exhaustive search, invariants and published data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ucudnn.errors import ConfigError
+from ucudnn.plan import Step
+from ucudnn.solvers import Item, ReuseTable, reuse
+from ucudnn.solvers.exhaustive import exhaustive
+
+LIMITS = (None, 0, 1, 2, 3, 4, 5)
+N = 8
+
+
+def items(least: int = 1, most: int = 9, largest: int = N) -> st.SearchStrategy[list[Item]]:
+    """Few sizes, workspaces and times, so that ties are common."""
+    item = st.builds(
+        Item,
+        batch=st.integers(1, largest),
+        workspace_bytes=st.integers(0, 5),
+        time_ns=st.integers(1, 12),
+        algorithm=st.sampled_from(["direct", "gemm", "winograd"]),
+        rank=st.integers(0, 1),
+    )
+    return st.lists(item, min_size=least, max_size=most)
+
+
+VARIANTS = st.fixed_dictionaries(
+    {
+        "launch_ns": st.sampled_from([0, 3]),
+        "max_chunks": st.sampled_from([None, None, 1, 2, 3, 7, 20]),
+        "align": st.sampled_from([1, 1, 2, 3, 4]),
+    }
+)
+THREE_LISTS = st.fixed_dictionaries({"first": items(0, 6), "accumulate": items(0, 6)})
+
+
+def cost(split: Sequence[Item] | None, launch_ns: int = 0) -> tuple[int, int, int, int] | None:
+    """What splits are compared by: time, number of chunks, workspace, ranks."""
+    if split is None:
+        return None
+    return (
+        sum(item.time_ns + launch_ns for item in split),
+        len(split),
+        max(item.workspace_bytes for item in split),
+        sum(item.rank for item in split),
+    )
+
+
+def best(table: ReuseTable, n: int, limit: int | None) -> tuple[Item, ...] | None:
+    return None if table.time_ns(n, limit) is None else table.items(n, limit)
+
+
+def random_items(seed: int, sizes: Sequence[int], engines: int = 6) -> list[Item]:
+    """Algorithms whose time grows with the batch, noisily, and whose workspace does exactly."""
+    draw = random.Random(seed)
+    chunks = []
+    for engine in range(engines):
+        rate, fixed, memory = draw.randint(50, 400), draw.randint(0, 500), draw.randint(0, 1 << 16)
+        memory *= engine > 0
+        for size in sizes:
+            time_ns = fixed + int(size * rate * draw.uniform(0.9, 1.1)) + 1
+            chunks.append(Item(size, memory * size, time_ns, f"eng{engine}"))
+    return chunks
+
+
+@settings(max_examples=300)
+@given(items(), VARIANTS)
+def test_every_split_of_one_list_is_the_best_there_is(
+    chunks: list[Item], options: dict[str, Any]
+) -> None:
+    table = reuse(chunks, N, **options)
+    for n in range(1, N + 1):
+        for limit in LIMITS:
+            expected = exhaustive(chunks, n, limit, **options)
+            launch_ns = options["launch_ns"]
+            assert cost(best(table, n, limit), launch_ns) == cost(expected, launch_ns)
+
+
+@settings(max_examples=300)
+@given(items(0), THREE_LISTS, VARIANTS)
+def test_every_split_of_three_lists_is_the_best_there_is(
+    single: list[Item], lists: dict[str, list[Item]], options: dict[str, Any]
+) -> None:
+    if not single and not any(lists.values()):
+        return
+    table = reuse(single, N, **lists, **options)
+    for n in range(1, N + 1):
+        for limit in LIMITS:
+            expected = exhaustive(single, n, limit, **lists, **options)
+            launch_ns = options["launch_ns"]
+            assert cost(best(table, n, limit), launch_ns) == cost(expected, launch_ns)
+
+
+@given(items(0), THREE_LISTS, VARIANTS)
+def test_three_lists_keep_their_roles_and_order(
+    single: list[Item], lists: dict[str, list[Item]], options: dict[str, Any]
+) -> None:
+    if not single and not any(lists.values()):
+        return
+    table = reuse(single, N, **lists, **options)
+    for n in range(1, N + 1):
+        split = best(table, n, None)
+        if split is not None and len(split) == 1:
+            assert split[0] in single
+        elif split is not None:
+            first, *later = split
+            assert first in lists["first"]
+            assert all(item in lists["accumulate"] for item in later)
+            assert_order(later, options["align"])
+            assert first.batch % options["align"] == 0
+
+
+@given(items(), VARIANTS)
+def test_chunks_begin_at_multiples_and_their_sizes_do_not_rise(
+    chunks: list[Item], options: dict[str, Any]
+) -> None:
+    table = reuse(chunks, N, **options)
+    for n in range(1, N + 1):
+        split = best(table, n, None)
+        if split is not None:
+            assert_order(split, options["align"])
+            assert len(split) <= (options["max_chunks"] or N)
+            assert all(item in chunks for item in split)
+            assert table.split(n) == tuple(Step(item.batch, item.algorithm) for item in split)
+
+
+def assert_order(split: Sequence[Item], align: int) -> None:
+    *even, last = [item.batch for item in split]
+    assert all(size % align == 0 for size in even)
+    sizes = even if last % align else [*even, last]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(items(), VARIANTS)
+def test_the_front_is_what_every_limit_gives(chunks: list[Item], options: dict[str, Any]) -> None:
+    table = reuse(chunks, N, **options)
+    for n in range(1, N + 1):
+        fastest: dict[int, int] = {}
+        for limit in LIMITS[1:]:
+            time_ns = table.time_ns(n, limit)
+            if time_ns is not None and time_ns < min(fastest.values(), default=time_ns + 1):
+                fastest[limit or 0] = time_ns
+        assert table.front(n) == list(fastest.items())
+        for workspace_bytes, time_ns in table.front(n):
+            split = table.items(n, workspace_bytes)
+            assert sum(item.time_ns + options["launch_ns"] for item in split) == time_ns
+            assert max(item.workspace_bytes for item in split) == workspace_bytes
+
+
+def walked(table: ReuseTable, n: int, limit: int | None) -> list[Item] | None:
+    entries = table.walk(limit)
+    alone = entries[n - 1].alone
+    if alone is not None:
+        return [alone]
+    steps = []
+    while n:
+        last = entries[n - 1].last
+        if last is None:
+            return None
+        steps.append(last)
+        n -= last.batch
+    return steps[::-1]
+
+
+@settings(max_examples=300)
+@given(items(), st.sampled_from(LIMITS), st.sampled_from([1, 2, 3]))
+def test_a_walk_of_one_list_is_an_optimal_split(
+    chunks: list[Item], limit: int | None, align: int
+) -> None:
+    table = reuse(chunks, N, align=align)
+    for n in range(1, N + 1):
+        split, steps = best(table, n, limit), walked(table, n, limit)
+        if split is None:
+            assert steps is None
+            assert table.walk(limit)[n - 1].alone is None
+        else:
+            assert steps is not None
+            assert (cost(steps) or ())[:2] == (cost(split) or ())[:2]
+            assert_multiples(steps, n, align)
+            assert (table.walk(limit)[n - 1].alone is not None) == (len(split) == 1)
+            assert limit is None or max(item.workspace_bytes for item in steps) <= limit
+
+
+@settings(max_examples=300)
+@given(items(), THREE_LISTS, st.sampled_from(LIMITS), st.sampled_from([1, 2, 3]))
+def test_a_walk_of_three_lists_is_an_optimal_split(
+    single: list[Item], lists: dict[str, list[Item]], limit: int | None, align: int
+) -> None:
+    # A lone call does no more than a first one.
+    single = [*single, *lists["first"]]
+    table = reuse(single, N, **lists, align=align)
+    for n in range(1, N + 1):
+        split, steps = best(table, n, limit), walked(table, n, limit)
+        if split is None:
+            assert steps is None
+        else:
+            assert steps is not None
+            assert (cost(steps) or ())[:2] == (cost(split) or ())[:2]
+            assert_multiples(steps, n, align)
+            if table.walk(limit)[n - 1].alone is None:
+                assert steps[0] in lists["first"]
+                assert all(item in lists["accumulate"] for item in steps[1:])
+
+
+def assert_multiples(steps: Sequence[Item], n: int, align: int) -> None:
+    assert sum(item.batch for item in steps) == n
+    assert all(item.batch % align == 0 for item in steps[:-1])
+
+
+def test_a_chain_may_be_a_first_chunk_by_itself_a_split_is_not() -> None:
+    table = reuse(
+        [Item(2, 0, 100, "lone")],
+        4,
+        first=[Item(2, 0, 10, "first")],
+        accumulate=[Item(2, 0, 1, "later")],
+    )
+    assert table.time_ns(2) == 100
+    assert table.split(4) == (Step(2, "first"), Step(2, "later"))
+    assert [entry.last and entry.last.algorithm for entry in table.walk()] == [
+        None,
+        "first",
+        None,
+        "later",
+    ]
+
+
+def test_walk_refuses_a_cap_it_cannot_keep() -> None:
+    with pytest.raises(ConfigError, match="without max_chunks"):
+        reuse([Item(1, 0, 1, "a")], 4, max_chunks=2).walk()
+
+
+ALL = range(1, 65)
+POWERS = [1, 2, 4, 8, 16, 32, 64]
+
+
+@pytest.fixture(scope="module", params=range(4))
+def big(request: pytest.FixtureRequest) -> tuple[list[Item], ReuseTable]:
+    chunks = random_items(request.param, ALL)
+    return chunks, reuse(chunks, 64)
+
+
+def test_time_is_subadditive(big: tuple[list[Item], ReuseTable]) -> None:
+    _, table = big
+    for limit in (None, 0, 1 << 16, 1 << 19):
+        times = [0, *(table.time_ns(n, limit) or 0 for n in ALL)]
+        assert all(times[a + b] <= times[a] + times[b] for a in ALL for b in range(1, 65 - a))
+
+
+def test_time_falls_with_the_limit(big: tuple[list[Item], ReuseTable]) -> None:
+    _, table = big
+    for n in (1, 7, 64):
+        front = table.front(n)
+        assert [point[0] for point in front] == sorted({point[0] for point in front})
+        assert [point[1] for point in front] == sorted({point[1] for point in front})[::-1]
+        assert front[-1][1] == table.time_ns(n)
+        for workspace_bytes, time_ns in front:
+            assert table.time_ns(n, workspace_bytes) == time_ns
+            below = table.time_ns(n, workspace_bytes - 1) if workspace_bytes else None
+            assert below is None or below > time_ns
+
+
+def test_a_richer_policy_is_never_slower(big: tuple[list[Item], ReuseTable]) -> None:
+    chunks, table = big
+    powers = reuse([item for item in chunks if item.batch in POWERS], 64)
+    undivided = reuse([item for item in chunks if item.batch == 64], 64)
+    for limit in (None, 0, 1 << 16, 1 << 19, 1 << 22):
+        times = [one.time_ns(64, limit) for one in (table, powers, undivided)]
+        assert all(time_ns is not None for time_ns in times)
+        assert times == sorted(times, key=lambda time_ns: time_ns or 0)
+
+
+@given(items(), items(), st.sampled_from(LIMITS))
+def test_more_candidates_never_hurt(
+    chunks: list[Item], more: list[Item], limit: int | None
+) -> None:
+    few, many = reuse(chunks, N), reuse([*chunks, *more], N)
+    for n in range(1, N + 1):
+        before, after = few.time_ns(n, limit), many.time_ns(n, limit)
+        assert before is None or (after is not None and after <= before)
+
+
+@given(items(2).flatmap(lambda chunks: st.tuples(st.just(chunks), st.permutations(chunks))))
+def test_the_order_of_the_items_does_not_matter(both: tuple[list[Item], list[Item]]) -> None:
+    one, other = (reuse(chunks, N) for chunks in both)
+    for n in range(1, N + 1):
+        assert one.front(n) == other.front(n)
+        for limit in LIMITS:
+            assert best(one, n, limit) == best(other, n, limit)
+
+
+def test_three_equal_lists_are_one_list(big: tuple[list[Item], ReuseTable]) -> None:
+    chunks, table = big
+    three = reuse(chunks, 64, first=chunks, accumulate=chunks)
+    assert all(three.front(n) == table.front(n) for n in ALL)
+
+
+def test_a_cap_that_does_not_bind_changes_nothing(big: tuple[list[Item], ReuseTable]) -> None:
+    chunks, table = big
+    most = max(len(table.split(n)) for n in ALL)
+    capped = reuse(chunks, 64, max_chunks=most)
+    assert all(capped.time_ns(n) == table.time_ns(n) for n in ALL)
+    assert len(reuse(chunks, 64, max_chunks=2).split(63, 1 << 16)) <= 2
+
+
+def test_golden_front_of_the_released_mu_cudnn() -> None:
+    """The instance of its test/dp.cpp at b = 1, 2, 4 ... 256 (ms, bytes, chunks there)."""
+    chunks = []
+    for size in [2**power for power in range(9)]:
+        if size << 20 < 64 << 20:
+            chunks.append(Item(size, size << 20, size * 100_000 + 10_000, "fast"))
+        chunks.append(Item(size, size, size * 10_000_000 + 100_000, "slow"))
+    golden = [
+        (1, 2_585_600_000, 256),
+        (2, 2_572_800_000, 128),
+        (4, 2_566_400_000, 64),
+        (8, 2_563_200_000, 32),
+        (16, 2_561_600_000, 16),
+        (32, 2_560_800_000, 8),
+        (64, 2_560_400_000, 4),
+        (128, 2_560_200_000, 2),
+        (256, 2_560_100_000, 1),
+        (1 << 20, 28_160_000, 256),
+        (2 << 20, 26_880_000, 128),
+        (4 << 20, 26_240_000, 64),
+        (8 << 20, 25_920_000, 32),
+        (16 << 20, 25_760_000, 16),
+        (32 << 20, 25_680_000, 8),
+    ]
+    table = reuse(chunks, 256)
+    assert table.front(256) == [(workspace, time_ns) for workspace, time_ns, _ in golden]
+    for workspace, _, count in golden:
+        assert len(table.split(256, workspace)) == count
+
+
+def test_fewer_chunks_win_then_less_workspace_then_the_deterministic_algorithm() -> None:
+    halves, whole = Item(2, 1, 5, "half"), Item(4, 9, 10, "whole")
+    assert reuse([halves, whole], 4).split(4) == (Step(4, "whole"),)
+    assert reuse([halves, whole], 4).split(4, 8) == (Step(2, "half"),) * 2
+    roomy, tight = Item(4, 9, 10, "roomy"), Item(4, 3, 10, "tight", rank=1)
+    assert reuse([roomy, tight], 4).split(4) == (Step(4, "tight"),)
+    random_order, fixed_order = Item(4, 3, 10, "atomic", rank=1), Item(4, 3, 10, "fixed")
+    assert reuse([random_order, fixed_order], 4).split(4) == (Step(4, "fixed"),)
+
+
+@pytest.mark.parametrize("scale", [10**6, 10**15, 10**18, 10**30])
+def test_numbers_do_not_overflow(scale: int) -> None:
+    small = random_items(9, range(1, 17), engines=3)
+    large = [
+        Item(i.batch, i.workspace_bytes * scale, i.time_ns * scale, i.algorithm) for i in small
+    ]
+    one, other = reuse(small, 16), reuse(large, 16)
+    for n in range(1, 17):
+        assert other.front(n) == [(w * scale, t * scale) for w, t in one.front(n)]
+        assert other.split(n) == one.split(n)
+    assert all(type(value) is int for point in other.front(16) for value in point)
+
+
+def test_one_time_of_a_billion_seconds() -> None:
+    table = reuse([Item(1, 0, 10**18, "slow"), Item(3, 10**18, 7, "fast", rank=10**6)], 7)
+    assert table.front(7) == [(0, 7 * 10**18), (10**18, 10**18 + 14)]
+    capped = reuse([Item(1, 0, 10**18, "slow"), Item(3, 8, 7, "fast")], 7, max_chunks=3)
+    assert capped.front(7) == [(8, 10**18 + 14)]

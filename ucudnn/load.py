@@ -1,0 +1,115 @@
+"""What a command line names: a model, the shapes of its inputs, a file with settings."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError
+from ucudnn.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def read_config(path: Path) -> Config:
+    """Read settings from a JSON file whose names are the fields of `Config`.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config must be a JSON file with settings: {path}: {error}") from error
+    known = {*Config().to_dict(), "cache"}
+    if not isinstance(values, dict) or not set(values) <= known:
+        raise ConfigError(f"{path} must hold an object with some of {', '.join(sorted(known))}")
+    return Config(**values)
+
+
+def trace_named(
+    model: str, inputs: list[str], channels_last: bool, autocast: bool, infer: bool
+) -> list[tuple[str, Problem]]:
+    """Trace the model that a name stands for.
+
+    Args:
+        model: `module:callable` or `file.py:callable`.
+        inputs: shapes such as "64x3x224x224", one per positional input.
+        channels_last: convert the model and its inputs to channels-last.
+        autocast: trace under bfloat16 autocast.
+        infer: trace without gradients, in evaluation mode.
+
+    Raises:
+        ConfigError: there is no such model, or it does not accept such inputs.
+    """
+    import torch
+
+    from ucudnn.tracing import trace_layers
+
+    if not inputs:
+        raise ConfigError(f"a model needs --input with a shape such as 64x3x224x224, for {model}")
+    tensors = tuple(torch.empty(parse_shape(text)) for text in inputs)
+    module = load_model(model)
+    if channels_last:
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        tensors = tuple(
+            tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+            for tensor in tensors
+        )
+    if infer:
+        module = module.eval().requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        return trace_layers(module, tensors)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Read the shape of an input.
+
+    >>> parse_shape("64x3x224x224")
+    (64, 3, 224, 224)
+
+    Raises:
+        ConfigError: it is not three to five positive integers joined by x.
+    """
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", text):
+        raise ConfigError(
+            f"--input must be batch x channels x sizes, such as 64x3x224x224, got {text!r}"
+        )
+    return tuple(map(int, text.split("x")))
+
+
+def load_model(spec: str) -> nn.Module:
+    """Call what `module:callable` or `file.py:callable` names, which must return a torch module.
+
+    Raises:
+        ConfigError: there is none, it needs arguments, or it returns something else.
+    """
+    from torch import nn
+
+    name, _, attribute = spec.rpartition(":")
+    path = Path(name)
+    folder = Path()
+    if path.suffix == ".py":
+        folder, name = path.parent, path.stem
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        made: Any = getattr(importlib.import_module(name), attribute)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"MODEL must be module:callable, called without arguments, or a .csv of layers; "
+            f"{spec}: {error}"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    if not isinstance(made, nn.Module):
+        raise ConfigError(
+            f"{spec} must return a torch.nn.Module, it returned {type(made).__name__}"
+        )
+    return made
