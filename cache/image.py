@@ -113,7 +113,7 @@ def to_image(table: Table) -> bytes:
         file.attrs.update({"format": "ucudnn-cache", "version": VERSION, "about": _ABOUT})
         for name, array in arrays.items():
             dataset = file.create_dataset(name, data=array, **_storage(len(array)))
-            dataset.attrs.update({f"unit of {k}": v for k, v in _UNITS[name].items()})
+            dataset.attrs["units"] = "\n".join(f"{k}: {v}" for k, v in _UNITS[name].items())
         for name, values in texts.items():
             encoded = [to_bytes(value) for value in values]
             file.create_dataset(name, (len(encoded),), h5py.string_dtype(), encoded)
@@ -138,7 +138,22 @@ def from_image(image: bytes) -> tuple[Table, bool]:
     Raises:
         DamagedError: it is not HDF5, lacks a table or a column, or its tables do not fit together.
     """
-    arrays = _load(image)
+    try:
+        return _interpret(_load(image))
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"it is no table of measurements: {error}") from error
+
+
+def _load(image: bytes) -> dict[str, Array]:
+    with h5py.File(h5py.h5f.open_file_image(image), "r") as file:
+        arrays = {name: file[name][()] for name in file}
+    missing = _KNOWN.keys() - arrays.keys()
+    if missing:
+        raise DamagedError(f"it has no table {min(missing)}")
+    return arrays
+
+
+def _interpret(arrays: dict[str, Array]) -> tuple[Table, bool]:
     contexts = contexts_from_rows(arrays["contexts"])
     problems, foreign_problems = _read_problems(arrays["problems"])
     rows = _cast(arrays["measurements"], MEASUREMENT_ROW, {})
@@ -158,18 +173,6 @@ def from_image(image: bytes) -> tuple[Table, bool]:
     )
     complete = {name: arrays[name].dtype.names for name in arrays} == _KNOWN and not foreign.any()
     return (table if complete and _is_sorted(table) else merged([table])), complete
-
-
-def _load(image: bytes) -> dict[str, Array]:
-    try:
-        with h5py.File(h5py.h5f.open_file_image(image), "r") as file:
-            arrays = {name: file[name][()] for name in file}
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"libhdf5 cannot read it: {error}") from error
-    missing = _KNOWN.keys() - arrays.keys()
-    if missing:
-        raise DamagedError(f"it has no table {min(missing)}")
-    return arrays
 
 
 def _read_problems(stored: Array) -> tuple[Array, Array]:
@@ -205,7 +208,7 @@ def _require_fit(rows: Array, tables: Sequence[Sequence[Any] | Array], samples: 
     ends = rows["first_sample"] + rows["samples"]
     fits = ends.max(initial=0) <= len(samples) and rows["first_sample"].min(initial=0) >= 0
     for name, table in zip(_POINTERS, tables, strict=True):
-        fits &= rows[name].max(initial=0) < max(1, len(table))
+        fits &= len(rows) == 0 or rows[name].max() < len(table)
     if not fits:
         raise DamagedError("its tables do not fit together")
 

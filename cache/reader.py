@@ -165,9 +165,10 @@ class Reader:
     def _was_replaced(self, aside: Path) -> bool:
         """Whether another process had put a sound file there just before the move."""
         try:
-            unframed(read_file(aside))
+            with suppress(NewerError):
+                from_image(unframed(read_file(aside)))
             os.rename(aside, self.segments / unique_name(time_ns()))
-        except (OSError, DamagedError, NewerError):
+        except (OSError, DamagedError):
             return False
         return True
 

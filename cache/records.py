@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucudnn.cache.fields import CONTEXT_FIELDS, PROBLEM_FIELDS
+from ucudnn.cache.frame import DamagedError
 from ucudnn.errors import CacheError, UcudnnError
 from ucudnn.measurement import Conditions, Device, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -169,7 +170,7 @@ def contexts_from_rows(table: Array) -> list[Context | None]:
     """The contexts in a table; None for one that this version does not know.
 
     Raises:
-        CacheError: a column is missing.
+        DamagedError: a column is missing.
     """
     names = table.dtype.names or ()
     columns: dict[str, list[Any]] = {}
@@ -180,7 +181,7 @@ def contexts_from_rows(table: Array) -> list[Context | None]:
                 [from_bytes(value) for value in values] if field.type == "str" else values
             )
         elif field.default is MISSING:
-            raise CacheError(f"its contexts lack the column {field.name}")
+            raise DamagedError(f"it has no column {field.name}")
         else:
             columns[field.name] = [field.default] * len(table)
     foreign = foreign_rows(table, columns)

@@ -4,7 +4,8 @@ Nothing is lost without locks, because no file is ever changed or written over. 
 new file under a name of its own; a reader takes the union of all files. Compaction publishes that
 union as one more file, and only then removes the files it was made from, each by its own name; X.h5
 is first moved to such a name and looked at again, since another process may have replaced it. The
-lock only keeps two processes from doing the same work.
+lock only keeps two processes from doing the same work: a writer compacts its own files as it goes,
+which needs neither lock nor reading, and everything when it is done.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ class Shelf:
         self._use_locks = use_locks
         self._say = say
         self._said_unwritable = False
-        # Put here and not written yet, because the disk does not take it.
-        self._pending: list[Table] = []
+        # What was put here and not written yet, because the disk does not take it.
+        self._pending: Table | None = None
         self._searched: list[Table] | None = None
-        self._puts = 0
+        # What this process wrote, by the segment it is in, until that is compacted.
+        self._own: dict[str, Table] = {}
 
     @property
     def compacted(self) -> Path:
@@ -109,19 +111,19 @@ class Shelf:
             entry if entry.stored_ns else replace(entry, stored_ns=now + index)
             for index, entry in enumerate(entries)
         )
-        image = to_image(merged([*self._pending, table]))
+        waiting = table if self._pending is None else merged([self._pending, table])
+        data = framed(to_image(waiting))
         self._reader.add(table)
         self._searched = None
-        self._pending.append(table)
-        self._write(image)
-        self._puts += 1
-        if self._puts >= _MANY_SEGMENTS:
-            self.compact()
+        self._pending = waiting
+        self._write(waiting, data)
+        if len(self._own) >= _MANY_SEGMENTS:
+            self._compact_own()
 
-    def _write(self, image: bytes) -> None:
-        name = unique_name(self._reader.newest_ns)
+    def _write(self, table: Table, data: bytes) -> None:
+        name = unique_name(table.newest_ns)
         try:
-            write_file(self.segments / name, framed(image))
+            write_file(self.segments / name, data)
         except OSError as error:
             if not self._said_unwritable:
                 self._said_unwritable = True
@@ -133,7 +135,8 @@ class Shelf:
                 )
             return
         self._reader.note_own(name)
-        self._pending.clear()
+        self._own[name] = table
+        self._pending = None
 
     def add_file(self, data: bytes) -> None:
         """Publish the bytes of another cache's file, with what this version may not know.
@@ -145,10 +148,21 @@ class Shelf:
 
     def close(self) -> None:
         """Write what could not be written so far; make one file of what was put."""
-        if self._pending:
-            self._write(to_image(merged(self._pending)))
-        if self._puts:
+        if self._pending is not None:
+            self._write(self._pending, framed(to_image(self._pending)))
+        if len(self._own) > 1:
+            self._compact_own()
+        if self._own:
             self.compact()
+
+    def _compact_own(self) -> None:
+        table = merged(list(self._own.values()))
+        name = unique_name(table.newest_ns)
+        with suppress(OSError):
+            write_file(self.segments / name, framed(to_image(table)))
+            self._reader.note_own(name)
+            self._remove(self._own)
+            self._own = {name: table}
 
     def compact(self) -> None:
         """Make one file of the small ones, unless another process is at it.
@@ -156,7 +170,7 @@ class Shelf:
         X.h5 takes part where it is not much larger than they are. Failing loses nothing.
         """
         with suppress(OSError), self.lock(0) as held:
-            if held and not self._pending:
+            if held and self._pending is None:
                 self.refresh()
                 recent, base = self._reader.recent, self._reader.base
                 if len(recent) * _WORTH_COMPACTING >= len(base):
@@ -207,7 +221,7 @@ class Shelf:
             write_file(self.segments / name, framed(to_image(table)))
         self._remove(inputs)
         self._reader.replace_recent(table, [name] if len(table) else [])
-        self._searched, self._puts = None, 0
+        self._searched, self._own = None, {}
         return name if len(table) else None
 
     def _remove(self, names: Iterable[str]) -> None:
@@ -227,6 +241,6 @@ class Shelf:
 
     def after_fork(self) -> None:
         """In a child: what waits to be written is the parent's; read anew what there is."""
-        self._pending.clear()
+        self._pending, self._own = None, {}
         self._reader.forget_listing()
         self._searched = None

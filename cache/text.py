@@ -52,7 +52,7 @@ def _suffix(path: Path) -> str:
 
 def _to_csv(entries: Iterable[Entry]) -> str:
     stream = io.StringIO(newline="")
-    writer = csv.writer(stream, lineterminator="\n")
+    writer = csv.writer(stream)
     writer.writerow([field.name for field in FIELDS])
     writer.writerows([field.text(entry) for field in FIELDS] for entry in entries)
     return stream.getvalue()

@@ -99,7 +99,7 @@ class _Search:
                 least, most = self._reach(gap)
             options = self._options(kernel, gap)
             rest = kernels[turn + 1 :]
-            if len(options) > 1:
+            if not set(options.tolist()) <= {int(self._relaxation.base[kernel])}:
                 states = self._combine(
                     layers[-1], options, gap, int(least[rest].sum()), int(most[rest].sum())
                 )

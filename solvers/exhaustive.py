@@ -12,7 +12,7 @@ from itertools import islice, product
 from ucudnn.errors import ConfigError
 from ucudnn.solvers._base import AbstractDivider, Division, Item, Pool
 
-_MOST = 1 << 21
+_MOST = 1 << 16
 
 
 def exhaustive(

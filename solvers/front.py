@@ -33,9 +33,9 @@ def shared(fronts: Iterable[Sequence[Point]]) -> list[Point]:
     [(4, 16), (8, 8)]
 
     Args:
-        fronts: per kernel (workspace in bytes, time in ns), workspace rising, time falling.
+        fronts: per kernel its choices as (workspace in bytes, time in ns).
     """
-    lists = [list(front) for front in fronts]
+    lists = [[front[place] for place in undominated(front)] for front in fronts]
     times: list[int | None] = [None] * len(lists)
     waiting = len(lists)
     found: dict[int, int] = {}

@@ -75,7 +75,8 @@ class Relaxation:
         scale: what one ns is.
         price: of one byte.
         reduced: per choice, what it costs more than its kernel's best at that price.
-        base: per kernel its best choice at that price, the smaller workspace where two are.
+        base: per kernel its best choice at that price, but for rounding; fits, with less to spare
+            than one step.
         bound: no division costs less.
         greedy: per kernel the choice of a division that fits.
     """
@@ -102,9 +103,8 @@ def relax(pool: Pool) -> Relaxation:
     (10, [0, 3])
     """
     choices = Choices.of(pool)
-    greedy, slope = _climb(choices, pool.total_bytes)
+    base, greedy, (saved, extra) = _climb(choices, pool.total_bytes)
     _fill(choices, greedy, pool.total_bytes)
-    saved, extra = slope
     scale = _scale(choices, saved, extra)
     if scale is None:
         choices, scale = choices.unlimited(), 1 << _DIGITS
@@ -112,9 +112,6 @@ def relax(pool: Pool) -> Relaxation:
     paid = choices.times * scale + choices.workspaces * price
     lowest = np.minimum.reduceat(paid, choices.starts[:-1])
     reduced = paid - np.repeat(lowest, np.diff(choices.starts))
-    # Of the choices that cost nothing more the first has the least workspace.
-    free = np.flatnonzero(reduced == 0)
-    base = free[np.searchsorted(free, choices.starts[:-1])]
     bound = sum(lowest.tolist()) - price * pool.total_bytes
     return Relaxation(choices, scale, price, reduced, base, bound, greedy)
 
@@ -127,23 +124,24 @@ def _scale(choices: Choices, saved: int, extra: int) -> int | None:
     return 1 << (room.bit_length() - 1) if room and choices.times.dtype != object else None
 
 
-def _climb(choices: Choices, total_bytes: int) -> tuple[Integers, tuple[int, int]]:
+def _climb(choices: Choices, total_bytes: int) -> tuple[Integers, Integers, tuple[int, int]]:
     """Take steps down the kernels' hulls, steepest first, while they fit.
 
-    Returns the choices that were reached, and as the slope of the first step that did not fit the
-    time it saves and the bytes it takes; (0, 1) where all steps fit.
+    Returns the choices that were reached before the first step that did not fit, those that the
+    steps after it lead to where they fit, and the slope of that step, as the time that it saves and
+    the bytes that it takes; (0, 1) where all steps fit.
     """
     steps = sorted(_steps(choices), key=lambda step: step[0], reverse=True)
     reached = choices.starts[:-1].copy()
     left = total_bytes - sum(choices.workspaces[reached].tolist())
-    slope = (0, 1)
+    base, slope = reached, (0, 1)
     for _, kernel, start, stop, saved, extra in steps:
         if extra > left and slope == (0, 1):
-            slope = (saved, extra)
+            base, slope = reached.copy(), (saved, extra)
         if extra <= left and reached[kernel] == start:
             reached[kernel] = stop
             left -= extra
-    return reached, slope
+    return base, reached, slope
 
 
 def _steps(choices: Choices) -> Iterator[tuple[float, int, int, int, int, int]]:

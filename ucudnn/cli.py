@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -21,9 +21,6 @@ from ucudnn.errors import ConfigError, PlanError, ProblemError, UcudnnError
 from ucudnn.load import read_config, trace_named
 from ucudnn.plan import Plan
 from ucudnn.units import format_bytes, format_ns
-
-if TYPE_CHECKING:
-    from ucudnn.cache import AbstractCache
 
 app = typer.Typer(
     name="ucudnn",
@@ -73,7 +70,16 @@ def _fail(message: str, status: int) -> None:
     sys.exit(status)
 
 
-def _show_warning(message: Warning | str, *_: object) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """What `warnings.showwarning` is called as; a user of the command wants the sentence alone."""
+    del category, filename, lineno, file, line
     _err.print(f"ucudnn: warning: {message}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -202,7 +208,9 @@ def show(
         )
     for entry in chosen:
         _out.print(kernel_table(entry))
-        _out.print(f"layers: {', '.join(entry.layers)}", highlight=False)
+        _say(f"layers: {', '.join(entry.layers)}")
+        for note in entry.notes:
+            _say(f"note: {note}")
 
 
 @app.command()
@@ -246,8 +254,7 @@ def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
 
     Example: ucudnn cache info --json
     """
-    with _open_cache(cache, "r") as opened:
-        found = opened.info()
+    found = _cache_commands().info(cache)
     if as_json:
         print(json.dumps(asdict(found)))
         return
@@ -270,8 +277,7 @@ def check(
 
     Example: ucudnn cache check --fix
     """
-    with _open_cache(cache, "a" if fix else "r") as opened:
-        report = opened.check(fix)
+    report = _cache_commands().check(cache, fix)
     if as_json:
         print(json.dumps({**asdict(report), "clean": report.clean}))
     else:
@@ -285,15 +291,14 @@ def check(
 
 @cache_app.command()
 def merge(
-    other: Annotated[Path, typer.Argument(help="Folder of another cache, which is only read.")],
+    others: Annotated[list[Path], typer.Argument(help="Folders of other caches, only read.")],
     cache: CacheOption = None,
 ) -> None:
-    """Add everything that another cache holds.
+    """Add everything that other caches hold.
 
     Example: ucudnn cache merge /mnt/fleet/ucudnn
     """
-    with _open_cache(cache, "a") as opened:
-        report = opened.merge(other)
+    report = _cache_commands().merge(others, cache)
     _say(f"read {report.read} measurements, {report.added} of them new here")
 
 
@@ -307,56 +312,57 @@ def export(
 
     Example: ucudnn cache export timings.csv --where problem.op=fprop
     """
-    with _open_cache(cache, "r") as opened:
-        count = opened.export(file, _conditions(where))
+    count = _cache_commands().export(file, cache, where or ())
     _say(f"wrote {count} measurements to {file}")
 
 
 @cache_app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="A file that `ucudnn cache export` wrote.")],
+    file: Annotated[Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.")],
+    layers: Annotated[
+        list[Path] | None, typer.Option(help="A layer table that the probe was given.")
+    ] = None,
     cache: CacheOption = None,
 ) -> None:
     """Add the measurements of a file; all of them, or none.
 
     Example: ucudnn cache import timings.csv
     """
-    with _open_cache(cache, "a") as opened:
-        count = opened.import_(file)
+    count = _cache_commands().import_(file, cache, layers or ())
     _say(f"read {count} measurements from {file}")
 
 
 @cache_app.command()
 def prune(
     where: WhereOption = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove every entry.")] = False,
+    older_than_days: Annotated[float | None, typer.Option(help="Only what is older.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     cache: CacheOption = None,
 ) -> None:
     """Remove measurements that match, such as those of versions that are gone.
 
     Example: ucudnn cache prune --where software.torch=2.12.0
     """
-    if not where and not everything:
-        raise ConfigError("prune removes what matches --where FIELD=VALUE; for all, say --all")
-    with _open_cache(cache, "a") as opened:
-        _say(f"removed {opened.prune(_conditions(where))} measurements")
+    count = _cache_commands().prune(cache, where or (), older_than_days, dry_run)
+    _say(f"{'would remove' if dry_run else 'removed'} {count} measurements")
 
 
-def _open_cache(path: str | None, mode: str) -> AbstractCache:
-    from ucudnn import cache as cache_room
+@cache_app.command()
+def explain(where: WhereOption = None, cache: CacheOption = None) -> None:
+    """Say whether a measurement is there, and if not, in what the nearest one differs.
 
-    return cache_room.open(path, mode)
+    Exit status 1 where there is none. Example: ucudnn cache explain --where problem.batch=32
+    """
+    found = _cache_commands().explain(where or (), cache)
+    _say(str(found))
+    if not found.found:
+        raise typer.Exit(_SAYS_NO)
 
 
-def _conditions(where: list[str] | None) -> dict[str, object]:
-    """FIELD=VALUE as a mapping."""
-    pairs = [text.partition("=") for text in where or []]
-    for name, sign, _ in pairs:
-        if not sign:
-            raise ConfigError(
-                f"--where must be FIELD=VALUE, such as problem.op=fprop, got {name!r}"
-            )
-    return {name: value for name, _, value in pairs}
+def _cache_commands() -> Any:
+    from ucudnn.cache import commands
+
+    return commands
 
 
 def _say(line: str) -> None:

@@ -82,6 +82,7 @@ def convert_(
         elif all(kernel.is_default for kernel in kernels):
             left.append(name)
         else:
+            # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
             module._ucudnn_runner = runner  # type: ignore[assignment]
             module.__class__ = _PLANNED_BY_TORCH[type(module)]
             swapped.append(name)

@@ -24,7 +24,7 @@ else:
     _Convolution = object
 
 
-class Planned(_Convolution):
+class AbstractPlanned(_Convolution):
     """What the layers below add to torch's: a runner, and a forward that asks it.
 
     Args:
@@ -49,7 +49,7 @@ class Planned(_Convolution):
         return convolution(self._ucudnn_runner, input, weight, bias, geometry)
 
 
-class Conv1d(Planned, nn.Conv1d):
+class Conv1d(AbstractPlanned, nn.Conv1d):
     """torch.nn.Conv1d that follows a plan.
 
     >>> layer = Conv1d(4, 8, 3, config=Config(unplanned="tune", policy="undivided"))
@@ -58,7 +58,7 @@ class Conv1d(Planned, nn.Conv1d):
     """
 
 
-class Conv2d(Planned, nn.Conv2d):
+class Conv2d(AbstractPlanned, nn.Conv2d):
     """torch.nn.Conv2d that follows a plan.
 
     >>> Conv2d(64, 192, 5, padding=2).extra_repr()
@@ -66,7 +66,7 @@ class Conv2d(Planned, nn.Conv2d):
     """
 
 
-class Conv3d(Planned, nn.Conv3d):
+class Conv3d(AbstractPlanned, nn.Conv3d):
     """torch.nn.Conv3d that follows a plan.
 
     >>> Conv3d(1, 2, 3).weight.shape

@@ -57,6 +57,7 @@ class Runner:
         Raises:
             PlanError: the shape has no plan and `unplanned` is "error".
         """
+        # looked up by what torch sees, because building a Problem costs more than a small launch
         nhwc = is_channels_last(x) or is_channels_last(w)
         key = (op, x.shape, w.shape, x.dtype, w.dtype, geometry, nhwc)
         if key not in self._calls:
@@ -72,6 +73,7 @@ class Runner:
         if self.plan is None or not self.plan.covers(problem):
             return None
         split = self.plan.split(problem)
+        # torch's own call fuses the bias and computes both gradients at once
         return None if split.is_default else bind(self._backend, problem, split)
 
     def _unplanned(self, problem: Problem) -> None:
@@ -88,7 +90,7 @@ class Runner:
                 stacklevel=2,
             )
             return
-        from ucudnn.tuner import tune_problems
+        from ucudnn.tuner import tune_problems  # layers that never tune need no solver
 
         tuned = tune_problems([("", problem)], self.config)
         kernels = (*self.plan.kernels, *tuned.kernels) if self.plan else tuned.kernels

@@ -282,6 +282,7 @@ class Plan:
         """
         target = Path(path)
         text = _canonical(self.to_dict())
+        # beside the target, because a rename is atomic only within a file system
         try:
             handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
             try:

@@ -11,6 +11,7 @@ from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item, WalkEntry, reuse
 
+# On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
 # A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
 WORTHWHILE_NS = 10 * 20_000
 # What a chunk may cost more on a busy machine, where threads wait for each other at its end.
@@ -49,7 +50,12 @@ class Solved:
         return list(dict.fromkeys(splits))
 
     def kernel_plan(
-        self, layers: tuple[str, ...], winner: Split, timing: Timing, default: Timing | None
+        self,
+        layers: tuple[str, ...],
+        winner: Split,
+        timing: Timing,
+        default: Timing | None,
+        notes: tuple[str, ...] = (),
     ) -> KernelPlan:
         """The plan for every batch, with the winner of the finals at the largest.
 
@@ -79,6 +85,7 @@ class Solved:
             predicted_time_ns=self._predicted_ns(winner) or timing.time_ns,
             timing=timing,
             default=default,
+            notes=notes,
         )
 
     def _predicted_ns(self, split: Split) -> int | None:

@@ -65,6 +65,7 @@ def _step(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode) -> N
     def fake(tensor: Tensor) -> Tensor:
         return fake_mode.from_tensor(tensor).detach().requires_grad_(tensor.requires_grad)
 
+    # functional_call swaps these in for the call, so the model's own tensors stay untouched
     state = {
         name: fake(tensor)
         for name, tensor in [
@@ -118,6 +119,7 @@ class _Recorder(TorchDispatchMode):
         forward = problem_of("fprop", x, w, *geometry)
         if forward is None:
             return
+        # backward meets the calls of one shape in the reverse order of forward
         names = self._forward_names.get(forward)
         name = names.pop() if names else ""
         for op, wanted in zip(OPS[1:], mask, strict=False):

@@ -175,7 +175,8 @@ def _plan_kernel(
     if winner is None:
         raise _nothing_fits(problem, measurements, config)
     default = next((entry.timing for entry in finalists if entry.split.is_default), None)
-    return solved.kernel_plan(layers, winner.split, winner.timing, default)
+    notes = tuple(f"default {note}" for note in session.backend.candidates(problem)[0].notes)
+    return solved.kernel_plan(layers, winner.split, winner.timing, default, notes)
 
 
 def _nothing_fits(

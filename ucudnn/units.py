@@ -38,12 +38,15 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
 def format_bytes(count: int) -> str:
     """Write a number of bytes for a person, in the largest unit that keeps it at least 1.
 
-    >>> format_bytes(9 << 20), format_bytes(1536), format_bytes(0)
-    ('9 MiB', '1.5 KiB', '0 B')
+    Rounded up: a limit of the size that is named suffices.
+
+    >>> format_bytes(9 << 20), format_bytes(1537), format_bytes(0)
+    ('9 MiB', '1.6 KiB', '0 B')
     """
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= factor:
-            return f"{count / factor:.1f}".removesuffix(".0") + f" {unit}"
+            tenths = -(-10 * count // factor)
+            return f"{tenths // 10}.{tenths % 10}".removesuffix(".0") + f" {unit}"
     return f"{count} B"
 
 

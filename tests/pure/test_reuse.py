@@ -87,7 +87,7 @@ def test_every_split_of_one_list_is_the_best_there_is(
 @settings(max_examples=300)
 @given(items(0), THREE_LISTS, VARIANTS)
 def test_every_split_of_three_lists_is_the_best_there_is(
-    single: list[Item], lists: dict[str, list[Item]], options: dict[str, Any]
+    single: list[Item], lists: dict[str, Any], options: dict[str, Any]
 ) -> None:
     if not single and not any(lists.values()):
         return
@@ -101,7 +101,7 @@ def test_every_split_of_three_lists_is_the_best_there_is(
 
 @given(items(0), THREE_LISTS, VARIANTS)
 def test_three_lists_keep_their_roles_and_order(
-    single: list[Item], lists: dict[str, list[Item]], options: dict[str, Any]
+    single: list[Item], lists: dict[str, Any], options: dict[str, Any]
 ) -> None:
     if not single and not any(lists.values()):
         return
@@ -192,7 +192,7 @@ def test_a_walk_of_one_list_is_an_optimal_split(
 @settings(max_examples=300)
 @given(items(), THREE_LISTS, st.sampled_from(LIMITS), st.sampled_from([1, 2, 3]))
 def test_a_walk_of_three_lists_is_an_optimal_split(
-    single: list[Item], lists: dict[str, list[Item]], limit: int | None, align: int
+    single: list[Item], lists: dict[str, Any], limit: int | None, align: int
 ) -> None:
     # A lone call does no more than a first one.
     single = [*single, *lists["first"]]

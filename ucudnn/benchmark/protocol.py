@@ -21,10 +21,14 @@ from ucudnn.execute import Call, empty_result, run_first
 from ucudnn.problem import Problem
 from ucudnn.units import format_bytes
 
+# Part of every key: raise it when a change below makes new times incomparable with stored ones.
 PROTOCOL = 1
 ROUNDS = 5
+# After one sample each, what takes longer than this times the best is not timed any further.
 SCREEN_FACTOR = 3
+# Chunks shorter than this are timed several at once: the clock and its call cost microseconds.
 SAMPLE_NS = 4_000_000
+# Twice the cache, so that a chunk has left it before its turn comes again.
 _RING_CACHES = 2
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,20 @@ _KERNELS = {
     "Winograd3x3Depthwise": "winograd_depthwise",
     "Xnnpack2d": "xnnpack",
 }
+
+
+class _Geometry(NamedTuple):
+    kernel_size: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+
+_Forward = Callable[[Tensor, Tensor, _Geometry], Any]
+_Backward = Callable[[Tensor, Tensor, Tensor, _Geometry, list[bool]], Any]
+# aten's output mask: gradients of x, w and bias
+_DGRAD, _WGRAD = [True, False, False], [False, True, False]
 
 
 @lru_cache(maxsize=4096)
@@ -76,7 +91,7 @@ class TorchDefault(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        return _TorchDefault(problem)
+        return _Aten(problem, _convolution, _convolution_backward)
 
 
 class OneDnn(AbstractAlgorithm):
@@ -93,7 +108,7 @@ class OneDnn(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        return _OneDnn(problem)
+        return _Aten(problem, _onednn, _convolution_backward)
 
 
 class OneDnnNhwc(AbstractAlgorithm):
@@ -109,9 +124,9 @@ class OneDnnNhwc(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        lifted = as_2d(problem)
-        executable = _OneDnnNhwc(replace(lifted, layout="nhwc"))
-        return executable if lifted is problem else Lifted(executable)
+        last = replace(as_2d(problem), layout="nhwc")
+        inner = _Aten(last, _onednn, _convolution_backward)
+        return _lifted(problem, _Nhwc(inner, memory_format(last)))
 
 
 class SlowConv2d(AbstractAlgorithm):
@@ -129,9 +144,7 @@ class SlowConv2d(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        lifted = as_2d(problem)
-        executable = _SlowConv2d(lifted)
-        return executable if lifted is problem else Lifted(executable)
+        return _lifted(problem, _Aten(as_2d(problem), _slow_conv2d, _slow_conv2d_backward))
 
 
 def onednn_refusal(problem: Problem) -> str | None:
@@ -160,7 +173,11 @@ def as_2d(problem: Problem) -> Problem:
     )
 
 
-class Lifted(Executable):
+def _lifted(problem: Problem, executable: Executable) -> Executable:
+    return _Lifted(executable) if problem.rank == 1 else executable
+
+
+class _Lifted(Executable):
     """Runs a 1-D problem through an executable of the 2-D one."""
 
     def __init__(self, inner: Executable) -> None:
@@ -171,87 +188,99 @@ class Lifted(Executable):
         return self._inner.alone(a.unsqueeze(2), b.unsqueeze(2)).squeeze(2)
 
 
-class _AtenExecutable(OpsExecutable):
-    """Shared by the executables below: the geometry as aten's operators take it."""
+class _Nhwc(Executable):
+    """Runs a channels-first problem through an executable of the channels-last one."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, inner: Executable, layout: torch.memory_format) -> None:
+        self._inner = inner
+        self._layout = layout
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._run(a, b).contiguous()
+
+    # The two below copy the layout back and put the result in place in one pass.
+    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        out.copy_(self._run(a, b))
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        out.add_(self._run(a, b))
+
+    def _run(self, a: Tensor, b: Tensor) -> Tensor:
+        layout = self._layout
+        return self._inner.alone(
+            a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
+        )
+
+
+class _Aten(OpsExecutable):
+    """A forward and a backward operator of aten, given as functions of a problem's geometry."""
+
+    def __init__(self, problem: Problem, forward: _Forward, backward: _Backward) -> None:
         super().__init__(problem)
-        self._padding = [begin for begin, _ in problem.padding]
-        self._stride = list(problem.stride)
-        self._dilation = list(problem.dilation)
-        self._geometry = (self._stride, self._padding, self._dilation)
-        self._w_like = phantom(problem, problem.w_shape) if problem.op == "wgrad" else None
-        self._x_like = phantom(problem, problem.x_shape) if problem.op == "dgrad" else None
+        self._forward = forward
+        self._backward = backward
+        geometry = _Geometry(
+            list(problem.kernel_size),
+            list(problem.stride),
+            [begin for begin, _ in problem.padding],
+            list(problem.dilation),
+            problem.groups,
+        )
+        self._geometry = geometry
+        # Only the shape is read of the operand whose gradient is asked for.
+        like = {"dgrad": problem.x_shape, "wgrad": problem.w_shape}.get(problem.op)
+        self._like = None if like is None else phantom(problem, like)
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         """y from x and w."""
-        zeros = [0] * self.problem.rank
-        y = _aten.convolution.default(
-            x, w, None, *self._geometry, False, zeros, self.problem.groups
-        )
-        return _tensor(y)
+        return _tensor(self._forward(x, w, self._geometry))
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
         """dx from dy and w."""
-        x_like = self._x_like
+        x_like = self._like
         assert x_like is not None
-        if x_like.shape[0] < dy.shape[0]:
+        if x_like.shape[0] < dy.shape[0]:  # built for a smaller chunk than it is given
             x_like = phantom(self.problem, (dy.shape[0], *self.problem.x_shape[1:]))
-        return self._backward(dy, x_like[: dy.shape[0]], w, [True, False, False])
+        results = self._backward(dy, x_like[: dy.shape[0]], w, self._geometry, _DGRAD)
+        return _tensor(results[0])
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
         """dw from x and dy."""
-        return self._backward(dy, x, self._w_like, [False, True, False])
-
-    def _backward(self, dy: Tensor, x: Tensor, w: Tensor | None, mask: list[bool]) -> Tensor:
-        zeros = [0] * self.problem.rank
-        results = _aten.convolution_backward.default(
-            dy, x, w, None, *self._geometry, False, zeros, self.problem.groups, mask
-        )
-        return _tensor(results[mask.index(True)])
+        assert self._like is not None
+        return _tensor(self._backward(dy, x, self._like, self._geometry, _WGRAD)[1])
 
 
-class _TorchDefault(_AtenExecutable):
-    pass
+def _convolution(x: Tensor, w: Tensor, geometry: _Geometry) -> Any:
+    _, stride, padding, dilation, groups = geometry
+    none = [0] * len(stride)
+    return _aten.convolution.default(x, w, None, stride, padding, dilation, False, none, groups)
 
 
-class _OneDnn(_AtenExecutable):
-    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        return _tensor(
-            _aten.mkldnn_convolution.default(
-                x, w, None, self._padding, self._stride, self._dilation, self.problem.groups
-            )
-        )
+def _convolution_backward(
+    dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool]
+) -> Any:
+    _, stride, padding, dilation, groups = geometry
+    none = [0] * len(stride)
+    return _aten.convolution_backward.default(
+        dy, x, w, None, stride, padding, dilation, False, none, groups, mask
+    )
 
 
-class _OneDnnNhwc(_OneDnn):
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        return self._nhwc(a, b).contiguous()
-
-    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.copy_(self._nhwc(a, b))
-
-    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        out.add_(self._nhwc(a, b))
-
-    def _nhwc(self, a: Tensor, b: Tensor) -> Tensor:
-        layout = memory_format(self.problem)
-        return super().alone(a.contiguous(memory_format=layout), b.contiguous(memory_format=layout))
+def _onednn(x: Tensor, w: Tensor, geometry: _Geometry) -> Any:
+    _, stride, padding, dilation, groups = geometry
+    return _aten.mkldnn_convolution.default(x, w, None, padding, stride, dilation, groups)
 
 
-class _SlowConv2d(_AtenExecutable):
-    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        return _tensor(
-            _aten._slow_conv2d_forward.default(
-                x, w, self.problem.kernel_size, None, self._stride, self._padding
-            )
-        )
+def _slow_conv2d(x: Tensor, w: Tensor, geometry: _Geometry) -> Any:
+    kernel_size, stride, padding, *_ = geometry
+    return _aten._slow_conv2d_forward.default(x, w, kernel_size, None, stride, padding)
 
-    def _backward(self, dy: Tensor, x: Tensor, w: Tensor | None, mask: list[bool]) -> Tensor:
-        results = _aten._slow_conv2d_backward.output_mask(
-            dy, x, w, self.problem.kernel_size, self._stride, self._padding, mask
-        )
-        return _tensor(results[mask.index(True)])
+
+def _slow_conv2d_backward(
+    dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool]
+) -> Any:
+    kernel_size, stride, padding, *_ = geometry
+    return _aten._slow_conv2d_backward.output_mask(dy, x, w, kernel_size, stride, padding, mask)
 
 
 def _tensor(value: Any) -> Tensor:

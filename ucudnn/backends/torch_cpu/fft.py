@@ -44,6 +44,7 @@ class _Fft(OpsExecutable):
             size + sum(padding)
             for size, padding in zip(problem.input_size, problem.padding, strict=True)
         ]
+        # no larger than the padded input: what wraps around falls on outputs that are cut away
         self._sizes = [smooth_size(size) for size in padded]
         self._axes = tuple(range(-problem.rank, 0))
         self._every_stride = self._grid(problem.output_size, problem.stride)

@@ -172,7 +172,7 @@ class _Im2colGemm(OpsExecutable):
         for tap, outputs, inputs in self._taps:
             where: tuple[int | slice, ...] = (_ALL, *tap)
             column = columns[where]
-            if outputs != every_output:
+            if outputs != every_output:  # padding
                 column.zero_()
             source = x.transpose(0, 1)[(_ALL, _ALL, *inputs)]
             column[(_ALL, _ALL, *outputs)] = source

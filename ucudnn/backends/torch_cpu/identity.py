@@ -12,7 +12,7 @@ import torch
 from ucudnn.measurement import Device, Software
 
 _CPUINFO = Path("/proc/cpuinfo")
-_DEFAULT_CACHE_BYTES = 32 << 20
+_DEFAULT_CACHE_BYTES = 32 << 20  # a large last-level cache; too large only costs memory
 
 
 def cpu_device() -> Device:

@@ -1,0 +1,186 @@
+"""How long the solvers take at the sizes that matter, beside the bars that they are to stay under.
+
+    python benchmarks/solvers.py            # about a minute
+    python benchmarks/solvers.py --highs    # and what HiGHS takes for the same divisions
+
+Times of algorithms are synthetic: 60 engines per layer, each with its own tile size, start-up cost
+and workspace, faster where the workspace is larger. The numbers in brackets are those of the
+released mu-cuDNN (its dynamic program compiled with -O2, and its GLPK model) on instances of the
+same sizes; they were measured before and are only repeated here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ucudnn
+from ucudnn.layer_table import read_layers
+from ucudnn.problem import Problem
+from ucudnn.solvers import Division, Item, divide, reuse
+
+LAYERS = Path(__file__).parent / "layers"
+MIB = 1 << 20
+ENGINES = 60
+# The layer of the first table: 256 channels, 3x3, 14x14.
+LAYER = Problem("fprop", 1, 256, 256, (14, 14), (3, 3), padding=((1, 1), (1, 1)))
+Front = list[tuple[int, int]]
+
+
+def sizes(policy: str, batch: int) -> list[int]:
+    """Micro-batch sizes that a policy allows."""
+    if policy == "all":
+        return list(range(1, batch + 1))
+    if policy == "undivided":
+        return [batch]
+    return sorted({*(1 << power for power in range(batch.bit_length())), batch})
+
+
+def engines(problem: Problem, policy: str, batch: int, count: int = ENGINES) -> list[Item]:
+    """Synthetic measurements of one layer, the same in every run."""
+    draw = random.Random(str(problem.with_batch(1)))
+    one = problem.with_batch(1)
+    outputs = prod(one.output_size)
+    operands = 4 * (prod(one.x_shape) + prod(one.y_shape))
+    filters = 4 * prod(one.w_shape)
+    items = []
+    for engine in range(count):
+        large = engine % 4 > 0
+        factor = draw.choice([0.02, 0.25, 1, 4]) * large
+        flops_per_ns = draw.uniform(500, 3000) * (1 + 3 * factor**0.25)
+        start_ns, tile = draw.randint(2000, 15000), draw.choice([32, 64, 128])
+        wave_ns = tile * one.flops / outputs / flops_per_ns
+        fixed = int(filters * draw.choice([0, 1, 16 / 9, 4])) * large
+        for size in sizes(policy, batch):
+            waves = -(-size * outputs // (tile * 56))
+            workspace = (int(factor * operands) * size + fixed) // 256 * 256
+            items.append(Item(size, workspace, int(start_ns + waves * wave_ns), f"eng{engine}"))
+    return items
+
+
+def network(table: str, policy: str, batch: int, count: int = ENGINES) -> list[Front]:
+    """The fronts of every kernel of a network; equal layers have equal ones."""
+    front_by_problem: dict[Problem, Front] = {}
+    fronts = []
+    for place, (_, problem) in enumerate(read_layers(LAYERS / table)):
+        if place < 3 and problem.op == "dgrad":
+            continue  # nothing needs the gradient of the images
+        if problem not in front_by_problem:
+            items = engines(problem, policy, batch, count)
+            front_by_problem[problem] = reuse(items, batch).front(batch)
+        fronts.append(front_by_problem[problem])
+    return fronts
+
+
+def timed(run: Callable[[], Any], repeats: int) -> tuple[Any, list[float]]:
+    """The result of the last run, and what each took in ms."""
+    taken, result = [], None
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = run()
+        taken.append((time.perf_counter() - start) * 1e3)
+    return result, taken
+
+
+def report(name: str, bar_ms: float, taken: list[float], notes: str) -> bool:
+    """Print one line; True where the median is within the bar."""
+    median = statistics.median(taken)
+    within = median <= bar_ms
+    spread = f"{min(taken):.1f} to {max(taken):.1f}"
+    print(
+        f"| {name} | {bar_ms:g} ms | {median:.1f} ms | {spread}, {len(taken)} runs | "
+        f"{'yes' if within else 'NO'} | {notes} |"
+    )
+    return within
+
+
+def reuse_bars() -> bool:
+    """The dynamic program, one kernel, all limits and batches at once."""
+    passed = True
+    for policy, batch, bar_ms, released in (
+        ("powers-of-two", 256, 3, "[11 ms]"),
+        ("powers-of-two", 1024, 10, "[143 ms]"),
+        ("all", 256, 30, "[0.55 s]"),
+        ("all", 1024, 150, "[116 s]"),
+        ("all", 4096, 2000, ""),
+    ):
+        items = engines(LAYER, policy, batch)
+        table, taken = timed(lambda items=items, n=batch: reuse(items, n), 5 if batch > 256 else 15)
+        used = len(set(table.history.steps.tolist()))
+        front = len(table.front(batch))
+        notes = f"{len(items)} items, {used} accepted, front of {front} {released}"
+        passed &= report(f"reuse, {policy}, N={batch}", bar_ms, taken, notes)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 // MIB
+    print(f"\nPeak memory of this process after N=4096: {peak} MiB (bar 500 MiB).\n")
+    return passed and peak < 500
+
+
+def divide_bars(with_highs: bool) -> bool:
+    """The integer program, whole networks, forward and backward."""
+    passed = True
+    for name, table, policy, batch, bar_ms, released in (
+        ("ResNet-50", "resnet50_n64.csv", "all", 64, 30, "[GLPK 30 ms]"),
+        ("ResNet-152", "resnet152_n1024.csv", "all", 1024, 1000, "[GLPK unproven after 40 s]"),
+    ):
+        fronts = network(table, policy, batch)
+        count = sum(map(len, fronts))
+        for share in (1, 8, 64):
+            total = share * MIB * len(fronts)
+            found, taken = timed(lambda f=fronts, t=total: divide(f, t, "exact"), 5)
+            notes = f"{len(fronts)} kernels, {count} choices, gap {found.gap_ns} ns {released}"
+            if with_highs:
+                notes += "; " + highs(fronts, total, found)
+            passed &= report(f"divide, {name}, N={batch}, {share} MiB each", bar_ms, taken, notes)
+    return passed
+
+
+def highs(fronts: list[Front], total_bytes: int, exact: Division) -> str:
+    """What HiGHS takes, and whether it agrees."""
+    found, taken = timed(lambda: divide(fronts, total_bytes, "highs"), 1)
+    agrees = "agrees" if found.time_ns == exact.time_ns else f"finds {found.time_ns} ns"
+    return f"HiGHS {agrees} in {taken[0]:.0f} ms"
+
+
+def machine() -> str:
+    """The processor's name as the system gives it, and how many of it."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [
+            line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = models[0].partition(":")[2].strip() if models else name
+    return f"{name}, {os.cpu_count()} CPUs, {platform.system()}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--highs", action="store_true", help="time HiGHS on the same divisions")
+    arguments = parser.parse_args()
+    print(
+        f"{machine()}; Python {platform.python_version()}, numpy {np.__version__}, "
+        f"ucudnn {ucudnn.__version__}; median of single-process runs, other load not excluded.\n"
+    )
+    print("| instance | bar | measured | spread | within | size [released mu-cuDNN] |")
+    print("|---|---|---|---|---|---|")
+    passed = reuse_bars()
+    print("| instance | bar | measured | spread | within | size [released mu-cuDNN] |")
+    print("|---|---|---|---|---|---|")
+    passed &= divide_bars(arguments.highs)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

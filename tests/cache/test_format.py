@@ -1,0 +1,254 @@
+"""Files: self-describing HDF5 behind a frame, and what other versions of the format may hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from ucudnn import cache as caches
+from ucudnn.cache import CacheWarning
+from ucudnn.cache.frame import FRAME_BYTES, framed, unframed
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.problem import Problem
+
+GPU = Device("cuda", "NVIDIA H200", compute_capability="9.0", cores=132)
+KEYS = [
+    MeasurementKey(
+        Problem("fprop", batch, 3, 8, (27, 28), (5, 3), padding=((2, 1), (0, 0)), math="tf32"),
+        f"eng{engine}_k2=20",
+        GPU,
+        Software("2.13.0", cudnn="9.28.0"),
+        Conditions(mps_percent=50),
+        protocol=1,
+    )
+    for batch in (1, 2, 4)
+    for engine in (0, 67)
+]
+MEASUREMENTS = [
+    Measurement(one, "ok", 1000 + place, 7, (1000, 1001 + place), place << 20, 1e-6)
+    for place, one in enumerate(KEYS)
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A compacted file with MEASUREMENTS."""
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS)
+    (path,) = tmp_path.rglob("*.h5")
+    return path
+
+
+def edit(path: Path, change: Callable[[h5py.File], None], version: int = 1) -> None:
+    """Change the HDF5 part of a file and frame it again, as a writer of another version would."""
+    image = path.with_suffix(".image")
+    image.write_bytes(unframed(path.read_bytes()))
+    with h5py.File(image, "r+") as file:
+        change(file)
+    path.write_bytes(framed(image.read_bytes(), version))
+    image.unlink()
+
+
+def add_column(name: str, table: str, value: object) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        old = file[table][()]
+        kind = np.array([value]).dtype
+        new = np.empty(len(old), [*((n, old.dtype[n]) for n in old.dtype.names), (name, kind)])
+        for column in old.dtype.names:
+            new[column] = old[column]
+        new[name] = value
+        del file[table]
+        file[table] = new
+
+    return change
+
+
+def drop_column(name: str, table: str) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        old = file[table][()]
+        kept = [column for column in old.dtype.names if column != name]
+        new = np.empty(len(old), [(column, old.dtype[column]) for column in kept])
+        for column in kept:
+            new[column] = old[column]
+        del file[table]
+        file[table] = new
+
+    return change
+
+
+def set_column(name: str, table: str, value: object) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        rows = file[table][()]
+        rows[name] = value
+        file[table][...] = rows
+
+    return change
+
+
+def test_a_file_begins_with_its_version_length_and_digest(file: Path) -> None:
+    data = file.read_bytes()
+    lines = data[:FRAME_BYTES].rstrip(b"\0").decode().splitlines()
+    assert lines[0] == "ucudnn-cache 1"
+    assert lines[1] == f"bytes {len(data) - FRAME_BYTES}"
+    digest = hashlib.sha256(b"ucudnn-cache 1\n" + data[FRAME_BYTES:]).hexdigest()
+    assert lines[2] == f"sha256 {digest}"
+
+
+def test_any_hdf5_tool_reads_it(file: Path) -> None:
+    with h5py.File(file) as opened:
+        rows = opened["measurements"][()]
+        problems, contexts = opened["problems"][()], opened["contexts"][()]
+        names = opened["algorithms"].asstr()[()]
+        samples = opened["samples"][()]
+        assert "time_ns: ns" in opened["measurements"].attrs["units"]
+        assert "bytes" in opened["measurements"].attrs["units"]
+        assert opened.attrs["version"] == 1
+    assert len(rows) == len(MEASUREMENTS)
+    for row in rows:
+        problem, context = problems[row["problem"]], contexts[row["context"]]
+        (true,) = [
+            one
+            for one in MEASUREMENTS
+            if one.key.problem.batch == problem["batch"]
+            and one.key.algorithm == names[row["algorithm"]]
+        ]
+        assert row["time_ns"] == true.time_ns
+        assert row["workspace_bytes"] == true.workspace_bytes
+        first = row["first_sample"]
+        assert tuple(samples[first : first + row["samples"]]) == true.samples
+        assert problem["input_size"].tolist() == [27, 28, 0]
+        assert problem["padding"].tolist() == [[2, 1], [0, 0], [0, 0]]
+        assert (problem["op"], problem["math"]) == (b"fprop", b"tf32")
+        assert context["device.name"] == b"NVIDIA H200"
+        assert context["software.cudnn"] == b"9.28.0"
+        assert context["conditions.mps_percent"] == 50
+
+
+def test_the_files_of_a_device_carry_its_name(file: Path) -> None:
+    assert file.name == "cuda-nvidia-h200-9.0.h5"
+
+
+def test_a_newer_format_is_left_alone(file: Path) -> None:
+    edit(file, lambda _: None, version=2)
+    data = file.read_bytes()
+    extra = Measurement(KEYS[0], "ok", 5)
+    with caches.open(file.parent) as cache:
+        with pytest.warns(CacheWarning, match="format version 2, this ucudnn reads up to 1"):
+            assert cache.get(KEYS[0]) is None
+        cache.put([extra])
+        assert cache.get(KEYS[0]) == extra
+        report = cache.check()
+        assert report.clean
+        assert any(file.name in note for note in report.notes)
+    assert file.read_bytes() == data
+    with pytest.warns(CacheWarning), caches.open(file.parent) as cache:
+        assert cache.get(KEYS[0]) == extra
+
+
+def test_an_unknown_column_of_numbers_is_kept(file: Path) -> None:
+    edit(file, add_column("energy_uj", "measurements", 4.5))
+    with caches.open(file.parent) as cache:
+        assert [cache.get(key) for key in KEYS] == MEASUREMENTS
+        cache.put([Measurement(KEYS[0], "ok", 5)])
+        cache.merge(file.parent)
+        assert cache.get(KEYS[0]).time_ns == 5
+        assert any("later version" in note for note in cache.check().notes)
+    with h5py.File(file) as opened:
+        assert set(opened["measurements"]["energy_uj"]) == {4.5}
+
+
+@pytest.mark.parametrize(
+    ("table", "name"), [("contexts", "conditions.power_mode"), ("problems", "fused")]
+)
+def test_an_unknown_field_of_the_key_is_another_key(file: Path, table: str, name: str) -> None:
+    edit(file, add_column(name, table, b"eco"))
+    with caches.open(file.parent) as cache:
+        assert not list(cache)
+        cache.put(MEASUREMENTS[:1])
+    with h5py.File(file) as opened:
+        assert set(opened[table][name]) == {b"eco"}
+
+
+@pytest.mark.parametrize("table", ["contexts", "problems"])
+def test_an_unknown_field_of_the_key_that_is_empty_changes_nothing(file: Path, table: str) -> None:
+    edit(file, add_column("conditions.power_mode", table, np.bytes_(b"\0\0")))
+    with caches.open(file.parent) as cache:
+        assert [cache.get(key) for key in KEYS] == MEASUREMENTS
+
+
+def test_an_unknown_word_hides_only_what_has_it(file: Path) -> None:
+    def change(opened: h5py.File) -> None:
+        problems = opened["problems"][()]
+        problems["dtype"][problems["batch"] == 2] = b"float8_e4m3"
+        opened["problems"][...] = problems
+        rows = opened["measurements"][()]
+        rows["status"][rows["time_ns"] == 1000] = b"interpolated"
+        opened["measurements"][...] = rows
+
+    edit(file, change)
+    with caches.open(file.parent) as cache:
+        wanted = [one for one in MEASUREMENTS[1:] if one.key.problem.batch != 2]
+        assert sorted(map(repr, cache)) == sorted(map(repr, wanted))
+        assert any("later version" in note for note in cache.check().notes)
+
+
+def test_an_older_file_gets_the_default_of_a_field_it_lacks(file: Path) -> None:
+    edit(file, set_column("conditions.mps_percent", "contexts", 100))
+    edit(file, drop_column("conditions.mps_percent", "contexts"))
+    with caches.open(file.parent) as cache:
+        assert cache.get(KEYS[0]) is None
+        found = [one.key.conditions for one in cache]
+        assert found == [Conditions(mps_percent=100)] * len(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (drop_column("batch", "problems"), "no column batch"),
+        (drop_column("device.name", "contexts"), "no column device.name"),
+        (drop_column("time_ns", "measurements"), "no column time_ns"),
+        (lambda file: file.pop("samples"), "no table samples"),
+        (set_column("problem", "measurements", 99), "do not fit together"),
+        (set_column("reason", "measurements", 99), "do not fit together"),
+        (set_column("samples", "measurements", 10**6), "do not fit together"),
+        (set_column("first_sample", "measurements", -5), "do not fit together"),
+    ],
+)
+def test_sound_bytes_with_senseless_tables_are_set_aside(
+    file: Path, change: Callable[[h5py.File], None], reason: str
+) -> None:
+    edit(file, change)
+    with caches.open(file.parent) as cache:
+        with pytest.warns(CacheWarning, match=reason):
+            assert cache.get(KEYS[0]) is None
+        assert cache.check().clean
+    assert len(list(file.parent.glob("*.damaged-*"))) == 1
+
+
+def test_entries_that_contradict_their_checksum_are_reported(file: Path) -> None:
+    edit(file, set_column("time_ns", "measurements", 1))
+    with caches.open(file.parent) as cache:
+        report = cache.check()
+    assert not report.clean
+    assert "6 entries do not agree with their checksums" in report.problems[0]
+
+
+def test_no_single_bit_flip_goes_unseen() -> None:
+    data = framed(b"an HDF5 image")
+    for place in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[place // 8] ^= 1 << place % 8
+        with pytest.raises(caches.frame.DamagedError):
+            unframed(bytes(flipped))
+
+
+def test_no_truncation_goes_unseen() -> None:
+    data = framed(b"an HDF5 image")
+    for length in range(len(data)):
+        with pytest.raises(caches.frame.DamagedError):
+            unframed(data[:length])

@@ -1,0 +1,28 @@
+"""A seeded twentieth of benchmarks/cache_torture.py: kills, crowds, damage, full and closed disks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARTS = ("kill", "crowd", "corrupt", "disk", "lookup", "versions")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_is_lost_doubled_or_wrong(part: str, repository: Path, package: Path) -> None:
+    script = repository / "benchmarks" / "cache_torture.py"
+    result = subprocess.run(
+        [sys.executable, str(script), "--fraction", "0.05", "--seed", "5", "--only", part],
+        check=False,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 failures" in result.stdout
+    if "CAP_SYS_ADMIN" in result.stdout:
+        pytest.skip("mounting a small disk and a read-only one needs CAP_SYS_ADMIN")

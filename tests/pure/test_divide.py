@@ -1,0 +1,205 @@
+"""Division: exact against exhaustive search and against integer programming, with honest bounds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ucudnn.errors import PlanError
+from ucudnn.solvers import Division, Item, divide, reuse
+from ucudnn.solvers._base import Pool
+from ucudnn.solvers.auto import Auto
+from ucudnn.solvers.bounds import network_bound_ns
+from ucudnn.solvers.exact import Exact
+from ucudnn.solvers.exhaustive import Exhaustive
+from ucudnn.solvers.front import shared
+from ucudnn.solvers.integer import IntegerProgram
+
+Fronts = tuple[tuple[tuple[int, int], ...], ...]
+
+POINTS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 30)), min_size=1, max_size=5)
+FRONTS = st.lists(POINTS.map(tuple), min_size=1, max_size=6).map(tuple)
+
+
+def smallest_bytes(fronts: Fronts) -> int:
+    return sum(min(front)[0] for front in fronts)
+
+
+def random_network(seed: int, kernels: int, bytes_: int, ns: int) -> tuple[Fronts, int]:
+    """Fronts whose workspaces are odd numbers of bytes, and a pool that binds."""
+    draw = random.Random(seed)
+    fronts = []
+    for _ in range(kernels):
+        count = draw.randint(1, 12)
+        workspaces = sorted(draw.sample(range(bytes_), count))
+        times = sorted(draw.sample(range(1, ns), count), reverse=True)
+        fronts.append(tuple(zip(workspaces, times, strict=True)))
+    largest = sum(front[-1][0] for front in fronts)
+    return tuple(fronts), draw.randint(smallest_bytes(tuple(fronts)), largest)
+
+
+def assert_adds_up(division: Division, fronts: Fronts, total_bytes: int) -> None:
+    points = [front[place] for front, place in zip(fronts, division.choice, strict=True)]
+    assert division.time_ns == sum(point[1] for point in points)
+    assert division.workspace_bytes == sum(point[0] for point in points) <= total_bytes
+    assert division.lower_bound_ns <= division.time_ns
+    assert division.gap_ns == division.time_ns - division.lower_bound_ns
+
+
+@settings(max_examples=500)
+@given(FRONTS, st.integers(0, 40), st.sampled_from([1, 10**9, 10**18]))
+def test_exact_is_what_exhaustive_search_finds(fronts: Fronts, room: int, scale: int) -> None:
+    fronts = tuple(tuple((w * scale, t * scale + 1) for w, t in front) for front in fronts)
+    total_bytes = smallest_bytes(fronts) + room * scale
+    division = divide(fronts, total_bytes, "exact")
+    assert_adds_up(division, fronts, total_bytes)
+    assert division.is_optimal
+    assert division.time_ns == Exhaustive().divide(Pool(fronts, total_bytes)).time_ns
+    assert all(type(value) is int for value in (division.time_ns, *division.choice))
+
+
+@settings(max_examples=60)
+@given(FRONTS, st.integers(0, 40))
+def test_highs_agrees_on_small_pools(fronts: Fronts, room: int) -> None:
+    total_bytes = smallest_bytes(fronts) + room
+    division = divide(fronts, total_bytes, "highs")
+    assert_adds_up(division, fronts, total_bytes)
+    assert division.is_optimal
+    assert division.time_ns == divide(fronts, total_bytes, "exact").time_ns
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+@pytest.mark.parametrize("seed", range(12))
+def test_integer_programming_agrees_on_networks(solver: str, seed: int) -> None:
+    """Bytes up to 10^10 and ns up to 10^9: unscaled, solvers call suboptimal points optimal."""
+    fronts, total_bytes = random_network(seed, 8 + 2 * seed, 10 ** (4 + seed // 2), 10**9)
+    exact, other = divide(fronts, total_bytes, "exact"), divide(fronts, total_bytes, solver)
+    assert_adds_up(other, fronts, total_bytes)
+    assert other.solver == solver
+    assert exact.is_optimal
+    assert other.is_optimal
+    assert other.time_ns == exact.time_ns
+
+
+def test_an_optimum_below_the_tolerance_of_a_solver_is_not_claimed() -> None:
+    fronts = (((0, 3 * 10**18), (8, 10**18)), ((0, 2 * 10**18), (8, 7)))
+    division = divide(fronts, 8, "highs")
+    assert division.time_ns == divide(fronts, 8, "exact").time_ns
+    assert division.gap_ns >= 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_exact_is_optimal_where_choices_are_many(seed: int) -> None:
+    """By weak duality: the bound of the relaxation, closed by the search, from below."""
+    fronts, total_bytes = random_network(seed, 120, 10**8, 10**7)
+    division = divide(fronts, total_bytes)
+    assert_adds_up(division, fronts, total_bytes)
+    assert division.is_optimal
+    assert division.solver == "exact"
+    assert network_bound_ns(fronts, total_bytes) <= division.time_ns
+
+
+def test_more_room_and_more_choices_never_hurt() -> None:
+    fronts, total_bytes = random_network(3, 30, 10**8, 10**7)
+    times = [divide(fronts, total_bytes + more).time_ns for more in range(0, 10**8, 10**7)]
+    assert times == sorted(times, reverse=True)
+    fewer = tuple(front[::2] for front in fronts)
+    assert divide(fewer, total_bytes).time_ns >= divide(fronts, total_bytes).time_ns
+
+
+def test_all_fastest_where_the_pool_is_large() -> None:
+    fronts, _ = random_network(5, 20, 10**8, 10**7)
+    division = divide(fronts, 10**12)
+    assert division.time_ns == sum(front[-1][1] for front in fronts)
+
+
+def test_dominated_and_unsorted_points_may_stand_in_a_front() -> None:
+    fronts = (((8, 5), (0, 9), (8, 7), (9, 5), (8, 5)), ((3, 3),))
+    assert divide(fronts, 11).choice == (0, 0)
+    assert divide(fronts, 10).choice == (1, 0)
+
+
+@given(FRONTS, FRONTS, st.integers(0, 40))
+def test_cliques_are_separate_problems_in_the_same_pool(
+    one: Fronts, other: Fronts, room: int
+) -> None:
+    total_bytes = max(smallest_bytes(one), smallest_bytes(other)) + room
+    mixed = (*other[:1], *one, *other[1:])
+    group = list(range(1, 1 + len(one)))
+    rest = [kernel for kernel in range(len(mixed)) if kernel not in group]
+    division = divide(mixed, total_bytes, cliques=[rest, group])
+    parts = divide(other, total_bytes), divide(one, total_bytes)
+    assert division.choice == (*parts[0].choice[:1], *parts[1].choice, *parts[0].choice[1:])
+    assert division.time_ns == sum(part.time_ns for part in parts) == division.lower_bound_ns
+    assert division.workspace_bytes == max(part.workspace_bytes for part in parts) <= total_bytes
+
+
+@given(FRONTS, st.integers(0, 60))
+def test_sharing_one_pool_is_never_slower_than_dividing_it(fronts: Fronts, room: int) -> None:
+    total_bytes = smallest_bytes(fronts) + room
+    fitting = [time_ns for workspace, time_ns in shared(fronts) if workspace <= total_bytes]
+    assert fitting[-1] <= divide(fronts, total_bytes).time_ns
+    alone = divide(fronts, total_bytes, cliques=[[kernel] for kernel in range(len(fronts))])
+    assert fitting[-1] == alone.time_ns
+
+
+def test_fronts_of_tables_can_be_divided() -> None:
+    items = [Item(b, m * b, b * t + 1, f"m{m}") for b in (1, 2, 4) for m, t in ((0, 9), (5, 2))]
+    fronts = [reuse(items, n).front(n) for n in (4, 6, 8)]
+    division = divide(fronts, 40)
+    assert_adds_up(division, tuple(map(tuple, fronts)), 40)
+
+
+def proportional(kernels: int) -> Pool:
+    """Every byte saves one ns, so that no bound can tell subsets apart."""
+    draw = random.Random(1)
+    sizes = [draw.randint(1, 1 << 34) for _ in range(kernels)]
+    return Pool(tuple(((0, size + 1), (size, 1)) for size in sizes), sum(sizes) // 2)
+
+
+def test_auto_is_exact_and_says_why() -> None:
+    fronts, total_bytes = random_network(0, 20, 10**6, 10**6)
+    pool = Pool(fronts, total_bytes)
+    choice = Auto().choose(pool)
+    assert (choice.solver, choice.reason) == (
+        "exact",
+        "exact proves its division of 20 kernels optimal",
+    )
+    assert Auto().divide(pool) == Exact().divide(pool)
+
+
+def test_what_is_not_proven_has_a_gap_and_auto_asks_highs() -> None:
+    pool = proportional(40)
+    own = Exact(state_limit=100).divide(pool)
+    assert_adds_up(own, pool.fronts, pool.total_bytes)
+    assert own.gap_ns > 0
+    auto = Auto(time_limit_s=0.01, state_limit=100)
+    choice, division = auto.choose(pool), auto.divide(pool)
+    assert_adds_up(division, pool.fronts, pool.total_bytes)
+    assert "HiGHS" in choice.reason
+    assert choice.solver == division.solver
+    assert division.time_ns <= own.time_ns
+
+
+def test_auto_takes_the_division_that_highs_proves() -> None:
+    fronts: Sequence[tuple[tuple[int, int], ...]] = [
+        ((0, 900), (300, 601)),
+        ((0, 800), (271, 530)),
+        ((0, 700), (199, 502)),
+        ((0, 500), (97, 404)),
+    ]
+    pool = Pool(tuple(fronts), 480)
+    auto = Auto(state_limit=1)
+    assert auto.choose(pool).solver == "highs"
+    assert auto.divide(pool).time_ns == Exhaustive().divide(pool).time_ns
+    assert auto.divide(pool).is_optimal
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+def test_a_solver_that_times_out_gives_no_division(solver: str) -> None:
+    with pytest.raises(PlanError, match=f"{solver} proved no division .* within 0.01 s; raise"):
+        IntegerProgram(solver, time_limit_s=0.01).divide(proportional(60))

@@ -1,0 +1,65 @@
+"""Shares of a global batch: the smallest makespan there is, for times that need not rise."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ucudnn.errors import PlanError
+from ucudnn.solvers import Item, balance, device_times, reuse
+
+TIMES = st.lists(
+    st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=300)
+@given(TIMES, st.integers(1, 9), st.sampled_from([1, 10**18]))
+def test_no_shares_finish_earlier_or_sooner_in_sum(
+    times: list[list[int | None]], batch: int, scale: int
+) -> None:
+    times = [[None if t is None else t * scale for t in row] for row in times]
+    rows = [{0: 0, **{n: t for n, t in enumerate(row, 1) if t is not None}} for row in times]
+    costs = [
+        (max(taken), sum(taken))
+        for sizes in product(*rows)
+        if sum(sizes) == batch
+        for taken in [[row[size] for row, size in zip(rows, sizes, strict=True)]]
+    ]
+    if not costs:
+        with pytest.raises(PlanError, match=f"global batch {batch}"):
+            balance(times, batch)
+        return
+    shares = balance(times, batch)
+    assert sum(shares.sizes) == batch
+    assert shares.times_ns == tuple(row[size] for row, size in zip(rows, shares.sizes, strict=True))
+    assert (shares.time_ns, sum(shares.times_ns)) == min(costs)
+
+
+def test_equal_devices_share_equally() -> None:
+    times = [[3 * n for n in range(1, 65)]] * 4
+    assert balance(times, 64).sizes == (16, 16, 16, 16)
+
+
+def test_a_batch_may_be_too_large_for_one_device_alone() -> None:
+    assert balance([[1, 2], [9, 9, 9, 40]], 5).sizes == (2, 3)
+
+
+def test_tables_of_several_devices() -> None:
+    """A large device with room for the fast algorithm, a small one without."""
+    items = [Item(b, 0, 40 * b, "direct") for b in (1, 2, 4, 8)]
+    items += [Item(b, 100 * b, 10 * b + 2, "fft") for b in (1, 2, 4, 8)]
+    tables = [reuse(items, 16), reuse(items, 16)]
+    times = [device_times(tables, 800), device_times(tables, 50)]
+    assert times[0][15] == 2 * 2 * 82
+    assert times[1][15] == 2 * 640
+    shares = balance(times, 16)
+    brute = min(
+        max(time_ns for time_ns in (times[0][n - 1], times[1][15 - n]) if time_ns is not None)
+        for n in range(1, 16)
+    )
+    assert shares.time_ns == min(brute, times[0][15])
+    assert shares.sizes[0] > shares.sizes[1]

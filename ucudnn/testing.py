@@ -1,0 +1,348 @@
+"""Conformance suites: laws that every implementation of an interface keeps, as plain functions.
+
+A law is called with a way to make what is tested, and asserts. A new cache is tested by
+
+    @pytest.mark.parametrize("law", testing.CACHE_LAWS, ids=testing.law_name)
+    def test_my_cache(law, tmp_path):
+        law(lambda: MyCache(tmp_path))
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ucudnn import cache as caches
+from ucudnn.cache import AbstractCache, Entry, MemoryCache
+from ucudnn.measurement import (
+    ROLES,
+    STATUSES,
+    Conditions,
+    Device,
+    Measurement,
+    MeasurementKey,
+    Software,
+)
+from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS, Problem
+
+# Opens the same cache each time: what one put, the next one finds.
+OpenCache: TypeAlias = Callable[[], AbstractCache]
+CacheLaw: TypeAlias = Callable[[OpenCache], None]
+
+_GPU = Device("cuda", "NVIDIA H200", "", 132, "9.0", 150_754_820_096, 700, "")
+_CPU = Device("cpu", "A Processor 9000 @ 3.0GHz", "AVX512", 64)
+_TEXTS = ("", "plain", 'two\nlines, and "quotes"', "zero \0 byte", "µ-cuDNN ✓ 卷积", "\udcff", "\r")
+_NUMBERS = (None, 0, 1, 987_654_321, 2**62)
+_ERRORS = (None, 0.0, 1e-7, 0.1, math.inf, math.nan)
+
+
+def law_name(law: Callable[..., None]) -> str:
+    """A law's name for a test report: "what_was_put_is_found"."""
+    return law.__name__.removeprefix("cache_")
+
+
+def sample_measurements(count: int, seed: int = 0) -> list[Measurement]:
+    """Measurements with different keys, that between them have every kind of value.
+
+    >>> len({measurement.key for measurement in sample_measurements(100)})
+    100
+
+    Args:
+        count: how many.
+        seed: equal seeds give equal measurements.
+    """
+    chance = random.Random(seed)  # noqa: S311 - examples, not secrets
+    return [_sample(chance, index) for index in range(count)]
+
+
+def _sample(chance: random.Random, index: int) -> Measurement:
+    status = STATUSES[index % len(STATUSES)]
+    timed = status in ("ok", "screened")
+    samples = [chance.randrange(1, 10**9) for _ in range(chance.randrange(6))] if timed else []
+    return Measurement(
+        key=_sample_key(chance, index),
+        status=status,
+        time_ns=chance.randrange(1, 10**10) if timed else None,
+        spread_ns=chance.choice(_NUMBERS) if timed else None,
+        samples=tuple(samples),
+        workspace_bytes=chance.choice(_NUMBERS),
+        error=chance.choice(_ERRORS),
+        reason=chance.choice(_TEXTS) if status == "failed" else "",
+        notes=tuple(chance.sample(_TEXTS, chance.randrange(3))),
+    )
+
+
+def _sample_key(chance: random.Random, index: int) -> MeasurementKey:
+    rank = 1 + index % 3
+
+    def sizes(low: int, high: int) -> tuple[int, ...]:
+        return tuple(chance.randrange(low, high) for _ in range(rank))
+
+    problem = Problem(
+        op=chance.choice(OPS),
+        batch=1 + index,
+        in_channels=4 * chance.randrange(1, 9),
+        out_channels=4 * chance.randrange(1, 9),
+        input_size=sizes(16, 65),
+        kernel_size=sizes(1, 4),
+        stride=sizes(1, 3),
+        padding=tuple((begin, chance.randrange(3)) for begin in sizes(0, 3)),
+        dilation=sizes(1, 3),
+        groups=chance.choice((1, 2, 4)),
+        dtype=chance.choice(list(BYTES_BY_DTYPE)),
+        layout=chance.choice(LAYOUTS),
+        math=chance.choice(MATHS),
+    )
+    if chance.randrange(2):
+        software = Software("2.13.0", cudnn=chance.choice(("9.27.0", "9.28.0")), driver="610.1")
+        conditions = Conditions(chance.choice(ROLES), captured=bool(chance.randrange(2)))
+        return MeasurementKey(problem, "eng67_k2=20_k13=0", _GPU, software, conditions, 1)
+    software = Software("2.13.0+cpu", onednn="3.11.2")
+    conditions = Conditions(chance.choice(ROLES), threads=2, allocator="glibc,mmap_threshold=1")
+    return MeasurementKey(problem, chance.choice(_TEXTS[1:]), _CPU, software, conditions, 2)
+
+
+def _texts(measurements: Iterable[Measurement]) -> list[str]:
+    """Comparable also where an error is nan, which is not equal to itself."""
+    return sorted(map(repr, measurements))
+
+
+def _variations(key: MeasurementKey) -> dict[str, MeasurementKey]:
+    """Keys that differ from one in a single field, by the name of the field."""
+    changed: dict[str, dict[str, Any]] = {
+        "problem": {
+            "op": "wgrad",
+            "batch": 77,
+            "in_channels": 44,
+            "out_channels": 44,
+            "input_size": (33, 32),
+            "kernel_size": (2, 1),
+            "stride": (1, 2),
+            "padding": ((1, 1), (1, 2)),
+            "dilation": (2, 1),
+            "groups": 2,
+            "dtype": "float16",
+            "layout": "nhwc",
+            "math": "tf32",
+        },
+        "device": {
+            "type": "cpu",
+            "name": "NVIDIA H100",
+            "isa": "AVX2",
+            "cores": 131,
+            "compute_capability": "9.1",
+            "memory_bytes": 1,
+            "power_limit_w": 350,
+            "mig": "1g.18gb",
+        },
+        "software": {
+            "torch": "2.14",
+            "onednn": "3.12",
+            "cudnn": "9.29.0",
+            "cuda": "13.1",
+            "driver": "999",
+        },
+        "conditions": {
+            "role": "later",
+            "threads": 1,
+            "allocator": "jemalloc",
+            "captured": True,
+            "ranks_per_device": 2,
+            "mps_percent": 50,
+        },
+    }
+    keys = {
+        "algorithm": replace(key, algorithm="another"),
+        "protocol": replace(key, protocol=99),
+    }
+    for part, values in changed.items():
+        for name, value in values.items():
+            varied = replace(getattr(key, part), **{name: value})
+            keys[f"{part}.{name}"] = replace(key, **{part: varied})
+    return keys
+
+
+def _plain_key() -> MeasurementKey:
+    problem = Problem("fprop", 8, 32, 64, (32, 32), (1, 1), padding=((1, 1), (1, 1)))
+    return MeasurementKey(problem, "gemm", _GPU, Software("2.13"), Conditions(), 1)
+
+
+def cache_is_empty_at_first(open_cache: OpenCache) -> None:
+    """A new cache has nothing, knows it, and is true all the same."""
+    with open_cache() as cache:
+        assert cache.get(_plain_key()) is None
+        assert list(cache) == list(cache.select({"status": "ok"})) == []
+        assert len(cache) == cache.info().records == 0
+        assert cache
+        assert not cache.explain(_plain_key()).found
+        cache.put([])
+        assert len(cache) == 0
+        assert cache.check().clean
+
+
+def cache_finds_what_was_put(open_cache: OpenCache) -> None:
+    """Every value comes back as it was, in this opening and the next; other keys do not."""
+    measurements = sample_measurements(300)
+    others = sample_measurements(330)[300:]
+    with open_cache() as cache:
+        cache.put(measurements[:100])
+        cache.put(iter(measurements[100:]))
+        for _ in range(2):
+            found = [cache.get(measurement.key) for measurement in measurements]
+            assert _texts(filter(None, found)) == _texts(measurements)
+            assert not any(cache.get(other.key) for other in others)
+    with open_cache() as cache:
+        found = [cache.get(measurement.key) for measurement in measurements]
+        assert _texts(filter(None, found)) == _texts(measurements)
+        assert _texts(cache) == _texts(measurements)
+        assert len(cache) == 300
+        assert cache.check().clean
+
+
+def cache_tells_keys_apart_by_every_field(open_cache: OpenCache) -> None:
+    """A key that differs in one field is another key, and a miss names that field."""
+    key = _plain_key()
+    with open_cache() as cache:
+        cache.put([Measurement(key, "ok", 100)])
+        for name, other in _variations(key).items():
+            assert cache.get(other) is None, name
+            explained = cache.explain(other)
+            assert [one.field for one in explained.differences] == [name]
+            assert name in str(explained)
+        assert cache.explain(key).found
+        varied = _variations(key).values()
+        cache.put(Measurement(other, "ok", 200 + place) for place, other in enumerate(varied))
+        assert [found.time_ns for other in varied if (found := cache.get(other))] == list(
+            range(200, 200 + len(varied))
+        )
+        assert cache.get(key) == Measurement(key, "ok", 100)
+        assert cache.check().clean
+
+
+def cache_lets_the_later_measurement_count(open_cache: OpenCache) -> None:
+    """Of two with one key the one put last counts; what was stored long ago does not."""
+    key = _plain_key()
+    with open_cache() as cache:
+        cache.put([Measurement(key, "untimed", workspace_bytes=5), Measurement(key, "ok", 1)])
+        assert cache.get(key) == Measurement(key, "ok", 1)
+        for time_ns in (9, 3, 7):
+            cache.put([Measurement(key, "ok", time_ns)])
+            assert cache.get(key) == Measurement(key, "ok", time_ns)
+        cache.put_entries([Entry(Measurement(key, "failed", reason="old"), stored_ns=1)])
+        assert cache.get(key) == Measurement(key, "ok", 7)
+        assert len(cache) == 1
+    with open_cache() as cache:
+        assert list(cache) == [Measurement(key, "ok", 7)]
+        assert cache.check().clean
+
+
+def cache_selects_by_any_field(open_cache: OpenCache) -> None:
+    """A filter takes what a plain loop over all would take."""
+    measurements = sample_measurements(200, seed=1)
+    with open_cache() as cache:
+        cache.put(measurements)
+        for where, wanted in (
+            ({"problem.op": "wgrad"}, lambda one: one.key.problem.op == "wgrad"),
+            ({"status": "failed"}, lambda one: one.status == "failed"),
+            ({"problem.batch": 7}, lambda one: one.key.problem.batch == 7),
+            ({"conditions.captured": True}, lambda one: one.key.conditions.captured),
+            ({"workspace_bytes": None}, lambda one: one.workspace_bytes is None),
+            (
+                {"problem.dtype": "float16", "software.cudnn": "9.27.0"},
+                lambda one: (
+                    (one.key.problem.dtype, one.key.software.cudnn) == ("float16", "9.27.0")
+                ),
+            ),
+        ):
+            assert _texts(cache.select(where)) == _texts(filter(wanted, measurements))
+        assert _texts(cache.select({})) == _texts(measurements)
+
+
+def cache_survives_export_and_import(open_cache: OpenCache) -> None:
+    """A file of either kind holds everything, times of storing and UUIDs too."""
+    with tempfile.TemporaryDirectory() as folder, open_cache() as cache:
+        cache.put(sample_measurements(100), device_uuid="GPU-5a3c")
+        entries = sorted(map(repr, cache.entries()))
+        for suffix in (".csv", ".json"):
+            path = Path(folder, f"timings{suffix}")
+            assert cache.export(path) == 100
+            with MemoryCache() as other:
+                assert other.import_(path) == 100
+                assert sorted(map(repr, other.entries())) == entries
+            assert cache.import_(path) == 100
+            assert sorted(map(repr, cache.entries())) == entries
+        assert cache.export(Path(folder, "some.csv"), {"status": "ok"}) == 25
+        assert cache.check().clean
+
+
+def cache_merges_a_folder(open_cache: OpenCache) -> None:
+    """Merging adds what is not here, once, and lets the later of two count."""
+    measurements = sample_measurements(90, seed=2)
+    with tempfile.TemporaryDirectory() as folder, open_cache() as cache:
+        cache.put(measurements[:50])
+        with caches.open(folder) as other:
+            other.put(measurements[30:])
+            newer = replace(measurements[30], status="failed", time_ns=None, spread_ns=None)
+            other.put([newer])
+        for added in (40, 0):
+            report = cache.merge(folder)
+            assert (report.read, report.added) == (60, added)
+            assert _texts(cache) == _texts([*measurements[:30], newer, *measurements[31:]])
+        assert cache.check().clean
+
+
+def cache_prunes_what_matches(open_cache: OpenCache) -> None:
+    """Pruning removes what matches, for good, and nothing else."""
+    measurements = sample_measurements(120, seed=3)
+    stay = [one for one in measurements if one.key.software.cudnn != "9.27.0"]
+    with open_cache() as cache:
+        cache.put(measurements[:60])
+        cache.put(measurements[60:])
+        assert cache.prune({"software.cudnn": "9.26.0"}) == 0
+        assert cache.prune({"software.cudnn": "9.27.0"}) == len(measurements) - len(stay) > 0
+        assert _texts(cache) == _texts(stay)
+    with open_cache() as cache:
+        assert _texts(cache) == _texts(stay)
+        old = replace(stay[0], key=replace(stay[0].key, protocol=50))
+        cache.put_entries([Entry(old, stored_ns=1000)])
+        assert cache.prune({}, before_ns=1000) == 0
+        assert cache.prune({}, before_ns=1001) == 1
+        assert _texts(cache) == _texts(stay)
+        assert cache.prune({}) == len(stay)
+        assert len(cache) == 0
+        assert cache.check().clean
+
+
+def cache_counts_what_it_holds(open_cache: OpenCache) -> None:
+    """The summary agrees with a count by hand."""
+    measurements = sample_measurements(80, seed=4)
+    with open_cache() as cache:
+        cache.put(measurements)
+        info = cache.info()
+        assert info.records == len(measurements)
+        for device in info.devices:
+            mine = [one for one in measurements if one.key.device == device.device]
+            assert device.records == len(mine) > 0
+            for status, count in device.records_by_status:
+                assert count == sum(one.status == status for one in mine)
+            assert sum(count for _, count in device.versions) == len(mine)
+            assert 0 < device.oldest_ns <= device.newest_ns
+        assert len(info.devices) == 2
+
+
+CACHE_LAWS: tuple[CacheLaw, ...] = (
+    cache_is_empty_at_first,
+    cache_finds_what_was_put,
+    cache_tells_keys_apart_by_every_field,
+    cache_lets_the_later_measurement_count,
+    cache_selects_by_any_field,
+    cache_survives_export_and_import,
+    cache_merges_a_folder,
+    cache_prunes_what_matches,
+    cache_counts_what_it_holds,
+)
