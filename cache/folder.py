@@ -51,7 +51,7 @@ def read_frame(path: Path) -> bytes | None:
     """
     try:
         return read_file(path, FRAME_BYTES)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, DamagedError):
         return b""

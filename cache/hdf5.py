@@ -162,7 +162,8 @@ class HDF5Cache(AbstractCache):
             self._require_writable()
         with self._held():
             report = inspect(self._path, self._use_locks, fix)
-            self.refresh()
+            if fix:
+                self.refresh()
         return report
 
     def info(self) -> CacheInfo:

@@ -29,6 +29,8 @@ from ucudnn.tables import plan_summary, plan_table
 from ucudnn.tuner import Progress
 from ucudnn.units import format_ns
 
+# A busy machine takes several times as long: then fewer rounds have to do.
+LEAST_ROUNDS, ENOUGH_S = 3, 75
 console = Console(width=170, soft_wrap=True, highlight=False)
 
 
@@ -104,7 +106,10 @@ def compare_steps(
     if not describe_allocator().startswith("glibc"):
         mallocs = {describe_allocator(): 0}
     samples = {(malloc, name): [] for malloc in mallocs for name in steps}
+    began = time.monotonic()
     for number in range(rounds + 1):
+        if number > LEAST_ROUNDS and time.monotonic() - began > ENOUGH_S:
+            break
         for malloc, threshold in mallocs.items():
             if threshold:
                 set_mmap_threshold(threshold)
@@ -137,13 +142,18 @@ def print_steps(
             table.add_row(malloc, name, step, f"{ratio:.2f} ({low:.2f} to {high:.2f})")
     console.print(table)
     for malloc in mallocs:
-        fastest = min(names, key=lambda name, malloc=malloc: median_ns(samples[malloc, name]))
-        if fastest != "ucudnn":
-            ratio, low, high = ratio_interval(samples[malloc, "ucudnn"], samples[malloc, fastest])
-            console.print(
-                f"With malloc {malloc}, {fastest} is the fastest: {ratio:.2f} times as fast as the "
-                f"plan ({low:.2f} to {high:.2f}). Where memory does not matter, use that."
-            )
+        rivals = [name for name in names if name != "ucudnn"]
+        best = min(rivals, key=lambda name, malloc=malloc: median_ns(samples[malloc, name]))
+        ratio, low, high = ratio_interval(samples[malloc, "ucudnn"], samples[malloc, best])
+        verdict = f"{best} and the plan differ by less than the noise"
+        if low > 1:
+            verdict = f"{best} is faster than the plan: where memory does not matter, use that"
+        elif high < 1:
+            verdict = f"the plan is faster than {best}, the best of the others"
+        console.print(
+            f"Malloc {malloc}: {verdict} (time of the plan over {best}: {ratio:.2f}, 95 % interval "
+            f"{low:.2f} to {high:.2f})."
+        )
     console.print()
 
 

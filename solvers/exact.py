@@ -2,11 +2,12 @@
 
 A choice whose reduced cost exceeds the gap between the best division known and the bound is in no
 better division, and is left out before anything is enumerated. The kernels that keep a second
-choice are added one by one to the relaxation's base, the cheapest second choice first. Of the
-partial divisions those stay that no other dominates and that the bound allows; whatever fits with
-the base for the rest may become the best known, which narrows the gap (the expanding core of
-Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995). All in integers,
-so optimal means optimal.
+choice are added one by one to the relaxation's base. Of the partial divisions those stay that no
+other dominates and that may still lead to something better, by the bound at several prices of
+memory; what fits with the base for the rest may become the best known, which narrows the gap
+(Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995). Kernels whose
+workspace changes in large steps come first: they cause the gap that the rest must then close. All
+in integers, so optimal means optimal.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from ucudnn.solvers.relaxation import Relaxation, relax
 
 # States that are followed after there were too many.
 _FOLLOWED = 1 << 12
+# States that are not worth a closer look.
+_FEW = 1 << 7
+# Prices at which a state's bound is taken, in 64ths of the price that is best for the whole pool:
+# what is best for the kernels that are left lies around it.
+_PRICES = (0, 16, 32, 48, 56, 60, 62, 63, 64, 65, 66, 68, 72, 80, 96, 128, 256)
+_BEST_PRICE = _PRICES.index(64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,25 @@ class _States:
     parents: Integers
     options: Integers
 
+    def only(self, kept: Integers) -> _States:
+        """Some of them, by place or by mask."""
+        return _States(self.extra[kept], self.later[kept], self.parents[kept], self.options[kept])
+
+
+@dataclass(frozen=True, eq=False)
+class _Rest:
+    """What the kernels after each turn can still contribute.
+
+    Args:
+        gap: what the choices of a better division may cost beyond the bound.
+        least: the fewest bytes that they can add; negative where they save.
+        cheapest: per price the least that they can add to a cost.
+    """
+
+    gap: int
+    least: Integers
+    cheapest: Integers
+
 
 class _Search:
     """The dynamic program, with the best division known as it goes."""
@@ -74,6 +100,7 @@ class _Search:
         self.best = relaxation.greedy
         self.best_ns = self._sum(choices.times, self.best)
         self._relaxation = relaxation
+        self._prices = np.array([relaxation.price * part // 64 for part in _PRICES])
         self._starts = choices.starts[:-1]
         self._base_ns = self._sum(choices.times, base)
         self._slack = pool.total_bytes - self._sum(choices.workspaces, base)
@@ -87,30 +114,25 @@ class _Search:
 
     def run(self, state_limit: int) -> bool:
         """Add kernels until nothing better can be left; False where states had to be dropped."""
-        proven = True
         none = self._extra[:1] * 0
         layers = [_States(none, none, np.zeros(1, np.int64), self._relaxation.base[:1])]
-        gap = self._gap()
-        least, most = self._reach(gap)
-        kernels = self._kernels(gap)
+        proven = True
+        kernels = self._kernels()
+        rest = self._rest(kernels)
         for turn, kernel in enumerate(kernels):
-            if self._gap() < gap:
-                gap = self._gap()
-                least, most = self._reach(gap)
-            options = self._options(kernel, gap)
-            rest = kernels[turn + 1 :]
-            if not set(options.tolist()) <= {int(self._relaxation.base[kernel])}:
-                states = self._combine(
-                    layers[-1], options, gap, int(least[rest].sum()), int(most[rest].sum())
-                )
-                if len(states.extra) > state_limit:
-                    states, proven = self._thin(states), False
-                layers.append(states)
-                self._improve(layers)
+            if self._gap() < rest.gap:
+                rest = self._rest(kernels)
+            options = self._options(kernel, rest.gap)
+            if set(options.tolist()) <= {int(self._relaxation.base[kernel])}:
+                continue
+            states = self._promising(self._combined(layers[-1], options, rest, turn), rest, turn)
+            if len(states.extra) > state_limit:
+                states, proven = states.only(self._cheapest(states)), False
+            layers.append(states)
+            self._improve(layers)
         return proven
 
     def _gap(self) -> int:
-        """What the choices of a better division may cost beyond the bound."""
         return self._relaxation.scale * (self.best_ns - 1) - self._relaxation.bound
 
     def _options(self, kernel: int, gap: int) -> Integers:
@@ -118,50 +140,58 @@ class _Search:
         allowed = self._relaxation.reduced[places.start : places.stop] <= gap
         return np.flatnonzero(allowed) + places.start
 
-    def _kernels(self, gap: int) -> list[int]:
-        """Kernels with more than one choice left, the cheapest second choice first."""
-        second = self._relaxation.reduced.copy()
-        second[self._relaxation.base] = gap + 1
-        cheapest = np.minimum.reduceat(second, self._starts)
-        order = np.argsort(cheapest, kind="stable")
-        return order[: np.count_nonzero(cheapest <= gap)].tolist()  # type: ignore[no-any-return]
+    def _kernels(self) -> list[int]:
+        """Kernels with another choice than the base's, those of the largest steps first."""
+        others = self._relaxation.reduced <= self._gap()
+        others[self._relaxation.base] = False
+        largest = abs(self._extra).max() + 1
+        steps = np.minimum.reduceat(np.where(others, abs(self._extra), largest), self._starts)
+        order = np.argsort(-steps, kind="stable")
+        return [kernel for kernel in order.tolist() if steps[kernel] < largest]
 
-    def _reach(self, gap: int) -> tuple[Integers, Integers]:
-        """Per kernel by how many bytes its remaining choices can differ from the base."""
-        extra = np.where(self._relaxation.reduced <= gap, self._extra, 0)
-        return np.minimum.reduceat(extra, self._starts), np.maximum.reduceat(extra, self._starts)
+    def _rest(self, kernels: list[int]) -> _Rest:
+        gap = self._gap()
+        allowed = self._relaxation.reduced <= gap
+        allowed[self._relaxation.base] = True  # so that every kernel has a choice
+        places = allowed.nonzero()[0]
+        starts = np.searchsorted(places, self._starts)
+        extra, later = self._extra[places], self._later[places]
+        costs = self._relaxation.scale * later + self._prices[:, None] * extra
+        cheapest = np.minimum.reduceat(costs, starts, axis=1)[:, kernels]
+        least = np.minimum.reduceat(extra, starts)[kernels]
+        return _Rest(gap, _sums_after(least), _sums_after(cheapest))
 
-    def _combine(
-        self, states: _States, options: Integers, gap: int, least: int, most: int
-    ) -> _States:
-        """All states with all choices of one more kernel, less those that lead to nothing better.
-
-        Args:
-            states: before.
-            options: choices of the kernel.
-            gap: what a better division may cost beyond the bound.
-            least: bytes that the kernels after this one can add, negative where they save.
-            most: the same, at most.
-        """
+    def _combined(self, states: _States, options: Integers, rest: _Rest, turn: int) -> _States:
+        """All states with all choices of one more kernel, less those that others dominate."""
         extra = (self._extra[options, None] + states.extra).reshape(-1)
         later = (self._later[options, None] + states.later).reshape(-1)
-        # Bytes that no kernel after this one can use are paid for and left over.
-        unused = np.maximum(self._slack - most - extra, 0)
-        cost = self._relaxation.scale * later + self._relaxation.price * (extra + unused)
-        alive = np.flatnonzero((cost <= gap) & (extra + least <= self._slack))
+        alive = self._may_improve(extra, later, rest, turn, _BEST_PRICE)
+        alive = np.flatnonzero(alive & (extra + rest.least[turn] <= self._slack))
         alive = alive[np.lexsort((later[alive], extra[alive]))]
         lowest = np.minimum.accumulate(later[alive])
         kept = alive[np.append(True, lowest[1:] < lowest[:-1])[: len(alive)]]
         count = len(states.extra)
         return _States(extra[kept], later[kept], kept % count, options[kept // count])
 
-    def _thin(self, states: _States) -> _States:
-        """The states that cost least beyond the bound."""
+    def _promising(self, states: _States, rest: _Rest, turn: int) -> _States:
+        """The states that may still lead to a better division, at every price."""
+        for price in range(len(_PRICES) if len(states.extra) > _FEW else 0):
+            alive = self._may_improve(states.extra, states.later, rest, turn, price)
+            states = states.only(alive)
+        return states
+
+    def _may_improve(
+        self, extra: Integers, later: Integers, rest: _Rest, turn: int, price: int
+    ) -> Integers:
+        """Whether the bound of a state is below the best time known: time plus price of memory."""
+        room = self._relaxation.scale * (self.best_ns - 1 - self._base_ns)
+        paid = self._relaxation.scale * later + self._prices[price] * (extra - self._slack)
+        return paid + rest.cheapest[price, turn] <= room  # type: ignore[no-any-return]
+
+    def _cheapest(self, states: _States) -> Integers:
+        """Places of the states that cost least beyond the bound."""
         cost = self._relaxation.scale * states.later + self._relaxation.price * states.extra
-        kept = np.sort(np.argsort(cost, kind="stable")[:_FOLLOWED])
-        return _States(
-            states.extra[kept], states.later[kept], states.parents[kept], states.options[kept]
-        )
+        return np.sort(np.argsort(cost, kind="stable")[:_FOLLOWED])
 
     def _improve(self, layers: list[_States]) -> None:
         """Complete the fastest state that fits with the base; it may be the best division."""
@@ -176,3 +206,9 @@ class _Search:
             kernel = int(np.searchsorted(self._starts, option, "right")) - 1
             self.best[kernel] = option
             place = int(layer.parents[place])
+
+
+def _sums_after(values: Integers) -> Integers:
+    """Along the last axis the sum of all values after each."""
+    backwards = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
+    return backwards - values

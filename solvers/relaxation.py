@@ -117,10 +117,13 @@ def relax(pool: Pool) -> Relaxation:
 
 
 def _scale(choices: Choices, saved: int, extra: int) -> int | None:
-    """The largest power of two that keeps sums of all costs in 64 bits, None where 1 does not."""
+    """The largest power of two that keeps sums of all costs in 64 bits, None where 1 does not.
+
+    Whoever uses the relaxation may multiply its price by 4.
+    """
     count = len(choices.starts)
     time, workspace = (count * int(max(a)) for a in (choices.times, choices.workspaces))
-    room = SAFE * extra // (time * extra + workspace * (saved + extra))
+    room = SAFE * extra // (time * extra + workspace * (4 * saved + extra))
     return 1 << (room.bit_length() - 1) if room and choices.times.dtype != object else None
 
 

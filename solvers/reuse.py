@@ -63,8 +63,7 @@ def reuse(
         max_chunks = max_chunks if max_chunks < batch else None
     lists = _by_role(items, first, accumulate, align)
     rows = one_list(max_chunks) if ANY in lists else three_lists(max_chunks)
-    fitting = [(item, role) for role, ones in lists.items() for item in ones if item.batch <= batch]
-    costs = order([item for item, _ in fitting], [role for _, role in fitting], batch, launch_ns)
+    costs = order(lists, batch, launch_ns)
     return ReuseTable(batch, align, launch_ns, rows, costs, Sweep(rows, costs, batch, align).run())
 
 

@@ -79,19 +79,26 @@ class Costs:
     unit_chunk: int
 
 
-def order(items: Sequence[Item], roles: Sequence[int], batch: int, launch_ns: int) -> Costs:
+def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Costs:
     """Sort items for the sweep and fold time, chunk count and rank into one integer each.
 
     Any order within one workspace gives the same costs; good ones first makes for fewer passes,
     and a total order makes equal inputs in another order give equal splits.
+
+    Args:
+        lists: items by their role; those beyond the batch are left out.
+        batch: the largest batch.
+        launch_ns: what every item costs beside its own time.
     """
-    batches = np.fromiter((item.batch for item in items), np.int64, len(items))
+    fitting = {role: [i for i in ones if i.batch <= batch] for role, ones in lists.items()}
+    items = [item for ones in fitting.values() for item in ones]
+    roles = np.repeat(list(fitting), [len(ones) for ones in fitting.values()])
+    batches = np.array([item.batch for item in items], np.int64)
     times = integers([item.time_ns + launch_ns for item in items])
     workspaces = integers([item.workspace_bytes for item in items])
     ranks = integers([item.rank for item in items])
     names = {name: place for place, name in enumerate(sorted({i.algorithm for i in items}))}
-    places = np.fromiter((names[item.algorithm] for item in items), np.int64, len(items))
-    roles_array = np.fromiter(roles, np.int64, len(items))
+    places = np.array([names[item.algorithm] for item in items], np.int64)
     unit_chunk = batch * int(ranks.max(initial=0)) + 1
     unit_ns = (batch + 1) * unit_chunk
     rates = times.astype(float) / batches
@@ -99,10 +106,10 @@ def order(items: Sequence[Item], roles: Sequence[int], batch: int, launch_ns: in
     if most > SAFE:
         times, most = times.astype(object), batch * (int(times.max()) + 1) * unit_ns
     keys = times * unit_ns + unit_chunk + ranks
-    sweep = np.lexsort((places, roles_array, ranks, batches, rates, workspaces))
+    sweep = np.lexsort((places, roles, keys, batches, rates, workspaces))
     return Costs(
         items=tuple(items[i] for i in sweep.tolist()),
-        roles=roles_array[sweep],
+        roles=roles[sweep],
         batches=batches[sweep],
         workspaces=workspaces[sweep],
         keys=keys[sweep],
@@ -171,7 +178,7 @@ class Sweep:
 
     def _lower(self, row: int, first: int, step: int, found: Integers, index: int) -> None:
         current = self._cost[row, first : self._end : step][: len(found)]
-        better = np.flatnonzero(found < current)
+        better = (found < current).nonzero()[0]
         if len(better):
             lowered = found[better]
             current[better] = lowered

@@ -1,4 +1,4 @@
-"""A seeded twentieth of benchmarks/cache_torture.py: kills, crowds, damage, full and closed disks."""
+"""A seeded twentieth of benchmarks/cache_torture.py: kills, crowds, damage, bad disks."""
 
 from __future__ import annotations
 

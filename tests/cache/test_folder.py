@@ -1,0 +1,357 @@
+"""The folder of a cache: where it is, who may write it, what a put, a crash and a race leave."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ucudnn import cache as caches
+from ucudnn import testing
+from ucudnn.cache import CacheWarning, hdf5, reader, shelf
+from ucudnn.errors import CacheError, ConfigError
+from ucudnn.measurement import Device, Measurement
+
+DEVICE = Device("cpu", "one")
+MEASUREMENTS = [
+    replace(one, key=replace(one.key, device=DEVICE))
+    for one in testing.sample_measurements(60, seed=9)[1::3]
+]
+
+
+def texts(measurements: Any) -> list[str]:
+    return sorted(map(repr, measurements))
+
+
+def test_the_folder_is_the_argument_then_the_variable_then_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCUDNN_CACHE", str(tmp_path / "variable"))
+    assert caches.default_path(tmp_path / "argument") == tmp_path / "argument"
+    assert caches.default_path() == tmp_path / "variable"
+    monkeypatch.delenv("UCUDNN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert caches.default_path() == tmp_path / "home" / "ucudnn"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert caches.default_path("~/mine:/image") == tmp_path / "mine"
+    with caches.open() as cache:
+        cache.put(MEASUREMENTS)
+    assert (tmp_path / "home" / "ucudnn" / "cpu-one.h5").is_file()
+
+
+def test_another_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mode must be one of a, r, got 'w'"):
+        caches.open(mode="w")
+
+
+def test_opening_and_asking_writes_nothing(tmp_path: Path) -> None:
+    for mode in ("a", "r"):
+        with caches.open(tmp_path / "cache", mode) as cache:
+            assert cache.get(MEASUREMENTS[0].key) is None
+            assert cache.check().clean
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_opened_for_reading_is_not_written(tmp_path: Path) -> None:
+    with caches.open(tmp_path, "r") as cache:
+        for change in (
+            lambda: cache.put(MEASUREMENTS),
+            lambda: cache.prune({}),
+            lambda: cache.merge(tmp_path),
+            lambda: cache.check(fix=True),
+        ):
+            with pytest.raises(CacheError, match="opened for reading; open it with mode='a'"):
+                change()
+
+
+def test_a_put_is_one_file_synced_once_and_is_there_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    fsync = os.fsync
+
+    def counting(handle: int) -> None:
+        synced.append(stat.S_ISREG(os.fstat(handle).st_mode))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", counting)
+    cache = caches.open(tmp_path)
+    cache.put(MEASUREMENTS[:10])
+    assert synced.count(True) == 1
+    assert len(list(tmp_path.rglob("*.h5"))) == 1
+    cache.put(MEASUREMENTS[10:])
+    assert synced.count(True) == 2
+    assert len(list(tmp_path.rglob("*.h5"))) == 2
+    with caches.open(tmp_path, "r") as other:
+        assert texts(other) == texts(MEASUREMENTS)
+
+
+def test_a_number_that_cannot_be_stored_keeps_the_whole_put_out(tmp_path: Path) -> None:
+    too_large = Measurement(MEASUREMENTS[0].key, "ok", 2**63)
+    with caches.open(tmp_path) as cache:
+        with pytest.raises(CacheError, match="below 2\\^63"):
+            cache.put([*MEASUREMENTS, too_large])
+        assert len(cache) == 0
+    assert not list(tmp_path.rglob("*.h5"))
+
+
+def test_closing_leaves_one_file_and_reading_goes_on(tmp_path: Path) -> None:
+    cache = caches.open(tmp_path)
+    for one in MEASUREMENTS:
+        cache.put([one])
+    cache.close()
+    cache.close()
+    assert [path.name for path in tmp_path.rglob("*.h5")] == ["cpu-one.h5"]
+    assert texts(cache) == texts(MEASUREMENTS)
+    cache.put([replace(MEASUREMENTS[0], notes=("again",))])
+    assert cache.get(MEASUREMENTS[0].key).notes == ("again",)
+
+
+def test_a_writer_compacts_its_own_files_as_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf, "_MANY_SEGMENTS", 4)
+    cache = caches.open(tmp_path)
+    for one in MEASUREMENTS:
+        cache.put([one])
+        assert len(list(tmp_path.rglob("*.h5"))) <= 4
+    with caches.open(tmp_path, "r") as other:
+        assert texts(other) == texts(MEASUREMENTS)
+
+
+def test_a_large_file_is_not_rewritten_for_a_few_entries(tmp_path: Path) -> None:
+    many = [
+        replace(one, key=replace(one.key, protocol=n)) for one in MEASUREMENTS for n in range(9)
+    ]
+    with caches.open(tmp_path) as cache:
+        cache.put(many)
+    compacted = tmp_path / "cpu-one.h5"
+    data = compacted.read_bytes()
+    for one in MEASUREMENTS[:3]:
+        with caches.open(tmp_path) as cache:
+            cache.put([replace(one, key=replace(one.key, protocol=99))])
+    assert compacted.read_bytes() == data
+    assert len(list(tmp_path.rglob("*.h5"))) == 2
+    with caches.open(tmp_path) as cache:
+        assert len(cache) == len(many) + 3
+
+
+def test_each_kind_of_device_has_its_files(tmp_path: Path) -> None:
+    key = MEASUREMENTS[0].key
+    devices = [
+        Device("cuda", "NVIDIA H200", compute_capability="9.0", power_limit_w=700),
+        Device("cuda", "NVIDIA H200", compute_capability="9.0", power_limit_w=350),
+        Device("cpu", "../../Prozessor µ ünd / 2", "AVX2"),
+        Device("cpu", ""),
+    ]
+    put = [Measurement(replace(key, device=one), "ok", 1 + n) for n, one in enumerate(devices)]
+    with caches.open(tmp_path) as cache:
+        cache.put(put)
+    names = {path.name for path in tmp_path.iterdir() if path.suffix == ".h5"}
+    assert names == {"cuda-nvidia-h200-9.0.h5", "cpu-..-..-prozessor-nd-2.h5", "cpu.h5"}
+    with caches.open(tmp_path) as cache:
+        assert [cache.get(one.key) for one in put] == put
+        found = [one.device for one in cache.info().devices]
+        assert found == [devices[3], devices[2], devices[1], devices[0]]
+
+
+def test_the_first_of_two_folders_is_written_and_wins(tmp_path: Path) -> None:
+    image, mine = tmp_path / "image", tmp_path / "mine"
+    with caches.open(image) as cache:
+        cache.put(MEASUREMENTS)
+    before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
+    again = replace(MEASUREMENTS[0], notes=("mine",))
+    with caches.open(f"{mine}{os.pathsep}{image}") as cache:
+        assert texts(cache) == texts(MEASUREMENTS)
+        cache.put([again])
+        assert cache.get(again.key) == again
+        assert texts(cache) == texts([again, *MEASUREMENTS[1:]])
+        assert cache.info().files == 2
+        assert cache.check(fix=True).clean
+    assert {path: path.stat().st_mtime_ns for path in image.rglob("*")} == before
+    with caches.open(mine) as cache:
+        assert list(cache) == [again]
+
+
+def test_a_place_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        caches.open(tmp_path / "file" / "c") as cache,
+    ):
+        warnings.simplefilter("always")
+        for one in MEASUREMENTS:
+            cache.put([one])
+            assert texts([cache.get(one.key)]) == texts([one])
+        assert len(cache) == len(MEASUREMENTS)
+    (said,) = caught
+    assert issubclass(said.category, CacheWarning)
+    assert "cannot be written" in str(said.message)
+    assert "kept in memory" in str(said.message)
+
+
+def test_what_waited_is_written_when_the_disk_takes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS[:5])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", full)
+            with pytest.warns(CacheWarning, match="No space left on device"):
+                cache.put(MEASUREMENTS[5:10])
+            cache.put(MEASUREMENTS[10:15])
+        assert len(list(tmp_path.rglob("*.h5"))) == 1
+        assert not list(tmp_path.rglob(".new-*"))
+        cache.put(MEASUREMENTS[15:])
+        with caches.open(tmp_path, "r") as other:
+            assert texts(other) == texts(MEASUREMENTS)
+
+
+def test_what_waited_is_written_at_the_end(tmp_path: Path) -> None:
+    place = tmp_path / "cache"
+    place.write_text("in the way")
+    with caches.open(place) as cache:
+        with pytest.warns(CacheWarning, match="cannot be written"):
+            cache.put(MEASUREMENTS)
+        place.unlink()
+    with caches.open(place, "r") as cache:
+        assert texts(cache) == texts(MEASUREMENTS)
+
+
+def test_a_child_sees_what_its_parent_put_and_the_other_way_round(tmp_path: Path) -> None:
+    program = """
+import os, sys, ucudnn.cache
+from ucudnn.testing import sample_measurements
+measurements = sample_measurements(30)
+with ucudnn.cache.open(sys.argv[1]) as cache:
+    cache.put(measurements[:10])
+    child = os.fork()
+    if child == 0:
+        with ucudnn.cache.open(sys.argv[1]) as other:
+            other.put(measurements[10:20])
+        assert cache.get(measurements[15].key) is not None
+        cache.put(measurements[20:])
+        assert len(cache) == 30
+        cache.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.get(measurements[5].key) is not None
+    cache.refresh()
+    assert len(cache) == 30
+    assert cache.check().clean
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+
+
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Callable[[], None]
+) -> None:
+    """Let another process do something just before a function of ours first returns."""
+    original, done = getattr(module, name), []
+
+    def wrapper(*arguments: Any) -> Any:
+        result = original(*arguments)
+        if not done:
+            done.append(True)
+            then()
+        return result
+
+    monkeypatch.setattr(module, name, wrapper)
+
+
+@pytest.mark.parametrize("name", ["read_frame", "names_in", "read_file"])
+def test_a_reader_misses_nothing_while_another_compacts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path) as first:
+        first.put(MEASUREMENTS[:5])
+    other = caches.open(tmp_path, use_locks=False)
+    other.put(MEASUREMENTS[5:12])
+    other.put(MEASUREMENTS[12:])
+    interrupted(monkeypatch, reader, name, other.close)
+    with caches.open(tmp_path, "r") as cache:
+        assert texts(cache) == texts(MEASUREMENTS)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(shelf, "merged"), (shelf, "write_file"), (os, "rename"), (os, "link")]
+)
+def test_two_that_compact_at_once_lose_nothing(
+    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path) as first:
+        first.put(MEASUREMENTS[:5])
+    other = caches.open(tmp_path, use_locks=False)
+    other.put(MEASUREMENTS[5:12])
+    mine = caches.open(tmp_path, use_locks=False)
+    mine.put(MEASUREMENTS[12:])
+
+    def intrude() -> None:
+        other.put([replace(MEASUREMENTS[0], notes=("newer",))])
+        other.close()
+
+    interrupted(monkeypatch, module, name, intrude)
+    mine.close()
+    with caches.open(tmp_path) as cache:
+        wanted = [replace(MEASUREMENTS[0], notes=("newer",)), *MEASUREMENTS[1:]]
+        assert texts(cache) == texts(wanted)
+        assert cache.check().clean
+    mine.refresh()
+    other.refresh()
+    assert texts(mine) == texts(other) == texts(wanted)
+
+
+def test_a_file_system_without_links_or_locks_keeps_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(shelf.FileLock, "acquire", refuse)
+    for start in range(0, len(MEASUREMENTS), 5):
+        with caches.open(tmp_path) as cache:
+            cache.put(MEASUREMENTS[start : start + 5])
+    with caches.open(tmp_path) as cache:
+        assert texts(cache) == texts(MEASUREMENTS)
+        assert cache.check().clean
+    assert len(list(tmp_path.rglob("*.h5"))) == 1
+
+
+def test_nobody_waits_for_a_lock_but_pruning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hdf5, "_LOCK_WAIT_S", 0.05)
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS)
+    with shelf.FileLock(tmp_path / "cpu-one.h5.lock"), caches.open(tmp_path) as cache:
+        cache.put([replace(MEASUREMENTS[0], notes=("newer",))])
+        with pytest.raises(CacheError, match="another process is compacting"):
+            cache.prune({})
+    assert len(list(tmp_path.rglob("*.h5"))) == 2
+    with caches.open(tmp_path) as cache:
+        assert cache.get(MEASUREMENTS[0].key).notes == ("newer",)
+
+
+def test_a_clock_that_runs_behind_does_not_hide_what_is_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS)
+    monkeypatch.setattr(shelf, "time_ns", lambda: 1)
+    newer = replace(MEASUREMENTS[0], notes=("newer",))
+    with caches.open(tmp_path) as cache:
+        cache.put([newer])
+    with caches.open(tmp_path) as cache:
+        assert cache.get(newer.key) == newer

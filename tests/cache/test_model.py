@@ -1,0 +1,86 @@
+"""A cache against a dictionary: whatever is done in whatever order, both hold the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ucudnn import cache as caches
+from ucudnn import testing
+from ucudnn.cache import Entry, shelf
+from ucudnn.cache.tabulate import merged, tabulate
+from ucudnn.measurement import Measurement, MeasurementKey
+
+KEYS = [one.key for one in testing.sample_measurements(25, seed=8)]
+
+
+def random_measurement(chance: random.Random) -> Measurement:
+    """A measurement of one of KEYS."""
+    template = chance.choice(testing.sample_measurements(8, seed=chance.randrange(50)))
+    return replace(template, key=chance.choice(KEYS), notes=(str(chance.random()),))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_sequence_of_operations(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf, "_MANY_SEGMENTS", 5)
+    chance = random.Random(seed)
+    model: dict[MeasurementKey, Measurement] = {}
+    handles = [caches.open(tmp_path, use_locks=bool(n)) for n in range(2)]
+    for _ in range(50):
+        place = chance.randrange(2)
+        cache = handles[place]
+        action = chance.choice(("put", "put", "put", "close", "reopen", "merge", "prune"))
+        cache.refresh()
+        if action == "put":
+            put = [random_measurement(chance) for _ in range(chance.randrange(4))]
+            cache.put(put)
+            model.update({one.key: one for one in put})
+        elif action == "close":
+            cache.close()
+        elif action == "reopen":
+            handles[place] = cache = caches.open(tmp_path)
+        elif action == "merge":
+            assert cache.merge(tmp_path).added == 0
+        elif chance.randrange(3) == 0:
+            status = chance.choice(("ok", "failed"))
+            gone = [key for key, one in model.items() if one.status == status]
+            assert cache.prune({"status": status}) == len(gone)
+            for key in gone:
+                del model[key]
+            handles = [caches.open(tmp_path), caches.open(tmp_path)]
+            cache = handles[place]
+        assert sorted(map(repr, cache)) == sorted(map(repr, model.values()))
+        key = chance.choice(KEYS)
+        assert repr(cache.get(key)) == repr(model.get(key))
+    assert handles[0].check().clean
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tables_merge_like_dictionaries_in_any_order(seed: int) -> None:
+    chance = random.Random(seed)
+    entries = [
+        Entry(random_measurement(chance), stored_ns=chance.randrange(1, 40), device_uuid=f"{n % 3}")
+        for n in range(120)
+    ]
+    parts: list[list[Entry]] = [[] for _ in range(6)]
+    for entry in entries:
+        chance.choice(parts).append(entry)
+    tables = [tabulate(part) for part in parts]
+    whole = tabulate(entries)
+    chance.shuffle(tables)
+    once = merged(tables)
+    stepwise = merged([merged(tables[:2]), merged([*tables[2:], tables[0]])])
+    latest: dict[MeasurementKey, int] = {}
+    for entry in entries:
+        key = entry.measurement.key
+        latest[key] = max(latest.get(key, 0), entry.stored_ns)
+    for table in (once, stepwise):
+        assert sorted(map(repr, table.entries())) == sorted(map(repr, whole.entries()))
+    found = {entry.measurement.key: entry.stored_ns for entry in once.entries()}
+    assert found == latest
+    assert set(map(repr, once.entries())) <= set(map(repr, entries))

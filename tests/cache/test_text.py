@@ -1,0 +1,189 @@
+"""CSV and JSON: what the files look like, and what is said of those that cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ucudnn.cache import Entry, MemoryCache
+from ucudnn.errors import CacheError
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.problem import Problem
+
+KEY = MeasurementKey(
+    Problem("wgrad", 32, 64, 192, (27, 28), (5, 3), padding=((2, 1), (0, 0)), dtype="float16"),
+    "eng67_k2=20",
+    Device("cuda", "NVIDIA H200", compute_capability="9.0"),
+    Software("2.13.0", cudnn="9.28.0"),
+    Conditions("later", captured=True),
+    3,
+)
+ENTRY = Entry(
+    Measurement(KEY, "ok", 1500, 20, (1490, 1500), 9 << 20, 1.5e-7, notes=("tensor core", "a,b")),
+    stored_ns=1_700_000_000_000_000_001,
+    device_uuid="GPU-5a3c",
+)
+
+
+@pytest.fixture(params=[".csv", ".json"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """An exported file with ENTRY, of either kind."""
+    path = tmp_path / f"timings{request.param}"
+    cache = MemoryCache()
+    cache.put_entries([ENTRY])
+    assert cache.export(path) == 1
+    return path
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edit the only record of a file as text (CSV) or as values (JSON)."""
+    if path.suffix == ".csv":
+        with path.open(newline="") as stream:
+            (record,) = csv.DictReader(stream)
+        edit(record)
+        with path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(record))
+            writer.writeheader()
+            writer.writerow(record)
+    else:
+        document = json.loads(path.read_text())
+        edit(document["measurements"][0])
+        path.write_text(json.dumps(document))
+
+
+def imported(path: Path) -> list[Entry]:
+    with MemoryCache() as cache:
+        cache.import_(path)
+        return list(cache.entries())
+
+
+def test_a_csv_has_a_column_per_field(tmp_path: Path) -> None:
+    path = tmp_path / "timings.csv"
+    cache = MemoryCache()
+    cache.put_entries([ENTRY])
+    cache.export(path)
+    with path.open(newline="") as stream:
+        (record,) = csv.DictReader(stream)
+    assert record["problem.input_size"] == "27x28"
+    assert record["problem.padding"] == "2:1x0:0"
+    assert record["software.cudnn"] == "9.28.0"
+    assert record["conditions.captured"] == "true"
+    assert record["time_ns"] == "1500"
+    assert record["samples"] == "1490x1500"
+    assert record["notes"] == '["tensor core", "a,b"]'
+    assert record["stored_ns"] == "1700000000000000001"
+
+
+def test_a_json_document_has_an_object_per_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    cache = MemoryCache()
+    cache.put_entries([ENTRY])
+    cache.export(path)
+    document = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert (document["format"], document["version"]) == ("ucudnn-measurements", 1)
+    (record,) = document["measurements"]
+    assert record["problem.padding"] == [[2, 1], [0, 0]]
+    assert record["samples"] == [1490, 1500]
+    assert record["error"] == 1.5e-7
+
+
+def test_it_comes_back_as_it_was(file: Path) -> None:
+    assert imported(file) == [ENTRY]
+
+
+def test_what_a_later_version_adds_to_the_numbers_is_left_out(file: Path) -> None:
+    change(file, lambda record: record.update(energy_uj="17"))
+    assert imported(file) == [ENTRY]
+
+
+def test_what_an_older_version_lacks_gets_its_default(file: Path) -> None:
+    change(file, lambda record: [record.pop(n) for n in ("stored_ns", "conditions.role", "notes")])
+    (entry,) = imported(file)
+    assert entry.measurement.key.conditions == Conditions("alone", captured=True)
+    assert entry.measurement.notes == ()
+    assert entry.stored_ns > ENTRY.stored_ns
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("time_ns", "soon", "time_ns must be int | None, got 'soon'"),
+        ("samples", "1x?", "samples must be tuple[int, ...], got '1x?'"),
+        ("conditions.captured", "yes", "conditions.captured must be bool, got 'yes'"),
+        ("problem.padding", "1x:2", "problem.padding must be tuple[tuple[int, int], ...]"),
+        ("problem.stride", "0x1", "stride must be an int of at least 1, got 0"),
+        ("error", "small", "error must be float | None, got 'small'"),
+        ("status", "guessed", "status must be one of ok, screened, untimed, failed, got 'guessed'"),
+        ("problem.op", "conv", "op must be one of fprop, dgrad, wgrad, got 'conv'"),
+        ("status", "failed", "time_ns=1500 does not go with status 'failed'"),
+        ("device.l2_bytes", "5", "its key has the unknown field device.l2_bytes"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_place_and_nothing_is_taken(
+    name: str, value: str, reason: str, file: Path
+) -> None:
+    sizes = [0, 1] if file.suffix == ".json" and name == "problem.stride" else value
+    change(file, lambda record: record.update({name: sizes}))
+    place = "line 2" if file.suffix == ".csv" else "measurement 1"
+    cache = MemoryCache()
+    with pytest.raises(CacheError) as error:
+        cache.import_(file)
+    assert f"{file} {place}: " in str(error.value)
+    assert reason in str(error.value)
+    assert len(cache) == 0
+
+
+@pytest.mark.parametrize("value", [1.5, True, [1], 2**63])
+def test_json_values_must_have_their_type(value: object, tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    cache = MemoryCache()
+    cache.put_entries([ENTRY])
+    cache.export(path)
+    change(path, lambda record: record.update(time_ns=value))
+    with pytest.raises(CacheError, match="time_ns must be int"):
+        imported(path)
+
+
+def test_a_missing_value_is_named(file: Path) -> None:
+    change(file, lambda record: record.pop("algorithm"))
+    with pytest.raises(CacheError, match="algorithm is missing"):
+        imported(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("x.txt", b"", "exported and imported as .csv or .json, got 'x.txt'"),
+        ("x.csv", b"", "line 1: a table of measurements has the columns"),
+        ("x.csv", b"name,op\nconv1,fprop\n", "import a probe's timings.csv with its layer tables"),
+        ("x.csv", b"\xff\xfe\x00", "it is not text"),
+        ("x.csv", b"problem.op,status\nfprop\n", "line 2: 2 values are needed, got 1"),
+        ("x.json", b"{", "not valid JSON"),
+        ("x.json", b"[]", "no format='ucudnn-measurements'"),
+        ("x.json", b'{"format": "ucudnn-measurements", "version": 2}', "format version 2"),
+        ("x.json", b'{"format": "ucudnn-measurements", "version": 1}', "a list of objects"),
+    ],
+)
+def test_another_file_is_refused(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CacheError) as error:
+        imported(tmp_path / name)
+    assert reason in str(error.value)
+
+
+def test_files_that_cannot_be_reached_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="cannot read .*none.csv: No such file"):
+        imported(tmp_path / "none.csv")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="cannot write .*choose another path"):
+        MemoryCache().export(tmp_path / "file" / "x.csv")
+
+
+def test_a_filter_names_fields_that_exist() -> None:
+    with pytest.raises(CacheError, match="there is no field 'batch'; fields are problem.op"):
+        list(MemoryCache().select({"batch": 3}))
