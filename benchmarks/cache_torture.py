@@ -37,7 +37,8 @@ from ucudnn.testing import sample_measurements
 
 DEVICE = Device("cpu", "torture")
 SOFTWARE = Software("2.13.0", cudnn="9.28.0")
-KILL_WITHIN_S = 0.12
+KILL_WITHIN_S = 0.2
+KILLS_PER_CHECK = 20
 TRIALS_PER_CHILD = 250
 TRIAL_LIMIT_S = 120
 MIB = 1 << 20
@@ -95,26 +96,17 @@ def writer_until_killed(root: Path, writer: int, acknowledge: int, locks: bool) 
 
 def kill(fraction: float, chance: random.Random, counts: Counter[str]) -> None:
     kills = max(1, round(1000 * fraction))
+    lost = 0
     with tempfile.TemporaryDirectory() as folder:
         acknowledged: dict[int, int] = {}
         for writer in range(kills):
-            source, target = os.pipe()
-            child = in_child(
-                lambda w=writer, t=target: writer_until_killed(Path(folder), w, t, w % 2 == 0)
-            )
-            os.close(target)
-            time.sleep(chance.uniform(0, KILL_WITHIN_S))
-            os.kill(child, signal.SIGKILL)
-            exit_status(child)
-            with os.fdopen(source, "rb") as stream:
-                said = stream.read()
-            acknowledged[writer] = int.from_bytes(said[-4:], "little")
+            acknowledged[writer] = kill_one(Path(folder), writer, chance.uniform(0, KILL_WITHIN_S))
+            if writer % KILLS_PER_CHECK == KILLS_PER_CHECK - 1:
+                # Closing it also makes one file of what the dead left, as any later user would.
+                with caches.open(folder) as cache:
+                    lost += count_lost(cache, acknowledged)
         with caches.open(folder) as cache:
-            lost = sum(
-                cache.get(key(writer, number)) != measurement(writer, number)
-                for writer, count in acknowledged.items()
-                for number in range(count)
-            )
+            lost += count_lost(cache, acknowledged)
             wrong = sum(one != true_measurement(one.key) for one in cache)
             clean = cache.check().clean
         expect(counts, "writers killed", kills, kills)
@@ -122,6 +114,26 @@ def kill(fraction: float, chance: random.Random, counts: Counter[str]) -> None:
         expect(counts, "lost", lost, 0)
         expect(counts, "wrong", wrong, 0)
         expect(counts, "check is clean", clean, 1)
+
+
+def kill_one(folder: Path, writer: int, after_s: float) -> int:
+    """Kill a writer after some time; how many of its measurements it had acknowledged."""
+    source, target = os.pipe()
+    child = in_child(lambda: writer_until_killed(folder, writer, target, writer % 2 == 0))
+    os.close(target)
+    time.sleep(after_s)
+    os.kill(child, signal.SIGKILL)
+    exit_status(child)
+    with os.fdopen(source, "rb") as stream:
+        return int.from_bytes(stream.read()[-4:], "little")
+
+
+def count_lost(cache: caches.AbstractCache, acknowledged: dict[int, int]) -> int:
+    return sum(
+        cache.get(key(writer, number)) != measurement(writer, number)
+        for writer, count in acknowledged.items()
+        for number in range(count)
+    )
 
 
 def true_measurement(of: MeasurementKey) -> Measurement:

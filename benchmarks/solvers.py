@@ -3,8 +3,7 @@
     python benchmarks/solvers.py            # about a minute
     python benchmarks/solvers.py --highs    # and what HiGHS takes for the same divisions
 
-Times of algorithms are synthetic: 60 engines per layer, each with its own tile size, start-up cost
-and workspace, faster where the workspace is larger. The numbers in brackets are those of the
+Times of algorithms are synthetic (solvers_instances.py). The numbers in brackets are those of the
 released mu-cuDNN (its dynamic program compiled with -O2, and its GLPK model) on instances of the
 same sizes; they were measured before and are only repeated here.
 """
@@ -14,76 +13,22 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import random
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from solvers_instances import LAYER, Front, engines, network  # beside this script
 
 import ucudnn
-from ucudnn.layer_table import read_layers
-from ucudnn.problem import Problem
-from ucudnn.solvers import Division, Item, divide, reuse
+from ucudnn.solvers import Division, divide, reuse
+from ucudnn.solvers.front import shared
 
-LAYERS = Path(__file__).parent / "layers"
 MIB = 1 << 20
-ENGINES = 60
-# Workspaces as multiples of the operands: a part of one, one or more copies, transformed tiles.
-COPIES = (0.1, 0.25, 0.5, 1, 1.5, 2, 4, 8)
-# The layer of the first table: 256 channels, 3x3, 14x14.
-LAYER = Problem("fprop", 1, 256, 256, (14, 14), (3, 3), padding=((1, 1), (1, 1)))
-Front = list[tuple[int, int]]
-
-
-def sizes(policy: str, batch: int) -> list[int]:
-    """Micro-batch sizes that a policy allows."""
-    if policy == "all":
-        return list(range(1, batch + 1))
-    if policy == "undivided":
-        return [batch]
-    return sorted({*(1 << power for power in range(batch.bit_length())), batch})
-
-
-def engines(problem: Problem, policy: str, batch: int) -> list[Item]:
-    """Synthetic measurements of one layer, the same in every run."""
-    draw = random.Random(str(problem.with_batch(1)))
-    one = problem.with_batch(1)
-    outputs = prod(one.output_size)
-    operands = 4 * (prod(one.x_shape) + prod(one.y_shape))
-    filters = 4 * prod(one.w_shape)
-    items = []
-    for engine in range(ENGINES):
-        large = engine % 4 > 0
-        factor = draw.choice(COPIES) * large
-        flops_per_ns = draw.uniform(500, 3000) * (1 + 3 * factor**0.5)
-        start_ns, tile = draw.randint(2000, 15000), draw.choice([32, 64, 128])
-        wave_ns = tile * one.flops / outputs / flops_per_ns
-        fixed = int(filters * draw.choice([0, 1, 16 / 9, 4])) * large
-        for size in sizes(policy, batch):
-            waves = -(-size * outputs // (tile * 56))
-            workspace = (int(factor * operands) * size + fixed) // 256 * 256
-            items.append(Item(size, workspace, int(start_ns + waves * wave_ns), f"eng{engine}"))
-    return items
-
-
-def network(table: str, policy: str, batch: int) -> list[Front]:
-    """The fronts of every kernel of a network; equal layers have equal ones."""
-    front_by_problem: dict[Problem, Front] = {}
-    fronts = []
-    for place, (_, problem) in enumerate(read_layers(LAYERS / table)):
-        if place < 3 and problem.op == "dgrad":
-            continue  # nothing needs the gradient of the images
-        if problem not in front_by_problem:
-            items = engines(problem, policy, batch)
-            front_by_problem[problem] = reuse(items, batch).front(batch)
-        fronts.append(front_by_problem[problem])
-    return fronts
 
 
 def timed(run: Callable[[], Any], repeats: int) -> tuple[Any, list[float]]:
@@ -145,7 +90,20 @@ def divide_bars(with_highs: bool) -> bool:
             if with_highs:
                 notes += "; " + highs(fronts, total, found)
             passed &= report(f"divide, {name}, N={batch}, {share} MiB each", bar_ms, taken, notes)
+    sharing(fronts)
     return passed
+
+
+def sharing(fronts: list[Front]) -> None:
+    """Print what one workspace for all kernels gives beside a part for every kernel."""
+    front = shared(fronts)
+    print("\n| ResNet-152, N=1024 | memory | time |\n|---|---|---|")
+    for each in (8, 64):
+        total = each * MIB * len(fronts)
+        own_ns = divide(fronts, total, "exact").time_ns
+        shared_ns = min(time_ns for workspace, time_ns in front if workspace <= each * MIB)
+        print(f"| shared | {each} MiB | {shared_ns / 1e6:.1f} ms |")
+        print(f"| divided | {total // MIB} MiB | {own_ns / 1e6:.1f} ms |")
 
 
 def highs(fronts: list[Front], total_bytes: int, exact: Division) -> str:

@@ -51,6 +51,10 @@ def check(path: PathLike | None = None, fix: bool = False) -> CheckReport:
 def merge(sources: Iterable[PathLike], path: PathLike | None = None) -> MergeReport:
     """Add what other caches hold; they are only read.
 
+    >>> import tempfile
+    >>> merge([tempfile.mkdtemp()], tempfile.mkdtemp())
+    MergeReport(read=0, added=0)
+
     Args:
         sources: folders of other caches.
         path: the folder that is added to; None: the user's cache.
@@ -68,6 +72,10 @@ def merge(sources: Iterable[PathLike], path: PathLike | None = None) -> MergeRep
 def export(target: PathLike, path: PathLike | None = None, where: Iterable[str] = ()) -> int:
     """Write entries to a .csv or .json file, and count them.
 
+    >>> import tempfile
+    >>> export(f"{tempfile.mkdtemp()}/failed.csv", "no/such/folder", ["status=failed"])
+    0
+
     Args:
         target: the file.
         path: the folder of the cache; None: the user's cache.
@@ -82,6 +90,12 @@ def export(target: PathLike, path: PathLike | None = None, where: Iterable[str] 
 
 def import_(source: PathLike, path: PathLike | None = None, layers: Iterable[PathLike] = ()) -> int:
     """Add the entries of a file, and count them: all of them, or none where one is bad.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = export(f"{folder}/timings.json", folder)
+    >>> import_(f"{folder}/timings.json", folder)
+    0
 
     Args:
         source: a .csv or .json that `export` wrote, or a probe's timings.csv.
@@ -110,6 +124,9 @@ def prune(
 ) -> int:
     """Remove entries that match, and count them.
 
+    >>> prune("no/such/folder", ["software.cudnn=9.27.0"], older_than_days=90, dry_run=True)
+    0
+
     Args:
         path: the folder of the cache; None: the user's cache.
         where: only entries that match all of these, such as "software.cudnn=9.27.0".
@@ -133,6 +150,9 @@ def prune(
 
 def explain(where: Iterable[str], path: PathLike | None = None) -> Explanation:
     """Say whether an entry has these values, and if not, in which the nearest one differs.
+
+    >>> print(explain(["problem.batch=32"], "no/such/folder"))
+    a miss: the cache is empty
 
     Args:
         where: fields of a key, such as "problem.batch=32" or "software.cudnn=9.28.0".

@@ -161,7 +161,13 @@ class HDF5Cache(AbstractCache):
         if fix:
             self._require_writable()
         with self._held():
-            report = inspect(self._path, self._use_locks, fix)
+            try:
+                report = inspect(self._path, self._use_locks, fix)
+            except OSError as error:
+                raise CacheError(
+                    f"cannot {'fix' if fix else 'read'} the cache {self._path}: {error.strerror}; "
+                    f"let this user {'write' if fix else 'read'} it"
+                ) from error
             if fix:
                 self.refresh()
         return report

@@ -26,9 +26,11 @@ class _Findings:
     fixed: list[str] = field(default_factory=list)
 
     def say(self, sentence: str, wrong: bool) -> None:
+        """Take a sentence from a look that changes nothing."""
         (self.problems if wrong else self.notes).append(sentence)
 
     def say_fixed(self, sentence: str, wrong: bool) -> None:
+        """Take a sentence from a shelf that sets damaged files aside."""
         if wrong:
             self.fixed.append(sentence)
 

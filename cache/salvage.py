@@ -34,7 +34,13 @@ def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
         path: the file; it stays as it is.
         seconds: after which the child is killed.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # One thread: those of a large machine's BLAS alone reserve more memory than the child may have.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     with TemporaryDirectory(prefix="ucudnn-salvage-") as folder:
         target = Path(folder, "sound.h5")
         command = [sys.executable, "-m", "ucudnn.cache.salvage", str(path), str(target)]

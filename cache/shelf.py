@@ -147,12 +147,12 @@ class Shelf:
         write_file(self.segments / unique_name(time_ns()), data)
 
     def close(self) -> None:
-        """Write what could not be written so far; make one file of what was put."""
+        """Write what could not be written so far; make one file of many, and of what was put."""
         if self._pending is not None:
             self._write(self._pending, framed(to_image(self._pending)))
         if len(self._own) > 1:
             self._compact_own()
-        if self._own:
+        if self._own or len(self._reader.whole_segments()) >= _MANY_SEGMENTS:
             self.compact()
 
     def _compact_own(self) -> None:

@@ -74,8 +74,8 @@ def divide(
 
 
 def _divider(solver: str, time_limit_s: float | None) -> AbstractDivider:
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise ConfigError(f"time_limit_s must be None or above 0, got {time_limit_s!r}")
+    if time_limit_s is not None and not (_is_number(time_limit_s) and time_limit_s > 0):
+        raise ConfigError(f"time_limit_s must be None or a number above 0, got {time_limit_s!r}")
     if solver == "auto":
         return Auto() if time_limit_s is None else Auto(time_limit_s)
     if solver == "exact":
@@ -85,8 +85,12 @@ def _divider(solver: str, time_limit_s: float | None) -> AbstractDivider:
     raise ConfigError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _groups(count: int, cliques: Iterable[Iterable[int]] | None) -> list[tuple[int, ...]]:
-    if cliques is None:
+    if cliques is None or not count:
         return [tuple(range(count))]
     groups = [tuple(clique) for clique in cliques]
     named = [kernel for group in groups for kernel in group]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -228,6 +230,45 @@ def test_sound_bytes_with_senseless_tables_are_set_aside(
             assert cache.get(KEYS[0]) is None
         assert cache.check().clean
     assert len(list(file.parent.glob("*.damaged-*"))) == 1
+
+
+def test_the_checksum_is_the_documented_one(file: Path) -> None:
+    true = MEASUREMENTS[3]
+    with h5py.File(file) as opened:
+        (row,) = [row for row in opened["measurements"][()] if row["time_ns"] == true.time_ns]
+    problem = {
+        "problem.op": "fprop",
+        "problem.batch": 2,
+        "problem.in_channels": 3,
+        "problem.out_channels": 8,
+        "problem.input_size": [27, 28],
+        "problem.kernel_size": [5, 3],
+        "problem.stride": [1, 1],
+        "problem.padding": [[2, 1], [0, 0]],
+        "problem.dilation": [1, 1],
+        "problem.math": "tf32",
+    }
+    context = {
+        "device.type": "cuda",
+        "device.name": "NVIDIA H200",
+        "device.cores": 132,
+        "device.compute_capability": "9.0",
+        "software.torch": "2.13.0",
+        "software.cudnn": "9.28.0",
+        "conditions.mps_percent": 50,
+        "protocol": 1,
+    }
+    content = b"".join(
+        [
+            json.dumps(problem, sort_keys=True).encode(),
+            json.dumps(context, sort_keys=True).encode(),
+            json.dumps([true.key.algorithm, "", [], ""]).encode(),
+            struct.pack("<16sqqqd?Iq", b"ok", 1003, 7, 3 << 20, 1e-6, True, 2, row["stored_ns"]),
+            struct.pack("<2q", *true.samples),
+        ]
+    )
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    assert row["checksum"] == int.from_bytes(digest, "little")
 
 
 def test_entries_that_contradict_their_checksum_are_reported(file: Path) -> None:

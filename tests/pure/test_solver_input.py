@@ -48,6 +48,8 @@ ONE = Item(2, 1 << 20, 5, "gemm")
         (lambda: divide([[(0, 1)]], 1e9), "total_bytes .* got 1000000000.0"),
         (lambda: divide([[(0, 1)]], 9, "glpk"), "one of auto, exact, highs, cbc, got 'glpk'"),
         (lambda: divide([[(0, 1)]], 9, time_limit_s=0), "time_limit_s must be .* above 0, got 0"),
+        (lambda: divide([[(0, 1)]], 9, time_limit_s="1"), "time_limit_s must be .* got '1'"),
+        (lambda: divide([], 9, cliques=[]), "fronts must not be empty"),
         (lambda: divide([[(0, 1)]], 9, cliques=[[1]]), "cliques must name each of the 1 kernels"),
         (lambda: divide([[(0, 1)]], 9, cliques=[[0], [0]]), "cliques must name each .* once"),
         (lambda: divide([[(0, 1)]], 9, cliques=[["a"]]), "a kernel in cliques must be an int"),
