@@ -2,7 +2,7 @@
 
 Workspaces add up, so kernels are no longer problems of their own: one choice per kernel, the sum of
 the workspaces within the pool, the sum of the times least. This is the WD method of mu-cuDNN (Oyama
-et al., CLUSTER 2018, section III), a multiple-choice knapsack. Only kernels that run at the same
+et al., CLUSTER 2018), a multiple-choice knapsack. Only kernels that run at the same
 time need it; for kernels of one stream sharing one workspace is never slower.
 """
 

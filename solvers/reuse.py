@@ -2,7 +2,7 @@
 
 Kernels of one stream run one after the other, so their chunks use the same memory: times add up,
 workspaces combine by the maximum, and every kernel is a problem of its own. This is the WR method
-of mu-cuDNN (Oyama et al., CLUSTER 2018, section III), solved for all limits and batches at once.
+of mu-cuDNN (Oyama et al., CLUSTER 2018), solved for all limits and batches at once.
 """
 
 from __future__ import annotations

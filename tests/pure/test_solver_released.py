@@ -1,6 +1,6 @@
 """Reuse agrees with the recursion that mu-cuDNN published, for every batch and every limit.
 
-A second implementation of the paper's dynamic program over Pareto sets (CLUSTER 2018, section III),
+A second implementation of the paper's dynamic program over Pareto sets (CLUSTER 2018),
 written from its formulation: the desirable set of n holds what no other configuration dominates, of
 the undivided kernels of n and of a kernel of b <= n / 2 joined to the desirable set of n - b.
 """
