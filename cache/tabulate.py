@@ -221,7 +221,7 @@ def checksums(table: Table) -> Array:
         digest.update(contexts[context])
         digest.update(json.dumps(texts).encode())
         digest.update(numbers[index].tobytes())
-        digest.update(table.samples[first : first + count].tobytes())
+        digest.update(table.samples[first : first + count].astype("<i8").tobytes())
         sums[index] = int.from_bytes(digest.digest(), "little")
     return sums
 

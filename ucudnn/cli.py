@@ -121,10 +121,7 @@ def tune(
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
     given = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops, "cache": cache}
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if infer:
-        settings["ops"] = "fprop"
-    config = replace(read_config(config_file) if config_file else Config(), **settings)
+    config = _settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output must be in a folder that exists, got {output}")
     from ucudnn.tuner import tune_problems
@@ -145,6 +142,12 @@ def tune(
         plan.save(output)
     seconds = time.monotonic() - start
     _print_tuned(plan, counts, seconds, output, as_json)
+
+
+def _settings(file: Path | None, given: dict[str, Any]) -> Config:
+    """Settings of a file, or the environment's, with flags over them."""
+    flags = {name: value for name, value in given.items() if value is not None}
+    return replace(read_config(file) if file else Config(), **flags)
 
 
 def _print_tuned(

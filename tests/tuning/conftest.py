@@ -31,7 +31,7 @@ class ScriptedExecutable(Executable):
         self._backend.runs.append((self._algorithm, size))
         if time_ns is None:
             raise RuntimeError(f"{self._algorithm} does not work\nand says so at length")
-        self._backend.clock += time_ns
+        self._backend.clock += max(1, int(time_ns * self._backend.disturbance()))
         self._backend.peak = max(self._backend.peak, workspace)
         result = self._problem.with_batch(size).result_shape
         return torch.zeros(result)
@@ -45,6 +45,7 @@ class ScriptedBackend(AbstractBackend):
     def __init__(self, costs: dict[str, Callable[[int], tuple[int | None, int]]]) -> None:
         self.costs = costs
         self.clock = 0
+        self.disturbance: Callable[[], float] = lambda: 1.0
         self.peak = 0
         self.runs: list[tuple[str, int]] = []
 

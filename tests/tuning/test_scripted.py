@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
@@ -120,6 +121,19 @@ def test_a_second_tune_measures_nothing(scripted):
     assert len(backend.runs) == ran
     assert second.hash == first.hash
     assert second == first
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_second_tune_measures_nothing_however_noisy_the_first_was(scripted, seed):
+    """Medians are not the first samples: no decision may flip when they replace them."""
+    backend = scripted(**COSTS, slow=linear(5.0, 0.0), slower=linear(6.2, 0.5))
+    chance = random.Random(seed)
+    backend.disturbance = lambda: chance.choice([0.5, 0.8, 1.0, 1.0, 1.5, 4.0])
+    for limit in ("40MiB", "9MiB"):
+        first, _ = tune(workspace_limit=limit)
+        second, counts = tune(workspace_limit=limit)
+        assert counts.measured == 0
+        assert second == first
 
 
 def test_another_limit_times_only_what_was_not_timed(scripted):

@@ -13,6 +13,9 @@ from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
 
+# Why a candidate was not timed in full: the reason names the algorithm that it lost against.
+_BEATEN = "beaten by "
+
 
 @dataclass
 class Session:
@@ -100,7 +103,7 @@ class KernelMeasurer:
 
     def _measure_size(self, size: int) -> list[Measurement]:
         problem = self._problem.with_batch(size)
-        best: dict[str, int] = {}
+        best: dict[str, Measurement] = {}
         entered: list[_Entry] = []
         for candidate in self._session.backend.candidates(problem):
             for role in self._roles(size, candidate.algorithm):
@@ -110,8 +113,8 @@ class KernelMeasurer:
                     continue
                 entered.append(entry)
                 if self._counts(entry.measurement):
-                    time_ns = entry.measurement.time_ns or 0
-                    best[role] = min(best.get(role, time_ns), time_ns)
+                    rivals = (entry.measurement, best.get(role, entry.measurement))
+                    best[role] = min(rivals, key=_time_ns)
         return self._race(entered, best)
 
     def _roles(self, size: int, algorithm: str) -> tuple[str, ...]:
@@ -131,29 +134,40 @@ class KernelMeasurer:
         return measurement.time_ns is not None and self._fits(measurement.workspace_bytes)
 
     def _enter(
-        self, key: MeasurementKey, notes: tuple[str, ...], best_ns: int | None
+        self, key: MeasurementKey, notes: tuple[str, ...], best: Measurement | None
     ) -> _Entry | None:
         """What is known of a candidate, or a first run of it; None where it is not worth one."""
         known = self._session.cache.get(key)
-        smaller = self._smaller.get(key.algorithm, [])
-        took = max((entry.time_ns or 0 for entry in smaller), default=0)
-        if known is not None and not self._deserves_another_try(known, took, best_ns):
+        if known is not None and not self._deserves_another_try(known):
             return _Entry(known, known, None)
+        smaller = self._smaller.get(key.algorithm, [])
         expected = _expected_workspace(smaller, key)
         if expected > self._session.backend.memory_bytes() or not self._fits(expected):
             return None
-        if _hopeless(took, best_ns):
-            reason = "too slow for a smaller chunk already"
-            return _Entry(Measurement(key, "untimed", reason=reason, notes=notes), known, None)
+        if best is not None and _is_hopeless(max(map(_time_ns, smaller), default=0), best):
+            # no shorter than a smaller chunk was
+            lost = Measurement(key, "untimed", reason=_BEATEN + best.key.algorithm, notes=notes)
+            return _Entry(lost, known, None)
         return self._first_run(key, known, notes)
 
-    def _deserves_another_try(self, known: Measurement, took_ns: int, best_ns: int | None) -> bool:
-        """Whether a candidate that was not timed, under another limit, may be worth it now."""
+    def _deserves_another_try(self, known: Measurement) -> bool:
+        """Whether what was not timed, perhaps under another limit, may be worth it now.
+
+        Asks what fits, never how long something took: the same cache leads to the same decisions.
+        """
         if known.status != "untimed":
             return False
         if known.workspace_bytes is not None:
             return self._fits(known.workspace_bytes)
-        return not _hopeless(took_ns, best_ns, was_before=True)
+        return not self._is_still_beaten(known)
+
+    def _is_still_beaten(self, loser: Measurement) -> bool:
+        """Whether what a candidate lost against is within the limit now, too."""
+        if not loser.reason.startswith(_BEATEN):
+            return False
+        key = replace(loser.key, algorithm=loser.reason.removeprefix(_BEATEN))
+        winner = self._session.cache.get(key)
+        return winner is not None and self._counts(winner)
 
     def _first_run(
         self, key: MeasurementKey, known: Measurement | None, notes: tuple[str, ...]
@@ -177,23 +191,29 @@ class KernelMeasurer:
         executable = self._session.backend.executable(key.problem, key.algorithm)
         return ChunkLoop(self.ring, executable, key.problem.batch, key.conditions.role)
 
-    def _race(self, entered: Sequence[_Entry], best: Mapping[str, int]) -> list[Measurement]:
+    def _race(
+        self, entered: Sequence[_Entry], best: Mapping[str, Measurement]
+    ) -> list[Measurement]:
         """Time in interleaved rounds what is not hopeless next to the best of its role."""
         results, racing = [], []
         for entry in entered:
-            measurement, was_screened = entry.measurement, entry.loop is None
-            best_ns = best.get(measurement.key.conditions.role)
-            if (
-                measurement.status == "screened"
-                and self._counts(measurement)
-                and not _hopeless(measurement.time_ns or 0, best_ns, was_screened)
-            ):
-                racing.append(entry)
-            elif measurement is entry.known:
-                results.append(self._session.reuse(measurement))
+            measurement = entry.measurement
+            rival = best.get(measurement.key.conditions.role)
+            is_open = measurement.status == "screened" and self._counts(measurement)
+            was_screened = entry.loop is None
+            if not is_open or (was_screened and self._is_still_beaten(measurement)):
+                results.append(self._settle(entry, measurement))
+            elif rival is not None and _is_hopeless(_time_ns(measurement), rival):
+                reason = _BEATEN + rival.key.algorithm
+                results.append(self._settle(entry, replace(measurement, reason=reason)))
             else:
-                results.append(self._session.keep(measurement))
+                racing.append(entry)
         return results + self._rounds(racing)
+
+    def _settle(self, entry: _Entry, measurement: Measurement) -> Measurement:
+        if measurement == entry.known:
+            return self._session.reuse(measurement)
+        return self._session.keep(measurement)
 
     def _rounds(self, racing: Sequence[_Entry]) -> list[Measurement]:
         backend = self._session.backend
@@ -211,6 +231,7 @@ class KernelMeasurer:
                 replace(
                     entry.measurement,
                     status="ok",
+                    reason="",
                     time_ns=median_ns(taken),
                     spread_ns=spread_ns(taken),
                     samples=tuple(taken),
@@ -229,14 +250,13 @@ class _Entry:
     loop: ChunkLoop | None
 
 
-def _hopeless(time_ns: int, best_ns: int | None, was_before: bool = False) -> bool:
-    """Whether a time is too far from the best of its role to go on with.
+def _is_hopeless(time_ns: int, best: Measurement) -> bool:
+    """Whether a time is too far from the best of its role to go on with."""
+    return time_ns > SCREEN_FACTOR * _time_ns(best)
 
-    What was given up once is taken up again only where the best is much slower now, as under a
-    smaller limit: the same cache leads to the same decisions although medians replaced first times.
-    """
-    factor = SCREEN_FACTOR / 2 if was_before else SCREEN_FACTOR
-    return best_ns is not None and time_ns > factor * best_ns
+
+def _time_ns(measurement: Measurement) -> int:
+    return measurement.time_ns or 0
 
 
 def _expected_workspace(smaller: Sequence[Measurement], key: MeasurementKey) -> int:

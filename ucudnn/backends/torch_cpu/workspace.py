@@ -22,6 +22,7 @@ from ucudnn.problem import Problem
 def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
     """Run once and return the peak of allocated memory beyond the returned tensor.
 
+    >>> import torch
     >>> allocated_peak_bytes(lambda: (torch.ones(1024) + 1).sum())
     8192
     """
