@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,8 @@ def main() -> int:
     arguments = parser.parse_args()
     print(
         f"{machine()}; Python {platform.python_version()}, numpy {np.__version__}, "
-        f"ucudnn {ucudnn.__version__}; median of single-process runs, other load not excluded.\n"
+        f"PuLP {version('pulp')}, HiGHS {version('highspy')}, ucudnn {ucudnn.__version__}; "
+        f"medians, one process, other load not excluded.\n"
     )
     print("| instance | bar | measured | spread | within | size [released mu-cuDNN] |")
     print("|---|---|---|---|---|---|")

@@ -117,14 +117,12 @@ def names_in(folder: Path) -> list[str]:
 
 
 def kinds_in(root: Path) -> list[str]:
-    """The kinds of device that a cache's folder has files of."""
-    names = names_in(root)
+    """The kinds of device that a cache's folder has files of, be they set aside."""
     return sorted(
         {
-            name.removesuffix(suffix)
-            for name in names
-            for suffix in (SUFFIX, SEGMENTS)
-            if name.endswith(suffix)
+            name.partition(SUFFIX)[0]
+            for name in names_in(root)
+            if name.endswith((SUFFIX, SEGMENTS)) or is_set_aside(name)
         }
     )
 

@@ -51,6 +51,7 @@ _KNOWN = {
     **dict.fromkeys(_TEXTS),
 }
 _WORDS = {"op": OPS, "dtype": tuple(BYTES_BY_DTYPE), "layout": LAYOUTS, "math": MATHS}
+_NARROWED = {*_POINTERS, "status", "samples", "first_sample"}
 _COMPRESSED_ROWS = 1024
 _CHUNK_ROWS = 8192  # so that a chunk and its compressed form fit a processor's own cache
 _ABOUT = "Times of convolution algorithms. A key is a problem, an algorithm and a context."
@@ -106,7 +107,7 @@ def to_image(table: Table) -> bytes:
     arrays = {
         "problems": table.problems,
         "contexts": context_rows(table.contexts),
-        "measurements": table.rows,
+        "measurements": _narrow_rows(table.rows),
         "samples": _narrow(table.samples),
     }
     with h5py.File("image", "w", driver="core", backing_store=False) as file:
@@ -122,10 +123,25 @@ def to_image(table: Table) -> bytes:
     return image
 
 
-def _narrow(samples: Array) -> Array:
-    """Four bytes each where that is enough: up to four seconds."""
-    fits = samples.min(initial=0) >= 0 and samples.max(initial=0) < 1 << 32
-    return samples.astype("<u4") if fits else samples
+def _narrow(column: Array) -> Array:
+    """The same numbers or words in as few bytes as hold them all: less to inflate when read."""
+    if column.dtype.kind == "S":
+        width = np.char.str_len(column).max(initial=1)
+        return column.astype(f"S{width}")
+    if column.min(initial=0) < 0:
+        return column
+    return column.astype(np.min_scalar_type(column.max(initial=0)))
+
+
+def _narrow_rows(rows: Array) -> Array:
+    columns = {
+        name: _narrow(rows[name]) if name in _NARROWED else rows[name]
+        for name in MEASUREMENT_ROW.names or ()
+    }
+    narrow = np.empty(len(rows), [(name, column.dtype) for name, column in columns.items()])
+    for name, column in columns.items():
+        narrow[name] = column
+    return narrow
 
 
 def _storage(array: Array) -> Mapping[str, Any]:
@@ -185,7 +201,7 @@ def _interpret(arrays: dict[str, Array]) -> tuple[Table, bool]:
 def _read_problems(stored: Array) -> tuple[Array, Array]:
     """Problems in the layout of this version, and which of them it does not know."""
     defaults = {field.own_name: field.default for field in PROBLEM_FIELDS}
-    problems = _cast(stored, PROBLEM_ROW, defaults)
+    problems = _cast(stored, PROBLEM_ROW, defaults).astype(PROBLEM_ROW, copy=False)
     foreign = foreign_rows(stored, PROBLEM_ROW.names or ())
     for name, words in _WORDS.items():
         foreign |= ~np.isin(problems[name], _encoded(words))
@@ -194,7 +210,9 @@ def _read_problems(stored: Array) -> tuple[Array, Array]:
 
 def _cast(stored: Array, layout: np.dtype[Any], defaults: Mapping[str, Any]) -> Array:
     """The columns of this version; one that is missing gets its default."""
-    if stored.dtype == layout:
+    if stored.dtype.names == layout.names and all(
+        np.can_cast(stored.dtype[name], layout[name], "safe") for name in layout.names or ()
+    ):
         return stored
     rows = np.zeros(len(stored), layout)
     for name in layout.names or ():
@@ -212,7 +230,7 @@ def _encoded(words: Sequence[str]) -> Array:
 
 
 def _require_fit(rows: Array, tables: Sequence[Sequence[Any] | Array], samples: Array) -> None:
-    first, count = rows["first_sample"], rows["samples"]
+    first, count = rows["first_sample"].astype("<i8"), rows["samples"]
     fits = samples.dtype.kind in "iu" and first.min(initial=0) >= 0
     fits &= (first + count).max(initial=0) <= len(samples)
     for name, table in zip(_POINTERS, tables, strict=True):

@@ -28,6 +28,7 @@ from ucudnn.problem import Problem
 
 _STATUS_BY_BYTES = {status.encode(): status for status in STATUSES}
 _MEMO_PROBLEMS = 10_000
+_ROWS_AT_ONCE = 10_000
 # A row as a tuple of MEASUREMENT_ROW's fields, by its algorithm and context.
 _RowByKey: TypeAlias = dict[tuple[int, int], tuple[Any, ...]]
 
@@ -134,7 +135,7 @@ class Table:
     def entries(self) -> Iterator[Entry]:
         """The entries in order."""
         problem_id, problem = -1, None
-        for row in self.rows.tolist():
+        for row in self._row_tuples():
             if row[0] != problem_id or problem is None:
                 problem_id, problem = row[0], problem_from_row(self.problems[row[0]])
             context = self.contexts[row[2]]
@@ -147,6 +148,10 @@ class Table:
                 context.protocol,
             )
             yield Entry(self.measurement(row, key), stored_ns(row), self.device_uuids[row[11]])
+
+    def _row_tuples(self) -> Iterator[tuple[Any, ...]]:
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            yield from self.rows[start : start + _ROWS_AT_ONCE].tolist()
 
 
 def stored_ns(row: tuple[Any, ...]) -> int:

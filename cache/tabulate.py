@@ -116,7 +116,7 @@ def merged(tables: Sequence[Table]) -> Table:
     device_uuids: dict[str, int] = {}
     parts, offset = [np.empty(0, MEASUREMENT_ROW)], 0
     for table, ids in zip(tables, problem_ids, strict=True):
-        rows = table.rows.copy()
+        rows = table.rows.astype(MEASUREMENT_ROW)  # a file's columns are as narrow as can be
         rows["problem"] = ids[rows["problem"]]
         rows["context"] = _renumber(contexts, table.contexts, rows["context"])
         rows["algorithm"] = _renumber(algorithms, table.algorithms, rows["algorithm"])

@@ -9,6 +9,7 @@ time need it; for kernels of one stream sharing one workspace is never slower.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import AbstractDivider, Division, Front, Pool, require_int
@@ -55,7 +56,7 @@ def divide(
         ConfigError: an argument is out of range, or the solver is not installed.
     """
     divider = _divider(solver, time_limit_s)
-    listed = tuple(map(tuple, fronts))
+    listed = tuple(tuple(map(_point, front)) for front in fronts)
     groups = _groups(len(listed), cliques)
     pools = _pools([tuple(listed[kernel] for kernel in group) for group in groups], total_bytes)
     parts = [divider.divide(pool) for pool in pools]
@@ -83,6 +84,11 @@ def _divider(solver: str, time_limit_s: float | None) -> AbstractDivider:
     if solver in SOLVERS:
         return IntegerProgram(solver, time_limit_s)
     raise ConfigError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+
+
+def _point(point: Any) -> Any:
+    """A pair as JSON gives it, as a tuple; anything else is left for the pool to refuse."""
+    return tuple(point) if type(point) is list else point
 
 
 def _is_number(value: object) -> bool:

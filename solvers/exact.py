@@ -186,7 +186,8 @@ class _Search:
         """Whether the bound of a state is below the best time known: time plus price of memory."""
         room = self._relaxation.scale * (self.best_ns - 1 - self._base_ns)
         paid = self._relaxation.scale * later + self._prices[price] * (extra - self._slack)
-        return paid + rest.cheapest[price, turn] <= room  # type: ignore[no-any-return]
+        below: Integers = paid + rest.cheapest[price, turn] <= room
+        return below
 
     def _cheapest(self, states: _States) -> Integers:
         """Places of the states that cost least beyond the bound."""

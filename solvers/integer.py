@@ -152,8 +152,5 @@ def _import_pulp(solver: str) -> Any:
 
 
 def _missing(solver: str) -> str:
-    package = {"highs": "highspy", "cbc": "'pulp[cbc]'"}[solver]
-    return (
-        f"solver={solver!r} is not installed; run `pip install pulp {package}` or use "
-        f"solver='exact'"
-    )
+    packages = {"highs": "pulp highspy", "cbc": "'pulp[cbc]'"}[solver]
+    return f"solver={solver!r} is not installed; run `pip install {packages}` or use solver='exact'"

@@ -174,7 +174,8 @@ class Sweep:
         grid = self._cost[row, : lines * size].reshape(lines, size)
         paid = self._counts[:lines] * key
         lowest = np.minimum.accumulate(grid - paid, axis=0) + paid
-        return lowest.reshape(-1)[size : self._end]  # type: ignore[no-any-return]
+        found: Integers = lowest.reshape(-1)[size : self._end]
+        return found
 
     def _lower(self, row: int, first: int, step: int, found: Integers, index: int) -> None:
         current = self._cost[row, first : self._end : step][: len(found)]

@@ -38,7 +38,7 @@ class Call:
         """
         op, steps = self.problem.op, self.split.steps
         if len(steps) == 1:
-            return self.executable_by_algorithm[steps[0].algorithm].alone(a, b)
+            return _owned(self.executable_by_algorithm[steps[0].algorithm].alone(a, b))
         result, start = None if op == "wgrad" else empty_result(self.problem, a), 0
         for step in steps:
             executable, end = self.executable_by_algorithm[step.algorithm], start + step.size
@@ -51,6 +51,15 @@ class Call:
             start = end
         assert result is not None
         return result.to(a.dtype)
+
+
+def _owned(result: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view, which autograd lets a caller change in place."""
+    if not result._is_view():
+        return result
+    owner = torch.empty(0, dtype=result.dtype, device=result.device)
+    storage, offset = result.untyped_storage(), result.storage_offset()
+    return owner.set_(storage, offset, result.size(), result.stride())
 
 
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:

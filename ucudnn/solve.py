@@ -9,8 +9,9 @@ from math import prod
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.solvers import Item, WalkEntry, reuse
+from ucudnn.solvers import Item, ReuseTable, WalkEntry, reuse
 
+KernelOf = Callable[[Problem, str], str | None]
 # On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
 # A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
 WORTHWHILE_NS = 10 * 20_000
@@ -28,12 +29,14 @@ class Solved:
         walks: for n = 1..N how to compute n; first the fastest way, then the fastest where every
             chunk costs `BUSY_CHUNK_NS` more, which has fewer and larger chunks.
         limit: workspace in bytes that a split may use, None for any.
+        like_default: the batches at which torch's default runs the kernel that it runs at N.
     """
 
     problem: Problem
     items: Mapping[str, tuple[Item, ...]]
     walks: tuple[tuple[WalkEntry, ...], ...]
     limit: int | None
+    like_default: frozenset[int]
 
     def finalists(self, default_applies: bool) -> list[Split]:
         """Splits of the largest batch worth timing as wholes, torch's default first."""
@@ -60,7 +63,7 @@ class Solved:
         """The plan for every batch, with the winner of the finals at the largest.
 
         Where torch's default wins there it is the plan of the smaller batches too, whose splits
-        were not timed as wholes.
+        were not timed as wholes; not where torch picks another kernel for them.
         """
         batch = self.problem.batch
         walk = next((walk for walk in self.walks if _walk(walk) == winner), self.walks[-1])
@@ -68,10 +71,11 @@ class Solved:
         alone, last = [], []
         for n, entry in enumerate(walk, start=1):
             lone = entry.alone.algorithm if entry.alone else None
-            if winner.is_default or (n == batch and len(winner.steps) == 1):
+            as_default = winner.is_default and n in self.like_default
+            if as_default or (n == batch and len(winner.steps) == 1):
                 lone = winner.steps[0].algorithm
             alone.append(-1 if lone is None else algorithms.setdefault(lone, len(algorithms)))
-            if entry.last is None or winner.is_default:
+            if entry.last is None or as_default:
                 last.append((0, -1))
             else:
                 index = algorithms.setdefault(entry.last.algorithm, len(algorithms))
@@ -109,7 +113,7 @@ class Solved:
 def solve(
     problem: Problem,
     measurements: Sequence[Measurement],
-    applies: Callable[[Problem, str], bool],
+    kernel_of: KernelOf,
     limit: int | None,
 ) -> Solved:
     """Find the fastest split of every batch up to the problem's, of what was timed.
@@ -117,30 +121,59 @@ def solve(
     Args:
         problem: the kernel at its largest batch.
         measurements: timed candidates within the workspace limit.
-        applies: whether an algorithm computes the problem at some batch.
+        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
         limit: workspace in bytes that a split may use, None for any.
     """
-    items = _items_by_role(problem, measurements, applies)
+    items = _items_by_role(problem, measurements, kernel_of)
     worthwhile = {
         role: [item for item in group if role == "alone" or item.time_ns >= WORTHWHILE_NS]
         for role, group in items.items()
     }
     if WalkEntry(None, None) in _walk_all(worthwhile, problem.batch, limit):
-        worthwhile = items  # nothing else fits: then short chunks are allowed
+        worthwhile = items  # nothing else fits everywhere: then short chunks are allowed
     walks = tuple(
         _walk_all(worthwhile, problem.batch, limit, launch_ns) for launch_ns in (0, BUSY_CHUNK_NS)
     )
-    return Solved(problem, {role: tuple(group) for role, group in items.items()}, walks, limit)
+    whole = kernel_of(problem, DEFAULT_ALGORITHM)
+    like_default = frozenset(
+        n
+        for n in range(1, problem.batch + 1)
+        if kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) == whole
+    )
+    tuples = {role: tuple(group) for role, group in items.items()}
+    return Solved(problem, tuples, walks, limit, like_default)
+
+
+def smallest_workspace(
+    problem: Problem, measurements: Sequence[Measurement], kernel_of: KernelOf
+) -> tuple[int, Step] | None:
+    """The least workspace in bytes of any split of the largest batch, and its first step.
+
+    Args:
+        problem: the kernel at its largest batch.
+        measurements: all whose workspace is known, timed or not.
+        kernel_of: as for `solve`.
+    """
+    items = _items_by_role(problem, measurements, kernel_of)
+    table = _table(items, problem.batch, 0)
+    front = table.front(problem.batch)
+    if not front:
+        return None
+    least = front[0][0]
+    return least, table.split(problem.batch, least)[0]
 
 
 def _walk_all(
     items: Mapping[str, Sequence[Item]], batch: int, limit: int | None, launch_ns: int = 0
 ) -> tuple[WalkEntry, ...]:
+    return _table(items, batch, launch_ns).walk(limit)
+
+
+def _table(items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int) -> ReuseTable:
     first, later = items["first"], items["later"]
     if not later:  # a first chunk alone is no split
         first = ()
-    table = reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)
-    return table.walk(limit)
+    return reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)
 
 
 def _walk(walk: Sequence[WalkEntry]) -> Split | None:
@@ -161,9 +194,9 @@ def _walk(walk: Sequence[WalkEntry]) -> Split | None:
 def _items_by_role(
     problem: Problem,
     measurements: Sequence[Measurement],
-    applies: Callable[[Problem, str], bool],
+    kernel_of: KernelOf,
 ) -> dict[str, list[Item]]:
-    alone = _single_items(problem, measurements, applies)
+    alone = _single_items(problem, measurements, kernel_of)
     later = _chunk_items(problem, measurements, "later")
     if problem.op != "wgrad":
         first = later
@@ -178,12 +211,12 @@ def _items_by_role(
 def _single_items(
     problem: Problem,
     measurements: Sequence[Measurement],
-    applies: Callable[[Problem, str], bool],
+    kernel_of: KernelOf,
 ) -> list[Item]:
     """What each algorithm takes for each batch alone, or at most takes.
 
-    A batch that was not timed costs at most what the next larger one does, and a chunk alone at
-    most what it does when it is written into a larger result.
+    A batch that was not timed costs at most what the next larger one does by the same kernel, and a
+    chunk alone at most what it does when it is written into a larger result.
     """
     costs: dict[str, dict[int, Item]] = {}
     for role in ("later", "alone"):  # what was timed alone replaces the bound
@@ -195,7 +228,10 @@ def _single_items(
         bound = None
         for n in range(problem.batch, 0, -1):
             bound = by_batch.get(n, bound)
-            if bound is not None and (n in by_batch or applies(problem.with_batch(n), algorithm)):
+            if bound is None:
+                continue
+            kernels = (kernel_of(problem.with_batch(size), algorithm) for size in {n, bound.batch})
+            if len(set(kernels)) == 1:
                 items.append(Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank))
     return items
 
@@ -208,14 +244,13 @@ def _chunk_items(problem: Problem, measurements: Sequence[Measurement], role: st
     items = []
     for entry in measurements:
         if entry.key.conditions.role == role:
-            assert entry.time_ns is not None
             assert entry.workspace_bytes is not None
             algorithm = entry.key.algorithm
             items.append(
                 Item(
                     batch=entry.key.problem.batch,
                     workspace_bytes=entry.workspace_bytes + total,
-                    time_ns=entry.time_ns,
+                    time_ns=entry.time_ns or 1,
                     algorithm=algorithm,
                     rank=int(algorithm != DEFAULT_ALGORITHM),
                 )

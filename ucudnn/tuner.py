@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ucudnn import cache as cache_room
-from ucudnn.backends import open_backend
+from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.finals import choose, race
 from ucudnn.benchmark.kernel import KernelMeasurer, Session
 from ucudnn.config import Config
@@ -18,13 +20,15 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan
 from ucudnn.problem import Problem
-from ucudnn.solve import solve
+from ucudnn.solve import KernelOf, smallest_workspace, solve
 from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
 _log = logging.getLogger("ucudnn")
+# Threads that measure would time each other, and torch has one profiler per process.
+_measuring = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def tune_problems(
             f"for ops={','.join(config.ops)}"
         )
     backend = open_backend(config.backend)
-    with cache_room.open(config.cache) as cache:
+    with _measuring, cache_room.open(config.cache) as cache:
         session = Session(backend, cache)
         kernels: list[KernelPlan] = []
         for problem, layer_names in names.items():
@@ -161,37 +165,38 @@ def _plan_kernel(
     measurer = KernelMeasurer(session, problem, limit)
     measurements = measurer.measure(micro_batch_sizes(config.policy, problem.batch))
     timed = [entry for entry in measurements if entry.status == "ok"]
+    kernel_of = partial(_kernel_of, session.backend)
     if not timed:
-        raise _nothing_fits(problem, measurements, config)
-
-    def applies(at_batch: Problem, algorithm: str) -> bool:
-        return session.backend.refusal(at_batch, algorithm) is None
-
-    solved = solve(problem, timed, applies, limit)
-    finalists = race(
-        session, measurer, problem, solved.finalists(applies(problem, DEFAULT_ALGORITHM))
-    )
+        raise _nothing_fits(problem, measurements, kernel_of, config)
+    solved = solve(problem, timed, kernel_of, limit)
+    default_applies = kernel_of(problem, DEFAULT_ALGORITHM) is not None
+    finalists = race(session, measurer, problem, solved.finalists(default_applies))
     winner = choose(finalists, limit)
     if winner is None:
-        raise _nothing_fits(problem, measurements, config)
+        raise _nothing_fits(problem, measurements, kernel_of, config)
     default = next((entry.timing for entry in finalists if entry.split.is_default), None)
     notes = tuple(f"default {note}" for note in session.backend.candidates(problem)[0].notes)
     return solved.kernel_plan(layers, winner.split, winner.timing, default, notes)
 
 
+def _kernel_of(backend: AbstractBackend, problem: Problem, algorithm: str) -> str | None:
+    if backend.refusal(problem, algorithm) is not None:
+        return None
+    return backend.kernel(problem, algorithm)
+
+
 def _nothing_fits(
-    problem: Problem, measurements: Sequence[Measurement], config: Config
+    problem: Problem, measurements: Sequence[Measurement], kernel_of: KernelOf, config: Config
 ) -> PlanError:
     reasons = [entry.reason for entry in measurements if entry.status == "failed"]
     known = [entry for entry in measurements if entry.workspace_bytes is not None]
-    if not known:
-        return PlanError(f"every algorithm failed on {problem}: {'; '.join(reasons)}")
-    smallest = min(known, key=lambda entry: entry.workspace_bytes or 0)
-    assert smallest.workspace_bytes is not None
+    smallest = smallest_workspace(problem, known, kernel_of) if known else None
+    if smallest is None:
+        return PlanError(f"no algorithm could be run on {problem}: {'; '.join(reasons)}")
+    least, step = smallest
     return PlanError(
         f"no plan for {problem} fits workspace_limit={format_bytes(config.limit_bytes or 0)}; the "
-        f"smallest needs {format_bytes(smallest.workspace_bytes)} (micro-batch "
-        f"{smallest.key.problem.batch}, {smallest.key.algorithm}); raise the limit"
-        + ("" if config.policy == "all" else " or allow more sizes with policy='all'"),
-        smallest.workspace_bytes,
+        f"smallest needs {format_bytes(least)} (micro-batch {step.size}, {step.algorithm}); "
+        f"raise the limit" + ("" if config.policy == "all" else " or allow more sizes by policy"),
+        least,
     )

@@ -179,6 +179,19 @@ def test_fixing_recovers_everything_from_a_file_whose_frame_alone_is_bad(segment
         assert texts(cache) == texts(SAMPLES)
 
 
+def test_a_file_without_a_folder_of_segments_is_recovered_too(tmp_path: Path) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put(OLD)
+    (tmp_path / "cpu-one.h5.d").rmdir()
+    flip(tmp_path / "cpu-one.h5", 40)
+    with pytest.warns(CacheWarning), caches.open(tmp_path) as cache:
+        assert len(cache) == 0
+    with caches.open(tmp_path) as cache:
+        assert any("set aside" in note for note in cache.check().notes)
+        assert cache.check(fix=True).fixed
+        assert texts(cache) == texts(OLD)
+
+
 def test_no_flipped_byte_brings_back_a_wrong_number(tmp_path: Path) -> None:
     """Every 199th byte in turn, in one child process as salvaging runs it."""
     with caches.open(tmp_path) as cache:

@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -56,16 +57,17 @@ def edit(path: Path, change: Callable[[h5py.File], None], version: int = 1) -> N
     image.unlink()
 
 
-def add_column(name: str, table: str, value: object) -> Callable[[h5py.File], None]:
+def set_column(name: str, table: str, value: object) -> Callable[[h5py.File], None]:
+    """Give every row of a column one value; a column that is not there is added."""
+
     def change(file: h5py.File) -> None:
         old = file[table][()]
-        kind = np.array([value]).dtype
-        new = np.empty(len(old), [*((n, old.dtype[n]) for n in old.dtype.names), (name, kind)])
-        for column in old.dtype.names:
-            new[column] = old[column]
-        new[name] = value
-        del file[table]
-        file[table] = new
+        kinds = {column: old.dtype[column] for column in old.dtype.names}
+        kinds[name] = np.asarray(value).dtype
+        replace_table(file, table, old, kinds)
+        rows = file[table][()]
+        rows[name] = value
+        file[table][...] = rows
 
     return change
 
@@ -73,23 +75,19 @@ def add_column(name: str, table: str, value: object) -> Callable[[h5py.File], No
 def drop_column(name: str, table: str) -> Callable[[h5py.File], None]:
     def change(file: h5py.File) -> None:
         old = file[table][()]
-        kept = [column for column in old.dtype.names if column != name]
-        new = np.empty(len(old), [(column, old.dtype[column]) for column in kept])
-        for column in kept:
+        kinds = {column: old.dtype[column] for column in old.dtype.names if column != name}
+        replace_table(file, table, old, kinds)
+
+    return change
+
+
+def replace_table(file: h5py.File, table: str, old: Any, kinds: dict[str, Any]) -> None:
+    new = np.zeros(len(old), list(kinds.items()))
+    for column in kinds.keys() & set(old.dtype.names):
+        if kinds[column] == old.dtype[column]:
             new[column] = old[column]
-        del file[table]
-        file[table] = new
-
-    return change
-
-
-def set_column(name: str, table: str, value: object) -> Callable[[h5py.File], None]:
-    def change(file: h5py.File) -> None:
-        rows = file[table][()]
-        rows[name] = value
-        file[table][...] = rows
-
-    return change
+    del file[table]
+    file[table] = new
 
 
 def test_a_file_begins_with_its_version_length_and_digest(file: Path) -> None:
@@ -153,7 +151,7 @@ def test_a_newer_format_is_left_alone(file: Path) -> None:
 
 
 def test_an_unknown_column_of_numbers_is_kept(file: Path) -> None:
-    edit(file, add_column("energy_uj", "measurements", 4.5))
+    edit(file, set_column("energy_uj", "measurements", 4.5))
     with caches.open(file.parent) as cache:
         assert [cache.get(key) for key in KEYS] == MEASUREMENTS
         cache.put([Measurement(KEYS[0], "ok", 5)])
@@ -168,7 +166,7 @@ def test_an_unknown_column_of_numbers_is_kept(file: Path) -> None:
     ("table", "name"), [("contexts", "conditions.power_mode"), ("problems", "fused")]
 )
 def test_an_unknown_field_of_the_key_is_another_key(file: Path, table: str, name: str) -> None:
-    edit(file, add_column(name, table, b"eco"))
+    edit(file, set_column(name, table, b"eco"))
     with caches.open(file.parent) as cache:
         assert not list(cache)
         cache.put(MEASUREMENTS[:1])
@@ -178,7 +176,7 @@ def test_an_unknown_field_of_the_key_is_another_key(file: Path, table: str, name
 
 @pytest.mark.parametrize("table", ["contexts", "problems"])
 def test_an_unknown_field_of_the_key_that_is_empty_changes_nothing(file: Path, table: str) -> None:
-    edit(file, add_column("conditions.power_mode", table, np.bytes_(b"\0\0")))
+    edit(file, set_column("conditions.power_mode", table, np.bytes_(b"\0\0")))
     with caches.open(file.parent) as cache:
         assert [cache.get(key) for key in KEYS] == MEASUREMENTS
 
@@ -188,8 +186,9 @@ def test_an_unknown_word_hides_only_what_has_it(file: Path) -> None:
         problems = opened["problems"][()]
         problems["dtype"][problems["batch"] == 2] = b"float8_e4m3"
         opened["problems"][...] = problems
+        set_column("status", "measurements", b"interpolated")(opened)
         rows = opened["measurements"][()]
-        rows["status"][rows["time_ns"] == 1000] = b"interpolated"
+        rows["status"][rows["time_ns"] != 1000] = b"ok"
         opened["measurements"][...] = rows
 
     edit(file, change)

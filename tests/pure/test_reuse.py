@@ -302,6 +302,13 @@ def test_three_equal_lists_are_one_list(big: tuple[list[Item], ReuseTable]) -> N
     assert all(three.front(n) == table.front(n) for n in ALL)
 
 
+def test_a_cap_keeps_large_chunks_that_small_ones_could_replace() -> None:
+    """4 = 2 + 2 is faster by parts, but 6 in two chunks needs the 4."""
+    table = reuse([Item(2, 0, 1, "fast"), Item(4, 0, 3, "slow")], 6, max_chunks=2)
+    assert [table.time_ns(n) for n in (2, 4, 6)] == [1, 2, 4]
+    assert table.split(6) == (Step(4, "slow"), Step(2, "fast"))
+
+
 def test_a_cap_that_does_not_bind_changes_nothing(big: tuple[list[Item], ReuseTable]) -> None:
     chunks, table = big
     most = max(len(table.split(n)) for n in ALL)

@@ -45,6 +45,7 @@ class ScriptedBackend(AbstractBackend):
     def __init__(self, costs: dict[str, Callable[[int], tuple[int | None, int]]]) -> None:
         self.costs = costs
         self.clock = 0
+        self.kernels: dict[tuple[str, int], str] = {}
         self.disturbance: Callable[[], float] = lambda: 1.0
         self.peak = 0
         self.runs: list[tuple[str, int]] = []
@@ -67,6 +68,9 @@ class ScriptedBackend(AbstractBackend):
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         return tuple(Candidate(problem, name) for name in self.costs)
+
+    def kernel(self, problem: Problem, algorithm: str) -> str:
+        return self.kernels.get((algorithm, problem.batch), algorithm)
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         return ScriptedExecutable(self, problem, algorithm)

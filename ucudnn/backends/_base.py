@@ -68,6 +68,10 @@ class AbstractBackend(ABC):
         """
 
     @abstractmethod
+    def kernel(self, problem: Problem, algorithm: str) -> str:
+        """Name of the kernel that an algorithm runs a problem by; it may depend on the batch."""
+
+    @abstractmethod
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         """Build a candidate.
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.kernel import KernelMeasurer, Session
 from ucudnn.benchmark.protocol import interleave, whole_plan
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
+from ucudnn.errors import UnsupportedError
 from ucudnn.execute import bind
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import Split, Timing
@@ -68,7 +70,7 @@ def _run(
         parts = [(problem.with_batch(step.size), step.algorithm) for step in split.steps]
         workspaces.append(session.backend.workspace_bytes(run, parts))
         runs.append(run)
-    samples = interleave(session.backend, runs, FINAL_ROUNDS, ENOUGH_NS)
+    samples = _timed(session.backend, runs, FINAL_ROUNDS, ENOUGH_NS)
     results = [
         session.keep(
             Measurement(key, "ok", median_ns(taken), spread_ns(taken), tuple(taken), workspace)
@@ -77,6 +79,15 @@ def _run(
     ]
     session.flush()
     return results
+
+
+def _timed(
+    backend: AbstractBackend, runs: Sequence[Callable[[], Tensor]], rounds: int, enough_ns: int
+) -> list[list[int]]:
+    try:
+        return interleave(backend, runs, rounds, enough_ns)
+    except RuntimeError as error:
+        raise UnsupportedError(f"a whole call could not be run to be timed: {error}") from error
 
 
 def _finalist(split: Split, entry: Measurement) -> Finalist:

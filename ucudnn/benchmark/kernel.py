@@ -171,7 +171,7 @@ class KernelMeasurer:
 
     def _first_run(
         self, key: MeasurementKey, known: Measurement | None, notes: tuple[str, ...]
-    ) -> _Entry:
+    ) -> _Entry | None:
         """Run once for the workspace and, within the limit, once for the time."""
         backend, problem = self._session.backend, key.problem
         try:
@@ -183,6 +183,8 @@ class KernelMeasurer:
             time_ns = loop.screen_ns(backend)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+            if "memory" in reason:  # of this moment, not of the candidate: another time it may run
+                return None
             return _Entry(Measurement(key, "failed", reason=reason, notes=notes), known, None)
         screened = Measurement(key, "screened", time_ns, 0, (time_ns,), workspace, notes=notes)
         return _Entry(screened, known, loop)

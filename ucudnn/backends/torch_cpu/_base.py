@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Executable
+from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
+from ucudnn.units import format_bytes
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
@@ -78,7 +80,14 @@ def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
     aten's backward operators take x (dgrad) and w (wgrad) only for their shape.
     """
     size = max(prod(shape) * problem.bytes_per_element, 1)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        pages = mmap.mmap(-1, size, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise UnsupportedError(
+            f"{problem} has tensors of {format_bytes(size)}, more than this machine can address; "
+            f"use a smaller batch"
+        ) from error
     flat = torch.frombuffer(pages, dtype=torch_dtype(problem), count=prod(shape))
     if problem.layout == "nchw":
         return flat.view(shape)

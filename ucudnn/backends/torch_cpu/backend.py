@@ -123,12 +123,13 @@ class TorchCpuBackend(AbstractBackend):
     ) -> int:
         """Run once and return the peak of temporary memory, beyond the returned tensor."""
         unseen = (
-            unseen_bytes(problem, self._kernel(problem, algorithm), torch.get_num_threads())
+            unseen_bytes(problem, self.kernel(problem, algorithm), torch.get_num_threads())
             for problem, algorithm in set(parts)
         )
         return max(unseen, default=0) + allocated_peak_bytes(run)
 
-    def _kernel(self, problem: Problem, algorithm: str) -> str:
+    def kernel(self, problem: Problem, algorithm: str) -> str:
+        """What aten picks for torch's own convolution; every other algorithm is one kernel."""
         return chosen_kernel(problem) if algorithm == "torch_default" else algorithm
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:

@@ -13,9 +13,11 @@ from math import prod
 # Kineto is read when the profiler is first loaded; it warns about GPUs that are not there.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 
 
@@ -23,9 +25,13 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
     """Run once and return the peak of allocated memory beyond the returned tensor.
 
     >>> import torch
-    >>> allocated_peak_bytes(lambda: (torch.ones(1024) + 1).sum())
-    8192
+    >>> allocated_peak_bytes(lambda: torch.ones(1 << 20).add(1).sum()) // (1 << 20)
+    8
     """
+    if torch._C._autograd._profiler_enabled():  # there is one per process, and it is the user's
+        raise UnsupportedError(
+            "workspace is measured with torch's profiler, which is in use; tune outside it"
+        )
     with profile(use_kineto=True, profile_memory=True, use_cpu=True) as profiler:
         result = run()
     assert profiler.kineto_results is not None
