@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import warnings
@@ -33,7 +34,8 @@ cache_app = typer.Typer(help="Look at and look after the measurement cache.", no
 app.add_typer(cache_app, name="cache")
 
 _SAYS_NO, _USAGE, _ENVIRONMENT, _INTERRUPTED = 1, 2, 3, 130
-_out = Console(soft_wrap=False)
+# A pipe has no width of its own: one that holds a table.
+_out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 _err = Console(stderr=True)
 
 CacheOption = Annotated[
@@ -45,7 +47,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machine
 def main() -> None:
     """Run the command line; every error is one sentence and an exit status.
 
-    Exit status: 0 done, 1 the answer is no, 2 wrong usage, 3 the environment does not allow it.
+    Exit status: 0 done, 1 the answer is no, 2 wrong usage, 3 the environment does not allow it,
+    130 interrupted.
     """
     try:
         with warnings.catch_warnings():
@@ -122,11 +125,11 @@ def tune(
     """
     given = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops, "cache": cache}
     config = _settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"--output must be in a folder that exists, got {output}")
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
     from ucudnn.tuner import tune_problems
 
-    if model.endswith(".csv") or ":" not in model:
+    if model.endswith(".csv"):
         from ucudnn.layer_table import read_layers
 
         layers = read_layers(model, config.ops, dtype, layout)

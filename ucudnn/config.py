@@ -28,9 +28,23 @@ _MUCUDNN_REFUSED = {
 }
 
 
-def _default(name: str, fallback: Any) -> Any:
+_FALLBACKS: dict[str, Any] = {
+    "workspace_limit": None,
+    "policy": "powers-of-two",
+    "ops": OPS,
+    "unplanned": "torch",
+    "cache": None,
+    "backend": "auto",
+}
+
+
+def _default(name: str, compare: bool = True) -> Any:
     """A dataclass field whose default comes from UCUDNN_<NAME> when a Config is made."""
-    return field(default_factory=lambda: read_environment(os.environ).get(name, fallback))
+
+    def read() -> Any:
+        return read_environment(os.environ).get(name, _FALLBACKS[name])
+
+    return field(default_factory=read, compare=compare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +69,12 @@ class Config:
         ConfigError: a value that is not allowed; the message lists those that are.
     """
 
-    workspace_limit: int | str | None = _default("workspace_limit", None)
-    policy: str = _default("policy", "powers-of-two")
-    ops: tuple[str, ...] = _default("ops", OPS)
-    unplanned: str = _default("unplanned", "torch")
-    cache: str | None = _default("cache", None)
-    backend: str = _default("backend", "auto")
+    workspace_limit: int | str | None = _default("workspace_limit")
+    policy: str = _default("policy")
+    ops: tuple[str, ...] = _default("ops")
+    unplanned: str = _default("unplanned")
+    cache: str | None = _default("cache", compare=False)
+    backend: str = _default("backend")
 
     def __post_init__(self) -> None:
         if self.workspace_limit is not None:
@@ -97,13 +111,16 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """Build a Config from JSON values; fields of later versions are left out.
+        """Build a Config from JSON values, whatever the environment says.
+
+        Fields of later versions are left out, missing ones take their plain default.
 
         >>> Config.from_dict(Config(policy="all").to_dict()).policy
         'all'
         """
         known = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        given = {name: value for name, value in values.items() if name in known}
+        return cls(**{**_FALLBACKS, **given})
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -131,8 +148,8 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         settings["workspace_limit"] = parse_bytes(
             environment["UCUDNN_DEFAULT_WORKSPACE_LIMIT"], "UCUDNN_DEFAULT_WORKSPACE_LIMIT"
         )
-    for name in ("workspace_limit", "policy", "ops", "unplanned", "cache", "backend"):
+    for name in _FALLBACKS:
         value = environment.get(f"UCUDNN_{name.upper()}")
-        if value is not None:
+        if value:  # empty counts as unset, as in a shell
             settings[name] = value
     return settings

@@ -72,7 +72,9 @@ def convert_(
     """
     _require_same_device(plan)
     runner = Runner(plan)
-    swapped, left, unplanned = [], [], []
+    swapped: dict[str, nn.Module] = {}
+    left: dict[str, nn.Module] = {}
+    unplanned = []
     for name, module in _convolutions(model):
         if filter_fn is not None and not filter_fn(module, name):
             continue
@@ -80,17 +82,21 @@ def convert_(
         if not kernels:
             unplanned.append(name)
         elif all(kernel.is_default for kernel in kernels):
-            left.append(name)
+            left[name] = module
         else:
-            # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
-            module._ucudnn_runner = runner  # type: ignore[assignment]
-            module.__class__ = _PLANNED_BY_TORCH[type(module)]
-            swapped.append(name)
+            swapped[name] = module
     if not swapped and not left:
         raise PlanError(
             f"the plan of {len(plan.kernels)} kernels covers none of this model's "
             f"{len(unplanned)} torch.nn convolutions; tune this model and use that plan"
         )
+    # nothing was changed so far, and nothing fails from here
+    for module in left.values():
+        revert_(module)
+    for module in swapped.values():
+        # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
+        module._ucudnn_runner = runner  # type: ignore[assignment]
+        module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
     seen = {*swapped, *left, *unplanned}
     planned = dict.fromkeys(name for kernel in plan.kernels for name in kernel.layers)
     modules = dict(model.named_modules())
@@ -127,9 +133,7 @@ def tune_(
 
 def _convolutions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if type(module) in _TORCH_BY_PLANNED:
-            revert_(module)  # a model may be converted again, by another plan
-        if type(module) in _PLANNED_BY_TORCH:
+        if type(module) in _PLANNED_BY_TORCH or type(module) in _TORCH_BY_PLANNED:
             yield name, module
 
 

@@ -39,7 +39,7 @@ def read_layers(
             names the line.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8") as stream:
+        with Path(path).open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:

@@ -101,10 +101,10 @@ def load_model(spec: str) -> nn.Module:
     sys.path.insert(0, str(folder.resolve()))
     try:
         made: Any = getattr(importlib.import_module(name), attribute)()
-    except (ImportError, AttributeError, TypeError) as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"MODEL must be module:callable, called without arguments, or a .csv of layers; "
-            f"{spec}: {error}"
+            f"{spec}: {type(error).__name__}: {error}"
         ) from error
     finally:
         sys.path.pop(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Hashable
 from dataclasses import replace
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execute import Call, bind
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import is_channels_last, problem_of
 
 _aten = torch.ops.aten
+# Shapes whose split is remembered; a training run has few, a server with free sizes may have many.
+_MOST_CALLS = 4096
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -44,6 +47,8 @@ class Runner:
         self.config = config or (plan.config if plan else Config())
         self._backend = open_backend(plan.backend if plan else self.config.backend)
         self._calls: dict[Hashable, Call | None] = {}
+        self._lock = threading.RLock()  # autograd runs backward in threads of its own
+        self._warned = False
 
     def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config]]:
         return type(self), (self.plan, self.config)
@@ -60,10 +65,16 @@ class Runner:
         # looked up by what torch sees, because building a Problem costs more than a small launch
         nhwc = is_channels_last(x) or is_channels_last(w)
         key = (op, x.shape, w.shape, x.dtype, w.dtype, geometry, nhwc)
-        if key not in self._calls:
+        try:
+            return self._calls[key]
+        except KeyError:
             problem = problem_of(op, x, w, *_aten_arguments(geometry))
-            self._calls[key] = None if problem is None else self._bind(problem)
-        return self._calls[key]
+        with self._lock:
+            if key not in self._calls:
+                if len(self._calls) >= _MOST_CALLS:
+                    self._calls.clear()
+                self._calls[key] = None if problem is None else self._bind(problem)
+            return self._calls[key]
 
     def _bind(self, problem: Problem) -> Call | None:
         if problem.op not in self.config.ops:
@@ -74,7 +85,18 @@ class Runner:
             return None
         split = self.plan.split(problem)
         # torch's own call fuses the bias and computes both gradients at once
-        return None if split.is_default else bind(self._backend, problem, split)
+        if split.is_default:
+            return None
+        try:
+            return bind(self._backend, problem, split)
+        except UnsupportedError as error:  # other threads or versions than it was planned for
+            self._warn(f"{error}: torch's own convolution computes it; tune again")
+            return None
+
+    def _warn(self, sentence: str) -> None:
+        if not self._warned:
+            warnings.warn(f"{sentence} (further ones are not reported)", UserWarning, stacklevel=4)
+        self._warned = True
 
     def _unplanned(self, problem: Problem) -> None:
         if self.config.unplanned == "error":
@@ -83,11 +105,9 @@ class Runner:
                 f"shape and at least this batch, or set unplanned='torch'"
             )
         if self.config.unplanned == "torch":
-            warnings.warn(
+            self._warn(
                 f"{problem} has no plan: torch's own convolution computes it; tune with an example "
-                f"input of this shape and at least this batch, or set unplanned='tune'",
-                UserWarning,
-                stacklevel=2,
+                f"input of this shape and at least this batch, or set unplanned='tune'"
             )
             return
         from ucudnn.tuner import tune_problems  # layers that never tune need no solver
@@ -119,8 +139,18 @@ def convolution(
     if torch.is_autocast_enabled("cpu"):
         x, w = _autocast(x), _autocast(w)
         bias = None if bias is None else _autocast(bias)
+    if not _follows_a_plan(runner, x, w, geometry):
+        return _torch_convolution(x, w, bias, geometry)
     result: Tensor = _Convolution.apply(runner, x, w, bias, geometry)
     return result
+
+
+def _follows_a_plan(runner: Runner, x: Tensor, w: Tensor, geometry: Geometry) -> bool:
+    """Whether any pass that this call leads to is not torch's own; then torch's node is cheaper."""
+    wanted = {"fprop": True}
+    if torch.is_grad_enabled():
+        wanted |= {"dgrad": x.requires_grad, "wgrad": w.requires_grad}
+    return any(need and runner.find(op, x, w, geometry) for op, need in wanted.items())
 
 
 def _plannable(x: Tensor, w: Tensor) -> bool:
@@ -157,8 +187,7 @@ class _Convolution(torch.autograd.Function):
         call = runner.find("fprop", x, w, geometry)
         if call is None:
             return _torch_convolution(x, w, bias, geometry)
-        layout = _layout(call)
-        y = call(x.contiguous(memory_format=layout), w.contiguous(memory_format=layout))
+        y = _planned(call, x, w)
         if bias is not None:
             y += bias.view(-1, *[1] * (x.dim() - 2))
         return y
@@ -187,7 +216,9 @@ class _Convolution(torch.autograd.Function):
 
 def _planned(call: Call, a: Tensor, b: Tensor) -> Tensor:
     layout = _layout(call)
-    return call(a.contiguous(memory_format=layout), b.contiguous(memory_format=layout))
+    # backward may be called inside autocast, which would round what the plan computes in float32
+    with torch.autocast("cpu", enabled=False):
+        return call(a.contiguous(memory_format=layout), b.contiguous(memory_format=layout))
 
 
 def _layout(call: Call) -> torch.memory_format:

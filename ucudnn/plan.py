@@ -93,6 +93,8 @@ class Timing:
     def __post_init__(self) -> None:
         for item in fields(self):
             _require_count(item.name, getattr(self, item.name))
+        if self.time_ns == 0:
+            raise PlanError("time_ns must be at least 1, got 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +142,15 @@ class KernelPlan:
         for n, (index, (size, step_index)) in enumerate(
             zip(self.alone, self.last, strict=True), start=1
         ):
-            if 0 < size <= n and n - size in reachable and self._names(step_index):
-                reachable.add(n)
-            elif size != 0 or not self._names(index):
-                raise PlanError(f"the plan of {self.problem} has no valid split of batch {n}")
-            if index >= 0 and not self._names(index):
+            if index != -1 and not self._names(index):
                 raise PlanError(f"the plan of {self.problem} names no algorithm for batch {n}")
+            if size == 0:
+                continue
+            if not (0 < size <= n and n - size in reachable and self._names(step_index)):
+                raise PlanError(f"the plan of {self.problem} has no valid split of batch {n}")
+            reachable.add(n)
+        if not self.covers(self.problem.batch):
+            raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
 
     def _names(self, index: int) -> bool:
         return 0 <= index < len(self.algorithms)
@@ -160,6 +165,11 @@ class KernelPlan:
             raise PlanError(
                 f"{self.problem} is planned for batches 1 to {self.problem.batch}, got {batch}; "
                 f"tune with a larger example input"
+            )
+        if not self.covers(batch):
+            raise PlanError(
+                f"{self.problem} has no plan for batch {batch} within its workspace limit, though "
+                f"for larger ones: torch computes them by another kernel; raise the limit"
             )
         index = self.alone[batch - 1]
         if index >= 0:
@@ -176,6 +186,12 @@ class KernelPlan:
         alone = [self.algorithms[index] if index >= 0 else None for index in self.alone]
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         return [self.problem.to_dict(), alone, last]
+
+    def covers(self, batch: int) -> bool:
+        """True where there is a split of this batch: nearly always, for 1 to `problem.batch`."""
+        if not 1 <= batch <= self.problem.batch:
+            return False
+        return self.alone[batch - 1] >= 0 or self.last[batch - 1][0] > 0
 
     def is_derived(self, batch: int) -> bool:
         """True where the split of this batch was composed from parts and not timed as a whole."""
@@ -227,8 +243,10 @@ class Plan:
         """
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
         for kernel in kernels:
-            if problem.batch <= kernel.problem.batch:
+            if kernel.covers(problem.batch):
                 return kernel
+        if kernels and problem.batch <= kernels[-1].problem.batch:
+            return kernels[-1]  # whose `split` says why it has none of this batch
         if kernels:
             raise PlanError(
                 f"{problem} is planned only up to batch {kernels[-1].problem.batch}; "
@@ -242,7 +260,7 @@ class Plan:
     def covers(self, problem: Problem) -> bool:
         """True where `split` has an answer for this problem."""
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
-        return bool(kernels) and problem.batch <= kernels[-1].problem.batch
+        return any(kernel.covers(problem.batch) for kernel in kernels)
 
     @cached_property
     def _kernels_by_geometry(self) -> dict[Problem, list[KernelPlan]]:
@@ -272,7 +290,7 @@ class Plan:
             "config": self.config.to_dict(),
             "device": asdict(self.device),
         }
-        return hashlib.sha256(_canonical(decisions).encode()).hexdigest()
+        return _sha256(decisions)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file; a reader sees the old file or the new one, never half.
@@ -302,7 +320,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""
-        return {
+        document = {
             "format": FORMAT,
             "version": VERSION,
             "hash": self.hash,
@@ -321,6 +339,7 @@ class Plan:
                 for kernel in self.kernels
             ],
         }
+        return {**document, "checksum": _sha256(document)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -356,7 +375,10 @@ class Plan:
 
     @classmethod
     def _from_dict(cls, document: Mapping[str, Any]) -> Plan:
-        plan = cls(
+        rest = {name: value for name, value in document.items() if name != "checksum"}
+        if document["checksum"] != _sha256(rest):
+            raise PlanError("its checksum does not agree with its contents")
+        return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
             software=Software(**document["software"]),
@@ -364,9 +386,6 @@ class Plan:
             config=Config.from_dict(document["config"]),
             backend=_string(document["backend"]),
         )
-        if plan.hash != document["hash"]:
-            raise PlanError("its hash does not agree with its contents")
-        return plan
 
 
 def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
@@ -402,6 +421,10 @@ def _string(value: object) -> str:
 def _require_count(name: str, value: object) -> None:
     if type(value) is not int or value < 0:
         raise PlanError(f"{name} must be an int of at least 0, got {value!r}")
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()
 
 
 def _canonical(value: Any) -> str:

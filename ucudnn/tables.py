@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from rich import box
 from rich.table import Table
 
 from ucudnn.plan import KernelPlan, Plan, Timing
@@ -18,13 +19,14 @@ def plan_table(plan: Plan) -> Table:
         f"{plan.device}, {plan.conditions.threads} threads, torch {plan.software.torch}",
         caption="times: median ± interquartile range of the whole call, measured; "
         "gain: default over plan",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("#", justify="right")
-    table.add_column("kernel", no_wrap=True)
-    table.add_column("calls", justify="right")
-    for heading in ("default", "its workspace", "plan", "its workspace", "gain"):
+    table.add_column("kernel", overflow="fold", min_width=16)
+    for heading in ("calls", "default", "workspace", "plan", "workspace", "gain"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("split")
+    table.add_column("split", overflow="fold", min_width=14)
     for index, kernel in enumerate(plan.kernels):
         table.add_row(str(index), *_row(kernel))
     return table
@@ -35,7 +37,7 @@ def _row(kernel: KernelPlan) -> tuple[str, ...]:
     default, timing = kernel.default, kernel.timing
     gain = "" if default is None else f"{default.time_ns / timing.time_ns:.2f}x"
     return (
-        str(kernel.problem).rpartition(" at batch ")[0],
+        str(kernel.problem).replace(" at batch ", " N="),
         str(len(kernel.layers)),
         "-" if default is None else _time(default),
         "-" if default is None else format_bytes(default.workspace_bytes),
@@ -47,7 +49,7 @@ def _row(kernel: KernelPlan) -> tuple[str, ...]:
 
 
 def _time(timing: Timing) -> str:
-    return f"{format_ns(timing.time_ns)} ± {format_ns(timing.spread_ns)}"
+    return f"{format_ns(timing.time_ns)} ±{100 * timing.spread_ns / timing.time_ns:.0f}%"
 
 
 def plan_summary(plan: Plan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ucudnn.errors import ConfigError, ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
@@ -22,13 +23,19 @@ from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+# What a model's own code raises when it does not like its input.
+_MODEL_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(NotImplementedError, RuntimeError, TypeError, ValueError),
+)
 
 
 def trace(model: nn.Module, example_inputs: Any) -> list[Problem]:
     """List every convolution that one training step would compute, in order, without computing it.
 
-    Runs the model on fake tensors: no memory, no device, parameters and buffers unchanged. A model
-    none of whose parameters or inputs requires a gradient has no backward problems.
+    Runs the model on fake tensors: no memory, no device; parameters, buffers, attributes and
+    torch's random state are as before. Forward hooks see the fake tensors. A model none of whose
+    parameters or inputs requires a gradient has no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
@@ -47,12 +54,21 @@ def trace(model: nn.Module, example_inputs: Any) -> list[Problem]:
 def trace_layers(model: nn.Module, example_inputs: Any) -> list[tuple[str, Problem]]:
     """Like `trace`, each problem with the name of the module that computes it."""
     recorder = _Recorder()
-    fake_mode = FakeTensorMode()
+    # tensors that a model keeps outside its parameters and buffers are made fake on the way
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     names = {id(module): name for name, module in model.named_modules()}
     try:
-        with fake_mode, _module_names(recorder, names), recorder, torch.enable_grad():
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.random.fork_rng(devices=[]),
+            _attributes_kept(model),
+            fake_mode,
+            _module_names(recorder, names),
+            recorder,
+        ):
             _step(model, example_inputs, fake_mode)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+    except _MODEL_ERRORS as error:
         shapes = [tuple(leaf.shape) for leaf in _tensors(example_inputs)]
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
@@ -73,18 +89,45 @@ def _step(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode) -> N
             *model.named_buffers(remove_duplicate=False),
         ]
     }
-    inputs = tree_map_only(Tensor, fake, example_inputs)
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-    args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), tree_map_only(Tensor, fake, dict(example_inputs))
+    else:
+        several = isinstance(example_inputs, (tuple, list))
+        args = tree_map_only(Tensor, fake, tuple(example_inputs) if several else (example_inputs,))
+        kwargs = {}
     outputs = torch.func.functional_call(model, state, args, kwargs)
-    values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
-    losses = [tensor.sum() for tensor in _tensors(values) if tensor.requires_grad]
+    losses = [tensor.abs().sum() for tensor in _tensors(outputs) if tensor.requires_grad]
     if losses:
         torch.autograd.backward(losses)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors of nested outputs: sequences, mappings such as a ModelOutput, dataclasses.
+
+    >>> len(_tensors({"loss": torch.zeros(1), "rest": [torch.zeros(2), None]}))
+    2
+    """
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        tree = list(vars(tree).values())
+    if isinstance(tree, (tuple, list)):
+        return [tensor for branch in tree for tensor in _tensors(branch)]
+    return []
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back what forward assigns to a module, which would be fake tensors here."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 class _Recorder(TorchDispatchMode):

@@ -227,3 +227,41 @@ def test_half_precision_weight_gradients_count_the_float32_sum(scripted):
     # one sample at a time fits only beside the sum of all chunks
     with pytest.raises(PlanError):
         tune(problem, workspace_limit=8 * MIB + total - 1)
+
+
+def test_the_smallest_workspace_that_is_named_suffices(scripted):
+    scripted(torch_default=linear(1.0, 9.0), other=linear(1.0, 7.0))
+    for problem in (FPROP, Problem("wgrad", 8, 64, 64, (8, 8), (8, 8), dtype="float16")):
+        with pytest.raises(PlanError) as caught:
+            tune(problem, workspace_limit=1)
+        tune(problem, workspace_limit=caught.value.smallest_bytes)
+
+
+def test_a_batch_that_another_kernel_computes_keeps_the_limit(scripted):
+    """At one sample torch picks a kernel with much workspace: no bound, no default holds there."""
+    odd = {1: (5 * MS, 90 * MIB)}
+    backend = scripted(torch_default=lambda size: odd.get(size, (size * MS, 8 * MIB)))
+    backend.kernels[("torch_default", 1)] = "another"
+    plan, _ = tune(workspace_limit="10MiB")
+    assert plan.split(FPROP.with_batch(16)).is_default
+    assert plan.split(FPROP.with_batch(2)).size == 2
+    assert not plan.covers(FPROP.with_batch(1))
+    with pytest.raises(PlanError, match="no plan for batch 1 within its workspace limit"):
+        plan.split(FPROP.with_batch(1))
+    every, _ = tune()
+    assert every.covers(FPROP.with_batch(1))
+
+
+def test_running_out_of_memory_is_not_remembered(scripted, monkeypatch):
+    backend = scripted(torch_default=linear(1.0, 0.0))
+    works = backend.costs["torch_default"]
+
+    def exhausted(size):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    backend.costs["torch_default"] = exhausted
+    with pytest.raises(PlanError, match="no algorithm could be run"):
+        tune()
+    backend.costs["torch_default"] = works
+    plan, _ = tune()
+    assert plan.kernels[0].is_default

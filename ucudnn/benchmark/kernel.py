@@ -68,8 +68,8 @@ class Session:
 class KernelMeasurer:
     """Measures the candidates of one kernel at every micro-batch size, smallest first.
 
-    Two assumptions save runs; both err towards measuring too little, never towards a wrong number.
-    Workspace grows on a line with the chunk: a size that would exceed the limit, judged from the
+    Two assumptions about chunks that one kernel computes save runs; where they fail, something is
+    not measured, and no number is wrong. Workspace grows on a line with the chunk: a size that would exceed the limit, judged from the
     two smaller ones, is not run. Time does not fall as the chunk grows: an algorithm that took too
     long for a smaller chunk is not run for a larger one.
     """
@@ -140,7 +140,7 @@ class KernelMeasurer:
         known = self._session.cache.get(key)
         if known is not None and not self._deserves_another_try(known):
             return _Entry(known, known, None)
-        smaller = self._smaller.get(key.algorithm, [])
+        smaller = self._smaller_of_the_kernel(key)
         expected = _expected_workspace(smaller, key)
         if expected > self._session.backend.memory_bytes() or not self._fits(expected):
             return None
@@ -149,6 +149,16 @@ class KernelMeasurer:
             lost = Measurement(key, "untimed", reason=_BEATEN + best.key.algorithm, notes=notes)
             return _Entry(lost, known, None)
         return self._first_run(key, known, notes)
+
+    def _smaller_of_the_kernel(self, key: MeasurementKey) -> list[Measurement]:
+        """What the algorithm showed for smaller chunks, as far as the same kernel ran them."""
+        kernel_of = self._session.backend.kernel
+        kernel = kernel_of(key.problem, key.algorithm)
+        return [
+            entry
+            for entry in self._smaller.get(key.algorithm, [])
+            if kernel_of(entry.key.problem, key.algorithm) == kernel
+        ]
 
     def _deserves_another_try(self, known: Measurement) -> bool:
         """Whether what was not timed, perhaps under another limit, may be worth it now.

@@ -1,0 +1,150 @@
+"""Ways of calling a planned layer that once broke; each against torch's own."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import ucudnn
+from ucudnn.config import Config
+from ucudnn.tracing import trace_layers
+
+SHAPES = {1: (5, 4, 17), 2: (5, 4, 9, 8), 3: (5, 4, 5, 6, 7)}
+LAYERS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(
+    "algorithm", ["torch_default", "onednn_nhwc", "slow_conv2d", "im2col_gemm", "fft"]
+)
+def test_outputs_may_be_changed_in_place(plan_by_hand, rank, algorithm, batch):
+    layer = LAYERS[rank](4, 6, 3, bias=False)
+    x = torch.randn(SHAPES[rank])[:batch]
+    planned = nn.Sequential(copy.deepcopy(layer), nn.ReLU(inplace=True))
+    plan = plan_by_hand(layer, torch.empty(x.shape), chunk=batch, algorithm=algorithm)
+    ucudnn.convert_(planned, plan)
+    y = planned(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, torch.relu(layer(x)), rtol=1e-4, atol=1e-4)
+
+
+def test_backward_inside_autocast_stays_in_float32(plan_by_hand):
+    layer = nn.Conv2d(4, 6, 3)
+    x = torch.randn(5, 4, 9, 8)
+    planned = copy.deepcopy(layer)
+    ucudnn.convert_(planned, plan_by_hand(layer, x.clone().requires_grad_()))
+    grads = []
+    for module in (planned, layer):
+        loss = module(x).square().sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        grads.append(module.weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)
+
+
+def test_another_number_of_threads_falls_back_to_torch(plan_by_hand):
+    layer = nn.Conv2d(64, 64, 1)
+    x = torch.randn(1, 64, 28, 28, requires_grad=True)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(max(2, threads))
+        plan = plan_by_hand(layer, x, algorithm="onednn_nhwc")
+        torch.set_num_threads(1)
+        planned = copy.deepcopy(layer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ucudnn.convert_(planned, plan)
+            planned(x).sum().backward()
+        layer(x).sum().backward()
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(planned.weight.grad, layer.weight.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_threads_that_meet_unplanned_shapes_together():
+    layer = ucudnn.nn.Conv2d(3, 4, 3, config=Config(unplanned="tune", policy="undivided"))
+    results = {}
+
+    def run(batch):
+        results[batch] = layer(torch.ones(batch, 3, 9, 9)).shape
+
+    threads = [threading.Thread(target=run, args=(batch,)) for batch in (2, 3, 4, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {batch: (batch, 4, 7, 7) for batch in (2, 3, 4, 5)}
+
+
+def test_a_second_conversion_with_a_filter_leaves_the_first_alone(plan_by_hand):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3))
+    plan = plan_by_hand(model, torch.empty(4, 3, 9, 9))
+    ucudnn.convert_(model, plan, lambda _, name: name == "0")
+    ucudnn.convert_(model, plan, lambda _, name: name == "1")
+    assert [type(layer) for layer in model] == [ucudnn.nn.Conv2d] * 2
+    other = plan_by_hand(nn.Conv2d(7, 7, 1), torch.empty(2, 7, 9, 9))
+    with pytest.raises(ucudnn.PlanError):
+        ucudnn.convert_(model, other)
+    assert [type(layer) for layer in model] == [ucudnn.nn.Conv2d] * 2
+
+
+class Stateful(nn.Module):
+    """Keeps tensors where a model may: an attribute made in forward, and its last output."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.scale = [torch.full((1,), 2.0)]
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.position = torch.linspace(0, 1, x.shape[-1])
+        self.last = self.convolution(x * self.scale[0] + self.position)
+        return self.last + torch.rand(1)
+
+
+def test_tracing_leaves_attributes_and_random_state_as_they_were():
+    model = Stateful()
+    before = dict(vars(model))
+    state = torch.get_rng_state()
+    problems = ucudnn.trace(model, torch.empty(2, 3, 9, 9))
+    assert [problem.op for problem in problems] == ["fprop", "wgrad"]
+    assert vars(model) == before
+    assert torch.equal(torch.get_rng_state(), state)
+    model(torch.randn(2, 3, 9, 9)).sum().backward()
+
+
+@dataclass
+class Output:
+    """What a model of transformers returns, in spirit."""
+
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...] = ()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [Output, lambda y: {"logits": y}, lambda y: (Output(y), None), lambda y: [{"a": (y,)}]],
+)
+def test_backward_is_traced_through_any_nest_of_outputs(wrap):
+    class Wrapped(nn.Sequential):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    model = Wrapped(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1))
+    ops = [problem.op for _, problem in trace_layers(model, {"x": torch.empty(2, 3, 9, 9)})]
+    assert ops == ["fprop", "fprop", "dgrad", "wgrad", "wgrad"]
+
+
+def test_tracing_works_inside_inference_mode():
+    model, x = nn.Conv2d(3, 4, 3), torch.empty(2, 3, 9, 9)
+    with torch.inference_mode():
+        assert len(ucudnn.trace(model, x)) == 2
