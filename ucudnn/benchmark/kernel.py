@@ -69,9 +69,9 @@ class KernelMeasurer:
     """Measures the candidates of one kernel at every micro-batch size, smallest first.
 
     Two assumptions about chunks that one kernel computes save runs; where they fail, something is
-    not measured, and no number is wrong. Workspace grows on a line with the chunk: a size that would exceed the limit, judged from the
-    two smaller ones, is not run. Time does not fall as the chunk grows: an algorithm that took too
-    long for a smaller chunk is not run for a larger one.
+    not measured, and no number is wrong. Workspace grows on a line with the chunk: a size that
+    would exceed the limit, judged from the two smaller ones, is not run. Time does not fall as the
+    chunk grows: an algorithm that took too long for a smaller chunk is not run for a larger one.
     """
 
     def __init__(self, session: Session, problem: Problem, limit: int | None) -> None:
