@@ -57,7 +57,8 @@ class AbstractCache(ABC):
             before_ns: only what was stored before this time, in ns since 1970.
 
         Raises:
-            CacheError: there is no such field, the cache is read-only or another process holds it.
+            ConfigError: there is no such field.
+            CacheError: the cache is read-only or another process holds it.
         """
 
     @abstractmethod
@@ -101,7 +102,7 @@ class AbstractCache(ABC):
         """The measurements that match, such as {"problem.op": "fprop", "status": "failed"}.
 
         Raises:
-            CacheError: there is no such field; the message lists them.
+            ConfigError: there is no such field; the message lists them.
         """
         texts = parse_where(where)
         return (entry.measurement for entry in self.entries() if matches(entry, texts))
@@ -116,7 +117,8 @@ class AbstractCache(ABC):
             where: only the entries that match.
 
         Raises:
-            CacheError: another suffix, an unknown field, or the file cannot be written.
+            ConfigError: an unknown field.
+            CacheError: another suffix, or the file cannot be written.
         """
         texts = parse_where(where or {})
         return write_entries(path, (one for one in self.entries() if matches(one, texts)))

@@ -15,7 +15,7 @@ from ucudnn.cache.values import (
     Explanation,
     MergeReport,
 )
-from ucudnn.errors import CacheError
+from ucudnn.errors import ConfigError
 
 PathLike = str | os.PathLike[str]
 _DAY_NS = 24 * 3600 * 10**9
@@ -82,7 +82,8 @@ def export(target: PathLike, path: PathLike | None = None, where: Iterable[str] 
         where: only entries that match all of these, such as "status=ok".
 
     Raises:
-        CacheError: another suffix, a bad filter, or the file cannot be written.
+        ConfigError: a bad filter.
+        CacheError: another suffix, or the file cannot be written.
     """
     with caches.open(path, "r") as cache:
         return cache.export(target, parse_where(where))
@@ -134,11 +135,12 @@ def prune(
         dry_run: only count.
 
     Raises:
-        CacheError: nothing says which entries to remove, or the cache cannot be written.
+        ConfigError: nothing says which entries to remove.
+        CacheError: the cache cannot be written.
     """
     texts = parse_where(where)
     if not texts and older_than_days is None:
-        raise CacheError(
+        raise ConfigError(
             "prune removes what matches and was told nothing; name a field=value or an age"
         )
     before_ns = None if older_than_days is None else time_ns() - round(older_than_days * _DAY_NS)
@@ -159,7 +161,7 @@ def explain(where: Iterable[str], path: PathLike | None = None) -> Explanation:
         path: the folder of the cache; None: the user's cache.
 
     Raises:
-        CacheError: there is no such field.
+        ConfigError: there is no such field.
     """
     with caches.open(path, "r") as cache:
         return explain_texts(parse_where(where), (measurement.key for measurement in cache))

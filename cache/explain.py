@@ -8,7 +8,7 @@ from typing import Any
 
 from ucudnn.cache.fields import KEY_FIELDS
 from ucudnn.cache.values import Difference, Entry, Explanation
-from ucudnn.errors import CacheError
+from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
 
 _PARTS = ("problem", "algorithm", "device", "software", "conditions", "protocol")
@@ -31,12 +31,12 @@ def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explan
         keys: what is there.
 
     Raises:
-        CacheError: a field that keys do not have.
+        ConfigError: a field that keys do not have.
     """
     names = [field.name for field in KEY_FIELDS]
     for name in wanted:
         if name not in names:
-            raise CacheError(f"{name!r} is not a field of a key; those are {', '.join(names)}")
+            raise ConfigError(f"{name!r} is not a field of a key; those are {', '.join(names)}")
     counters = [(part, _difference_counter(part, wanted)) for part in _PARTS]
     count, nearest, least = 0, None, (len(KEY_FIELDS) + 1, 0)
     for key in keys:

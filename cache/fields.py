@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from ucudnn.cache.values import Entry
-from ucudnn.errors import CacheError, UcudnnError
+from ucudnn.errors import CacheError, ConfigError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -217,17 +217,17 @@ def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
     {'problem.kernel_size': '3x3'}
 
     Raises:
-        CacheError: a word is not "name=value", or there is no such field.
+        ConfigError: a word is not "name=value", or there is no such field.
     """
     if not isinstance(where, Mapping):
         words = list(where)
         for word in words:
             if "=" not in word:
-                raise CacheError(f"a filter is written field=value, got {word!r}")
+                raise ConfigError(f"a filter is written field=value, got {word!r}")
         where = dict(word.split("=", 1) for word in words)
     for name in where:
         if name not in FIELD_BY_NAME:
-            raise CacheError(f"there is no field {name!r}; fields are {', '.join(FIELD_BY_NAME)}")
+            raise ConfigError(f"there is no field {name!r}; fields are {', '.join(FIELD_BY_NAME)}")
     return {
         name: value if isinstance(value, str) else FIELD_BY_NAME[name].kind.dump(value)
         for name, value in where.items()

@@ -11,7 +11,7 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import Entry, commands
-from ucudnn.errors import CacheError
+from ucudnn.errors import CacheError, ConfigError
 
 MEASUREMENTS = testing.sample_measurements(40, seed=6)
 
@@ -78,12 +78,12 @@ def test_export_and_import_go_together(folder: Path, tmp_path: Path) -> None:
     assert commands.import_(file, target) == 10
     with caches.open(target, "r") as cache:
         assert {one.status for one in cache} == {"failed"}
-    with pytest.raises(CacheError, match="a filter is written field=value, got 'failed'"):
+    with pytest.raises(ConfigError, match="a filter is written field=value, got 'failed'"):
         commands.export(file, folder, ["failed"])
 
 
 def test_prune_wants_to_be_told_what(folder: Path) -> None:
-    with pytest.raises(CacheError, match="name a field=value or an age"):
+    with pytest.raises(ConfigError, match="name a field=value or an age"):
         commands.prune(folder)
     assert commands.prune(folder, ["status=failed"], dry_run=True) == 10
     assert commands.info(folder).records == 40
@@ -110,7 +110,7 @@ def test_explain_takes_as_many_fields_as_are_known(folder: Path) -> None:
     assert "software.torch (2.99 wanted, 2.13.0" in str(explained)
     assert explained.entries == 40
     assert str(commands.explain(words, folder / "none")) == "a miss: the cache is empty"
-    with pytest.raises(CacheError, match="'time_ns' is not a field of a key"):
+    with pytest.raises(ConfigError, match="'time_ns' is not a field of a key"):
         commands.explain(["time_ns=5"], folder)
-    with pytest.raises(CacheError, match="there is no field 'batch'"):
+    with pytest.raises(ConfigError, match="there is no field 'batch'"):
         commands.explain(["batch=5"], folder)

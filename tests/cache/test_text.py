@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ucudnn.cache import Entry, MemoryCache
-from ucudnn.errors import CacheError
+from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -185,5 +185,5 @@ def test_files_that_cannot_be_reached_are_named(tmp_path: Path) -> None:
 
 
 def test_a_filter_names_fields_that_exist() -> None:
-    with pytest.raises(CacheError, match="there is no field 'batch'; fields are problem.op"):
+    with pytest.raises(ConfigError, match="there is no field 'batch'; fields are problem.op"):
         list(MemoryCache().select({"batch": 3}))
