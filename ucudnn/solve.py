@@ -15,8 +15,9 @@ KernelOf = Callable[[Problem, str], str | None]
 # On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
 # A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
 WORTHWHILE_NS = 10 * 20_000
-# What a chunk may cost more on a busy machine, where threads wait for each other at its end.
-BUSY_CHUNK_NS = 2_000_000
+# What a chunk may cost more on a busy machine, where threads wait for each other at its end: from
+# nothing, as measured, to so much that only the number of chunks counts.
+CHUNK_NS = (0, 2_000_000, 1_000_000_000)
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Solved:
     Args:
         problem: the kernel at the largest batch.
         items: by role, what `reuse` was given.
-        walks: for n = 1..N how to compute n; first the fastest way, then the fastest where every
-            chunk costs `BUSY_CHUNK_NS` more, which has fewer and larger chunks.
+        walks: for n = 1..N how to compute n; first the fastest way as measured, then the fastest
+            where every chunk costs more by `CHUNK_NS`, which has fewer and larger chunks.
         limit: workspace in bytes that a split may use, None for any.
         like_default: the batches at which torch's default runs the kernel that it runs at N.
     """
@@ -66,7 +67,7 @@ class Solved:
         were not timed as wholes; not where torch picks another kernel for them.
         """
         batch = self.problem.batch
-        walk = next((walk for walk in self.walks if _walk(walk) == winner), self.walks[-1])
+        walk = next((walk for walk in self.walks if _walk(walk) == winner), self.walks[1])
         algorithms: dict[str, int] = {}
         alone, last = [], []
         for n, entry in enumerate(walk, start=1):
@@ -131,9 +132,7 @@ def solve(
     }
     if WalkEntry(None, None) in _walk_all(worthwhile, problem.batch, limit):
         worthwhile = items  # nothing else fits everywhere: then short chunks are allowed
-    walks = tuple(
-        _walk_all(worthwhile, problem.batch, limit, launch_ns) for launch_ns in (0, BUSY_CHUNK_NS)
-    )
+    walks = tuple(_walk_all(worthwhile, problem.batch, limit, launch_ns) for launch_ns in CHUNK_NS)
     whole = kernel_of(problem, DEFAULT_ALGORITHM)
     like_default = frozenset(
         n
