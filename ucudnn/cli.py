@@ -170,7 +170,7 @@ def _print_tuned(
         return
     from ucudnn.tables import plan_summary, plan_table
 
-    _out.print(plan_table(plan))
+    _out.print(plan_table(plan, _out.width))
     _out.print(plan_summary(plan), highlight=False)
     if counts["measured"]:
         said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"
@@ -199,7 +199,7 @@ def show(
     from ucudnn.tables import kernel_table, plan_summary, plan_table
 
     if kernel is None:
-        _out.print(plan_table(loaded))
+        _out.print(plan_table(loaded, _out.width))
         _out.print(plan_summary(loaded), highlight=False)
         return
     chosen = [

@@ -11,41 +11,52 @@ from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.units import format_bytes, format_ns
 
 
-def plan_table(plan: Plan) -> Table:
-    """One row per kernel: torch's default beside the plan, both measured in the same rounds."""
+def plan_table(plan: Plan, width: int = 120) -> Table:
+    """One row per kernel: torch's default beside the plan, both measured in the same rounds.
+
+    Args:
+        plan: what to show.
+        width: characters in a line; below 110 a workspace stands under its time.
+    """
     limit = plan.config.limit_bytes
     table = Table(
         title=f"workspace limit {'none' if limit is None else format_bytes(limit)}, "
         f"{plan.device}, {plan.conditions.threads} threads, torch {plan.software.torch}",
-        caption="times: median ± interquartile range of the whole call, measured; "
+        caption="time (median ± interquartile range of the whole call) and workspace, measured; "
         "gain: default over plan",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
+    wide = width >= 110
     table.add_column("#", justify="right")
     table.add_column("kernel", overflow="fold", min_width=16)
-    for heading in ("calls", "default", "workspace", "plan", "workspace", "gain"):
+    for heading in ("calls", "default", "plan", "gain"):
         table.add_column(heading, justify="right", no_wrap=True)
+        if wide and heading in ("default", "plan"):
+            table.add_column("workspace", justify="right", no_wrap=True)
     table.add_column("split", overflow="fold", min_width=14)
     for index, kernel in enumerate(plan.kernels):
-        table.add_row(str(index), *_row(kernel))
+        split = kernel.split(kernel.problem.batch)
+        name = str(kernel.problem).replace(" at batch ", " N=")
+        default = _cells(kernel.default, None, wide)
+        planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
+        calls = str(len(kernel.layers))
+        table.add_row(str(index), name, calls, *default, *planned, _gain(kernel), str(split))
     return table
 
 
-def _row(kernel: KernelPlan) -> tuple[str, ...]:
-    split = kernel.split(kernel.problem.batch)
-    default, timing = kernel.default, kernel.timing
-    gain = "" if default is None else f"{default.time_ns / timing.time_ns:.2f}x"
-    return (
-        str(kernel.problem).replace(" at batch ", " N="),
-        str(len(kernel.layers)),
-        "-" if default is None else _time(default),
-        "-" if default is None else format_bytes(default.workspace_bytes),
-        "= default" if split.is_default else _time(timing),
-        format_bytes(timing.workspace_bytes),
-        "" if split.is_default else gain,
-        str(split),
-    )
+def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str, ...]:
+    """Time and workspace, in two columns or one; `instead` stands for the time."""
+    if timing is None:
+        return ("-", "-") if wide else ("-",)
+    cells = (instead or _time(timing), format_bytes(timing.workspace_bytes))
+    return cells if wide else ("\n".join(cells),)
+
+
+def _gain(kernel: KernelPlan) -> str:
+    if kernel.is_default or kernel.default is None:
+        return ""
+    return f"{kernel.default.time_ns / kernel.timing.time_ns:.2f}x"
 
 
 def _time(timing: Timing) -> str:

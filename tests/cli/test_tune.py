@@ -61,6 +61,21 @@ def test_a_table_of_layers(ucudnn, table, tmp_path):
     assert plan.workspace_bytes <= 1 << 20
 
 
+def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from ucudnn import cli
+
+    output = tmp_path / "plan.json"
+    ucudnn("tune", table(), "--policy", "undivided", "-o", output)
+    monkeypatch.setattr(cli, "_out", Console(width=80))
+    shown = ucudnn("show", output).out
+    splits = [kernel.split(8).steps[0].algorithm for kernel in Plan.load(output).kernels]
+    assert all(shown.count(name) >= splits.count(name) for name in splits)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert shown.count("±") >= len(splits) + 1  # every default's time, and the legend
+
+
 def test_show_one_kernel_every_batch(ucudnn, table, tmp_path):
     output = tmp_path / "plan.json"
     ucudnn("tune", table(), "--ops", "fprop", "-o", output)
