@@ -83,9 +83,16 @@ def run_first(executable: Executable, x: Tensor, dy: Tensor) -> Tensor:
 
 def empty_result(problem: Problem, like: Tensor) -> Tensor:
     """A new tensor for the result of a problem, on the device and in the dtype of an operand."""
-    layout = torch.contiguous_format
-    if problem.layout == "nhwc":
-        layout = _CHANNELS_LAST[problem.rank]
     return torch.empty(
-        problem.result_shape, dtype=like.dtype, device=like.device, memory_format=layout
+        problem.result_shape,
+        dtype=like.dtype,
+        device=like.device,
+        memory_format=memory_format(problem),
     )
+
+
+def memory_format(problem: Problem) -> torch.memory_format:
+    """The memory format that torch uses for the problem's layout."""
+    if problem.layout == "nhwc":
+        return _CHANNELS_LAST[problem.rank]
+    return torch.contiguous_format

@@ -14,7 +14,7 @@ from torch import Tensor
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
-from ucudnn.execute import Call, bind
+from ucudnn.execute import Call, bind, memory_format
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import is_channels_last, problem_of
@@ -22,7 +22,6 @@ from ucudnn.tracing import is_channels_last, problem_of
 _aten = torch.ops.aten
 # Shapes whose split is remembered; a training run has few, a server with free sizes may have many.
 _MOST_CALLS = 4096
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Geometry(NamedTuple):
@@ -215,13 +214,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _planned(call: Call, a: Tensor, b: Tensor) -> Tensor:
-    layout = _layout(call)
+    layout = memory_format(call.problem)
     # backward may be called inside autocast, which would round what the plan computes in float32
     with torch.autocast("cpu", enabled=False):
         return call(a.contiguous(memory_format=layout), b.contiguous(memory_format=layout))
-
-
-def _layout(call: Call) -> torch.memory_format:
-    if call.problem.layout == "nhwc":
-        return _CHANNELS_LAST[call.problem.rank + 2]
-    return torch.contiguous_format

@@ -19,7 +19,6 @@ from ucudnn.problem import Problem
 
 FORMAT = "ucudnn-plan"
 VERSION = 1
-AXES = ("batch", "spatial")
 DEFAULT_ALGORITHM = "torch_default"
 
 
