@@ -45,11 +45,10 @@ def _frame(image: bytes | memoryview, version: int) -> bytes:
     )
 
 
-def unframed(data: bytes) -> bytes:
-    """The HDF5 data of a file, after its frame was found to be true.
+def verify(data: bytes) -> None:
+    """Hold a file against its frame, before HDF5 looks at it.
 
-    >>> unframed(framed(b"anything"))
-    b'anything'
+    >>> verify(framed(b"anything"))
 
     Raises:
         DamagedError: it is not what was written.
@@ -58,9 +57,8 @@ def unframed(data: bytes) -> bytes:
     first = _FIRST_LINE.match(data)
     if not first:
         raise DamagedError("it does not begin like a file of this cache")
-    version, image = int(first[1]), data[FRAME_BYTES:]
+    version, image = int(first[1]), memoryview(data)[FRAME_BYTES:]
     if data[:FRAME_BYTES] != _frame(image, version):
         raise DamagedError("its checksum does not agree with its contents")
     if version > VERSION:
         raise NewerError(f"it has format version {version}, this ucudnn reads up to {VERSION}")
-    return image

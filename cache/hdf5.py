@@ -15,7 +15,7 @@ import numpy as np
 from ucudnn.cache._base import AbstractCache
 from ucudnn.cache.fields import matches, parse_where
 from ucudnn.cache.folder import kinds_in, read_file
-from ucudnn.cache.frame import DamagedError, NewerError, unframed
+from ucudnn.cache.frame import DamagedError, NewerError, verify
 from ucudnn.cache.inspect import inspect
 from ucudnn.cache.report import info_of
 from ucudnn.cache.shelf import Shelf
@@ -106,7 +106,7 @@ class HDF5Cache(AbstractCache):
         for file in source.files:
             try:
                 data = read_file(file)
-                unframed(data)
+                verify(data)
             except NewerError:
                 pass  # copied: a later version will read it here as there
             except DamagedError:

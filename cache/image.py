@@ -52,6 +52,8 @@ _KNOWN = {
 }
 _WORDS = {"op": OPS, "dtype": tuple(BYTES_BY_DTYPE), "layout": LAYOUTS, "math": MATHS}
 _NARROWED = {*_POINTERS, "status", "samples", "first_sample"}
+# H5LT_FILE_IMAGE_DONT_COPY | H5LT_FILE_IMAGE_DONT_RELEASE, which h5py passes on without names.
+_SHARED = 2 | 4
 _COMPRESSED_ROWS = 1024
 _CHUNK_ROWS = 8192  # so that a chunk and its compressed form fit a processor's own cache
 _ABOUT = "Times of convolution algorithms. A key is a problem, an algorithm and a context."
@@ -152,8 +154,8 @@ def _storage(array: Array) -> Mapping[str, Any]:
     return {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
 
 
-def from_image(image: bytes) -> tuple[Table, bool]:
-    """The table of an HDF5 file, and whether that is all of it.
+def from_data(data: bytes) -> tuple[Table, bool]:
+    """The table of an HDF5 file, with or without a frame, and whether that is all of it.
 
     Not all: it has columns or values of a later version. Such a file is read as far as this version
     understands it, and must not be replaced by what was read.
@@ -162,13 +164,14 @@ def from_image(image: bytes) -> tuple[Table, bool]:
         DamagedError: it is not HDF5, lacks a table or a column, or its tables do not fit together.
     """
     try:
-        return _interpret(_load(image))
+        return _interpret(_load(data))
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"it is no table of measurements: {error}") from error
 
 
-def _load(image: bytes) -> dict[str, Array]:
-    with h5py.File(h5py.h5f.open_file_image(image), "r") as file:
+def _load(data: bytes) -> dict[str, Array]:
+    # libhdf5 reads these very bytes, which outlive the file; a copy takes as long as inflating.
+    with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
         arrays = {name: file[name][()] for name in file}
     missing = _KNOWN.keys() - arrays.keys()
     if missing:

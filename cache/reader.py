@@ -19,8 +19,8 @@ from ucudnn.cache.folder import (
     set_aside,
     unique_name,
 )
-from ucudnn.cache.frame import FRAME_BYTES, DamagedError, NewerError, unframed
-from ucudnn.cache.image import from_image
+from ucudnn.cache.frame import FRAME_BYTES, DamagedError, NewerError, verify
+from ucudnn.cache.image import from_data
 from ucudnn.cache.table import Table
 from ucudnn.cache.tabulate import EMPTY, merged
 
@@ -129,7 +129,8 @@ class Reader:
         """The table of a file and its frame, None where not all of it can be used."""
         try:
             data = read_file(path)
-            table, complete = from_image(unframed(data))
+            verify(data)
+            table, complete = from_data(data)
         except NewerError as error:
             self._partial_paths.append(path)
             self._say(f"{path} was left alone: {error}; upgrade ucudnn to use it", False)
@@ -165,8 +166,10 @@ class Reader:
     def _was_replaced(self, aside: Path) -> bool:
         """Whether another process had put a sound file there just before the move."""
         try:
+            data = read_file(aside)
             with suppress(NewerError):
-                from_image(unframed(read_file(aside)))
+                verify(data)
+                from_data(data)
             os.rename(aside, self.segments / unique_name(time_ns()))
         except (OSError, DamagedError):
             return False

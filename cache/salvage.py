@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from ucudnn.cache.folder import read_file
-from ucudnn.cache.frame import FRAME_BYTES, DamagedError, framed, unframed
-from ucudnn.cache.image import from_image, to_image
+from ucudnn.cache.frame import DamagedError, framed, verify
+from ucudnn.cache.image import from_data, to_image
 from ucudnn.cache.records import Array, problem_from_row
 from ucudnn.cache.table import Table
 from ucudnn.cache.tabulate import checksums, only
@@ -52,7 +52,9 @@ def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
             return None
         if done.returncode:
             return None
-        return from_image(unframed(read_file(target)))[0]
+        data = read_file(target)
+        verify(data)
+        return from_data(data)[0]
 
 
 def main(source: Path, target: Path) -> int:
@@ -60,7 +62,7 @@ def main(source: Path, target: Path) -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     try:
-        table, _ = from_image(read_file(source)[FRAME_BYTES:])
+        table, _ = from_data(read_file(source))
     except (DamagedError, ValueError, OverflowError):
         return 1
     table = only(table, _possible_problems(table))

@@ -15,7 +15,7 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.frame import FRAME_BYTES, framed, unframed
+from ucudnn.cache.frame import FRAME_BYTES, framed, verify
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -50,7 +50,7 @@ def file(tmp_path: Path) -> Path:
 def edit(path: Path, change: Callable[[h5py.File], None], version: int = 1) -> None:
     """Change the HDF5 part of a file and frame it again, as a writer of another version would."""
     image = path.with_suffix(".image")
-    image.write_bytes(unframed(path.read_bytes()))
+    image.write_bytes(path.read_bytes()[FRAME_BYTES:])
     with h5py.File(image, "r+") as file:
         change(file)
     path.write_bytes(framed(image.read_bytes(), version))
@@ -284,11 +284,11 @@ def test_no_single_bit_flip_goes_unseen() -> None:
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
         with pytest.raises(caches.frame.DamagedError):
-            unframed(bytes(flipped))
+            verify(bytes(flipped))
 
 
 def test_no_truncation_goes_unseen() -> None:
     data = framed(b"an HDF5 image")
     for length in range(len(data)):
         with pytest.raises(caches.frame.DamagedError):
-            unframed(data[:length])
+            verify(data[:length])
