@@ -12,6 +12,11 @@ import torch
 from ucudnn.measurement import Device, Software
 
 _CPUINFO = Path("/proc/cpuinfo")
+# Limit and use of this container's memory, versions 2 and 1.
+_CONTROL_GROUPS = (
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 _DEFAULT_CACHE_BYTES = 32 << 20  # a large last-level cache; too large only costs memory
 
 
@@ -41,13 +46,23 @@ def last_level_cache_bytes() -> int:
     return max(sizes) or _DEFAULT_CACHE_BYTES
 
 
-def available_memory_bytes() -> int:
-    """Memory that can be allocated without swapping."""
-    meminfo = Path("/proc/meminfo")
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be allocated without swapping or being killed by a container's limit.
+
+    Args:
+        root: where proc and sys are mounted.
+    """
+    meminfo = root / "proc/meminfo"
     match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
-    if match:
-        return int(match[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    free = [int(match[1]) << 10 if match else physical]
+    for limit, used in _CONTROL_GROUPS:
+        limit_path, used_path = root / limit, root / used
+        if limit_path.exists() and used_path.exists():
+            text = limit_path.read_text().strip()  # "max" where there is none
+            if text.isdigit():
+                free.append(max(int(text) - int(used_path.read_text()), 0))
+    return min(free)
 
 
 def _cpu_name() -> str:

@@ -1,0 +1,31 @@
+"""What the CPU backend says of this machine."""
+
+import pytest
+
+from ucudnn.backends.torch_cpu.identity import available_memory_bytes
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(str(3 * GIB), 2 * GIB), ("max", 8 * GIB), (str(GIB // 2), 0)]
+)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ],
+)
+def test_a_containers_limit_counts(tmp_path, names, limit, expected):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {8 << 20} kB\n")
+    for name, text in zip(names, (limit, str(GIB)), strict=True):
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert available_memory_bytes(tmp_path) == expected
+
+
+def test_this_machine_has_memory():
+    assert available_memory_bytes() > 1 << 20
