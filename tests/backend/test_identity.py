@@ -25,6 +25,9 @@ def test_a_containers_limit_counts(tmp_path, names, limit, expected):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert available_memory_bytes(tmp_path) == expected
+    path.with_name("memory.stat").write_text(f"active_file 7\ninactive_file {GIB // 4}\n")
+    if limit != "max":
+        assert available_memory_bytes(tmp_path) == max(int(limit) - GIB * 3 // 4, 0)
 
 
 def test_this_machine_has_memory():

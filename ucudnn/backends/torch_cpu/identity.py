@@ -12,10 +12,13 @@ import torch
 from ucudnn.measurement import Device, Software
 
 _CPUINFO = Path("/proc/cpuinfo")
-# Limit and use of this container's memory, versions 2 and 1.
+# Limit, use and statistics of this container's memory, versions 2 and 1.
 _CONTROL_GROUPS = (
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    tuple(f"sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat")),
+    tuple(
+        f"sys/fs/cgroup/memory/memory.{name}"
+        for name in ("limit_in_bytes", "usage_in_bytes", "stat")
+    ),
 )
 _DEFAULT_CACHE_BYTES = 32 << 20  # a large last-level cache; too large only costs memory
 
@@ -56,13 +59,20 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     free = [int(match[1]) << 10 if match else physical]
-    for limit, used in _CONTROL_GROUPS:
-        limit_path, used_path = root / limit, root / used
-        if limit_path.exists() and used_path.exists():
-            text = limit_path.read_text().strip()  # "max" where there is none
+    for limit, used, statistics in _CONTROL_GROUPS:
+        if (root / limit).exists() and (root / used).exists():
+            text = (root / limit).read_text().strip()  # "max" where there is none
             if text.isdigit():
-                free.append(max(int(text) - int(used_path.read_text()), 0))
+                in_use = int((root / used).read_text()) - _idle_bytes(root / statistics)
+                free.append(max(int(text) - in_use, 0))
     return min(free)
+
+
+def _idle_bytes(path: Path) -> int:
+    """Files that the kernel holds in a container's memory, and drops when it is needed."""
+    text = path.read_text() if path.exists() else ""
+    match = re.search(r"^(?:total_)?inactive_file (\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def _cpu_name() -> str:
