@@ -7,12 +7,13 @@ import json
 import re
 import sys
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
-from ucudnn.problem import Problem
+from ucudnn.problem import OPS, Problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,14 +29,20 @@ def read_config(path: Path) -> Config:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config must be a JSON file with settings: {path}: {error}") from error
-    known = {*Config().to_dict(), "cache"}
+    known = {item.name for item in fields(Config)}
     if not isinstance(values, dict) or not set(values) <= known:
         raise ConfigError(f"{path} must hold an object with some of {', '.join(sorted(known))}")
     return Config(**values)
 
 
 def trace_named(
-    model: str, inputs: list[str], channels_last: bool, autocast: bool, infer: bool
+    model: str,
+    inputs: list[str],
+    channels_last: bool,
+    autocast: bool,
+    infer: bool,
+    passes: tuple[str, ...] = OPS,
+    device_type: str = "cpu",
 ) -> list[tuple[str, Problem]]:
     """Trace the model that a name stands for.
 
@@ -45,6 +52,8 @@ def trace_named(
         channels_last: convert the model and its inputs to channels-last.
         autocast: trace under bfloat16 autocast.
         infer: trace without gradients, in evaluation mode.
+        passes: which to list.
+        device_type: "cpu" or "cuda": where the model will run; nothing is moved there.
 
     Raises:
         ConfigError: there is no such model, or it does not accept such inputs.
@@ -66,7 +75,7 @@ def trace_named(
     if infer:
         module = module.eval().requires_grad_(False)
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        return trace_layers(module, tensors)
+        return trace_layers(module, tensors, passes, device_type=device_type)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

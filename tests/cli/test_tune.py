@@ -64,11 +64,13 @@ def test_a_table_of_layers(ucudnn, table, tmp_path):
 def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
     from rich.console import Console
 
-    from ucudnn import cli
+    from ucudnn.cli import console, look
 
     output = tmp_path / "plan.json"
     ucudnn("tune", table(), "--policy", "undivided", "-o", output)
-    monkeypatch.setattr(cli, "_out", Console(width=80))
+    narrow = Console(width=80)
+    monkeypatch.setattr(look, "out", narrow)
+    monkeypatch.setattr(console, "out", narrow)
     shown = ucudnn("show", output).out
     splits = [kernel.split(8).steps[0].algorithm for kernel in Plan.load(output).kernels]
     assert all(shown.count(name) >= splits.count(name) for name in splits)
@@ -207,13 +209,30 @@ def test_show_what_is_no_plan(ucudnn, tmp_path):
     assert "No such file" in ucudnn("show", tmp_path / "none.json").err
 
 
+def test_a_time_budget_keeps_torch_where_it_ends(ucudnn, model, tmp_path):
+    output = tmp_path / "plan.json"
+    arguments = ("tune", f"{model}:net", "--input", "16x3x48x48", "--time-budget")
+    assert "--time-budget" not in ucudnn(*arguments, "60", "-o", output).err
+    assert len(Plan.load(output).kernels) == 5
+    assert ucudnn(*arguments, "-3").status == 2
+    done = ucudnn("show", output, "--kernel", "0")
+    shown = done.out
+    assert "measured, the parts add up to" in shown, done
+    assert "no split along the batch axis is faster by more than" in shown
+
+
 def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     """A real process, a real signal, and the cache that it leaves."""
     cache = tmp_path / "interrupted"
     command = [sys.executable, "-m", "ucudnn", "tune", f"{model}:net", "--input", "64x3x96x96"]
     environment = {**os.environ, "UCUDNN_CACHE": str(cache)}
+    output = tmp_path / "so_far.json"
     child = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "-o", str(output)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 60
     while not list(cache.rglob("*.h5")) and child.poll() is None and time.monotonic() < deadline:
@@ -223,6 +242,8 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
     assert child.returncode == 130
     assert "interrupted; measurements taken so far are in the cache" in err
     assert "Traceback" not in err
+    assert f"and the plan so far, of 5 of 5 calls, is in {output}" in " ".join(err.split())
+    assert len(Plan.load(output).kernels) == 5
     done = subprocess.run(
         [*command, "--json"], env=environment, capture_output=True, text=True, check=True
     )

@@ -1,0 +1,53 @@
+"""The command line: a skin that parses, calls one public function and prints."""
+
+from __future__ import annotations
+
+import warnings
+
+import typer
+
+from ucudnn.cli import cache, look
+from ucudnn.cli.console import (
+    ENVIRONMENT,
+    INTERRUPTED,
+    SAYS_NO,
+    USAGE,
+    InterruptedCommandError,
+    fail,
+    show_warning,
+)
+from ucudnn.cli.tune import tune
+from ucudnn.errors import ConfigError, PlanError, ProblemError, UcudnnError
+
+app = typer.Typer(
+    name="ucudnn",
+    help="Split the mini-batch of each convolution, so that fast algorithms fit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(tune)
+app.command("enumerate")(look.enumerate_)
+app.command()(look.show)
+app.command()(look.doctor)
+app.add_typer(cache.app, name="cache")
+
+
+def main() -> None:
+    """Run the command line; every error is one sentence and an exit status.
+
+    Exit status: 0 done, 1 the answer is no, 2 wrong usage, 3 the environment does not allow it,
+    130 interrupted.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = show_warning
+            app()
+    except InterruptedCommandError as error:
+        fail(str(error), INTERRUPTED)
+    except (ConfigError, ProblemError) as error:
+        fail(str(error), USAGE)
+    except PlanError as error:
+        fail(str(error), SAYS_NO)
+    except UcudnnError as error:
+        fail(str(error), ENVIRONMENT)

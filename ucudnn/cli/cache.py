@@ -1,0 +1,138 @@
+"""`ucudnn cache`: look at and look after the measurement cache."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ucudnn.cli.console import SAYS_NO, say
+from ucudnn.cli.options import CacheOption, JsonOption
+from ucudnn.units import format_bytes
+
+app = typer.Typer(help="Look at and look after the measurement cache.", no_args_is_help=True)
+
+WhereOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Only entries with this value, such as problem.op=fprop or status=failed."),
+]
+
+
+@app.command()
+def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
+    """Say what the cache holds: devices, measurements, versions.
+
+    Example: ucudnn cache info --json
+    """
+    found = _cache_commands().info(cache)
+    if as_json:
+        print(json.dumps(asdict(found)))
+        return
+    say(f"{found.location}{'' if found.writable else ' (read-only)'}")
+    say(f"{found.records} measurements in {found.files} files, {format_bytes(found.file_bytes)}")
+    for device in found.devices:
+        states = ", ".join(f"{count} {status}" for status, count in device.records_by_status)
+        say(f"  {device.device}: {device.records} measurements ({states})")
+        for software, count in device.versions:
+            say(f"    {count} with {software}")
+
+
+@app.command()
+def check(
+    fix: Annotated[bool, typer.Option("--fix", help="Put right what can be.")] = False,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read every file of the cache and say what is wrong; exit status 1 if something is.
+
+    Example: ucudnn cache check --fix
+    """
+    report = _cache_commands().check(cache, fix)
+    if as_json:
+        print(json.dumps({**asdict(report), "clean": report.clean}))
+    else:
+        say(f"{report.records} measurements in {report.files} sound files")
+        for label in ("problems", "fixed", "notes"):
+            for sentence in getattr(report, label):
+                say(f"{label}: {sentence}")
+    if not report.clean:
+        raise typer.Exit(SAYS_NO)
+
+
+@app.command()
+def merge(
+    others: Annotated[list[Path], typer.Argument(help="Folders of other caches, only read.")],
+    cache: CacheOption = None,
+) -> None:
+    """Add everything that other caches hold.
+
+    Example: ucudnn cache merge /mnt/fleet/ucudnn
+    """
+    report = _cache_commands().merge(others, cache)
+    say(f"read {report.read} measurements, {report.added} of them new here")
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.")],
+    where: WhereOption = None,
+    cache: CacheOption = None,
+) -> None:
+    """Write measurements to a CSV or JSON file, without loss.
+
+    Example: ucudnn cache export timings.csv --where problem.op=fprop
+    """
+    count = _cache_commands().export(file, cache, where or ())
+    say(f"wrote {count} measurements to {file}")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.")],
+    layers: Annotated[
+        list[Path] | None, typer.Option(help="A layer table that the probe was given.")
+    ] = None,
+    cache: CacheOption = None,
+) -> None:
+    """Add the measurements of a file; all of them, or none.
+
+    Example: ucudnn cache import timings.csv
+    """
+    count = _cache_commands().import_(file, cache, layers or ())
+    say(f"read {count} measurements from {file}")
+
+
+@app.command()
+def prune(
+    where: WhereOption = None,
+    older_than_days: Annotated[float | None, typer.Option(help="Only what is older.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    cache: CacheOption = None,
+) -> None:
+    """Remove measurements that match, such as those of versions that are gone.
+
+    Example: ucudnn cache prune --where software.torch=2.12.0
+    """
+    count = _cache_commands().prune(cache, where or (), older_than_days, dry_run)
+    say(f"{'would remove' if dry_run else 'removed'} {count} measurements")
+
+
+@app.command()
+def explain(where: WhereOption = None, cache: CacheOption = None) -> None:
+    """Say whether a measurement is there, and if not, in what the nearest one differs.
+
+    Exit status 1 where there is none. Example: ucudnn cache explain --where problem.batch=32
+    """
+    found = _cache_commands().explain(where or (), cache)
+    say(str(found))
+    if not found.found:
+        raise typer.Exit(SAYS_NO)
+
+
+def _cache_commands() -> Any:
+    from ucudnn.cache import commands
+
+    return commands

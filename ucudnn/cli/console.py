@@ -1,0 +1,74 @@
+"""What every command prints with, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+SAYS_NO, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
+# A pipe has no width of its own: one that holds a table.
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
+err = Console(stderr=True)
+
+
+class InterruptedCommandError(Exception):
+    """Ctrl-C while measuring; typer would end silently on KeyboardInterrupt itself."""
+
+
+def say(line: str) -> None:
+    """Print a line as it is."""
+    out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def fail(message: str, status: int) -> None:
+    """End the command with one sentence."""
+    err.print(f"ucudnn: {message}", style="red", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(status)
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """What `warnings.showwarning` is called as; a user of the command wants the sentence alone."""
+    del category, filename, lineno, file, line
+    err.print(f"ucudnn: warning: {message}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress() -> Iterator[tuple[Callable[[Any], None], dict[str, int]]]:
+    """A progress bar on the terminal, and the counts of the last event."""
+    counts = {"measured": 0, "reused": 0}
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[counts]}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("", total=None, counts="", left="")
+
+        def on_progress(event: Any) -> None:
+            counts.update(measured=event.measured, reused=event.reused)
+            bar.update(
+                task,
+                description=event.kernel,
+                completed=event.done,
+                total=event.total,
+                counts=f"{event.measured} measured, {event.reused} from cache",
+                left="" if event.seconds_left is None else f"{event.seconds_left:.0f} s left",
+            )
+
+        yield on_progress, counts

@@ -1,0 +1,149 @@
+"""`ucudnn enumerate`, `show` and `doctor`: what could run, what is planned, what is here."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from ucudnn.cli.console import err, out, say
+from ucudnn.cli.options import CacheOption, JsonOption, settings
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError
+from ucudnn.plan import Plan
+from ucudnn.units import format_ns
+
+
+def enumerate_(
+    problems: Annotated[Path, typer.Argument(help="A CSV table of layers.")],
+    device_profile: Annotated[
+        Path, typer.Option(help="JSON file that `doctor` wrote on the device.", metavar="FILE")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="CSV file to write.")],
+    ops: Annotated[
+        str | None, typer.Option(help="Some of fprop,dgrad,wgrad, separated by commas.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of all layers.")] = "float32",
+    layout: Annotated[str, typer.Option(help="Of all layers: nchw or nhwc.")] = "nchw",
+    math: Annotated[
+        str, typer.Option(help="For float32: tf32 allows it, strict does not.")
+    ] = "tf32",
+    batches: Annotated[
+        str | None, typer.Option(help="Micro-batches such as 1,32; default: powers of two.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List every cuDNN engine configuration that could run each layer; needs no GPU.
+
+    Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
+    --device-profile benchmarks/devices/h200.json -o candidates.csv
+    """
+    from ucudnn.enumeration import enumerate_table
+
+    start = time.monotonic()
+    with Progress(console=err, transient=True) as bar:
+        task = bar.add_task("asking cuDNN", total=None)
+        found = enumerate_table(
+            problems,
+            device_profile,
+            output,
+            ops=settings(None, {"ops": ops}).ops,
+            dtype=dtype,
+            layout=layout,
+            math=math,
+            batches=batches,
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    seconds = round(time.monotonic() - start, 3)
+    if as_json:
+        print(json.dumps({**asdict(found), "seconds": seconds, "output": str(output)}))
+        return
+    for sentence in (*found.refused, f"{found} in {seconds:.1f} s; written to {output}."):
+        say(sentence)
+
+
+def show(
+    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    kernel: Annotated[
+        str | None, typer.Option(help="Every batch of one kernel: its number or layer name.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a plan: per kernel torch's default, the split, times and workspaces.
+
+    Example: ucudnn show resnet18.plan.json --kernel 3
+    """
+    loaded = Plan.load(plan)
+    if as_json:
+        print(json.dumps(loaded.to_dict()))
+        return
+    from ucudnn.tables import kernel_table, plan_summary, plan_table
+
+    if kernel is None:
+        out.print(plan_table(loaded, out.width))
+        out.print(plan_summary(loaded), highlight=False)
+        return
+    chosen = [
+        entry
+        for index, entry in enumerate(loaded.kernels)
+        if kernel == str(index) or kernel in entry.layers
+    ]
+    if not chosen:
+        raise ConfigError(
+            f"--kernel must be a number from 0 to {len(loaded.kernels) - 1} or the name of a layer "
+            f"of the plan, got {kernel!r}"
+        )
+    for entry in chosen:
+        out.print(kernel_table(entry))
+        say(f"layers: {', '.join(entry.layers)}")
+        measured = "predicted" if entry.timing.is_predicted else "measured"
+        say(
+            f"time: {format_ns(entry.timing.time_ns)} {measured}, the parts add up to "
+            f"{format_ns(entry.predicted_time_ns)}"
+        )
+        for note in entry.notes:
+            say(f"note: {note}")
+
+
+def doctor(
+    save_device_profile: Annotated[
+        Path | None, typer.Option(help="Write the GPU's profile here and end.", metavar="FILE")
+    ] = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what tuning depends on here: device, versions, threads, malloc, cache.
+
+    Example: ucudnn doctor --json
+    """
+    from ucudnn import doctor as room
+
+    if save_device_profile is not None:
+        profile = room.save_device_profile(save_device_profile)
+        say(f"wrote the profile of {profile.name} to {save_device_profile}")
+        return
+    found = room.diagnose(cache or Config().cache)
+    if as_json:
+        print(json.dumps({**asdict(found), "advice": found.advice}))
+        return
+    rows = {
+        "device": str(found.device),
+        "torch": found.software.torch,
+        "oneDNN": found.software.onednn or "not in this torch",
+        "cuDNN": found.cudnn,
+        "threads": str(found.conditions.threads),
+        "malloc": found.conditions.allocator,
+        "filling 64 MiB": f"{format_ns(found.fresh_ns)} freshly allocated, "
+        f"{format_ns(found.reused_ns)} in use",
+        "load": f"{found.load:.1f}",
+        "cache": found.cache_path + ("" if found.cache_writable else " (read-only)"),
+    }
+    for name, value in rows.items():
+        say(f"{name:>15}  {value}")
+    for sentence in found.advice or ("Nothing to advise.",):
+        say(sentence)

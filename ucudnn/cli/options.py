@@ -1,0 +1,64 @@
+"""Options: what each is called, what its help says, and the settings that they amount to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ucudnn.config import Config
+from ucudnn.load import read_config
+
+CacheOption = Annotated[
+    str | None, typer.Option("--cache", help="Folder of the measurement cache.", metavar="DIR")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+InputOption = Annotated[
+    list[str] | None, typer.Option("--input", help="Input shape, such as 64x3x224x224.")
+]
+OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan here.")]
+WorkspaceLimitOption = Annotated[
+    str | None, typer.Option(help="Workspace each kernel may use, such as 64MiB.")
+]
+PolicyOption = Annotated[
+    str | None, typer.Option(help="Micro-batch sizes: undivided, powers-of-two or all.")
+]
+OpsOption = Annotated[
+    str | None, typer.Option(help="Some of fprop,dgrad,wgrad, separated by commas.")
+]
+DtypeOption = Annotated[str, typer.Option(help="For a CSV: dtype of its layers.")]
+LayoutOption = Annotated[str, typer.Option(help="For a CSV: nchw or nhwc.")]
+ChannelsLastOption = Annotated[
+    bool, typer.Option(help="For a model: convert it and its inputs to channels-last.")
+]
+AutocastOption = Annotated[
+    bool, typer.Option(help="For a model: plan what bfloat16 autocast would run.")
+]
+InferOption = Annotated[bool, typer.Option(help="Plan the forward pass only.")]
+ConfigFileOption = Annotated[
+    Path | None, typer.Option("--config", help="JSON file with settings.", metavar="FILE")
+]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(help="auto, torch_cpu, cudnn; or recorded: what --cache has, run nothing."),
+]
+DeviceOption = Annotated[str | None, typer.Option(help="For recorded: part of the device's name.")]
+DeviceProfileOption = Annotated[
+    Path | None,
+    typer.Option(help="For cudnn without its GPU: plan by what --cache has of it.", metavar="FILE"),
+]
+MathOption = Annotated[
+    str, typer.Option(help="For a CSV's float32 layers on a GPU: tf32 or strict.")
+]
+TimeBudgetOption = Annotated[
+    float | None, typer.Option(help="Seconds; what is not finished by then runs torch's own.")
+]
+
+
+def settings(file: Path | None, given: dict[str, Any]) -> Config:
+    """Settings of a file, or the environment's, with flags over them."""
+    flags = {name: value for name, value in given.items() if value is not None}
+    return replace(read_config(file) if file else Config(), **flags)

@@ -1,0 +1,130 @@
+"""`ucudnn tune`: measure, or replay what was measured, and write a plan."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ucudnn.cli import options
+from ucudnn.cli.console import InterruptedCommandError, out, progress, say
+from ucudnn.cli.options import CacheOption, JsonOption, settings
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError
+from ucudnn.load import trace_named
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
+
+
+def tune(
+    model: Annotated[str, typer.Argument(help="module:callable that returns a model, or a CSV.")],
+    input: options.InputOption = None,
+    output: options.OutputOption = None,
+    workspace_limit: options.WorkspaceLimitOption = None,
+    policy: options.PolicyOption = None,
+    ops: options.OpsOption = None,
+    dtype: options.DtypeOption = "float32",
+    layout: options.LayoutOption = "nchw",
+    channels_last: options.ChannelsLastOption = False,
+    autocast: options.AutocastOption = False,
+    infer: options.InferOption = False,
+    config_file: options.ConfigFileOption = None,
+    backend: options.BackendOption = None,
+    device: options.DeviceOption = None,
+    device_profile: options.DeviceProfileOption = None,
+    math: options.MathOption = "tf32",
+    time_budget: options.TimeBudgetOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure convolutions on this machine, or replay what was measured, and write a plan.
+
+    Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
+    """
+    given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
+    given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
+    given |= {"device_profile": device_profile}
+    config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    from ucudnn.tuner import device_type
+
+    where = device_type(config)
+    if model.endswith(".csv"):
+        layers = _read_table(model, config, dtype, layout, math if where == "cuda" else None)
+    else:
+        layers = trace_named(model, input or [], channels_last, autocast, infer, config.ops, where)
+    _tune(layers, config, output, as_json)
+
+
+def _read_table(
+    path: str, config: Config, dtype: str, layout: str, math: str | None
+) -> list[tuple[str, Problem]]:
+    from ucudnn.layer_table import read_layers
+
+    layers = read_layers(path, config.ops, dtype, layout)
+    if math is None or dtype != "float32":
+        return layers
+    return [(name, replace(problem, math=math)) for name, problem in layers]
+
+
+def _tune(
+    layers: list[tuple[str, Problem]], config: Config, output: Path | None, as_json: bool
+) -> None:
+    from ucudnn.tuner import TuningInterruptedError, tune_problems
+
+    start = time.monotonic()
+    try:
+        with progress() as (on_progress, counts):
+            plan = tune_problems(layers, config, on_progress)
+    except TuningInterruptedError as interrupted:
+        raise InterruptedCommandError(_keep(interrupted.plan, len(layers), output)) from None
+    if output is not None:
+        plan.save(output)
+    _print_tuned(plan, counts, time.monotonic() - start, output, as_json)
+
+
+def _keep(plan: Plan, calls: int, output: Path | None) -> str:
+    """Write the plan of an interrupted run, and say what is in it."""
+    sentence = "interrupted; measurements taken so far are in the cache"
+    if output is None or not plan.kernels:
+        return sentence
+    plan.save(output)
+    planned = sum(len(kernel.layers) for kernel in plan.kernels)
+    return (
+        f"{sentence}, and the plan so far, of {planned} of {calls} calls, is in {output}; what is "
+        f"not finished runs torch's own convolution there"
+    )
+
+
+def _print_tuned(
+    plan: Plan, counts: dict[str, int], seconds: float, output: Path | None, as_json: bool
+) -> None:
+    from ucudnn.tables import payback, plan_summary, plan_table, steps_to_pay_back
+
+    if as_json:
+        summary = {
+            **counts,
+            "seconds": round(seconds, 3),
+            "kernels": len(plan.kernels),
+            "hash": plan.hash,
+            "workspace_bytes": plan.workspace_bytes,
+            "predicted_time_ns": plan.predicted_time_ns,
+            "pays_back_steps": steps_to_pay_back(plan, seconds),
+            "output": None if output is None else str(output),
+        }
+        print(json.dumps(summary))
+        return
+    out.print(plan_table(plan, out.width))
+    out.print(plan_summary(plan), highlight=False)
+    if counts["measured"]:
+        say(payback(plan, seconds))
+        said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"
+    else:
+        said = f"Measured nothing: everything was in the cache ({seconds:.1f} s)"
+    where = f"; plan written to {output}" if output else "; no -o FILE, so the plan was not kept"
+    say(f"{said}, reused {counts['reused']}{where}.")
