@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -11,8 +12,32 @@ from torch import Tensor
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.plan import Split
 from ucudnn.problem import Problem
+from ucudnn.slabs import Rows, slabs
 
 _CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One step of a split: its problem, and which views of the whole tensors are its own.
+
+    Args:
+        problem: at the chunk's batch and rows; None where it is zero, whatever the operands are.
+        algorithm: that computes it.
+        executable: built for it.
+        a: the part of the first operand: x for fprop and wgrad, dy for dgrad.
+        b: the part of the second: w for fprop and dgrad, dy for wgrad.
+        out: the part of the result.
+    """
+
+    problem: Problem | None
+    algorithm: str
+    executable: Executable
+    a: Slices
+    b: Slices
+    out: Slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,36 +46,40 @@ class Call:
 
     Args:
         problem: what to compute, with the batch that the split divides.
-        split: steps along the batch.
-        executable_by_algorithm: built for `problem`, one per algorithm of the split.
+        split: steps along the batch or along the outermost spatial axis.
+        chunks: one per step.
     """
 
     problem: Problem
     split: Split
-    executable_by_algorithm: Mapping[str, Executable]
+    chunks: tuple[Chunk, ...]
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the problem; every split of a batch gives the same sum.
+        """Compute the problem; every split of it gives the same sum.
 
         Args:
             a: x for fprop and wgrad, dy for dgrad; contiguous in the problem's layout.
             b: w for fprop and dgrad, dy for wgrad; likewise.
         """
-        op, steps = self.problem.op, self.split.steps
-        if len(steps) == 1:
-            return _owned(self.executable_by_algorithm[steps[0].algorithm].alone(a, b))
-        result, start = None if op == "wgrad" else empty_result(self.problem, a), 0
-        for step in steps:
-            executable, end = self.executable_by_algorithm[step.algorithm], start + step.size
+        if len(self.chunks) == 1:
+            (only,) = self.chunks
+            return _owned(only.executable.alone(a[only.a], b[only.b]))
+        is_sum = self.problem.op == "wgrad"
+        result = None if is_sum else empty_result(self.problem, a)
+        for chunk in self.chunks:
             if result is None:
-                result = run_first(executable, a[start:end], b[start:end])
-            elif op == "wgrad":
-                executable.add(a[start:end], b[start:end], result)
+                result = run_first(chunk.executable, a[chunk.a], b[chunk.b])
+            elif is_sum:
+                chunk.executable.add(a[chunk.a], b[chunk.b], result)
             else:
-                executable.write(a[start:end], b, result[start:end])
-            start = end
+                chunk.executable.write(a[chunk.a], b[chunk.b], result[chunk.out])
         assert result is not None
         return result.to(a.dtype)
+
+    @property
+    def parts(self) -> list[tuple[Problem, str]]:
+        """Each (problem of a chunk, algorithm) that the call runs."""
+        return [(chunk.problem, chunk.algorithm) for chunk in self.chunks if chunk.problem]
 
 
 def _owned(result: Tensor) -> Tensor:
@@ -63,13 +92,66 @@ def _owned(result: Tensor) -> Tensor:
 
 
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Build the executables of a split.
+    """Build the executables of a split, one for all chunks that differ only in their place.
 
     Raises:
-        UnsupportedError: an algorithm of the split does not compute the problem on this backend.
+        UnsupportedError: an algorithm of the split does not compute a chunk on this backend.
     """
-    names = {step.algorithm for step in split.steps}
-    return Call(problem, split, {name: backend.executable(problem, name) for name in names})
+    chunks = []
+    built: dict[tuple[Problem | None, str], Executable] = {}
+    for step, (part, whole, x, y) in zip(split.steps, _parts(problem, split), strict=True):
+        key = (whole, step.algorithm)
+        if key not in built:
+            built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
+        chunks.append(Chunk(part, step.algorithm, built[key], *places(problem, x, y)))
+    return Call(problem, split, tuple(chunks))
+
+
+def _parts(
+    problem: Problem, split: Split
+) -> Iterator[tuple[Problem | None, Problem | None, Slices, Slices]]:
+    """Each chunk's problem, the one its executable is built for, and its parts of x and y."""
+    sizes = [step.size for step in split.steps]
+    if split.axis == "batch":
+        for begin, end in pairwise(accumulate(sizes, initial=0)):
+            samples = (slice(begin, end),)
+            # one executable serves any number of samples
+            yield problem.with_batch(end - begin), problem, samples, samples
+    else:
+        for entry in slabs(problem, sizes):
+            yield entry.problem, entry.problem, _rows(entry.x_rows), _rows(entry.y_rows)
+
+
+def _rows(rows: Rows) -> Slices:
+    return slice(None), slice(None), slice(*rows)
+
+
+def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slices]:
+    """The parts of both operands and of the result, given those of x and y; w is never divided.
+
+    >>> samples = (slice(0, 2),)
+    >>> places(Problem("fprop", 4, 1, 1, (5,), (3,)), samples, samples)
+    ((slice(0, 2, None),), (), (slice(0, 2, None),))
+    """
+    return {"fprop": (x, (), y), "dgrad": (y, (), x), "wgrad": (x, y, ())}[problem.op]
+
+
+class _Zero(Executable):
+    """The result where it depends on nothing: rows in the padding, or that no output reads."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        del b
+        return empty_result(self._problem, a).zero_()
+
+    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        del a, b
+        out.zero_()
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Nothing is added."""
 
 
 def run_first(executable: Executable, x: Tensor, dy: Tensor) -> Tensor:
@@ -77,8 +159,7 @@ def run_first(executable: Executable, x: Tensor, dy: Tensor) -> Tensor:
 
     Half-precision sums grow in float32: rounding every partial sum would lose small gradients.
     """
-    dw = executable.alone(x, dy)
-    return dw.to(torch.promote_types(dw.dtype, torch.float32))
+    return executable.begin(x, dy)
 
 
 def empty_result(problem: Problem, like: Tensor) -> Tensor:

@@ -16,10 +16,14 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
+from ucudnn.slabs import row_count
 
 FORMAT = "ucudnn-plan"
-VERSION = 1
+# A plan is written in the first version that can hold it: 2 has slabs.
+VERSIONS = (1, 2)
 DEFAULT_ALGORITHM = "torch_default"
+# In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
+BY_BATCH, BY_SLABS = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,13 @@ class Step:
 class Split:
     """The steps of one call, in order, along one axis: "batch" or the outermost "spatial" one.
 
+    Along the spatial axis a step's size is a number of rows (planes in 3-D) of the result; of dy
+    for wgrad.
+
     >>> Split("batch", (Step(4, "gemm"), Step(2, "gemm"))).size
     6
+    >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn"))))
+    slabs of 2x8 onednn
     """
 
     axis: str
@@ -62,23 +71,24 @@ class Split:
                 runs[-1] = (step, runs[-1][1] + 1)
             else:
                 runs.append((step, 1))
-        return " + ".join(
+        described = " + ".join(
             f"{count}x{step.size} {step.algorithm}"
             if count > 1
             else f"{step.size} {step.algorithm}"
             for step, count in runs
         )
+        return f"slabs of {described}" if self.axis == "spatial" else described
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A measured time with its spread and workspace.
+    """A time with its spread and workspace, measured or predicted.
 
     Args:
-        time_ns: median.
+        time_ns: median; where it is predicted, the sum of parts that were timed one by one.
         spread_ns: interquartile range.
         workspace_bytes: peak that the allocator saw beyond the result.
-        samples: how many times it was taken.
+        samples: how many times it was taken; 0: never, it is predicted.
 
     Raises:
         PlanError: a value is not an int of at least 0.
@@ -95,26 +105,33 @@ class Timing:
         if self.time_ns == 0:
             raise PlanError("time_ns must be at least 1, got 0")
 
+    @property
+    def is_predicted(self) -> bool:
+        """True where the whole was never run."""
+        return self.samples == 0
+
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
-    A batch is either computed alone or built by steps: `last[n - 1]` is the last step, the steps
-    before it are those of batch n - size. Any split is a walk of its own length.
+    A batch is computed alone, by slabs, or built by steps: `last[n - 1]` is the last step, the
+    steps before it are those of batch n - size. Any split is a walk of its own length.
 
     Args:
         problem: the kernel at the largest planned batch N.
         layers: names of the layers that run it, one per call.
         algorithms: names that `alone` and `last` point into.
-        alone: for n = 1..N the index of the algorithm that computes n undivided, -1: split it.
+        alone: for n = 1..N the index of the algorithm that computes n undivided; -1: split it
+            along the batch, -2: by slabs.
         last: for n = 1..N the (size, algorithm index) of the last step of a split of n whose first
             chunk may be all of it; size 0 where there is none.
         predicted_time_ns: sum over the steps of the plan of N.
-        timing: the whole plan of N, measured.
+        timing: the whole plan of N, measured; predicted where the device was not there.
         default: torch's own convolution at N, measured in the same rounds; None where torch
-            cannot compute the problem.
+            cannot compute the problem, or a recording does not know it.
         notes: such as "default kernel=onednn".
+        slabs: (rows, algorithm index) of each slab: the same for every batch split by slabs.
 
     Raises:
         PlanError: the tables do not describe a split of every batch.
@@ -129,9 +146,11 @@ class KernelPlan:
     timing: Timing
     default: Timing | None
     notes: tuple[str, ...] = ()
+    slabs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         _require_count("predicted_time_ns", self.predicted_time_ns)
+        self._require_slabs()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
                 f"the plan of {self.problem} must have one entry per batch "
@@ -141,7 +160,7 @@ class KernelPlan:
         for n, (index, (size, step_index)) in enumerate(
             zip(self.alone, self.last, strict=True), start=1
         ):
-            if index != -1 and not self._names(index):
+            if index not in (BY_BATCH, BY_SLABS) and not self._names(index):
                 raise PlanError(f"the plan of {self.problem} names no algorithm for batch {n}")
             if size == 0:
                 continue
@@ -150,6 +169,17 @@ class KernelPlan:
             reachable.add(n)
         if not self.covers(self.problem.batch):
             raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
+
+    def _require_slabs(self) -> None:
+        if not self.slabs and BY_SLABS not in self.alone:
+            return
+        named = all(size > 0 and self._names(index) for size, index in self.slabs)
+        rows = sum(size for size, _ in self.slabs)
+        if not named or rows != row_count(self.problem):
+            raise PlanError(
+                f"the plan of {self.problem} must have slabs of {row_count(self.problem)} rows "
+                f"altogether, got {self.slabs}"
+            )
 
     def _names(self, index: int) -> bool:
         return 0 <= index < len(self.algorithms)
@@ -173,6 +203,9 @@ class KernelPlan:
         index = self.alone[batch - 1]
         if index >= 0:
             return Split("batch", (Step(batch, self.algorithms[index]),))
+        if index == BY_SLABS:
+            rows = (Step(size, self.algorithms[index]) for size, index in self.slabs)
+            return Split("spatial", tuple(rows))
         steps = []
         while batch:
             size, index = self.last[batch - 1]
@@ -182,19 +215,22 @@ class KernelPlan:
 
     def decisions(self) -> list[Any]:
         """Problem and tables with the algorithms' names in place, as JSON values."""
-        alone = [self.algorithms[index] if index >= 0 else None for index in self.alone]
+        names = {BY_BATCH: None, BY_SLABS: BY_SLABS, **dict(enumerate(self.algorithms))}
+        alone = [names[index] for index in self.alone]
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
-        return [self.problem.to_dict(), alone, last]
+        slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
+        # without slabs the hash is that of a file of version 1
+        return [self.problem.to_dict(), alone, last, *([slabs] if slabs else [])]
 
     def covers(self, batch: int) -> bool:
         """True where there is a split of this batch: nearly always, for 1 to `problem.batch`."""
         if not 1 <= batch <= self.problem.batch:
             return False
-        return self.alone[batch - 1] >= 0 or self.last[batch - 1][0] > 0
+        return self.alone[batch - 1] != BY_BATCH or self.last[batch - 1][0] > 0
 
     def is_derived(self, batch: int) -> bool:
         """True where the split of this batch was composed from parts and not timed as a whole."""
-        return batch != self.problem.batch
+        return batch != self.problem.batch or self.timing.is_predicted
 
     @property
     def is_default(self) -> bool:
@@ -321,7 +357,7 @@ class Plan:
         """The plan as JSON values, as `save` writes it."""
         document = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": 2 if any(kernel.slabs for kernel in self.kernels) else 1,
             "hash": self.hash,
             "backend": self.backend,
             "config": self.config.to_dict(),
@@ -361,19 +397,25 @@ class Plan:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise PlanError(f"{path} is not a plan: it has no field format={FORMAT!r}")
         version = document.get("version")
-        if version != VERSION:
+        if version not in VERSIONS:
             raise PlanError(
-                f"{path} is a plan of format version {version!r}, this ucudnn reads {VERSION}; "
+                f"{path} is a plan of format version {version!r}, this ucudnn reads "
+                f"{' and '.join(map(str, VERSIONS))}; "
                 f"make it anew with `ucudnn tune` or use the ucudnn that wrote it"
             )
         try:
-            return cls._from_dict(document)
+            return cls.from_dict(document)
         except (KeyError, TypeError, AttributeError, ValueError, UcudnnError) as error:
             detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
             raise PlanError(f"{path} is a damaged plan: {detail}; make it anew") from error
 
     @classmethod
-    def _from_dict(cls, document: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, document: Mapping[str, Any]) -> Plan:
+        """The plan that `to_dict` wrote down.
+
+        Raises:
+            PlanError: the values are not what was written down.
+        """
         rest = {name: value for name, value in document.items() if name != "checksum"}
         if document["checksum"] != _sha256(rest):
             raise PlanError("its checksum does not agree with its contents")
@@ -398,6 +440,7 @@ def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
         timing=Timing(**fields["timing"]),
         default=Timing(**fields["default"]) if fields["default"] else None,
         notes=_strings(fields["notes"]),
+        slabs=_pairs(fields.get("slabs", ())),  # version 1 may have none
     )
 
 

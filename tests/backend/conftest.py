@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -42,6 +42,11 @@ GEOMETRIES = {
         "kernel_size": (5, 5),
         "padding": ((3, 3), (2, 2)),
     },
+    "2d-tap-in-padding-alone": {
+        "input_size": (1, 4),
+        "kernel_size": (3, 2),
+        "padding": ((1, 1), (0, 0)),
+    },
     "3d-strided": {
         "input_size": (7, 6, 5),
         "kernel_size": (3, 3, 3),
@@ -62,6 +67,15 @@ def backend() -> AbstractBackend:
 @pytest.fixture(params=GEOMETRIES.values(), ids=GEOMETRIES.keys(), scope="session")
 def geometry(request: pytest.FixtureRequest) -> dict[str, object]:
     return request.param
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that torch allocates without a value holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ def relative_error(result, expected):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.usefixtures("poisoned")
 def test_alone_agrees_with_float64(backend, exact, tolerance, geometry, op, groups):
     for problem in problems(op, geometry, groups):
         a, b = backend.operands(problem, BATCH)
@@ -68,15 +69,40 @@ def test_add_keeps_what_was_there(backend, exact, tolerance, geometry):
             assert error < tolerance[problem.dtype] * 4, f"{candidate.algorithm} on {problem}"
 
 
+ASYMMETRIC = {
+    "1d": ((9,), (3,), (1,), ((2, 0),)),
+    "2d": ((9, 8), (3, 2), (1, 1), ((0, 2), (1, 0))),
+    "2d-strided": ((9, 8), (3, 3), (2, 2), ((1, 0), (1, 2))),
+    "3d": ((6, 5, 4), (3, 2, 1), (1, 1, 2), ((2, 1), (0, 1), (0, 0))),
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kernel", "stride", "padding"), ASYMMETRIC.values(), ids=ASYMMETRIC
+)
 @pytest.mark.parametrize("op", OPS)
-def test_asymmetric_padding_is_computed_by_what_does_not_refuse_it(backend, exact, op):
-    problem = Problem(op, BATCH, 4, 8, (9, 8), (3, 2), padding=((0, 2), (1, 0)), dtype="float64")
-    a, b = backend.operands(problem, BATCH)
-    names = {candidate.algorithm for candidate in backend.candidates(problem)}
-    assert names == {"im2col_gemm", "fft"}
-    for name in names:
-        result = backend.executable(problem, name).alone(a, b)
-        assert relative_error(result, exact(problem, a, b)) < 1e-14
+def test_every_algorithm_computes_asymmetric_padding(
+    backend, exact, tolerance, op, sizes, kernel, stride, padding
+):
+    tried = set()
+    for dtype in ("float32", "float64", "bfloat16"):
+        for layout in ("nchw", "nhwc")[: len(sizes)]:
+            problem = Problem(
+                op, BATCH, 4, 8, sizes, kernel, stride, padding, dtype=dtype, layout=layout
+            )
+            a, b = backend.operands(problem, BATCH)
+            expected = exact(problem, a, b)
+            for candidate in backend.candidates(problem):
+                tried.add(candidate.algorithm)
+                executable = backend.executable(problem, candidate.algorithm)
+                result = executable.alone(a, b)
+                assert result.shape == problem.result_shape
+                assert relative_error(result, expected) < tolerance[dtype], candidate
+                if op != "wgrad":
+                    out = torch.full_like(result, torch.nan)
+                    executable.write(a, b, out)
+                    assert torch.equal(out, result), candidate
+    assert tried >= {"torch_default", "im2col_gemm", "fft"}
 
 
 def test_every_algorithm_was_tried(backend):

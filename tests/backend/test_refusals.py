@@ -26,7 +26,6 @@ PLAIN = Problem("fprop", 8, 4, 8, (9, 9), (3, 3))
         (PLAIN, "gemm", "size 1"),
         (replace(PLAIN, kernel_size=(1, 1)), "im2col_gemm", "gemm"),
         (replace(PLAIN, kernel_size=(1, 1)), "fft", "gemm"),
-        (replace(PLAIN, padding=((0, 1), (0, 0))), "torch_default", "both ends alike"),
         (PLAIN, "winograd", "torch_default, onednn"),
     ],
 )

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 
 from ucudnn.backends import open_backend
+from ucudnn.execute import Call, bind
+from ucudnn.plan import Split, Step
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
+from ucudnn.slabs import row_count
 
 # Large enough that a table or a thread's stack is small beside the workspace.
 GEOMETRIES = {
@@ -23,24 +27,42 @@ GEOMETRIES = {
 }
 
 
+# Three slabs, with padding at the first and the last one.
+SLABS = {
+    "2d slabs": {"input_size": (45, 40), "kernel_size": (3, 3), "padding": ((1, 1), (1, 1))},
+    "3d slabs": {"input_size": (15, 10, 10), "kernel_size": (3, 3, 3), "padding": ((1, 1),) * 3},
+}
+
+
+def calls(problem: Problem) -> Iterator[tuple[str, Call]]:
+    """The problem by every algorithm that computes all of it, undivided or by slabs."""
+    backend = open_backend("torch_cpu")
+    for candidate in backend.candidates(problem):
+        name, rows = candidate.algorithm, row_count(problem)
+        split = Split("batch", (Step(problem.batch, name),))
+        if problem.input_size in {geometry["input_size"] for geometry in SLABS.values()}:
+            split = Split("spatial", (Step(rows // 3, name),) * 3)
+        yield name, bind(backend, problem, split)
+
+
 def main() -> None:
     library = ctypes.CDLL(sys.argv[1])
     library.counted_live.restype = library.counted_peak.restype = ctypes.c_long
     backend = open_backend("torch_cpu")
-    for name, geometry in GEOMETRIES.items():
+    for name, geometry in {**GEOMETRIES, **SLABS}.items():
         for op in OPS:
             for dtype in BYTES_BY_DTYPE:
-                problem = Problem(op, 8, 32, 64, dtype=dtype, **geometry)
+                batch = 2 if name in SLABS else 8
+                problem = Problem(op, batch, 32, 64, dtype=dtype, **geometry)
                 a, b = backend.operands(problem, problem.batch)
-                for candidate in backend.candidates(problem):
-                    part = (problem, candidate.algorithm)
-                    run = partial(backend.executable(*part).alone, a, b)
-                    reported = backend.workspace_bytes(run, [part])
+                for algorithm, call in calls(problem):
+                    run = partial(call, a, b)
+                    reported = backend.workspace_bytes(run, call.parts)
                     library.counted_reset()
                     before = library.counted_live()
                     result = run()
                     true = library.counted_peak() - before - result.untyped_storage().nbytes()
-                    row = [name, op, dtype, candidate.algorithm, true, reported]
+                    row = [name, op, dtype, algorithm, true, reported]
                     sys.stdout.write(json.dumps(row) + "\n")
 
 

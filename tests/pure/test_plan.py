@@ -130,6 +130,51 @@ def test_default_means_torchs_own_undivided_convolution() -> None:
     assert kernel(alone=(1, 0, -1, -1, 0)).is_default
 
 
+def sliced(**changes: Any) -> KernelPlan:
+    """A kernel of 7 output rows for batches 1..2: both by slabs of 4 and 3 rows."""
+    fields: dict[str, Any] = {
+        "problem": Problem("fprop", 2, 4, 4, (9, 9), (3, 3)),
+        "alone": (-2, -2),
+        "last": ((0, -1), (0, -1)),
+        "slabs": ((4, 1), (3, 2)),
+    }
+    return kernel(**{**fields, **changes})
+
+
+def test_the_same_slabs_serve_every_batch() -> None:
+    value = sliced()
+    assert value.covers(1)
+    assert not value.is_default
+    for batch in (1, 2):
+        split = value.split(batch)
+        assert split == Split("spatial", (Step(4, "onednn"), Step(3, "gemm")))
+        assert str(split) == "slabs of 4 onednn + 3 gemm"
+
+
+def test_a_batch_may_be_split_otherwise() -> None:
+    value = sliced(alone=(1, -2))
+    assert value.split(1).axis == "batch"
+    assert value.split(2).axis == "spatial"
+    value = sliced(alone=(-1, -2))
+    assert not value.covers(1)
+
+
+def test_dgrad_slabs_are_of_the_rows_of_dx() -> None:
+    problem = Problem("dgrad", 2, 4, 4, (9, 9), (3, 3))
+    value = sliced(problem=problem, slabs=((4, 1), (5, 2)))
+    assert value.split(2).size == 9
+
+
+@pytest.mark.parametrize(
+    "slabs",
+    [(), ((4, 1),), ((4, 1), (4, 2)), ((7, 3),), ((7, -1),), ((8, 1), (-1, 1)), ((0, 1), (7, 1))],
+    ids=str,
+)
+def test_slabs_that_are_not_the_rows_are_refused(slabs: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(PlanError, match="must have slabs of 7 rows altogether, got"):
+        sliced(slabs=slabs)
+
+
 def test_only_the_planned_batch_was_timed_as_a_whole() -> None:
     assert [kernel().is_derived(n) for n in range(1, 6)] == [True, True, True, True, False]
 
@@ -195,6 +240,7 @@ OTHER = {
     "a smaller batch": plan(kernel("fprop", alone=(0, 0, -1, -1, -1)), kernel("dgrad")),
     "an algorithm": plan(kernel("fprop", algorithms=("torch_default", "fft", "gemm"))),
     "the limit": plan(config=Config(workspace_limit="9KiB")),
+    "slabs": plan(sliced(), kernel("dgrad")),
     "the device": plan(device=Device("cpu", "Another CPU", isa="AVX2", cores=2)),
 }
 
@@ -207,6 +253,14 @@ def test_the_hash_does_not_depend_on(other: Plan) -> None:
 @pytest.mark.parametrize("other", OTHER.values(), ids=OTHER)
 def test_the_hash_depends_on(other: Plan) -> None:
     assert other.hash != plan().hash
+
+
+def test_the_hash_depends_on_the_slabs() -> None:
+    other = sliced(slabs=((3, 1), (4, 2)))
+    renamed = sliced(algorithms=("gemm", "onednn"), slabs=((4, 1), (3, 0)))
+    assert plan(sliced(algorithms=("gemm",), slabs=((7, 0),))).hash != plan(sliced()).hash
+    assert len({plan(value).hash for value in (sliced(), other, sliced(alone=(1, -2)))}) == 3
+    assert plan(renamed).hash == plan(sliced()).hash
 
 
 # Files
@@ -233,6 +287,20 @@ def test_the_file_is_json_with_its_format_version_and_hash(tmp_path: Path) -> No
     assert document["format"] == "ucudnn-plan"
     assert document["version"] == 1
     assert document["hash"] == plan().hash
+
+
+def test_a_file_keeps_slabs(tmp_path: Path) -> None:
+    path = tmp_path / "a.plan.json"
+    value = plan(sliced(), kernel("dgrad"))
+    value.save(path)
+    assert json.loads(path.read_text())["version"] == 2
+    assert Plan.load(path).kernels == value.kernels
+    assert Plan.load(path).hash == value.hash
+
+
+def test_a_file_from_before_slabs_is_read(tmp_path: Path, repository: Path) -> None:
+    value = Plan.load(repository / "tests" / "pure" / "before_slabs.plan.json")
+    assert value.kernels == plan().kernels
 
 
 def test_a_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -282,7 +350,7 @@ NOT_PLANS = [
     (b'{"format": "other"}', "is not a plan: it has no field format='ucudnn-plan'"),
     (b"null", "is not a plan: it has no field format"),
     (b"[" * 100_000, "is not a plan: it is not valid JSON"),
-    (b'{"format": "ucudnn-plan"}', "is a plan of format version None, this ucudnn reads 1"),
+    (b'{"format": "ucudnn-plan"}', "is a plan of format version None, this ucudnn reads 1 and 2"),
 ]
 
 
@@ -300,8 +368,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_later_version_is_refused(tmp_path: Path) -> None:
-    path = rewritten(tmp_path, lambda document: document.update(version=2))
-    with pytest.raises(PlanError, match="format version 2, this ucudnn reads 1; make it anew"):
+    path = rewritten(tmp_path, lambda document: document.update(version=3))
+    with pytest.raises(PlanError, match="format version 3, this ucudnn reads 1 and 2; make it"):
         Plan.load(path)
 
 

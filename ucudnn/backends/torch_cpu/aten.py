@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ucudnn.backends import original
 from ucudnn.backends._base import Executable
 from ucudnn.backends.torch_cpu._base import (
     AbstractAlgorithm,
@@ -17,6 +18,7 @@ from ucudnn.backends.torch_cpu._base import (
     memory_format,
     phantom,
 )
+from ucudnn.backends.torch_cpu.padding import padded, symmetric
 from ucudnn.problem import Problem
 
 _aten = torch.ops.aten
@@ -70,14 +72,7 @@ def chosen_kernel(problem: Problem) -> str:
     >>> chosen_kernel(Problem("fprop", 8, 4, 4, (9, 9), (3, 3), dtype="float64"))
     'slow_conv2d'
     """
-    return _chosen_kernel(problem, torch.get_num_threads())
-
-
-def asymmetric_padding(problem: Problem) -> str | None:
-    """The reason aten's operators refuse a problem whose paddings differ at the two ends."""
-    if any(begin != end for begin, end in problem.padding):
-        return f"aten pads both ends alike, got padding {problem.padding}"
-    return None
+    return _chosen_kernel(symmetric(problem), torch.get_num_threads())
 
 
 class TorchDefault(AbstractAlgorithm):
@@ -86,12 +81,13 @@ class TorchDefault(AbstractAlgorithm):
     name = "torch_default"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuses only what aten cannot express."""
-        return asymmetric_padding(problem)
+        """Refuses nothing."""
+        del problem
+        return None
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        return _Aten(problem, _convolution, _convolution_backward)
+        return padded(problem, partial(_Aten, forward=_convolution, backward=_convolution_backward))
 
 
 class OneDnn(AbstractAlgorithm):
@@ -104,11 +100,11 @@ class OneDnn(AbstractAlgorithm):
 
     def refusal(self, problem: Problem) -> str | None:
         """Needs a dtype oneDNN computes here, and for dgrad and wgrad aten's own choice."""
-        return asymmetric_padding(problem) or onednn_refusal(problem)
+        return onednn_refusal(problem)
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        return _Aten(problem, _onednn, _convolution_backward)
+        return padded(problem, partial(_Aten, forward=_onednn, backward=_convolution_backward))
 
 
 class OneDnnNhwc(AbstractAlgorithm):
@@ -120,13 +116,11 @@ class OneDnnNhwc(AbstractAlgorithm):
         """Needs channels-first operands and what oneDNN needs."""
         if problem.layout == "nhwc":
             return "the operands are channels-last already"
-        return asymmetric_padding(problem) or onednn_refusal(as_2d(problem))
+        return onednn_refusal(as_2d(problem))
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        last = replace(as_2d(problem), layout="nhwc")
-        inner = _Aten(last, _onednn, _convolution_backward)
-        return _lifted(problem, _Nhwc(inner, memory_format(last)))
+        return _lifted(problem, _nhwc)
 
 
 class SlowConv2d(AbstractAlgorithm):
@@ -140,11 +134,13 @@ class SlowConv2d(AbstractAlgorithm):
             return "it computes 1-D and 2-D problems without groups and dilation only"
         if problem.layout == "nhwc":
             return "it computes channels-first operands only"
-        return asymmetric_padding(problem)
+        return None
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        return _lifted(problem, _Aten(as_2d(problem), _slow_conv2d, _slow_conv2d_backward))
+        return _lifted(
+            problem, partial(_Aten, forward=_slow_conv2d, backward=_slow_conv2d_backward)
+        )
 
 
 def onednn_refusal(problem: Problem) -> str | None:
@@ -173,7 +169,13 @@ def as_2d(problem: Problem) -> Problem:
     )
 
 
-def _lifted(problem: Problem, executable: Executable) -> Executable:
+def _nhwc(problem: Problem) -> Executable:
+    last = replace(problem, layout="nhwc")
+    return _Nhwc(_Aten(last, _onednn, _convolution_backward), memory_format(last))
+
+
+def _lifted(problem: Problem, build: Callable[[Problem], Executable]) -> Executable:
+    executable = padded(as_2d(problem), build)
     return _Lifted(executable) if problem.rank == 1 else executable
 
 
@@ -253,7 +255,7 @@ class _Aten(OpsExecutable):
 def _convolution(x: Tensor, w: Tensor, geometry: _Geometry) -> Any:
     _, stride, padding, dilation, groups = geometry
     none = [0] * len(stride)
-    return _aten.convolution.default(x, w, None, stride, padding, dilation, False, none, groups)
+    return original.convolution(x, w, None, stride, padding, dilation, False, none, groups)
 
 
 def _convolution_backward(
@@ -261,7 +263,7 @@ def _convolution_backward(
 ) -> Any:
     _, stride, padding, dilation, groups = geometry
     none = [0] * len(stride)
-    return _aten.convolution_backward.default(
+    return original.convolution_backward(
         dy, x, w, None, stride, padding, dilation, False, none, groups, mask
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import AbstractBackend, Executable
+from ucudnn.backends._base import AbstractBackend, Activity, Executable
 from ucudnn.backends.torch_cpu import identity
 from ucudnn.backends.torch_cpu._base import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
@@ -137,6 +138,16 @@ class TorchCpuBackend(AbstractBackend):
         start = time.perf_counter_ns()
         run()
         return time.perf_counter_ns() - start
+
+    def activity(self) -> Activity:
+        """Processor time and forced context switches of this process."""
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        return Activity(time.perf_counter_ns(), time.process_time_ns(), switches)
+
+    def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
+        """Multiples of the threads: several kernels compute one sample per thread."""
+        threads = torch.get_num_threads()
+        return tuple(range(threads, problem.batch + 1, threads))
 
     def cache_bytes(self) -> int:
         """Size of the last-level cache."""

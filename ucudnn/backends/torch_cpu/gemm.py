@@ -167,7 +167,9 @@ class _Im2colGemm(OpsExecutable):
     def _columns(self, x: Tensor) -> Tensor:
         problem = self.problem
         shape = (problem.in_channels, *problem.kernel_size, x.shape[0], *problem.output_size)
-        columns = torch.empty(shape, dtype=x.dtype)
+        # a filter position that only ever meets padding is no tap, and its columns are zero
+        every_tap = len(self._taps) == prod(problem.kernel_size)
+        columns = (torch.empty if every_tap else torch.zeros)(shape, dtype=x.dtype)
         every_output = tuple(slice(0, size) for size in problem.output_size)
         for tap, outputs, inputs in self._taps:
             where: tuple[int | slice, ...] = (_ALL, *tap)

@@ -1,0 +1,325 @@
+"""How engines are run: addresses, strides, beta, copies and packs, with memory of the CPU.
+
+The runtime here does what cuDNN's contract says, by float64: it is given nothing but addresses, and
+reads and writes through them as the plan's strides say.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
+from ucudnn.backends.cudnn.runtime import Handles
+from ucudnn.errors import UnsupportedError
+from ucudnn.problem import OPS, Problem
+
+DTYPES = {"float64": 1e-14, "float32": 1e-6, "float16": 8e-4}
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@dataclass
+class Plan:
+    """What a runtime builds."""
+
+    problem: Problem
+    alpha: float
+    beta: float
+    views: object
+    workspace_bytes: int = 40
+
+
+@dataclass
+class Runtime:
+    """cuDNN's contract in float64 on the CPU."""
+
+    exact: object
+    refuses: object = lambda *_: False
+    plans: list = field(default_factory=list)
+    packs: list = field(default_factory=list)
+    launches: int = 0
+
+    def build(self, _device, problem, _identity, alpha, beta, views):
+        if self.refuses(problem, views):
+            raise UnsupportedError("not so")
+        self.plans.append(Plan(problem, alpha, beta, views))
+        return self.plans[-1]
+
+    def pack(self, _plan, pointers, workspace):
+        assert workspace
+        self.packs.append(pointers)
+        return pointers
+
+    def launch(self, _device, plan, pack):
+        self.launches += 1
+        problem = plan.problem
+        shapes = {"x": problem.x_shape, "w": problem.w_shape, "y": problem.y_shape}
+        order = {"fprop": "xwy", "dgrad": "ywx", "wgrad": "xyw"}[problem.op]
+        a, b, out = (
+            self._at(pointer, getattr(plan.views, name), shapes[name], problem.dtype)
+            for name, pointer in zip(order, pack, strict=True)
+        )
+        result = plan.alpha * self.exact(problem, a, b)
+        out.copy_(result + plan.beta * out.double() if plan.beta else result)
+
+    @staticmethod
+    def _at(pointer, view, shape, dtype):
+        assert pointer % view.alignment_bytes == 0
+        dtype = getattr(torch, dtype)
+        last = sum((size - 1) * stride for size, stride in zip(shape, view.strides, strict=True))
+        memory = (ctypes.c_char * ((last + 1) * dtype.itemsize)).from_address(pointer)
+        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, view.strides)
+
+
+@pytest.fixture
+def runtime(exact):
+    return Runtime(exact)
+
+
+def needs_alignment(problem, views):
+    return any(view.alignment_bytes < 16 for view in views)
+
+
+def problem_of(op, geometry, dtype="float32", layout="nchw", batch=5):
+    return Problem(op, batch, 4, 8, groups=2, dtype=dtype, layout=layout, **geometry)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_engine_reads_and_writes_where_the_tensors_are(backend, exact, geometry, runtime, op):
+    for dtype, tolerance in DTYPES.items():
+        for layout in ("nchw", "nhwc")[: len(geometry["input_size"])]:
+            problem = problem_of(op, geometry, dtype, layout)
+            a, b = backend.operands(problem, 5)
+            result = EngineExecutable(runtime, problem, "eng0").alone(a, b)
+            assert relative_error(result, exact(problem, a, b)) < tolerance
+            assert result.shape == problem.result_shape
+
+
+@pytest.mark.parametrize("refuses", [lambda *_: False, needs_alignment])
+@pytest.mark.parametrize("op", ["fprop", "dgrad"])
+def test_chunks_fill_their_slices_and_nothing_else(backend, exact, geometry, runtime, op, refuses):
+    """5 = 2 + 2 + 1: the remainder has a plan of its own, and odd sizes are not aligned."""
+    runtime.refuses = refuses
+    problem = problem_of(op, geometry)
+    a, b = backend.operands(problem, 5)
+    whole = torch.full((7, *problem.result_shape[1:]), torch.nan)
+    executable = EngineExecutable(runtime, problem, "eng0")
+    for begin, end in ((0, 2), (2, 4), (4, 5)):
+        executable.write(a[begin:end], b, whole[1 + begin : 1 + end])
+    assert relative_error(whole[1:-1], exact(problem, a, b)) < 1e-6
+    assert whole[0].isnan().all()
+    assert whole[-1].isnan().all()
+    assert {plan.problem.batch for plan in runtime.plans} == {1, 2}
+
+
+@pytest.mark.parametrize("refuses", [lambda *_: False, needs_alignment])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_gradients_are_added_by_the_engine_itself(
+    backend, exact, geometry, runtime, dtype, refuses
+):
+    runtime.refuses = refuses
+    problem = problem_of("wgrad", geometry, dtype)
+    x, dy = backend.operands(problem, 5)
+    executable = EngineExecutable(runtime, problem, "eng0")
+    total = executable.alone(x[:2], dy[:2])
+    executable.add(x[2:4], dy[2:4], total)
+    executable.add(x[4:], dy[4:], total)
+    assert relative_error(total, exact(problem, x, dy)) < 4 * DTYPES[dtype]
+    assert {plan.beta for plan in runtime.plans} == {0.0, 1.0}
+
+
+def test_half_precision_chunks_are_added_in_float32(backend, exact, runtime):
+    problem = Problem("wgrad", 64, 8, 8, (6, 6), (3, 3), dtype="float16")
+    x, dy = backend.operands(problem, 64)
+    executable = EngineExecutable(runtime, problem, "eng0")
+    total = torch.zeros(problem.w_shape)
+    for sample in range(64):
+        executable.add(x[sample : sample + 1], dy[sample : sample + 1], total)
+    # each of 64 chunks is rounded once, at an eighth of the size of the sum
+    assert relative_error(total, exact(problem, x, dy)) < 4e-4
+    assert {plan.beta for plan in runtime.plans} == {0.0}
+
+
+def test_a_chunk_beyond_float16_is_no_infinity_where_the_sum_is_within(runtime):
+    """The gradients of two chunks are 98304 and -98304 + 3; a GradScaler would skip the step."""
+    problem = Problem("wgrad", 2, 1, 1, (12288,), (1,), dtype="float16")
+    x = torch.full(problem.x_shape, 8.0, dtype=torch.float16)
+    dy = torch.ones(problem.y_shape, dtype=torch.float16)
+    dy[1] = -1
+    x[1, 0, 0] = 5
+    executable = EngineExecutable(runtime, problem, "eng0")
+    total = executable.begin(x[:1], dy[:1])
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(98304, abs=64)
+    executable.add(x[1:], dy[1:], total)
+    assert total.item() == pytest.approx(3.0, abs=64)  # as float16 rounds numbers of that size
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_a_slab_is_run_where_it_lies(backend, exact, runtime, layout):
+    """Rows 2 to 5 of the output read rows 2 to 7 of the input; nothing is copied."""
+    whole = Problem("fprop", 3, 4, 8, (9, 6), (3, 3), layout=layout)
+    x, w = backend.operands(whole, 3)
+    slab = Problem("fprop", 3, 4, 8, (6, 6), (3, 3), layout=layout)
+    y = torch.full_like(exact(whole, x, w).float(), torch.nan)
+    executable = EngineExecutable(runtime, slab, "eng0")
+    executable.write(x[:, :, 2:8], w, y[:, :, 2:6])
+    assert relative_error(y[:, :, 2:6], exact(whole, x, w)[:, :, 2:6]) < 1e-6
+    assert y[:, :, :2].isnan().all()
+    assert y[:, :, 6:].isnan().all()
+    assert runtime.plans[0].views.x.strides == x.stride()
+    assert len(runtime.plans) == 1
+
+
+def test_what_the_engine_does_not_take_as_it_lies_is_copied(backend, exact, runtime):
+    whole = Problem("wgrad", 3, 4, 8, (9, 6), (3, 3))
+    x, dy = backend.operands(whole, 3)
+    slab = Problem("wgrad", 3, 4, 8, (6, 6), (3, 3))
+    packed = EngineExecutable(runtime, slab, "eng0")
+    total = packed.alone(x[:, :, 2:8].contiguous(), dy[:, :, 2:6].contiguous())
+    runtime.refuses = lambda _, views: views.x.strides[0] != 4 * 6 * 6
+    EngineExecutable(runtime, slab, "eng0").add(x[:, :, 2:8], dy[:, :, 2:6], total)
+    expected = 2 * exact(slab, x[:, :, 2:8], dy[:, :, 2:6])
+    assert relative_error(total, expected) < 1e-6
+
+
+def test_an_engine_that_takes_nothing_is_a_miss(backend, runtime):
+    runtime.refuses = lambda *_: True
+    problem = Problem("fprop", 3, 4, 8, (9, 6), (3, 3))
+    a, b = backend.operands(problem, 3)
+    with pytest.raises(UnsupportedError, match="not so"):
+        EngineExecutable(runtime, problem, "eng0").alone(a, b)
+    with pytest.raises(UnsupportedError, match="not so"):
+        EngineExecutable(runtime, problem, "eng0").alone(a.transpose(2, 3).clone().mT, b)
+
+
+@pytest.mark.parametrize("spoil", [torch.Tensor.double, lambda tensor: tensor.to("meta")])
+def test_operands_of_two_kinds_are_refused(backend, runtime, spoil):
+    problem = Problem("fprop", 3, 4, 8, (9, 6), (3, 3))
+    a, b = backend.operands(problem, 3)
+    with pytest.raises(UnsupportedError, match="must be float32 on one device"):
+        EngineExecutable(runtime, problem, "eng0").alone(a, spoil(b))
+    assert runtime.launches == 0
+
+
+def test_an_address_is_not_read_beyond_its_tensor(backend, runtime):
+    problem = Problem("fprop", 3, 4, 8, (9, 6), (3, 3))
+    a, b = backend.operands(problem, 3)
+    executable = EngineExecutable(runtime, problem, "eng0")
+    executable.alone(a, b)
+    with pytest.raises(UnsupportedError, match="must have the shapes"):
+        executable.alone(a[:, :, :8], b)
+    assert runtime.launches == 1
+
+
+def test_packs_and_plans_are_kept_while_addresses_stay(backend, runtime):
+    problem = Problem("fprop", 4, 4, 8, (9, 6), (3, 3))
+    a, b = backend.operands(problem, 4)
+    out = torch.empty(problem.result_shape)
+    executable = EngineExecutable(runtime, problem, "eng0")
+    for _ in range(3):
+        for start in (0, 2):
+            executable.write(a[start : start + 2], b, out[start : start + 2])
+    assert runtime.launches == 6
+    # the workspace's address may differ from call to call, those of the tensors do not
+    assert {pointers[0] - a.data_ptr() for pointers in runtime.packs} == {0, 2 * 4 * 54 * 4}
+    assert len(runtime.plans) == 1
+
+
+def test_a_program_that_never_repeats_an_address_does_not_fill_the_memory(backend, runtime):
+    from ucudnn.backends.cudnn import executable as module
+
+    problem = Problem("fprop", 1, 1, 1, (1,), (1,))
+    executable = EngineExecutable(runtime, problem, "eng0")
+    x, w = torch.ones(1200, 1, 4), torch.ones(1, 1, 1)
+    y = torch.zeros(1200, 1, 4)
+    for sample in range(1200):
+        executable.write(x[sample : sample + 1, :, :1], w, y[sample : sample + 1, :, :1])
+    assert y[:, 0, 0].eq(1).all()
+    (built,) = executable._built.values()
+    assert len(built._packs) <= module._MOST_PACKS
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 5, 5), (3, 1, 5, 5), (3, 4, 1, 5), (3, 4, 5, 1)])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_an_axis_of_size_one_has_the_stride_that_the_layout_gives_it(runtime, shape, layout):
+    """torch calls such tensors contiguous in both layouts; cuDNN tells layouts by strides."""
+    batch, channels, *sizes = shape
+    problem = Problem("fprop", batch, channels, 8, tuple(sizes), (1, 1), layout=layout)
+    other = torch.channels_last if layout == "nchw" else torch.contiguous_format
+    format_ = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    x = torch.randn(shape).contiguous(memory_format=other).contiguous(memory_format=format_)
+    w = torch.randn(8, channels, 1, 1).contiguous(memory_format=format_)
+    executable = EngineExecutable(runtime, problem, "eng0")
+    y = executable.alone(x, w)
+    torch.testing.assert_close(y, torch.conv2d(x, w), rtol=1e-5, atol=1e-5)
+    plan = runtime.plans[-1]
+    expected = torch.empty(
+        (max(batch, 2), max(channels, 2), *(max(size, 2) for size in sizes))
+    ).contiguous(memory_format=format_)
+    order = sorted(range(4), key=lambda axis: -expected.stride(axis))
+    strides = [plan.views.x.strides[axis] for axis in order]
+    assert strides == sorted(strides, reverse=True)
+    assert strides[-1] == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_the_default_is_torch_s_own(backend, exact, geometry, op, layout):
+    if layout == "nhwc" and len(geometry["input_size"]) == 1:
+        return
+    problem = problem_of(op, geometry, "float64", layout)
+    a, b = backend.operands(problem, 5)
+    executable = DefaultExecutable(problem)
+    assert relative_error(executable.alone(a, b), exact(problem, a, b)) < 1e-14
+    if op != "wgrad":
+        part = executable.alone(a[:2], b)
+        assert relative_error(part, exact(problem.with_batch(2), a[:2], b)) < 1e-14
+
+
+class Handle:
+    """Notes the streams it was set to."""
+
+    def __init__(self):
+        self.streams = []
+
+    def set_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_a_handle_belongs_to_one_thread_and_device_and_follows_the_stream():
+    stream, opened = {0: 7, 1: 7}, []
+
+    def open_handle(device):
+        opened.append(device)
+        return Handle()
+
+    handles = Handles(open_handle, stream.__getitem__)
+    mine = handles.get(0)
+    assert handles.get(0) is mine
+    assert mine.streams == [7]
+    stream[0] = 8
+    assert handles.get(0) is mine
+    assert mine.streams == [7, 8]
+    assert handles.get(1) is not mine
+    barrier, others = threading.Barrier(4), []
+
+    def work():
+        barrier.wait()
+        others.append(handles.get(0))
+        barrier.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(handle) for handle in (mine, *others)}) == 5
+    assert all(handle.streams == [8] for handle in others)

@@ -1,0 +1,149 @@
+"""Splits along rows: the sum of slabs is the whole, on views of whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from ucudnn.errors import ProblemError
+from ucudnn.execute import bind
+from ucudnn.plan import Split, Step
+from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
+from ucudnn.slabs import row_count, slab
+
+few = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def rows_of(problem, *sizes, algorithm="torch_default"):
+    assert sum(sizes) == row_count(problem)
+    return Split("spatial", tuple(Step(size, algorithm) for size in sizes))
+
+
+def relative_error(result, expected):
+    return ((result.double() - expected).norm() / max(expected.norm().item(), 1e-30)).item()
+
+
+@st.composite
+def problems(draw):
+    """Small geometries of 1 to 3 axes, the outermost with much variety."""
+    rank, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2]))
+    outer = (
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 4)),
+        (draw(st.integers(0, 5)), draw(st.integers(0, 5))),
+        draw(st.integers(1, 3)),
+    )
+    inner = ((4, 2, 1, (1, 0), 1), (3, 1, 2, (0, 0), 1))
+    sizes, kernel, stride, padding, dilation = zip(outer, *inner[: rank - 1], strict=True)
+    layout = "nchw" if rank == 1 else draw(st.sampled_from(["nchw", "nhwc"]))
+    try:
+        return Problem(
+            *(draw(st.sampled_from(OPS)), draw(st.integers(1, 2)), 2 * groups, 4),
+            *(sizes, kernel, stride, padding, dilation, groups),
+            dtype="float64",
+            layout=layout,
+        )
+    except ProblemError:
+        assume(False)
+
+
+@given(st.data(), problems())
+@few
+@pytest.mark.usefixtures("poisoned")
+def test_every_division_into_rows_gives_the_whole(backend, exact, data, problem):
+    steps, rows, begin = [], row_count(problem), 0
+    while begin < rows:
+        end = data.draw(st.integers(begin + 1, rows))
+        part = slab(problem, begin, end).problem or problem
+        algorithms = [candidate.algorithm for candidate in backend.candidates(part)]
+        steps.append(Step(end - begin, data.draw(st.sampled_from(algorithms))))
+        begin = end
+    a, b = backend.operands(problem, problem.batch)
+    result = bind(backend, problem, Split("spatial", tuple(steps)))(a, b)
+    assert result.shape == problem.result_shape
+    assert relative_error(result, exact(problem, a, b)) < 1e-14
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_seams_are_bitwise_where_each_output_is_one_product(backend, op):
+    """With one channel and one tap there is nothing to round in another order."""
+    problem = Problem(op, 1, 1, 1, (7, 3), (1, 1), padding=((2, 3), (0, 0)))
+    a, b = backend.operands(problem, 1)
+    if op == "wgrad":
+        a, b = a.round(), b.round()  # sums of small integers are exact
+    whole = bind(backend, problem, rows_of(problem, row_count(problem)))(a, b)
+    sizes = [1] * row_count(problem)
+    assert torch.equal(bind(backend, problem, rows_of(problem, *sizes))(a, b), whole)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_rows_that_no_output_reads_are_zero(backend):
+    problem = Problem("dgrad", 2, 4, 4, (11, 5), (2, 3), stride=(4, 1))
+    dy, w = backend.operands(problem, 2)
+    dx = bind(backend, problem, rows_of(problem, 2, 2, 1, 1, 5))(dy, w)
+    for row in range(11):
+        assert bool((dx[:, :, row] == 0).all()) == (row % 4 >= 2 or row >= 10)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 5), (7,)], ids=str)
+def test_outputs_in_the_padding_alone_are_zero_and_add_nothing(backend, exact, sizes):
+    for op in ("fprop", "wgrad"):
+        problem = Problem(op, 2, 2, 2, (3,), (2,), padding=((3, 2),))
+        a, b = backend.operands(problem, 2)
+        result = bind(backend, problem, rows_of(problem, *sizes))(a, b)
+        assert relative_error(result, exact(problem, a, b)) < 1e-6
+
+
+def test_weights_that_meet_padding_only_have_no_gradient(backend):
+    problem = Problem("wgrad", 2, 2, 2, (1,), (1,), stride=(3,), padding=((1, 2),))
+    a, b = backend.operands(problem, 2)
+    dw = bind(backend, problem, rows_of(problem, 1, 1))(a, b)
+    assert torch.equal(dw, torch.zeros(problem.w_shape))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_rounded_once_per_slab_and_once_more(backend, exact, op, dtype):
+    problem = Problem(op, 2, 8, 8, (64, 6), (3, 3), padding=((1, 1), (1, 1)), dtype=dtype)
+    a, b = backend.operands(problem, 2)
+    expected = exact(problem, a, b)
+    whole = bind(backend, problem, rows_of(problem, 64))(a, b)
+    parts = bind(backend, problem, rows_of(problem, *[1] * 64))(a, b)
+    assert parts.dtype == a.dtype
+    assert relative_error(parts, expected) <= 2 * relative_error(whole, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_every_algorithm_runs_on_slabs_of_any_dtype(backend, exact, tolerance, op, layout):
+    for dtype in BYTES_BY_DTYPE:
+        for kernel in (1, 3):
+            padding = ((kernel // 2,) * 2,) * 2
+            sizes = ((9, 5), (kernel, kernel), (1, 1), padding)
+            problem = Problem(op, 2, 4, 4, *sizes, groups=2, dtype=dtype, layout=layout)
+            a, b = backend.operands(problem, 2)
+            expected = exact(problem, a, b)
+            for candidate in backend.candidates(problem):
+                split = rows_of(problem, 4, 3, 2, algorithm=candidate.algorithm)
+                result = bind(backend, problem, split)(a, b)
+                assert relative_error(result, expected) < tolerance[dtype] * 2, candidate
+                if layout == "nhwc" and op != "wgrad":
+                    assert result.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_operands_are_not_changed_and_inner_slabs_share_an_executable(backend, op):
+    problem = Problem(op, 1, 4, 4, (16, 6), (3, 3), padding=((1, 1), (1, 1)))
+    a, b = backend.operands(problem, 1)
+    before = a.clone(), b.clone()
+    call = bind(backend, problem, rows_of(problem, *[4] * 4))
+    call(a, b)
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])
+    assert len({id(chunk.executable) for chunk in call.chunks}) == 3
+    assert call.chunks[1].executable is call.chunks[2].executable

@@ -1,0 +1,163 @@
+"""The two axes that a kernel is split along, the batch and the rows: what is measured for a chunk.
+
+A batch of one or two, as 3-D and high-resolution networks have, leaves nothing to split along the
+batch. Rows are tried where the batch is that small and the workspace limit excludes an algorithm.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ucudnn.plan import Split, Step
+from ucudnn.problem import Problem
+from ucudnn.slabs import inner_problem, row_alignment, row_count, slab
+
+# The largest batch that is split along rows, too: chunks of a larger one are small enough.
+MOST_SAMPLES = 8
+
+
+class AbstractAxis(ABC):
+    """An axis of one kernel, in units of which chunks consist; a value that a worker can be sent.
+
+    Law: chunks whose sizes add up to `extent` together compute the problem. A chunk is the `part`
+    of its size, unless it lies near an end.
+    """
+
+    name: str  # as in `Split`
+    problem: Problem  # the kernel at its largest batch
+
+    @property
+    @abstractmethod
+    def extent(self) -> int:
+        """What the sizes of chunks add up to."""
+
+    @abstractmethod
+    def part(self, size: int) -> Problem:
+        """The problem that a chunk of this size is measured as."""
+
+    @abstractmethod
+    def ends(self, size: int) -> tuple[Problem, ...]:
+        """The problems of the first and the last chunk, where they are not `part`."""
+
+    @abstractmethod
+    def sizes(self, policy: str) -> tuple[int, ...]:
+        """The sizes of chunks that a policy allows, rising."""
+
+    @abstractmethod
+    def split(self, steps: Iterable[Step]) -> Split:
+        """The split whose steps are chunks of these sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAxis(AbstractAxis):
+    """Chunks are samples.
+
+    >>> axis = BatchAxis(Problem("fprop", 6, 4, 4, (9,), (3,)))
+    >>> axis.extent, axis.part(2).batch, axis.sizes("powers-of-two")
+    (6, 2, (1, 2, 4, 6))
+
+    Args:
+        problem: the kernel at its largest batch.
+    """
+
+    problem: Problem
+    name = "batch"
+
+    @property
+    def extent(self) -> int:
+        """The batch."""
+        return self.problem.batch
+
+    def part(self, size: int) -> Problem:
+        """The problem at a smaller batch."""
+        return self.problem.with_batch(size)
+
+    def ends(self, size: int) -> tuple[Problem, ...]:
+        """None: all samples are alike."""
+        del size
+        return ()
+
+    def sizes(self, policy: str) -> tuple[int, ...]:
+        """The micro-batch sizes, and the whole batch."""
+        if policy == "undivided":
+            return (self.extent,)
+        if policy == "all":
+            return tuple(range(1, self.extent + 1))
+        return (*_powers_of_two_below(self.extent), self.extent)
+
+    def split(self, steps: Iterable[Step]) -> Split:
+        """The split of the batch."""
+        return Split("batch", tuple(steps))
+
+
+@dataclass(frozen=True, slots=True)
+class RowAxis(AbstractAxis):
+    """Chunks are slabs: rows of the result (of dy for wgrad), of all samples.
+
+    A unit is one row; for dgrad as many as the stride, so that all inner slabs of a size are alike.
+
+    >>> axis = RowAxis(Problem("dgrad", 2, 8, 8, (27, 9), (3, 3), (2, 1)))
+    >>> axis.extent, axis.sizes("all"), axis.part(4).input_size
+    (14, (1, 2, 4, 6, 8), (8, 9))
+
+    Args:
+        problem: the kernel at its largest batch.
+    """
+
+    problem: Problem
+    name = "spatial"
+
+    @property
+    def extent(self) -> int:
+        """The units; the last one may have fewer rows."""
+        return -(-row_count(self.problem) // self._unit)
+
+    @property
+    def _unit(self) -> int:
+        return row_alignment(self.problem)
+
+    def part(self, size: int) -> Problem:
+        """The problem of an inner slab."""
+        return inner_problem(self.problem, size * self._unit)
+
+    def ends(self, size: int) -> tuple[Problem, ...]:
+        """Those with padding of the whole at one end."""
+        rows, inner = row_count(self.problem), self.part(size)
+        first = slab(self.problem, 0, size * self._unit).problem
+        last = slab(self.problem, (self.extent - size) * self._unit, rows).problem
+        ends = (end for end in (first, last) if end is not None and end != inner)
+        return tuple(dict.fromkeys(ends))
+
+    def sizes(self, policy: str) -> tuple[int, ...]:
+        """Powers of two, and what each of them leaves over; none where slabs cannot matter.
+
+        They are few however many rows there are, with any policy. An inner slab must be found in
+        the tensors, with all the rows that it reads.
+        """
+        if policy == "undivided" or self.problem.batch > MOST_SAMPLES:
+            return ()
+        powers = _powers_of_two_below(self.extent)
+        sizes = {*powers, *(self.extent % size for size in powers)} - {0}
+        return tuple(size for size in sorted(sizes) if self._is_inside(size))
+
+    def _is_inside(self, size: int) -> bool:
+        inner, whole = self.part(size), self.problem
+        return (
+            inner.input_size[0] <= whole.input_size[0]
+            and inner.output_size[0] <= whole.output_size[0]
+        )
+
+    def split(self, steps: Iterable[Step]) -> Split:
+        """The split in rows."""
+        left, found = row_count(self.problem), []
+        for step in steps:
+            rows = min(step.size * self._unit, left)
+            found.append(replace(step, size=rows))
+            left -= rows
+        return Split("spatial", tuple(found))
+
+
+def _powers_of_two_below(extent: int) -> list[int]:
+    return [1 << k for k in range(extent.bit_length()) if 1 << k < extent]

@@ -1,0 +1,167 @@
+"""Slabs: a problem cut along its outermost spatial axis into problems over rows of its tensors.
+
+A slab is some rows (planes in 3-D, elements in 1-D) of the result, or of dy for wgrad, together
+with all rows of the operands that they depend on. It is a `Problem` of its own: fewer input rows,
+and padding only at the ends that are ends of the whole tensor. Tensors stay whole, a slab's are
+views of them: the strides of the whole, a shorter extent, a pointer that is offset by whole rows.
+
+The slabs of consecutive rows together compute the problem exactly, for every stride and dilation:
+fprop and dgrad write their rows, wgrad sums up over slabs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from ucudnn.errors import ProblemError
+from ucudnn.problem import Problem
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """One slab: its problem, and the rows [begin, end) of the whole tensors that are its own.
+
+    How a library that takes strides is told of it, here the second half of a 3-D convolution:
+
+    >>> whole = Problem("fprop", 1, 8, 16, (6, 4, 4), (3, 3, 3), padding=((1, 1),) * 3)
+    >>> second = slab(whole, 3, 6)
+    >>> second.problem.x_shape, second.problem.padding  # no padding where rows go on
+    ((1, 8, 4, 4, 4), ((0, 1), (1, 1), (1, 1)))
+    >>> x_strides = (8 * 6 * 4 * 4, 6 * 4 * 4, 4 * 4, 4, 1)  # those of the whole x, in elements
+    >>> second.x_rows[0] * x_strides[2]  # offset of the slab's first element in the whole x
+    32
+    >>> second.y_rows  # where its result goes in the whole y
+    (3, 6)
+
+    Args:
+        problem: what to compute on views of these rows; None where the rows depend on nothing:
+            they lie in the padding, or no output reads them. Their result is zero.
+        x_rows: rows of x: read by fprop and wgrad, written by dgrad.
+        y_rows: rows of y: written by fprop, read by dgrad and wgrad.
+    """
+
+    problem: Problem | None
+    x_rows: Rows
+    y_rows: Rows
+
+
+def row_count(problem: Problem) -> int:
+    """The rows that slabs divide: of dx for dgrad, of y for fprop and wgrad.
+
+    >>> row_count(Problem("dgrad", 1, 4, 4, (9, 5), (3, 3))), row_count(
+    ...     Problem("wgrad", 1, 4, 4, (9, 5), (3, 3)))
+    (9, 7)
+    """
+    return problem.input_size[0] if problem.op == "dgrad" else problem.output_size[0]
+
+
+def row_alignment(problem: Problem) -> int:
+    """Inner slabs that begin at multiples of it have equal problems, if of equal size.
+
+    >>> row_alignment(Problem("dgrad", 1, 4, 4, (9, 5), (3, 3), stride=(2, 1)))
+    2
+    """
+    return problem.stride[0] if problem.op == "dgrad" else 1
+
+
+def slab(problem: Problem, begin: int, end: int) -> Slab:
+    """The slab of the rows [begin, end).
+
+    >>> p = Problem("fprop", 1, 4, 4, (9,), (3,), padding=((1, 1),))
+    >>> [slab(p, *rows).x_rows for rows in [(0, 3), (3, 6), (6, 9)]]
+    [(0, 4), (2, 7), (5, 9)]
+
+    Args:
+        problem: the whole.
+        begin: first row, of `row_count(problem)`.
+        end: one past the last row.
+
+    Raises:
+        ProblemError: the problem has no such rows.
+    """
+    if not 0 <= begin < end <= row_count(problem):
+        raise ProblemError(
+            f"rows of a slab must be within [0, {row_count(problem)}), got [{begin}, {end}) "
+            f"of {problem}"
+        )
+    if problem.op == "dgrad":
+        return _written_by_dgrad(problem, begin, end)
+    return _of_outputs(problem, begin, end)
+
+
+def slabs(problem: Problem, sizes: Iterable[int]) -> tuple[Slab, ...]:
+    """Consecutive slabs, given how many rows each has.
+
+    >>> p = Problem("wgrad", 1, 4, 4, (9,), (3,))
+    >>> [entry.y_rows for entry in slabs(p, [4, 3])]
+    [(0, 4), (4, 7)]
+    """
+    return tuple(slab(problem, *rows) for rows in pairwise(accumulate(sizes, initial=0)))
+
+
+def inner_problem(problem: Problem, size: int) -> Problem:
+    """The problem of a slab far from both ends; it begins at a multiple of `row_alignment`.
+
+    >>> inner_problem(Problem("dgrad", 1, 4, 4, (64,), (3,), padding=((1, 1),)), 8).padding
+    ((2, 2),)
+
+    Args:
+        problem: the whole; it may have too few rows for the slab to be an inner one.
+        size: rows of the slab, a multiple of `row_alignment(problem)`.
+    """
+    extent, stride = _extent(problem), problem.stride[0]
+    begin = stride * (extent + sum(problem.padding[0]))
+    endless = replace(
+        problem, input_size=(stride * (2 * begin + size) + extent, *problem.input_size[1:])
+    )
+    inner = slab(endless, begin, begin + size).problem
+    assert inner is not None  # a multiple of the stride holds a row that an output reads
+    return inner
+
+
+def _of_outputs(problem: Problem, begin: int, end: int) -> Slab:
+    """Output row o reads the input rows o stride - padding + tap dilation."""
+    stride, (before, _) = problem.stride[0], problem.padding[0]
+    first = begin * stride - before
+    last = (end - 1) * stride - before + _extent(problem)  # one past it
+    rows = max(first, 0), min(last, problem.input_size[0])
+    if rows[0] >= rows[1]:
+        return Slab(None, (0, 0), (begin, end))
+    part = _part(problem, rows, (rows[0] - first, last - rows[1]))
+    return Slab(part, rows, (begin, end))
+
+
+def _written_by_dgrad(problem: Problem, begin: int, end: int) -> Slab:
+    """Input rows are read by the outputs o with begin <= o stride - padding + tap dilation < end.
+
+    The slab's outputs begin at a row that starts no later than the slab does, so that padding
+    before it is not negative: perhaps one that reads none of its rows and so adds nothing.
+    """
+    stride, (before, _) = problem.stride[0], problem.padding[0]
+    extent = _extent(problem)
+    first = max(0, -((extent - 1 - begin - before) // stride))  # rounded up
+    last = min(problem.output_size[0], (end - 1 + before) // stride + 1)
+    if first >= last:
+        return Slab(None, (begin, end), (0, 0))
+    first = min(first, (begin + before) // stride)
+    pad_begin = begin + before - first * stride
+    pad_end = max(0, (last - first - 1) * stride + extent - (end - begin) - pad_begin)
+    part = _part(problem, (begin, end), (pad_begin, pad_end))
+    return Slab(part, (begin, end), (first, last))
+
+
+def _part(problem: Problem, x_rows: Rows, padding: Rows) -> Problem:
+    return replace(
+        problem,
+        input_size=(x_rows[1] - x_rows[0], *problem.input_size[1:]),
+        padding=(padding, *problem.padding[1:]),
+    )
+
+
+def _extent(problem: Problem) -> int:
+    """Input rows from the first to the last tap of one output."""
+    return problem.dilation[0] * (problem.kernel_size[0] - 1) + 1
