@@ -4,6 +4,7 @@
 #   make demo   .venv       tunes ResNet-18 on this machine
 #   make test   .venv-test  the suite and the doctests, on the installed package
 #   make bare   .venv-bare  the same without any optional dependency
+#   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches two wheels, 1 GB
 #   make lint, make types, make dist, make clean
 
 PYTHON ?= python3
@@ -12,21 +13,27 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: demo test bare lint types dist clean
+.PHONY: demo test bare cudnn lint types dist clean
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
-SOURCES := $(shell find ucudnn solvers cache -name '*.py' -o -type d ! -name __pycache__) \
+SOURCES := $(shell find ucudnn solvers cache -name '*.py' -o -name '*.c' -o -type d ! -name __pycache__) \
 	ucudnn/py.typed
 PIP := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # torch comes first and by its exact version: see constraints.txt.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
+# The newest cuDNN, first, and the one that torch's wheels for CUDA 13 ship.
+CUDNNS := 9.28.0.42 9.20.0.48
+NOTHING :=
+COLON_LIST = $(subst $(NOTHING) $(NOTHING),:,$(1))
+
 # Per environment: extras of the package, and tools beside it.
 EXTRAS.venv :=
 EXTRAS.venv-test := [test,report]
 TOOLS.venv-test := mypy ruff
-EXTRAS.venv-bare := [test]
+EXTRAS.venv-bare :=
+TOOLS.venv-bare := pytest hypothesis
 
 demo: .venv/.installed
 	.venv/bin/python examples/resnet18.py
@@ -37,7 +44,7 @@ define outside
 cd "$$(mktemp -d)"; trap 'rm -rf "$$PWD"' EXIT; \
 env -u PYTHONPATH "$(ROOT)/$(1)/bin/python" -P -m $(2)
 endef
-PYTEST = pytest --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -p no:cacheprovider \
+PYTEST = pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -p no:cacheprovider \
 	"$(ROOT)/tests" --pyargs ucudnn $(PYTEST_ARGS)
 
 test: .venv-test/.installed
@@ -45,9 +52,25 @@ test: .venv-test/.installed
 
 bare: .venv-bare/.installed
 	.venv-bare/bin/python -c 'from importlib.util import find_spec; \
-	there = [name for name in ("cupy", "mpi4py", "plotly") if find_spec(name)]; \
+	names = ("cupy", "mpi4py", "plotly", "transformers", "monai", "pytorch_lightning"); \
+	there = [name for name in names if find_spec(name)]; \
 	assert not there, f"optional dependencies are installed: {there}"'
 	$(call outside,.venv-bare,$(PYTEST))
+
+# A version that cannot be loaded fails its tests; only where no folder is named are they skipped.
+cudnn: .venv-test/.installed $(CUDNNS:%=.cudnn/%/.unpacked)
+	export CUDNN_TEST_FOLDERS="$(call COLON_LIST,$(CUDNNS:%=$(ROOT)/.cudnn/%))"; \
+	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
+	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/cudnn" $(PYTEST_ARGS))
+
+# Convolutions need none of the four libraries that are removed.
+.cudnn/%/.unpacked: | .venv-test/.ready
+	rm -rf .cudnn/$*
+	.venv-test/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --target .cudnn/$* \
+	nvidia-cudnn-cu13==$*
+	cd .cudnn/$*/nvidia/cudnn/lib && rm -f libcudnn_adv.so.9 libcudnn_cnn.so.9 libcudnn_ext.so.9 \
+	libcudnn_ops.so.9
+	touch $@
 
 lint: .venv-test/.installed
 	.venv-test/bin/ruff check .
@@ -83,5 +106,5 @@ dist/.built: .venv-build/.ready pyproject.toml LICENSE README.md $(SOURCES)
 
 clean:
 	rm -rf .venv .venv-test .venv-bare .venv-build build dist ucudnn.egg-info
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .cudnn .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

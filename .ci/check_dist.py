@@ -14,8 +14,9 @@ def expected_files() -> set[str]:
     """Package files as they must arrive, from the folders that hold them."""
     files = {"ucudnn/py.typed"}
     for folder, target in FOLDERS.items():
-        for path in Path(folder).rglob("*.py"):
-            files.add(f"{target}/{path.relative_to(folder)}")
+        for pattern in ("*.py", "*.c"):
+            for path in Path(folder).rglob(pattern):
+                files.add(f"{target}/{path.relative_to(folder)}")
     return files
 
 

@@ -12,7 +12,12 @@ import torch
 
 from ucudnn import cache as cache_room
 from ucudnn.backends import open_backend
+from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Handle
+from ucudnn.backends.cudnn.driverless import has_driver
+from ucudnn.backends.cudnn.library import find_library
+from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.torch_cpu.allocator import LARGE_THRESHOLD_TUNABLES
+from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.units import format_ns
 
@@ -31,6 +36,7 @@ class Diagnosis:
         load: processes that run or wait, averaged over the last minute.
         fresh_ns: time to fill a block of 64 MiB that was just allocated, median of five.
         reused_ns: time to fill one that is there already.
+        cudnn: version and file of the libcudnn that a GPU would be used with, or why there is none.
         cache_path: where measurements are kept.
         cache_writable: whether they can be.
     """
@@ -41,6 +47,7 @@ class Diagnosis:
     load: float
     fresh_ns: int
     reused_ns: int
+    cudnn: str
     cache_path: str
     cache_writable: bool
 
@@ -84,9 +91,43 @@ def diagnose(cache: str | None = None) -> Diagnosis:
         load=os.getloadavg()[0],
         fresh_ns=_median_ns(lambda: torch.ones(_BLOCK_BYTES // 4)),
         reused_ns=_median_ns(lambda: block.fill_(1)),
+        cudnn=_describe_cudnn(),
         cache_path=str(path),
         cache_writable=_writable(path),
     )
+
+
+def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
+    """Write the profile of the GPU here, for `ucudnn enumerate` where there is none.
+
+    Args:
+        path: the JSON file to write.
+
+    Raises:
+        UnsupportedError: there is no GPU here.
+        ConfigError: the file cannot be written.
+    """
+    if not has_driver():
+        raise UnsupportedError(
+            "a device profile is of the GPU here, and this machine has no NVIDIA driver; "
+            "save it where the GPU is"
+        )
+    cudnn = Cudnn(find_library())
+    try:
+        with Handle(cudnn) as handle:
+            profile = DeviceProfile.of_handle(cudnn, handle)
+    except CudnnError as error:
+        raise UnsupportedError(f"there is no GPU here to describe: {error}") from error
+    profile.save(path)
+    return profile
+
+
+def _describe_cudnn() -> str:
+    try:
+        cudnn = Cudnn(find_library())
+    except UnsupportedError as error:
+        return str(error)
+    return f"{cudnn.version_text} ({cudnn.path})"
 
 
 def _median_ns(run: Callable[[], object]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ucudnn.backends._base import AbstractBackend as AbstractBackend
+from ucudnn.backends._base import Activity as Activity
 from ucudnn.backends._base import Executable as Executable
 from ucudnn.errors import ConfigError
 
@@ -15,9 +16,21 @@ def open_backend(name: str = "auto") -> AbstractBackend:
 
     Raises:
         ConfigError: there is no backend of that name.
+        UnsupportedError: its device or its libraries are not here.
     """
+    if name == "cudnn" or (name == "auto" and sees_a_gpu()):
+        from ucudnn.backends.cudnn.backend import CudnnBackend
+
+        return CudnnBackend()
     if name in ("auto", "torch_cpu"):
         from ucudnn.backends.torch_cpu import TorchCpuBackend
 
         return TorchCpuBackend()
-    raise ConfigError(f"backend must be one of auto, torch_cpu, got {name!r}")
+    raise ConfigError(f"backend must be one of auto, torch_cpu, cudnn, got {name!r}")
+
+
+def sees_a_gpu() -> bool:
+    """Whether torch has an NVIDIA GPU in this process."""
+    import torch
+
+    return torch.cuda.is_available() and torch.version.cuda is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucudnn.candidate import Candidate
 from ucudnn.measurement import Conditions, Device, Software
@@ -18,7 +18,8 @@ class Executable(ABC):
     """A built candidate: the one object that both the benchmark and training run.
 
     Operands are (x, w) for fprop, (dy, w) for dgrad and (x, dy) for wgrad. The number of samples
-    is that of the operands. Law: `write` leaves in `out` what `alone` returns, `add` adds it.
+    is that of the operands. Law: `write` leaves in `out` what `alone` returns, `begin` returns it,
+    `add` adds it.
     """
 
     @abstractmethod
@@ -29,15 +30,43 @@ class Executable(ABC):
         """Compute into a slice of an existing result (fprop, dgrad)."""
         out.copy_(self.alone(a, b))
 
+    def begin(self, a: Tensor, b: Tensor) -> Tensor:
+        """Compute a new result that others are added to: half precision as float32 (wgrad)."""
+        result = self.alone(a, b)
+        return result.float() if result.dtype.itemsize < 4 else result
+
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Add to an existing result, in its precision (wgrad)."""
         out.add_(self.alone(a, b))
 
 
+class Activity(NamedTuple):
+    """How much of the processor a process had until some moment.
+
+    Args:
+        clock_ns: the moment.
+        processor_ns: processor time of all its threads.
+        switches: how often it was taken off a processor.
+    """
+
+    clock_ns: int
+    processor_ns: int
+    switches: int
+
+
 class AbstractBackend(ABC):
-    """Convolution algorithms of one kind of device."""
+    """Convolution algorithms of one kind of device.
+
+    Args:
+        name: of the backend.
+        in_worker: whether candidates are measured in a process of their own, which one of them may
+            crash; the backend must then be picklable.
+        candidate_timeout_s: how long a run of one candidate may take there.
+    """
 
     name: str
+    in_worker: bool = False
+    candidate_timeout_s: float = 120.0
 
     @abstractmethod
     def device(self) -> Device:
@@ -79,6 +108,11 @@ class AbstractBackend(ABC):
             UnsupportedError: the algorithm does not compute the problem.
         """
 
+    def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
+        """Why a candidate cannot be run, where only building it tells; None where it can."""
+        del problem, algorithm
+        return None
+
     @abstractmethod
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
         """Random operands in the problem's dtype and layout, with this many samples."""
@@ -97,6 +131,26 @@ class AbstractBackend(ABC):
     @abstractmethod
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time it took on the device, in nanoseconds."""
+
+    def is_broken(self) -> bool:
+        """Whether a failure has left the device useless to this process, and to it alone."""
+        return False
+
+    def state(self) -> tuple[str, ...]:
+        """What may disturb times now and is not of this process: clocks, heat, who else is there.
+
+        As notes of a measurement, "throttled=..." among them where the device slows itself down.
+        """
+        return ()
+
+    def activity(self) -> Activity | None:
+        """How much of the processor this process had so far; None where times do not hang on it."""
+        return None
+
+    def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
+        """Batches up to the problem's that keep all processors equally busy; () for no idea."""
+        del problem
+        return ()
 
     @abstractmethod
     def cache_bytes(self) -> int:

@@ -1,0 +1,105 @@
+"""Device profiles: what a bad one is told, and that cuDNN asks for what we ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ucudnn.backends.cudnn.profile import NEWER_FIELDS, REQUIRED_FIELDS, DeviceProfile
+from ucudnn.errors import ConfigError
+
+H200 = Path(__file__).parents[2] / "benchmarks" / "devices" / "h200.json"
+FIELDS = json.loads(H200.read_text())
+
+
+def test_a_profile_says_which_device_it_is() -> None:
+    profile = DeviceProfile.load(H200)
+    assert profile.name == "NVIDIA H200"
+    assert profile.compute_capability == "9.0"
+
+
+@pytest.mark.parametrize(("number", "text"), [(860, "8.6"), (1000, "10.0"), (1210, "12.1")])
+def test_architectures_have_two_numbers(number: int, text: str) -> None:
+    found = DeviceProfile.parse(json.dumps({**FIELDS, "deviceVer": number}), "here")
+    assert found.compute_capability == text
+
+
+@pytest.mark.parametrize("name", REQUIRED_FIELDS)
+def test_a_missing_field_is_named(name: str) -> None:
+    rest = {other: value for other, value in FIELDS.items() if other != name}
+    with pytest.raises(ConfigError, match=rf"h200\.json lacks {name}; .*save-device-profile"):
+        DeviceProfile.parse(json.dumps(rest), "h200.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("multiProcessorCount", "132", "an int of at least 0"),
+        ("multiProcessorCount", -1, "an int of at least 0"),
+        ("multiProcessorCount", 1.5, "an int of at least 0"),
+        ("multiProcessorCount", True, "an int of at least 0"),
+        ("multiProcessorCount", None, "an int of at least 0"),
+        ("maxGridSize", [1, 2], "a list of three ints"),
+        ("maxGridSize", 7, "a list of three ints"),
+        ("deviceName", 7, "a text"),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_rule(name: str, value: object, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"bad\.json: {name} must be {rule}, got"):
+        DeviceProfile.parse(json.dumps({**FIELDS, name: value}), "bad.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"'])
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="device profile bad.json"):
+        DeviceProfile.parse(text, "bad.json")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    for name in ("none.json", "binary.json", "."):
+        with pytest.raises(ConfigError, match="cannot read the device profile"):
+            DeviceProfile.load(tmp_path / name)
+
+
+def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
+    profile = DeviceProfile.load(H200)
+    profile.save(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == FIELDS
+    with pytest.raises(ConfigError, match="cannot write the device profile"):
+        profile.save(tmp_path / "nowhere" / "again.json")
+
+
+Inside = Callable[..., Any]
+
+
+def test_cudnn_requires_the_same_fields(inside: Inside) -> None:
+    required = set(inside("fields_that_cudnn_requires"))
+    assert required - set(NEWER_FIELDS) == set(REQUIRED_FIELDS)
+
+
+def test_a_field_that_a_newer_cudnn_requires_is_named(newest: Inside) -> None:
+    for name in NEWER_FIELDS:
+        assert name in newest("fields_that_cudnn_requires")
+        kind, message = newest("refused_profile", changes={name: None})
+        assert kind == "ConfigError"
+        assert f"asks for what the device profile changed.json lacks: {name};" in message
+
+
+def test_an_unknown_architecture_is_refused_in_a_sentence(inside: Inside) -> None:
+    kind, message = inside("refused_profile", changes={"deviceVer": 350, "deviceName": "Old"})
+    assert kind == "UnsupportedError"
+    assert "changed.json (Old, compute capability 3.5)" in message
+
+
+def test_fields_that_a_newer_cudnn_may_write_do_no_harm(inside: Inside) -> None:
+    assert inside("refused_profile", changes={"someNewField": 3}) == []
+
+
+def test_another_architecture_has_other_engines(inside: Inside) -> None:
+    """The answer depends on the profile, not on the machine."""
+    assert inside("refused_profile", changes={"deviceVer": 800, "deviceName": "A100"}) == []

@@ -1,0 +1,349 @@
+"""libcudnn's graph API as Python objects: descriptors, handles, errors. Nothing is decided here.
+
+Every number comes from `constants`; every status other than success becomes a `CudnnError`. ctypes
+releases the interpreter's lock during each call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from types import TracebackType
+from typing import Self
+
+from ucudnn.backends.cudnn.constants import Attribute, DataType, Kind, Type
+from ucudnn.errors import UcudnnError, UnsupportedError
+
+_MESSAGE_BYTES = 4096
+
+
+class CudnnError(UcudnnError):
+    """A call that cuDNN refused or failed.
+
+    Attributes:
+        status: its number, such as 3000.
+        name: its name, such as "CUDNN_STATUS_NOT_SUPPORTED".
+        detail: cuDNN's own last message, which may be empty.
+        doing: what was attempted.
+    """
+
+    def __init__(self, status: int, name: str, detail: str, doing: str) -> None:
+        said = f": {detail}" if detail else ""
+        super().__init__(f"cuDNN could not {doing}: {name} ({status}){said}")
+        self.status, self.name, self.detail, self.doing = status, name, detail, doing
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether cuDNN understood and declined: BAD_PARAM (2xxx) or NOT_SUPPORTED (3xxx)."""
+        return 2000 <= self.status < 4000
+
+    def __reduce__(self) -> tuple[type[CudnnError], tuple[int, str, str, str]]:
+        return type(self), (self.status, self.name, self.detail, self.doing)
+
+
+class Cudnn:
+    """A loaded libcudnn.
+
+    Args:
+        path: the file, or a name that the dynamic loader knows.
+
+    Raises:
+        UnsupportedError: the file cannot be loaded, or is no cuDNN 9.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            # Global: cuDNN's parts find each other, and whoever loads the name next finds this one.
+            library = ctypes.CDLL(self.path, mode=ctypes.RTLD_GLOBAL)
+            self._declare(library)
+        except (OSError, AttributeError) as error:
+            raise UnsupportedError(f"cannot load cuDNN 9 from {self.path}: {error}") from error
+        self.version = int(library.cudnnGetVersion())
+
+    def _declare(self, library: ctypes.CDLL) -> None:
+        library.cudnnGetVersion.restype = c_size_t
+        library.cudnnGetErrorString.restype = c_char_p
+        library.cudnnGetErrorString.argtypes = [c_int]
+        library.cudnnGetLastErrorString.restype = None
+        library.cudnnGetLastErrorString.argtypes = [c_char_p, c_size_t]
+        library.cudnnCreate.argtypes = [POINTER(c_void_p)]
+        library.cudnnDestroy.argtypes = [c_void_p]
+        library.cudnnSetStream.argtypes = [c_void_p, c_void_p]
+        library.cudnnBackendCreateDescriptor.argtypes = [c_int, POINTER(c_void_p)]
+        library.cudnnBackendDestroyDescriptor.argtypes = [c_void_p]
+        library.cudnnBackendFinalize.argtypes = [c_void_p]
+        library.cudnnBackendSetAttribute.argtypes = [c_void_p, c_int, c_int, c_int64, c_void_p]
+        library.cudnnBackendGetAttribute.argtypes = [
+            *(c_void_p, c_int, c_int, c_int64, POINTER(c_int64), c_void_p)
+        ]
+        library.cudnnBackendExecute.argtypes = [c_void_p, c_void_p, c_void_p]
+        self.functions = library
+
+    @property
+    def version_text(self) -> str:
+        """The version as people write it, such as "9.28.0"."""
+        return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
+
+    def check(self, status: int, doing: str) -> None:
+        """Raise a CudnnError unless a status is success.
+
+        Args:
+            status: what a function returned.
+            doing: what was attempted, as "set ENGINE_GLOBAL_INDEX".
+        """
+        if status:
+            message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+            self.functions.cudnnGetLastErrorString(message, _MESSAGE_BYTES)
+            name = self.functions.cudnnGetErrorString(status).decode()
+            raise CudnnError(status, name, message.value.decode(errors="replace").strip(), doing)
+
+    def tensor(
+        self,
+        uid: int,
+        dtype: DataType,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        alignment_bytes: int,
+        virtual: bool = False,
+    ) -> Descriptor:
+        """Describe a tensor.
+
+        Args:
+            uid: number by which a variant pack names it.
+            dtype: of its elements.
+            shape: (N, C, *spatial).
+            strides: in elements, in the order of `shape`.
+            alignment_bytes: what its address is a multiple of.
+            virtual: it passes between two operations and is never in memory.
+        """
+        tensor = Descriptor(self, Kind.TENSOR)
+        tensor.set_enum(Attribute.TENSOR_DATA_TYPE, Type.DATA_TYPE, dtype)
+        tensor.set_int64(Attribute.TENSOR_DIMENSIONS, *shape)
+        tensor.set_int64(Attribute.TENSOR_STRIDES, *strides)
+        tensor.set_int64(Attribute.TENSOR_UNIQUE_ID, uid)
+        tensor.set_int64(Attribute.TENSOR_BYTE_ALIGNMENT, alignment_bytes)
+        if virtual:
+            tensor.set_bool(Attribute.TENSOR_IS_VIRTUAL, True)
+        return tensor.finalize()
+
+    def variant_pack(
+        self, uids: tuple[int, ...], pointers: tuple[int, ...], workspace: int
+    ) -> Descriptor:
+        """Addresses to run a plan on; may be kept and used again while they stay the same.
+
+        Args:
+            uids: numbers of the tensors.
+            pointers: their device addresses, in the order of `uids`.
+            workspace: device address, 0 where the plan needs none.
+        """
+        pack = Descriptor(self, Kind.VARIANT_PACK)
+        pack.set_int64(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
+        pack.set_pointers(Attribute.VARIANT_PACK_DATA_POINTERS, *pointers)
+        pack.set_pointers(Attribute.VARIANT_PACK_WORKSPACE, workspace)
+        return pack.finalize()
+
+    def execute(self, handle: Handle, plan: Descriptor, pack: Descriptor) -> None:
+        """Enqueue a plan on the handle's stream.
+
+        Raises:
+            CudnnError: it was refused, or an earlier kernel left the device in error.
+        """
+        status = self.functions.cudnnBackendExecute(handle.pointer, plan.pointer, pack.pointer)
+        if status:
+            self.check(status, "execute a plan")
+
+
+class Descriptor:
+    """One cuDNN object: its attributes are set, it is finalized, then they can be read.
+
+    A context manager: leaving it destroys the object. It also goes when nothing refers to it, and
+    keeps alive whatever it was made from.
+
+    Args:
+        cudnn: the library.
+        kind: what it describes.
+    """
+
+    __slots__ = ("_cudnn", "_parts", "kind", "pointer")
+
+    def __init__(self, cudnn: Cudnn, kind: Kind) -> None:
+        self._cudnn = cudnn
+        self._parts: tuple[Descriptor, ...] = ()
+        self.kind = kind
+        self.pointer = c_void_p()
+        status = cudnn.functions.cudnnBackendCreateDescriptor(kind, byref(self.pointer))
+        if status:
+            cudnn.check(status, f"create {kind.name}")
+
+    def close(self) -> None:
+        """Destroy it; again does nothing."""
+        if self.pointer:
+            self._cudnn.functions.cudnnBackendDestroyDescriptor(self.pointer)
+            self.pointer = c_void_p()
+            self._parts = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _set(self, attribute: Attribute, kind: Type, count: int, values: object) -> None:
+        cudnn = self._cudnn
+        status = cudnn.functions.cudnnBackendSetAttribute(
+            self.pointer, attribute, kind, count, values
+        )
+        if status:
+            cudnn.check(status, f"set {attribute.name}")
+
+    def set_int64(self, attribute: Attribute, *values: int) -> None:
+        """Set one or more integers."""
+        self._set(attribute, Type.INT64, len(values), (c_int64 * len(values))(*values))
+
+    def set_enum(self, attribute: Attribute, kind: Type, value: int) -> None:
+        """Set a value of one of cuDNN's enumerations."""
+        self._set(attribute, kind, 1, byref(c_int(value)))
+
+    def set_bool(self, attribute: Attribute, value: bool) -> None:
+        """Set a truth value."""
+        self._set(attribute, Type.BOOLEAN, 1, byref(c_bool(value)))
+
+    def set_float(self, attribute: Attribute, value: float, double: bool = False) -> None:
+        """Set a number in single or double precision."""
+        if double:
+            self._set(attribute, Type.DOUBLE, 1, byref(ctypes.c_double(value)))
+        else:
+            self._set(attribute, Type.FLOAT, 1, byref(ctypes.c_float(value)))
+
+    def set_text(self, attribute: Attribute, text: str) -> None:
+        """Set a text."""
+        data = text.encode() + b"\0"
+        self._set(attribute, Type.CHAR, len(data), data)
+
+    def set_pointers(self, attribute: Attribute, *addresses: int) -> None:
+        """Set addresses of memory."""
+        self._set(attribute, Type.VOID_PTR, len(addresses), (c_void_p * len(addresses))(*addresses))
+
+    def set_handle(self, attribute: Attribute, handle: Handle) -> None:
+        """Set the handle it belongs to."""
+        self._set(attribute, Type.HANDLE, 1, byref(handle.pointer))
+
+    def set_descriptors(self, attribute: Attribute, *parts: Descriptor) -> None:
+        """Set the descriptors it is made from; they live as long as it does."""
+        array = (c_void_p * len(parts))(*(part.pointer for part in parts))
+        self._set(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)
+        self._parts += parts
+
+    def finalize(self) -> Self:
+        """Complete it, so that it can be used and read.
+
+        Raises:
+            CudnnError: cuDNN does not support what the attributes say.
+        """
+        status = self._cudnn.functions.cudnnBackendFinalize(self.pointer)
+        if status:
+            self._cudnn.check(status, f"finalize {self.kind.name}")
+        return self
+
+    def _get(self, attribute: Attribute, kind: Type, capacity: int, values: object) -> int:
+        cudnn, count = self._cudnn, c_int64()
+        status = cudnn.functions.cudnnBackendGetAttribute(
+            self.pointer, attribute, kind, capacity, byref(count), values
+        )
+        if status:
+            cudnn.check(status, f"get {attribute.name}")
+        return count.value
+
+    def get_int64(self, attribute: Attribute) -> int:
+        """Read an integer."""
+        value = c_int64()
+        self._get(attribute, Type.INT64, 1, byref(value))
+        return value.value
+
+    def get_enum(self, attribute: Attribute, kind: Type) -> int:
+        """Read a value of one of cuDNN's enumerations."""
+        value = c_int()
+        self._get(attribute, kind, 1, byref(value))
+        return value.value
+
+    def get_enums(self, attribute: Attribute, kind: Type) -> list[int]:
+        """Read a list of values of one of cuDNN's enumerations."""
+        values = (c_int * self._get(attribute, kind, 0, None))()
+        self._get(attribute, kind, len(values), values)
+        return list(values)
+
+    def get_text(self, attribute: Attribute) -> str:
+        """Read a text."""
+        text = ctypes.create_string_buffer(self._get(attribute, Type.CHAR, 0, None))
+        self._get(attribute, Type.CHAR, len(text), text)
+        return text.value.decode()
+
+    def get_descriptors(self, attribute: Attribute, kind: Kind) -> list[Descriptor]:
+        """Read a list of descriptors."""
+        count = self._get(attribute, Type.BACKEND_DESCRIPTOR, 0, None)
+        return self.read_into([Descriptor(self._cudnn, kind) for _ in range(count)], attribute)
+
+    def read_into(self, parts: list[Descriptor], attribute: Attribute) -> list[Descriptor]:
+        """Read a list of descriptors into some that exist; returns those that were filled.
+
+        cuDNN counts knob choices only as it reads them, so there must be enough for any.
+        """
+        array = (c_void_p * len(parts))(*(part.pointer for part in parts))
+        return parts[: self._get(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)]
+
+
+class Handle:
+    """cuDNN's context on the device that is current in this thread; one thread uses it at a time.
+
+    A context manager: leaving it destroys the handle.
+
+    Args:
+        cudnn: the library.
+
+    Raises:
+        CudnnError: there is no device here.
+    """
+
+    __slots__ = ("_cudnn", "pointer")
+
+    def __init__(self, cudnn: Cudnn) -> None:
+        self._cudnn = cudnn
+        self.pointer = c_void_p()
+        cudnn.check(cudnn.functions.cudnnCreate(byref(self.pointer)), "open the device")
+
+    def set_stream(self, stream: int) -> None:
+        """Enqueue what follows on a CUDA stream.
+
+        Args:
+            stream: its address, as torch's `Stream.cuda_stream`.
+        """
+        self._cudnn.check(
+            self._cudnn.functions.cudnnSetStream(self.pointer, stream), "set the stream"
+        )
+
+    def close(self) -> None:
+        """Destroy it; again does nothing."""
+        if self.pointer:
+            self._cudnn.functions.cudnnDestroy(self.pointer)
+            self.pointer = c_void_p()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

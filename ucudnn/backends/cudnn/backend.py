@@ -1,0 +1,247 @@
+"""The cuDNN backend on a GPU: lists engines, builds them, and measures memory and time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ucudnn.backends._base import AbstractBackend, Executable
+from ucudnn.backends.cudnn import identity
+from ucudnn.backends.cudnn.api import Cudnn
+from ucudnn.backends.cudnn.engine import parse_identity
+from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
+from ucudnn.backends.cudnn.graph import views_of
+from ucudnn.backends.cudnn.library import find_library
+from ucudnn.backends.cudnn.runtime import Runtime
+from ucudnn.backends.torch_cpu._base import memory_format, torch_dtype
+from ucudnn.backends.torch_cpu.padding import padded
+from ucudnn.candidate import Candidate
+from ucudnn.errors import UnsupportedError
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.plan import DEFAULT_ALGORITHM
+from ucudnn.problem import Problem
+
+_MOST_ELEMENTS = 2**31 - 1  # engines index with 32 bits
+_MOST_PROBLEMS = 4096
+_torch: Any = torch.backends.cudnn  # a module that is replaced by an object when it is imported
+
+
+class _Settings(NamedTuple):
+    """What torch's own choice of a convolution depends on, in whatever process it is measured."""
+
+    benchmark: bool
+    deterministic: bool
+    precision: str
+
+    @classmethod
+    def read(cls) -> _Settings:
+        return cls(_torch.benchmark, _is_deterministic(), _torch.conv.fp32_precision)
+
+    def apply(self) -> None:
+        _torch.benchmark, _torch.deterministic, _torch.conv.fp32_precision = self
+
+
+def _is_deterministic() -> bool:
+    return bool(_torch.deterministic) or torch.are_deterministic_algorithms_enabled()
+
+
+def _lower(notes: Iterable[str]) -> tuple[str, ...]:
+    return tuple(note.lower() for note in notes)
+
+
+def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
+    """The backend of the same GPU and settings in another process."""
+    torch.cuda.set_device(index)
+    settings.apply()
+    return CudnnBackend()
+
+
+class CudnnBackend(AbstractBackend):
+    """cuDNN's precompiled engines, and torch's own convolution, on the GPU that is current.
+
+    Engines that compile their kernel when they are built are left out: that takes up to two
+    seconds for each, at every start of a process.
+
+    Attributes:
+        runtime: what builds and launches.
+
+    Raises:
+        UnsupportedError: torch sees no GPU, or its cuDNN cannot be used.
+    """
+
+    name = "cudnn"
+    in_worker = True  # a kernel that faults makes the GPU useless to its process
+    candidate_timeout_s = 60.0
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                "backend 'cudnn' runs on an NVIDIA GPU and torch sees none; plan for one that is "
+                "elsewhere by its measurements, with backend='recorded'"
+            )
+        self._index = torch.cuda.current_device()
+        _torch.version()  # loads torch's cuDNN, which is then found
+        self.runtime = Runtime(Cudnn(find_library()))
+        self._candidates = lru_cache(_MOST_PROBLEMS)(self._enumerate)
+
+    def __reduce__(self) -> tuple[Callable[..., CudnnBackend], tuple[int, _Settings]]:
+        return _opened_elsewhere, (self._index, _Settings.read())
+
+    def device(self) -> Device:
+        """The GPU that was current when the backend was opened."""
+        return identity.cuda_device(self._index)
+
+    def software(self) -> Software:
+        """Versions of torch, cuDNN, CUDA and the driver."""
+        return identity.cuda_software(self.runtime.cudnn.version_text)
+
+    def conditions(self, role: str = "alone") -> Conditions:
+        """Whose memory it is, and the share of the GPU that MPS grants."""
+        return Conditions(
+            role=role,
+            allocator=f"torch-{torch.cuda.get_allocator_backend()}",
+            mps_percent=int(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") or 100),
+        )
+
+    def is_broken(self) -> bool:
+        """Whether a kernel has faulted: CUDA then refuses everything until the process ends."""
+        try:
+            torch.cuda.synchronize(self._index)
+        except RuntimeError:
+            return True
+        return False
+
+    def state(self) -> tuple[str, ...]:
+        """Clock, heat, throttling and other processes now, as notes of a measurement."""
+        return identity.gpu_state(self._index).notes
+
+    def algorithms(self) -> tuple[str, ...]:
+        """Only torch's own is known without a problem: engines are found for each."""
+        return (DEFAULT_ALGORITHM,)
+
+    def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        """Why an algorithm does not compute a problem; None where it does, or may.
+
+        Whether an engine computes a batch that was never enumerated is known when it is built.
+        """
+        if problem.layout == "nhwc" and problem.rank == 1:
+            return "torch has no channels-last layout for 1-D tensors; use layout='nchw'"
+        if algorithm == DEFAULT_ALGORITHM:
+            return None
+        try:
+            parse_identity(algorithm)
+        except UnsupportedError as error:
+            return str(error)
+        largest = max(prod(shape) for shape in (*problem.operand_shapes, problem.result_shape))
+        if largest > _MOST_ELEMENTS:
+            return f"engines count elements with 32 bits and a tensor has {largest}; split further"
+        return None
+
+    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        """torch's own, then what cuDNN proposes, best first, as PyTorch's settings allow."""
+        return self._candidates(problem, _is_deterministic())
+
+    def _enumerate(self, problem: Problem, deterministic: bool) -> tuple[Candidate, ...]:
+        reason = self.refusal(problem, DEFAULT_ALGORITHM)
+        if reason is not None:
+            raise UnsupportedError(f"no algorithm of {self.name} computes {problem}: {reason}")
+        try:
+            proposed = self.runtime.configurations(self._index, problem)
+        except UnsupportedError:  # cuDNN has nothing; torch has kernels of its own
+            proposed = []
+        engines = (
+            Candidate(problem, one.identity, one.workspace_bytes, _lower(one.notes))
+            for one in proposed
+            if one.is_allowed(problem, deterministic)
+            and not one.is_runtime_compiled
+            and self.refusal(problem, one.identity) is None
+        )
+        return Candidate(problem, DEFAULT_ALGORITHM), *engines
+
+    def kernel(self, problem: Problem, algorithm: str) -> str:
+        """The algorithm: an engine is one kernel, and torch's choice is not to be seen."""
+        del problem
+        return algorithm
+
+    def executable(self, problem: Problem, algorithm: str) -> Executable:
+        """Build a candidate, for any number of samples.
+
+        One that cuDNN does not compute by this engine is found by `build_refusal`, or by a run.
+        """
+        # operands beyond 32 bits may be met in chunks that are not
+        reason = self.refusal(problem.with_batch(1), algorithm)
+        if reason is not None:
+            raise UnsupportedError(f"{algorithm} does not compute {problem}: {reason}")
+        if algorithm == DEFAULT_ALGORITHM:
+            return padded(problem, DefaultExecutable)
+        return EngineExecutable(self.runtime, problem, algorithm)
+
+    def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
+        """Build an engine's plan for this batch, and the one that adds to a gradient."""
+        if algorithm == DEFAULT_ALGORITHM:
+            return None
+        adds = problem.op == "wgrad" and problem.bytes_per_element >= 4
+        try:
+            for beta in (0.0, 1.0) if adds else (0.0,):
+                views = views_of(problem)
+                self.runtime.build(self._index, problem, algorithm, 1.0, beta, views)
+        except UnsupportedError as error:
+            return str(error)
+        return None
+
+    def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
+        """Standard normal operands, so that sums neither overflow nor vanish."""
+        device = torch.device("cuda", self._index)
+        generator = torch.Generator(device).manual_seed(0)
+        a, b = (
+            torch.empty(
+                shape,
+                dtype=torch_dtype(problem),
+                device=device,
+                memory_format=memory_format(problem),
+            ).normal_(generator=generator)
+            for shape in problem.with_batch(samples).operand_shapes
+        )
+        return a, b
+
+    def workspace_bytes(
+        self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
+    ) -> int:
+        """Run once and return the peak of temporary memory in torch's allocator."""
+        if _torch.benchmark and DEFAULT_ALGORITHM in {name for _, name in parts}:
+            run()  # torch tries out what there is, at any price in memory, once per shape
+        native = torch.cuda.get_allocator_backend() == "native"
+        # what was asked for, where it is known: what is handed out is rounded up to 512 bytes
+        count = "requested_bytes" if native else "allocated_bytes"
+        torch.cuda.reset_peak_memory_stats(self._index)
+        before = torch.cuda.memory_stats(self._index)[f"{count}.all.current"]
+        result = run()
+        peak = torch.cuda.memory_stats(self._index)[f"{count}.all.peak"]
+        kept = 0 if result is None else result.untyped_storage().nbytes()
+        return max(int(peak) - int(before) - kept, 0)
+
+    def elapsed_ns(self, run: Callable[[], object]) -> int:
+        """Run once and return the time between two events on the stream."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        elapsed_ms: float = begin.elapsed_time(end)
+        return round(elapsed_ms * 1e6)
+
+    def cache_bytes(self) -> int:
+        """Size of the L2 cache."""
+        return int(torch.cuda.get_device_properties(self._index).L2_cache_size)
+
+    def memory_bytes(self) -> int:
+        """Half of the memory that is free, or kept free by torch's allocator."""
+        free, _ = torch.cuda.mem_get_info(self._index)
+        kept = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
+        return int(free + kept) // 2

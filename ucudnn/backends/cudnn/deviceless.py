@@ -1,0 +1,152 @@
+"""A child process in which cuDNN plans for a device that is not here, and how to ask it.
+
+The child imports no framework: where there is no NVIDIA driver it loads stubs in its place, which
+must never share a process with anything that may use a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ucudnn.backends.cudnn.api import Cudnn
+from ucudnn.backends.cudnn.driverless import has_driver, load_stubs
+from ucudnn.backends.cudnn.engine import Configuration, configurations
+from ucudnn.backends.cudnn.graph import Target, View, Views
+from ucudnn.backends.cudnn.library import find_library
+from ucudnn.backends.cudnn.profile import DeviceProfile
+from ucudnn.errors import UcudnnError, UnsupportedError
+from ucudnn.problem import Problem
+
+_MODULE = "ucudnn.backends.cudnn.deviceless"
+
+
+class Listing(NamedTuple):
+    """What cuDNN has for a problem.
+
+    Args:
+        problem: the convolution.
+        configurations: best first; none where cuDNN has no engine.
+        refusal: why there is none, else "".
+        cudnn_version: such as "9.28.0".
+    """
+
+    problem: Problem
+    configurations: tuple[Configuration, ...]
+    refusal: str
+    cudnn_version: str
+
+
+def list_configurations(
+    problems: Sequence[Problem],
+    profile: DeviceProfile,
+    library: Path | None = None,
+    views: Mapping[Problem, Views] | None = None,
+) -> Iterator[Listing]:
+    """List every problem's configurations on a device that need not be here, in order.
+
+    Args:
+        problems: the convolutions.
+        profile: the device.
+        library: libcudnn; None: the one that torch would use.
+        views: how the tensors of some of them lie in memory; the others' are contiguous.
+
+    Raises:
+        UnsupportedError: there is no cuDNN, it is too old or does not know the device, or no C
+            compiler builds what stands in for the driver.
+    """
+    request = {
+        "library": str(library or find_library()),
+        "profile": {"text": profile.text, "source": profile.source},
+        "problems": [
+            {"problem": problem.to_dict(), "views": (views or {}).get(problem)}
+            for problem in problems
+        ],
+    }
+    answers = _ask(request)
+    for problem, answer in zip(problems, answers, strict=True):
+        found = (Configuration(**{**one, "notes": tuple(one["notes"])}) for one in answer["found"])
+        yield Listing(problem, tuple(found), answer["refusal"], answer["cudnn"])
+
+
+def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Start the child, send it a request and yield its answers."""
+    paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with tempfile.TemporaryFile("w+") as said:
+        child = subprocess.Popen(  # noqa: S603 - our own module, with paths of ours
+            [sys.executable, "-P", "-m", _MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env={**os.environ, "PYTHONPATH": paths},
+            text=True,
+        )
+        with child:
+            try:
+                yield from _answers(child, request)
+            finally:
+                child.kill()  # does nothing where it has ended
+        said.seek(0)
+        if child.returncode:
+            raise UnsupportedError(
+                f"the process in which cuDNN plans ended with status {child.returncode}: "
+                f"{said.read().strip() or 'it said nothing'}"
+            )
+
+
+def _answers(child: subprocess.Popen[str], request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with suppress(BrokenPipeError), child.stdin as stream:  # its exit status says why
+        json.dump(request, stream)
+    for line in child.stdout:
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise UnsupportedError(answer["error"])
+        yield answer
+    child.wait()
+
+
+def main() -> None:
+    """Be the child: read a request, answer one line per problem."""
+    # What libraries print must not get between the answers.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        try:
+            _serve(json.load(sys.stdin), answers)
+        except UcudnnError as error:
+            answers.write(json.dumps({"error": str(error)}) + "\n")
+
+
+def _serve(request: dict[str, Any], answers: IO[str]) -> None:
+    if not has_driver():
+        load_stubs()
+    cudnn = Cudnn(request["library"])
+    profile = DeviceProfile.parse(**request["profile"])
+    with profile.descriptor(cudnn) as device:
+        target = Target(cudnn, device=device)
+        for entry in request["problems"]:
+            problem = Problem.from_dict(entry["problem"])
+            views = entry["views"] and Views(
+                *(View(tuple(strides), alignment) for strides, alignment in entry["views"])
+            )
+            answer: dict[str, Any] = {"found": [], "refusal": "", "cudnn": cudnn.version_text}
+            try:
+                found = configurations(target, problem, views=views)
+                answer["found"] = [asdict(one) for one in found]
+            except UnsupportedError as error:
+                answer["refusal"] = str(error)
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Engine configurations of a problem: list them, name each exactly, build one again by its name.
+
+An identity such as "eng67_k2=20_k13=0" is an engine's global index and every knob's value, by
+cuDNN's numbers. It names the same kernel at any batch size, while its place in a heuristic's list
+does not; a knob left out would silently mean its default. "bias_eng41_k2=3" is an engine of the
+fused pattern convolution + bias, whose engines are numbered apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor
+from ucudnn.backends.cudnn.constants import (
+    KNOB_TYPES,
+    Attribute,
+    BehaviorNote,
+    HeuristicMode,
+    Kind,
+    NumericalNote,
+    Type,
+)
+from ucudnn.backends.cudnn.graph import BIAS_UID, W_UID, X_UID, Y_UID, Target, Views, graph_of
+from ucudnn.errors import UnsupportedError
+from ucudnn.problem import Problem
+
+_OPERAND_UIDS = {
+    "fprop": (X_UID, W_UID, Y_UID),
+    "dgrad": (Y_UID, W_UID, X_UID),
+    "wgrad": (X_UID, Y_UID, W_UID),
+}
+_IDENTITY = re.compile(r"(?P<bias>bias_)?eng(?P<engine>\d+)(?P<knobs>(?:_k\d+=-?\d+)*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """An engine with all its knobs, as a heuristic proposes it.
+
+    Args:
+        identity: its exact, lasting name.
+        workspace_bytes: what it needs at the problem's batch.
+        mode: the first heuristic that proposes it: "A", "B" or "FALLBACK".
+        rank: its place among all of the problem's configurations, 0 first: those of A, then what
+            B adds, then what FALLBACK adds.
+        notes: names of cuDNN's numerical and behavior notes, such as "TENSOR_CORE".
+    """
+
+    identity: str
+    workspace_bytes: int
+    mode: str
+    rank: int
+    notes: tuple[str, ...]
+
+    @property
+    def is_runtime_compiled(self) -> bool:
+        """Whether building it compiles code: 0.3 to 2 s instead of 0.1 ms."""
+        return BehaviorNote.RUNTIME_COMPILATION.name in self.notes
+
+    def is_allowed(self, problem: Problem, deterministic: bool = False) -> bool:
+        """Whether PyTorch's rules allow it for a problem.
+
+        float32 is never converted to a narrower type; a tensor core multiplies float32 as TF32,
+        which `problem.math` may rule out; `deterministic` rules out results that vary.
+        """
+        ruled_out = {NumericalNote.NONDETERMINISTIC.name} if deterministic else set()
+        if problem.dtype == "float32":
+            ruled_out.add(NumericalNote.DOWN_CONVERT_INPUTS.name)
+            if problem.math == "strict":
+                ruled_out.add(NumericalNote.TENSOR_CORE.name)
+        return not ruled_out & set(self.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """A configuration that is ready to run; threads may share it.
+
+    Args:
+        descriptor: what `Cudnn.execute` takes.
+        identity: of its configuration.
+        workspace_bytes: what a run needs.
+        uids: numbers for a variant pack, in the order of the operands and the result: (x, w, y),
+            (dy, w, dx) or (x, dy, dw); the bias last where there is one.
+    """
+
+    descriptor: Descriptor
+    identity: str
+    workspace_bytes: int
+    uids: tuple[int, ...]
+
+    def serialize(self) -> str:
+        """The plan as JSON, for `load_plan` with the same cuDNN and kind of device."""
+        return self.descriptor.get_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION)
+
+
+def configurations(
+    target: Target, problem: Problem, *, views: Views | None = None, bias: bool = False
+) -> list[Configuration]:
+    """All distinct configurations that the heuristics A, B and FALLBACK propose, best first.
+
+    Args:
+        target: what to plan for.
+        problem: the convolution.
+        views: how its tensors lie in memory; None: contiguous.
+        bias: of the fused pattern that also adds a bias (fprop alone).
+
+    Raises:
+        UnsupportedError: cuDNN has nothing for the problem.
+    """
+    found: dict[str, Configuration] = {}
+    notes: dict[int, tuple[str, ...]] = {}  # within a graph they depend on the engine alone
+    reader = _Reader(target.cudnn)
+    said = f"cuDNN {target.cudnn.version_text} has no engine for {problem}"
+    with _refusals(said), graph_of(target, problem, views, bias=bias) as graph:
+        for mode in HeuristicMode:
+            for config in _proposals(target, graph, mode):
+                engine = reader.engine(config)
+                index = engine.get_int64(Attribute.ENGINE_GLOBAL_INDEX)
+                identity = _identity(index, reader.knobs(config), bias)
+                if identity in found:
+                    continue
+                if index not in notes:
+                    notes[index] = _notes(engine)
+                found[identity] = Configuration(
+                    identity,
+                    config.get_int64(Attribute.ENGINECFG_WORKSPACE_SIZE),
+                    mode.name,
+                    len(found),
+                    notes[index],
+                )
+    if not found:
+        raise UnsupportedError(said)
+    return list(found.values())
+
+
+def _proposals(target: Target, graph: Descriptor, mode: HeuristicMode) -> list[Descriptor]:
+    with Descriptor(target.cudnn, Kind.ENGINEHEUR) as heuristic:
+        heuristic.set_descriptors(Attribute.ENGINEHEUR_OPERATION_GRAPH, graph)
+        heuristic.set_enum(Attribute.ENGINEHEUR_MODE, Type.HEUR_MODE, mode)
+        if target.device is not None:
+            heuristic.set_descriptors(Attribute.ENGINEHEUR_DEVICEPROP, target.device)
+        try:
+            heuristic.finalize()
+            return heuristic.get_descriptors(Attribute.ENGINEHEUR_RESULTS, Kind.ENGINECFG)
+        except CudnnError as error:
+            if error.is_refusal:  # this heuristic knows nothing; another may
+                return []
+            raise
+
+
+class _Reader:
+    """Reads engine and knobs of configurations, into descriptors that are made once."""
+
+    def __init__(self, cudnn: Cudnn) -> None:
+        self._engine = [Descriptor(cudnn, Kind.ENGINE)]
+        self._knobs = [Descriptor(cudnn, Kind.KNOB_CHOICE) for _ in range(KNOB_TYPES)]
+
+    def engine(self, config: Descriptor) -> Descriptor:
+        """The engine, until the next is read."""
+        (engine,) = config.read_into(self._engine, Attribute.ENGINECFG_ENGINE)
+        return engine
+
+    def knobs(self, config: Descriptor) -> Iterator[tuple[int, int]]:
+        """Each knob's type and value."""
+        for knob in config.read_into(self._knobs, Attribute.ENGINECFG_KNOB_CHOICES):
+            kind = knob.get_enum(Attribute.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE)
+            yield kind, knob.get_int64(Attribute.KNOB_CHOICE_KNOB_VALUE)
+
+
+def _identity(engine: int, knobs: Iterable[tuple[int, int]], bias: bool) -> str:
+    choices = "".join(f"_k{kind}={value}" for kind, value in sorted(knobs))
+    return f"{'bias_' if bias else ''}eng{engine}{choices}"
+
+
+def _notes(engine: Descriptor) -> tuple[str, ...]:
+    numerical = engine.get_enums(Attribute.ENGINE_NUMERICAL_NOTE, Type.NUMERICAL_NOTE)
+    behavior = engine.get_enums(Attribute.ENGINE_BEHAVIOR_NOTE, Type.BEHAVIOR_NOTE)
+    return (
+        *(_name(NumericalNote, "NUMERICAL_NOTE", note) for note in numerical),
+        *(_name(BehaviorNote, "BEHAVIOR_NOTE", note) for note in behavior),
+    )
+
+
+def _name(notes: type[NumericalNote | BehaviorNote], kind: str, value: int) -> str:
+    """A note's name; a newer cuDNN may have notes that have none here."""
+    return notes(value).name if value in list(notes) else f"{kind}_{value}"
+
+
+def build(
+    target: Target,
+    problem: Problem,
+    identity: str,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    views: Views | None = None,
+) -> ExecutionPlan:
+    """Build a configuration by its identity, at whatever batch the problem has.
+
+    The plan computes alpha * convolution + beta * what the result holds.
+
+    Args:
+        target: what to plan for.
+        problem: the convolution.
+        identity: from `configurations`, maybe at another batch, or of another version of cuDNN.
+        alpha: factor of the convolution.
+        beta: factor of the result's old value; 0: it is not read.
+        views: how the tensors lie in memory; None: contiguous.
+
+    Raises:
+        UnsupportedError: no such configuration computes this problem here: a miss.
+    """
+    index, knobs, bias = parse_identity(identity)
+    said = f"cuDNN {target.cudnn.version_text} does not compute {problem} by {identity}"
+    with _refusals(said):
+        graph = graph_of(target, problem, views, bias=bias, alpha=alpha, beta=beta)
+        config = Descriptor(target.cudnn, Kind.ENGINECFG)
+        config.set_descriptors(Attribute.ENGINECFG_ENGINE, _engine(target, graph, index))
+        if knobs:
+            choices = [_knob(target, kind, value) for kind, value in knobs]
+            config.set_descriptors(Attribute.ENGINECFG_KNOB_CHOICES, *choices)
+        plan = Descriptor(target.cudnn, Kind.EXECUTION_PLAN)
+        plan.set_descriptors(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config.finalize())
+        return _finalized(target, plan, identity, _uids(problem, bias))
+
+
+def load_plan(target: Target, problem: Problem, identity: str, serialized: str) -> ExecutionPlan:
+    """Restore a plan from its JSON, without compiling anything.
+
+    Args:
+        target: what it was made for.
+        problem: the convolution it was made for.
+        identity: of its configuration.
+        serialized: what `ExecutionPlan.serialize` returned.
+
+    Raises:
+        UnsupportedError: this cuDNN or this device does not take it: a miss.
+    """
+    _, _, bias = parse_identity(identity)
+    plan = Descriptor(target.cudnn, Kind.EXECUTION_PLAN)
+    said = f"cuDNN {target.cudnn.version_text} does not take this plan of {identity}"
+    with _refusals(said):
+        if target.device is not None:
+            plan.set_descriptors(Attribute.EXECUTION_PLAN_DEVICEPROP, target.device)
+        plan.set_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, serialized)
+        return _finalized(target, plan, identity, _uids(problem, bias))
+
+
+@contextmanager
+def _refusals(said: str) -> Iterator[None]:
+    """What cuDNN refuses becomes an UnsupportedError that begins with a clause."""
+    try:
+        yield
+    except CudnnError as error:
+        if not error.is_refusal:
+            raise
+        raise UnsupportedError(f"{said}: {error}") from error
+
+
+def _finalized(
+    target: Target, plan: Descriptor, identity: str, uids: tuple[int, ...]
+) -> ExecutionPlan:
+    if target.handle is not None:
+        plan.set_handle(Attribute.EXECUTION_PLAN_HANDLE, target.handle)
+    plan.finalize()
+    workspace_bytes = plan.get_int64(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
+    return ExecutionPlan(plan, identity, workspace_bytes, uids)
+
+
+def parse_identity(identity: str) -> tuple[int, list[tuple[int, int]], bool]:
+    """Take an identity apart: engine index, (knob, value) pairs, whether it also adds a bias.
+
+    >>> parse_identity("bias_eng41_k2=3_k12=-1")
+    (41, [(2, 3), (12, -1)], True)
+
+    Raises:
+        UnsupportedError: it is no name of an engine configuration.
+    """
+    match = _IDENTITY.fullmatch(identity)
+    if match is None:
+        raise UnsupportedError(
+            f"the name of a cuDNN engine configuration is like eng67_k2=20_k13=0, got {identity!r}"
+        )
+    knobs = [part.split("=") for part in match["knobs"].split("_k")[1:]]
+    return (
+        int(match["engine"]),
+        [(int(kind), int(value)) for kind, value in knobs],
+        bool(match["bias"]),
+    )
+
+
+def _uids(problem: Problem, bias: bool) -> tuple[int, ...]:
+    return (*_OPERAND_UIDS[problem.op], *([BIAS_UID] if bias else []))
+
+
+def _engine(target: Target, graph: Descriptor, index: int) -> Descriptor:
+    engine = Descriptor(target.cudnn, Kind.ENGINE)
+    engine.set_descriptors(Attribute.ENGINE_OPERATION_GRAPH, graph)
+    engine.set_int64(Attribute.ENGINE_GLOBAL_INDEX, index)
+    if target.device is not None:
+        engine.set_descriptors(Attribute.ENGINE_DEVICEPROP, target.device)
+    return engine.finalize()
+
+
+def _knob(target: Target, kind: int, value: int) -> Descriptor:
+    knob = Descriptor(target.cudnn, Kind.KNOB_CHOICE)
+    knob.set_enum(Attribute.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE, kind)
+    knob.set_int64(Attribute.KNOB_CHOICE_KNOB_VALUE, value)
+    return knob.finalize()

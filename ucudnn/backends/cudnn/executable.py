@@ -1,0 +1,263 @@
+"""Algorithms of the cuDNN backend as executables: an engine by its identity, torch's own default.
+
+Nothing here waits for the device. All memory is torch's: results, workspace and temporary copies
+come from its allocator on the stream that is current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from math import gcd
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ucudnn.backends import original
+from ucudnn.backends._base import Executable
+from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views, views_of
+from ucudnn.backends.torch_cpu._base import memory_format, torch_dtype
+from ucudnn.errors import UnsupportedError
+from ucudnn.problem import Problem
+
+# Addresses for which a pack is kept. A training step meets the same ones again and again; a program
+# that never does would otherwise keep one pack per call.
+_MOST_PACKS = 256
+# The gradient of a chunk may be larger than that of all: a sum that float16 holds, up to 65504, can
+# be more in between. Chunks are written as a sixteenth, so that only a million and more becomes an
+# infinity; full precision then begins at 2**-10 instead of 2**-14.
+FLOAT16_HEADROOM = 16.0
+# aten's output mask: gradients of x, w and bias
+_DGRAD, _WGRAD = [True, False, False], [False, True, False]
+
+
+class RefusedError(UnsupportedError, RuntimeError):
+    """An engine that does not compute what it is asked for, found when it is first run."""
+
+
+class AnyPlan(Protocol):
+    """What an executable needs to know of a plan."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What a run needs."""
+
+
+class AnyRuntime(Protocol):
+    """What an executable needs from `Runtime`, whose methods these are."""
+
+    def build(
+        self,
+        device: int,
+        problem: Problem,
+        identity: str,
+        alpha: float,
+        beta: float,
+        views: Views,
+    ) -> Any:
+        """A plan."""
+
+    def pack(self, plan: Any, pointers: tuple[int, int, int], workspace: int) -> Any:
+        """Addresses for a launch."""
+
+    def launch(self, device: int, plan: Any, pack: Any) -> None:
+        """Enqueue a plan."""
+
+
+class EngineExecutable(Executable):
+    """A cuDNN engine on operands of any number of samples, wherever they lie in memory.
+
+    A plan belongs to the number of samples, the strides and the alignment of its tensors, and is
+    built when they are first met. Where cuDNN does not take the strides or the alignment, operands
+    are copied to where it does.
+
+    Args:
+        runtime: builds and launches.
+        problem: its number of samples does not matter.
+        identity: the engine and its knobs.
+    """
+
+    def __init__(self, runtime: AnyRuntime, problem: Problem, identity: str) -> None:
+        self._runtime = runtime
+        self._problem = problem
+        self._identity = identity
+        self._built: dict[Hashable, _Built | None] = {}
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        """Compute the result of these operands into a new tensor."""
+        return self._new(a, b)
+
+    def _new(self, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+        shape = self._problem.result_shape
+        if self._problem.op != "wgrad":
+            shape = (a.shape[0], *shape[1:])
+        out = torch.empty(
+            shape, dtype=a.dtype, device=a.device, memory_format=memory_format(self._problem)
+        )
+        self._run(a, b, out, alpha)
+        return out
+
+    def begin(self, a: Tensor, b: Tensor) -> Tensor:
+        """Compute a new result that others are added to: half precision as float32 (wgrad)."""
+        if a.dtype.itemsize >= 4:
+            return self._new(a, b)
+        scale = _headroom(a)
+        return self._new(a, b, alpha=1.0 / scale).float().mul_(scale)
+
+    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Compute into a slice of an existing result (fprop, dgrad)."""
+        self._run(a, b, out)
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Add to an existing result, in its precision (wgrad)."""
+        if out.dtype == a.dtype:
+            self._run(a, b, out, beta=1.0)
+            return
+        # no engine writes a float32 gradient of half-precision operands
+        scale = _headroom(a)
+        out.add_(self._new(a, b, alpha=1.0 / scale), alpha=scale)
+
+    def _run(
+        self, a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        pointers = (a.data_ptr(), b.data_ptr(), out.data_ptr())
+        place = (
+            *(a.shape, b.shape, a.dtype, b.dtype, a.get_device(), alpha, beta),
+            *(a.stride(), b.stride(), out.stride()),
+            *(pointer % ALIGNMENT_BYTES for pointer in pointers),
+        )
+        try:
+            built = self._built[place]
+        except KeyError:
+            built = self._built[place] = self._build(a, b, out, alpha, beta)
+        if built is None:
+            self._run_on_copies(a, b, out, alpha, beta)
+        else:
+            built.launch(a, pointers)
+
+    def _build(
+        self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float
+    ) -> _Built | None:
+        """A plan for tensors that lie as these; None where it takes copies of them."""
+        problem = self._problem.with_batch(a.shape[0])
+        _require_one_kind(problem, (a, b, out))
+        tensors = _as_xwy(problem, a, b, out)
+        views = Views(*(_view(tensor, problem.layout) for tensor in tensors))
+        device = a.get_device()
+        try:
+            plan = self._runtime.build(device, problem, self._identity, alpha, beta, views)
+        except UnsupportedError as error:
+            if views == Views(*(View(view.strides) for view in views_of(problem))):
+                raise RefusedError(str(error)) from error  # a copy would lie no better
+            return None
+        return _Built(self._runtime, device, plan)
+
+    def _run_on_copies(
+        self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float
+    ) -> None:
+        layout = memory_format(self._problem)
+        inner = torch.empty_like(out, memory_format=layout)
+        if beta:
+            inner.copy_(out)
+        a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
+        self._run(a, b, inner, alpha, beta)
+        out.copy_(inner)
+
+
+def _headroom(like: Tensor) -> float:
+    return FLOAT16_HEADROOM if like.dtype == torch.float16 else 1.0
+
+
+class _Built:
+    """A plan with the packs of addresses that it was launched on."""
+
+    def __init__(self, runtime: AnyRuntime, device: int, plan: AnyPlan) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._plan = plan
+        self._packs: dict[tuple[int, ...], Any] = {}
+
+    def launch(self, like: Tensor, pointers: tuple[int, int, int]) -> None:
+        size, workspace, address = self._plan.workspace_bytes, None, 0
+        if size:
+            # freed as soon as the launch is enqueued: the next on this stream may have it again
+            workspace = torch.empty(size, dtype=torch.uint8, device=like.device)
+            address = workspace.data_ptr()
+        key = (*pointers, address)
+        pack = self._packs.get(key)
+        if pack is None:
+            if len(self._packs) >= _MOST_PACKS:
+                self._packs.clear()
+            pack = self._packs[key] = self._runtime.pack(self._plan, pointers, address)
+        self._runtime.launch(self._device, self._plan, pack)
+        del workspace
+
+
+def _require_one_kind(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+    if len(kinds) > 1 or torch_dtype(problem) not in {tensor.dtype for tensor in tensors}:
+        there = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
+        raise RefusedError(
+            f"operands and result of {problem} must be {problem.dtype} on one device, got {there}"
+        )
+    shapes = (*problem.operand_shapes, problem.result_shape)
+    found = tuple(tuple(tensor.shape) for tensor in tensors)
+    if found != shapes:
+        raise RefusedError(
+            f"operands and result of {problem} must have the shapes {shapes}, got {found}"
+        )
+
+
+def _as_xwy(problem: Problem, a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands and result in the order x, w, y."""
+    if problem.op == "fprop":
+        return a, b, out
+    return (out, b, a) if problem.op == "dgrad" else (a, out, b)
+
+
+def _view(tensor: Tensor, layout: str) -> View:
+    """How a tensor lies in memory.
+
+    torch leaves the stride of an axis of size 1 to chance, and cuDNN reads the layout from it.
+    """
+    axes = range(tensor.dim())
+    inward = [1, *reversed(axes[2:]), 0] if layout == "nhwc" else [*reversed(axes)]
+    strides, packed = list(tensor.stride()), 1
+    for axis in inward:
+        if tensor.shape[axis] == 1:
+            strides[axis] = packed
+        packed = strides[axis] * tensor.shape[axis]
+    return View(tuple(strides), gcd(ALIGNMENT_BYTES, tensor.data_ptr()))
+
+
+class DefaultExecutable(Executable):
+    """torch's own convolution, whatever engine it picks."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        none = [0] * problem.rank
+        begins = [begin for begin, _ in problem.padding]
+        self._geometry: tuple[Any, ...] = (
+            *(list(problem.stride), begins, list(problem.dilation)),
+            *(False, none, problem.groups),
+        )
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        """Compute the result of these operands into a new tensor."""
+        problem = self._problem
+        if problem.op == "fprop":
+            return original.convolution(a, b, None, *self._geometry)
+        # aten reads only the shape of the operand whose gradient is asked for
+        if problem.op == "dgrad":
+            x_like = a.new_empty(1).expand(a.shape[0], *problem.x_shape[1:])
+            found = original.convolution_backward(a, x_like, b, None, *self._geometry, _DGRAD)[0]
+        else:
+            w_like = torch.empty(
+                problem.w_shape,
+                dtype=a.dtype,
+                device=a.device,
+                memory_format=memory_format(problem),
+            )
+            found = original.convolution_backward(b, a, w_like, None, *self._geometry, _WGRAD)[1]
+        assert isinstance(found, Tensor)
+        return found

@@ -1,0 +1,269 @@
+"""A problem as cuDNN's operation graph: how its tensors lie in memory, and what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from typing import NamedTuple
+
+from ucudnn.backends.cudnn.api import Cudnn, Descriptor, Handle
+from ucudnn.backends.cudnn.constants import (
+    Attribute,
+    ConvolutionMode,
+    DataType,
+    Kind,
+    PointwiseMode,
+    Type,
+)
+from ucudnn.errors import UnsupportedError
+from ucudnn.problem import Problem
+
+ALIGNMENT_BYTES = 16  # the most that any engine asks for
+# cuDNN lists engines for larger tensors too; what they do there, nobody here has seen.
+_MOST_ELEMENTS = 2**31 - 1
+X_UID, W_UID, Y_UID, BIAS_UID, _SUM_UID = 1, 2, 3, 4, 5
+_DATA_TYPES = {
+    "float64": DataType.DOUBLE,
+    "float32": DataType.FLOAT,
+    "bfloat16": DataType.BFLOAT16,
+    "float16": DataType.HALF,
+}
+
+
+class _Operation(NamedTuple):
+    """The descriptor of an op and its attributes."""
+
+    kind: Kind
+    convolution: Attribute
+    x: Attribute
+    w: Attribute
+    y: Attribute
+    alpha: Attribute
+    beta: Attribute
+
+
+_OPERATIONS = {
+    "fprop": _Operation(
+        Kind.OPERATION_CONVOLUTION_FORWARD,
+        Attribute.OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
+        Attribute.OPERATION_CONVOLUTION_FORWARD_X,
+        Attribute.OPERATION_CONVOLUTION_FORWARD_W,
+        Attribute.OPERATION_CONVOLUTION_FORWARD_Y,
+        Attribute.OPERATION_CONVOLUTION_FORWARD_ALPHA,
+        Attribute.OPERATION_CONVOLUTION_FORWARD_BETA,
+    ),
+    "dgrad": _Operation(
+        Kind.OPERATION_CONVOLUTION_BACKWARD_DATA,
+        Attribute.OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
+        Attribute.OPERATION_CONVOLUTION_BWD_DATA_DX,
+        Attribute.OPERATION_CONVOLUTION_BWD_DATA_W,
+        Attribute.OPERATION_CONVOLUTION_BWD_DATA_DY,
+        Attribute.OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+        Attribute.OPERATION_CONVOLUTION_BWD_DATA_BETA,
+    ),
+    "wgrad": _Operation(
+        Kind.OPERATION_CONVOLUTION_BACKWARD_FILTER,
+        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
+        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_X,
+        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_DW,
+        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_DY,
+        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
+        Attribute.OPERATION_CONVOLUTION_BWD_FILTER_BETA,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to plan for: a device that is here, or one that a profile describes.
+
+    Args:
+        cudnn: the library.
+        handle: of the device that is here, else None.
+        device: the device property descriptor of one that is not, else None.
+    """
+
+    cudnn: Cudnn
+    handle: Handle | None = None
+    device: Descriptor | None = None
+
+
+class View(NamedTuple):
+    """How a tensor lies in memory.
+
+    Args:
+        strides: in elements, in the order (N, C, *spatial).
+        alignment_bytes: what its address is a multiple of.
+    """
+
+    strides: tuple[int, ...]
+    alignment_bytes: int = ALIGNMENT_BYTES
+
+
+class Views(NamedTuple):
+    """How the three tensors of a problem lie in memory."""
+
+    x: View
+    w: View
+    y: View
+
+
+def views_of(problem: Problem, whole: Problem | None = None) -> Views:
+    """How a problem's tensors lie in memory, as a chunk of a batch or a slab of a larger problem.
+
+    A chunk begins a multiple of its own size after its tensor's begin, a slab at any row.
+
+    >>> views_of(Problem("fprop", 2, 3, 8, (5, 5), (3, 3))).x
+    View(strides=(75, 25, 5, 1), alignment_bytes=8)
+
+    Args:
+        problem: the chunk or slab.
+        whole: the problem whose tensors a slab's are views of; None: `problem` is no slab.
+    """
+    of = whole or problem
+    x, w, y = (_strides(shape, problem.layout) for shape in (of.x_shape, of.w_shape, of.y_shape))
+
+    def view(strides: tuple[int, ...]) -> View:
+        offsets = [problem.batch * strides[0], *([strides[0], strides[2]] if whole else [])]
+        alignment = gcd(ALIGNMENT_BYTES, *(problem.bytes_per_element * count for count in offsets))
+        return View(strides, alignment)
+
+    return Views(view(x), View(w), view(y))
+
+
+def _strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    inner = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if layout == "nchw":
+        return tuple(inner)
+    channels = shape[1]
+    return (inner[0], 1, *(count * channels for count in inner[2:]))
+
+
+def graph_of(
+    target: Target,
+    problem: Problem,
+    views: Views | None = None,
+    *,
+    bias: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> Descriptor:
+    """Describe a problem: result = alpha * convolution + beta * result, or convolution + bias.
+
+    Args:
+        target: what to plan for.
+        problem: the convolution.
+        views: how its tensors lie in memory; None: contiguous.
+        bias: add a bias (fprop alone, and with alpha 1 and beta 0).
+        alpha: factor of the convolution.
+        beta: factor of the result's old value; 0: it is not read.
+
+    Raises:
+        CudnnError: cuDNN does not know such a problem.
+        UnsupportedError: a tensor is too large.
+    """
+    views = views or views_of(problem)
+    if problem.rank == 1:
+        problem, views = _as_2d(problem, views)
+    shapes = (problem.x_shape, problem.w_shape, problem.y_shape)
+    for name, shape, view in zip(Views._fields, shapes, views, strict=True):
+        _require_small(problem, name, shape, view)
+    cudnn, dtype = target.cudnn, _DATA_TYPES[problem.dtype]
+    x = cudnn.tensor(X_UID, dtype, problem.x_shape, *views.x)
+    w = cudnn.tensor(W_UID, dtype, problem.w_shape, *views.w)
+    y = cudnn.tensor(Y_UID, dtype, problem.y_shape, *views.y)
+    operations = []
+    if bias:
+        # Only a sum of at least float32 has precompiled engines.
+        total = cudnn.tensor(
+            _SUM_UID, _arithmetic(problem), problem.y_shape, *views.y, virtual=True
+        )
+        operations.append(_bias_addition(cudnn, problem, total, y))
+        y = total
+    operations.insert(0, _convolution(cudnn, problem, (x, w, y), alpha, beta))
+    graph = Descriptor(cudnn, Kind.OPERATIONGRAPH)
+    graph.set_descriptors(Attribute.OPERATIONGRAPH_OPS, *operations)
+    if target.handle is not None:
+        graph.set_handle(Attribute.OPERATIONGRAPH_HANDLE, target.handle)
+    return graph.finalize()
+
+
+def _require_small(problem: Problem, name: str, shape: tuple[int, ...], view: View) -> None:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, view.strides, strict=True))
+    if span > _MOST_ELEMENTS:
+        raise UnsupportedError(
+            f"a tensor for cuDNN spans at most {_MOST_ELEMENTS} elements, {name} of {problem} "
+            f"spans {span}; use a smaller batch"
+        )
+
+
+def _as_2d(problem: Problem, views: Views) -> tuple[Problem, Views]:
+    """A 1-D problem as one of height 1: cuDNN takes no tensor of three dimensions."""
+
+    def lifted(view: View) -> View:
+        batch, channel, width = view.strides
+        height = channel if problem.layout == "nchw" else batch
+        return View((batch, channel, height, width), view.alignment_bytes)
+
+    flat = replace(
+        problem,
+        input_size=(1, *problem.input_size),
+        kernel_size=(1, *problem.kernel_size),
+        stride=(1, *problem.stride),
+        padding=((0, 0), *problem.padding),
+        dilation=(1, *problem.dilation),
+    )
+    return flat, Views(lifted(views.x), lifted(views.w), lifted(views.y))
+
+
+def _arithmetic(problem: Problem) -> DataType:
+    return DataType.DOUBLE if problem.dtype == "float64" else DataType.FLOAT
+
+
+def _convolution(
+    cudnn: Cudnn,
+    problem: Problem,
+    tensors: tuple[Descriptor, Descriptor, Descriptor],
+    alpha: float,
+    beta: float,
+) -> Descriptor:
+    arithmetic = _arithmetic(problem)
+    convolution = Descriptor(cudnn, Kind.CONVOLUTION)
+    convolution.set_enum(Attribute.CONVOLUTION_COMP_TYPE, Type.DATA_TYPE, arithmetic)
+    convolution.set_enum(
+        Attribute.CONVOLUTION_CONV_MODE, Type.CONVOLUTION_MODE, ConvolutionMode.CROSS_CORRELATION
+    )
+    begins, ends = zip(*problem.padding, strict=True)
+    convolution.set_int64(Attribute.CONVOLUTION_SPATIAL_DIMS, problem.rank)
+    convolution.set_int64(Attribute.CONVOLUTION_PRE_PADDINGS, *begins)
+    convolution.set_int64(Attribute.CONVOLUTION_POST_PADDINGS, *ends)
+    convolution.set_int64(Attribute.CONVOLUTION_FILTER_STRIDES, *problem.stride)
+    convolution.set_int64(Attribute.CONVOLUTION_DILATIONS, *problem.dilation)
+    names = _OPERATIONS[problem.op]
+    operation = Descriptor(cudnn, names.kind)
+    operation.set_descriptors(names.convolution, convolution.finalize())
+    for attribute, tensor in zip((names.x, names.w, names.y), tensors, strict=True):
+        operation.set_descriptors(attribute, tensor)
+    for attribute, factor in ((names.alpha, alpha), (names.beta, beta)):
+        operation.set_float(attribute, factor, double=arithmetic is DataType.DOUBLE)
+    return operation.finalize()
+
+
+def _bias_addition(cudnn: Cudnn, problem: Problem, total: Descriptor, y: Descriptor) -> Descriptor:
+    shape = (1, problem.out_channels, *(1,) * problem.rank)
+    bias = cudnn.tensor(
+        BIAS_UID,
+        _DATA_TYPES[problem.dtype],
+        shape,
+        _strides(shape, problem.layout),
+        ALIGNMENT_BYTES,
+    )
+    addition = Descriptor(cudnn, Kind.POINTWISE)
+    addition.set_enum(Attribute.POINTWISE_MODE, Type.POINTWISE_MODE, PointwiseMode.ADD)
+    addition.set_enum(Attribute.POINTWISE_MATH_PREC, Type.DATA_TYPE, _arithmetic(problem))
+    operation = Descriptor(cudnn, Kind.OPERATION_POINTWISE)
+    operation.set_descriptors(Attribute.OPERATION_POINTWISE_PW_DESCRIPTOR, addition.finalize())
+    operation.set_descriptors(Attribute.OPERATION_POINTWISE_XDESC, total)
+    operation.set_descriptors(Attribute.OPERATION_POINTWISE_BDESC, bias)
+    operation.set_descriptors(Attribute.OPERATION_POINTWISE_YDESC, y)
+    return operation.finalize()

@@ -1,0 +1,161 @@
+"""What a GPU, its state and its software are called in measurements and plans.
+
+Two sources: what CUDA tells torch, and what the driver's management library (NVML) tells without
+it. Where NVML is missing, as in some containers, what only it knows is left empty.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import pynvml
+import torch
+
+from ucudnn.measurement import Device, Software
+
+T = TypeVar("T")
+
+# Reasons for a lower clock that come and go with load, heat and power: they disturb a measurement.
+# The others - idle, clocks set by an administrator, synchronised boards - are how the GPU is.
+_SLOWDOWNS = {
+    0x04: "sw_power_cap",
+    0x08: "hw_slowdown",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """What may disturb a measurement, at one moment; numbers that nobody tells are 0.
+
+    Args:
+        sm_clock_mhz: clock of the multiprocessors.
+        temperature_c: of the chip.
+        power_w: drawn now.
+        slowdowns: why the clock is lower than it could be, such as "sw_power_cap".
+        processes: that have a context on the GPU, this one included.
+    """
+
+    sm_clock_mhz: int = 0
+    temperature_c: int = 0
+    power_w: int = 0
+    slowdowns: tuple[str, ...] = ()
+    processes: int = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The state as notes of a measurement.
+
+        >>> GpuState(1755, 61, 640, ("sw_power_cap",), 1).notes
+        ('sm_clock_mhz=1755', 'temperature_c=61', 'power_w=640', 'throttled=sw_power_cap')
+        """
+        numbers = {
+            "sm_clock_mhz": self.sm_clock_mhz,
+            "temperature_c": self.temperature_c,
+            "power_w": self.power_w,
+        }
+        said = [f"{name}={value}" for name, value in numbers.items() if value]
+        said += [f"throttled={reason}" for reason in self.slowdowns]
+        if self.processes > 1:
+            said.append(f"processes={self.processes}")
+        return tuple(said)
+
+
+def slowdowns(reasons: int) -> tuple[str, ...]:
+    """The names in NVML's bit mask of reasons for a lower clock that disturb a measurement.
+
+    >>> slowdowns(0x01 | 0x04 | 0x40)
+    ('sw_power_cap', 'hw_thermal_slowdown')
+    """
+    return tuple(name for bit, name in _SLOWDOWNS.items() if reasons & bit)
+
+
+def cuda_device(index: int) -> Device:
+    """The GPU with this number in this process."""
+    properties = torch.cuda.get_device_properties(index)
+    gpu = _gpu(index)
+    limit, name = 0, ""
+    if gpu is not None:
+        limit = _ask(partial(pynvml.nvmlDeviceGetEnforcedPowerLimit, _board(gpu)), 0)
+        name = _ask(partial(pynvml.nvmlDeviceGetName, gpu), "")
+    profile = re.search(r"\bMIG (\S+)", name)
+    return Device(
+        type="cuda",
+        name=properties.name,
+        cores=properties.multi_processor_count,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        memory_bytes=properties.total_memory,
+        power_limit_w=round(limit / 1000),
+        mig=profile[1] if profile else "",
+    )
+
+
+def cuda_uuid(index: int) -> str:
+    """Product UUID of the GPU with this number in this process."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def cuda_software(cudnn: str) -> Software:
+    """Versions of torch, CUDA and the driver, beside that of cuDNN."""
+    driver = _ask(pynvml.nvmlSystemGetDriverVersion, "") if _nvml() else ""
+    return Software(
+        torch=torch.__version__, cudnn=cudnn, cuda=torch.version.cuda or "", driver=driver
+    )
+
+
+def gpu_state(index: int) -> GpuState:
+    """Clock, heat, power and company of a GPU now; it waits for no kernel."""
+    gpu = _gpu(index)
+    if gpu is None:
+        return GpuState()
+    clock = _ask(partial(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM), 0)
+    sensor = pynvml.NVML_TEMPERATURE_GPU
+    return GpuState(
+        sm_clock_mhz=clock,
+        temperature_c=_ask(partial(pynvml.nvmlDeviceGetTemperature, gpu, sensor), 0),
+        power_w=round(_ask(partial(pynvml.nvmlDeviceGetPowerUsage, gpu), 0) / 1000),
+        slowdowns=slowdowns(
+            _ask(partial(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu), 0)
+        ),
+        processes=len(_ask(partial(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu), ())),
+    )
+
+
+def _ask(question: Callable[[], T], unknown: T) -> T:
+    """The answer of NVML, or what stands for none: a MIG slice or a container may have none."""
+    try:
+        return question()
+    except pynvml.NVMLError:
+        return unknown
+
+
+@cache
+def _nvml() -> bool:
+    """Whether NVML is there; it is opened once, for as long as the process lives."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    return True
+
+
+@cache
+def _gpu(index: int) -> Any:
+    """NVML's handle, found by UUID: CUDA_VISIBLE_DEVICES renumbers only CUDA's devices."""
+    for kind in ("GPU", "MIG") if _nvml() else ():
+        uuid = f"{kind}-{cuda_uuid(index)}"
+        found = _ask(partial(pynvml.nvmlDeviceGetHandleByUUID, uuid), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _board(gpu: Any) -> Any:
+    """The board that a MIG slice is part of; a whole GPU is its own."""
+    return _ask(partial(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, gpu), gpu)

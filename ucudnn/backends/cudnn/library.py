@@ -1,0 +1,50 @@
+"""Which libcudnn to use: torch's where torch is loaded, so that a process never holds two."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from ucudnn.errors import UnsupportedError
+
+_FILE = "libcudnn.so.9"
+_WHEEL_FOLDERS = ("nvidia/cudnn/lib", "torch/lib")
+
+
+def find_library() -> Path:
+    """Find the libcudnn that torch has loaded, or the one that it would load; load nothing.
+
+    That is the file this process has mapped; else, unless a CUDA torch is loaded, the one of the
+    nvidia-cudnn wheel beside torch, or of the environment's own library folder.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    mapped = _mapped_library()
+    if mapped is not None:
+        return mapped
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is not None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} carries cuDNN inside itself, where nothing else can call "
+            f"it; install a torch that depends on the nvidia-cudnn wheel"
+        )
+    folders = [Path(entry or os.curdir, folder) for entry in sys.path for folder in _WHEEL_FOLDERS]
+    for folder in (*folders, Path(sys.prefix, "lib")):
+        if (folder / _FILE).is_file():
+            return (folder / _FILE).resolve()
+    raise UnsupportedError(
+        f"no {_FILE} is installed here; install torch for CUDA, or cuDNN alone: "
+        f"pip install --no-deps nvidia-cudnn-cu13"
+    )
+
+
+def _mapped_library() -> Path | None:
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        for line in maps.read_text(errors="replace").splitlines():
+            path = line.partition("/")[2]
+            if path.rpartition("/")[2].startswith(_FILE):
+                return Path("/", path)
+    return None

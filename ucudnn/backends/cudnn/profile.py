@@ -1,0 +1,177 @@
+"""A device as a JSON file: what cuDNN needs to know of a GPU to plan for it where it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
+from ucudnn.backends.cudnn.constants import DEVICELESS_SINCE, Attribute, Kind
+from ucudnn.errors import ConfigError, UnsupportedError
+
+# As cuDNN writes them; it may write others too.
+_COUNTS = (
+    *("cudaDeviceId", "deviceVer", "driverVer", "isTccDriver", "l2CacheSize", "maxCtasPerSM"),
+    *("maxRegistersPerSM", "maxSharedMemoryPerBlock", "maxSharedMemoryPerBlockOptin"),
+    *("maxThreadsPerBlock", "maxThreadsPerSM", "memClockRateKHz"),
+    *("multiProcessorCount", "pciDeviceId", "regsPerBlock", "reservedSharedMemoryPerBlock"),
+    *("smClockRateKHz", "supportCoopLaunch", "totalGlobalMem", "warpSize"),
+)
+_SIZES = ("maxBlockSize", "maxGridSize")
+_NAME = "deviceName"
+REQUIRED_FIELDS = (*_COUNTS, *_SIZES, _NAME)
+# Some release after 9.20 began to ask for it; a profile that an older one wrote may lack it.
+NEWER_FIELDS = ("memoryBusWidth",)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """A GPU, as cuDNN describes it.
+
+    Args:
+        name: what the driver calls it, such as "NVIDIA H200".
+        compute_capability: its architecture, such as "9.0".
+        text: the JSON that cuDNN reads.
+        source: the file it comes from, for messages.
+    """
+
+    name: str
+    compute_capability: str
+    text: str
+    source: str
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
+        """Read a profile, as `ucudnn doctor --save-device-profile` writes it.
+
+        Raises:
+            ConfigError: it cannot be read, or a field is missing or of the wrong kind; the message
+                names the field.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"cannot read the device profile {path}: {reason}") from error
+        return cls.parse(text, os.fspath(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> DeviceProfile:
+        """Check the JSON of a profile.
+
+        Args:
+            text: the JSON.
+            source: where it comes from, for messages.
+
+        Raises:
+            ConfigError: as for `load`.
+        """
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"the device profile {source} is no JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"the device profile {source} must be a JSON object, got {text:.40}")
+        _require(REQUIRED_FIELDS, fields, f"the device profile {source} lacks")
+        for name in (*REQUIRED_FIELDS, *NEWER_FIELDS):
+            if name in fields and not _is_valid(name, fields[name]):
+                raise ConfigError(
+                    f"the device profile {source}: {name} must be {_rule(name)}, "
+                    f"got {fields[name]!r}"
+                )
+        major, minor = divmod(fields["deviceVer"] // 10, 10)
+        return cls(fields[_NAME], f"{major}.{minor}", text, source)
+
+    @classmethod
+    def of_handle(cls, cudnn: Cudnn, handle: Handle) -> DeviceProfile:
+        """The profile of the device that is here.
+
+        Args:
+            cudnn: the library.
+            handle: of the device.
+        """
+        _require_deviceless(cudnn)
+        with Descriptor(cudnn, Kind.DEVICEPROP) as device:
+            device.set_handle(Attribute.DEVICEPROP_HANDLE, handle)
+            text = device.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
+        return cls.parse(text, "of this device")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile for `load`.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        try:
+            Path(path).write_text(json.dumps(json.loads(self.text), indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the device profile {path}: {error.strerror}"
+            ) from error
+
+    def descriptor(self, cudnn: Cudnn) -> Descriptor:
+        """The device as cuDNN takes it.
+
+        Args:
+            cudnn: the library.
+
+        Raises:
+            ConfigError: the library asks for a field that the profile lacks.
+            UnsupportedError: the library is too old for this, or does not know the architecture.
+        """
+        _require_deviceless(cudnn)
+        device = Descriptor(cudnn, Kind.DEVICEPROP)
+        device.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, self.text)
+        try:
+            return device.finalize()
+        except CudnnError as error:
+            if not error.is_refusal:
+                raise
+            _require(
+                NEWER_FIELDS,
+                json.loads(self.text),
+                f"cuDNN {cudnn.version_text} asks for what the device profile {self.source} lacks:",
+            )
+            raise UnsupportedError(
+                f"cuDNN {cudnn.version_text} does not plan for the device of the profile "
+                f"{self.source} ({self.name}, compute capability {self.compute_capability}): "
+                f"{error}"
+            ) from error
+
+
+def _require_deviceless(cudnn: Cudnn) -> None:
+    if cudnn.version < DEVICELESS_SINCE:
+        raise UnsupportedError(
+            f"device profiles need cuDNN 9.8 or newer, {cudnn.path} is {cudnn.version_text}; "
+            f"install a newer torch, or cuDNN alone: pip install --no-deps nvidia-cudnn-cu13"
+        )
+
+
+def _require(names: Iterable[str], fields: Mapping[str, object], said: str) -> None:
+    missing = [name for name in names if name not in fields]
+    if missing:
+        raise ConfigError(
+            f"{said} {', '.join(missing)}; write a whole one on the device: "
+            f"ucudnn doctor --save-device-profile FILE"
+        )
+
+
+def _is_valid(name: str, value: object) -> bool:
+    if name == _NAME:
+        return isinstance(value, str)
+    if name in _SIZES:
+        return isinstance(value, list) and len(value) == 3 and all(map(_is_count, value))
+    return _is_count(value)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _rule(name: str) -> str:
+    if name == _NAME:
+        return "a text"
+    return "a list of three ints" if name in _SIZES else "an int of at least 0"

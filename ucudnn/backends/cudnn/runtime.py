@@ -1,0 +1,143 @@
+"""cuDNN on the GPUs of this process: handles, plans that all threads share, launches.
+
+A launch waits for nothing and allocates only through torch, so that it can be captured in a CUDA
+graph and follows whatever stream torch's user has made current. What cuDNN keeps per context - a
+handle, a module that is loaded - is made at the first launch of a thread: run once before capture.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Protocol
+
+import torch
+
+from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
+from ucudnn.backends.cudnn.engine import Configuration, ExecutionPlan, build, configurations
+from ucudnn.backends.cudnn.graph import Target, Views
+from ucudnn.problem import Problem
+
+
+class AnyHandle(Protocol):
+    """What a handle does for `Handles`."""
+
+    def set_stream(self, stream: int) -> None:
+        """Enqueue what follows on a stream."""
+
+
+class Handles:
+    """One handle per thread and device, on the stream that is current there.
+
+    cuDNN forbids two threads in one handle. Setting the stream costs microseconds, so it is set
+    only when it changes. The number of a thread that ended is given to a new one, and with it the
+    handle: there are never more than threads that lived at once.
+
+    Args:
+        open_handle: makes a handle on a device.
+        current_stream: address of the stream that is current on a device.
+    """
+
+    def __init__(
+        self, open_handle: Callable[[int], AnyHandle], current_stream: Callable[[int], int]
+    ) -> None:
+        self._open = open_handle
+        self._current_stream = current_stream
+        self._held: dict[tuple[int, int], tuple[AnyHandle, int]] = {}
+
+    def get(self, device: int) -> AnyHandle:
+        """This thread's handle on a device, whose stream is torch's current one.
+
+        Args:
+            device: number of the device in this process.
+        """
+        key = (threading.get_ident(), device)
+        stream = self._current_stream(device)
+        held = self._held.get(key)
+        if held is not None and held[1] == stream:
+            return held[0]
+        handle = self._open(device) if held is None else held[0]
+        handle.set_stream(stream)
+        self._held[key] = handle, stream
+        return handle
+
+
+class Runtime:
+    """Builds plans and launches them.
+
+    Args:
+        cudnn: the library that torch has loaded.
+    """
+
+    def __init__(self, cudnn: Cudnn) -> None:
+        self.cudnn = cudnn
+        self._handles = Handles(self._open_handle, _current_stream)
+        self._building = threading.Lock()  # cuDNN builds one plan at a time anyway
+
+    def _open_handle(self, device: int) -> Handle:
+        with torch.cuda.device(device):
+            return Handle(self.cudnn)
+
+    def _handle(self, device: int) -> Handle:
+        handle = self._handles.get(device)
+        assert isinstance(handle, Handle)
+        return handle
+
+    def configurations(
+        self, device: int, problem: Problem, views: Views | None = None
+    ) -> list[Configuration]:
+        """What cuDNN proposes for a problem on a device.
+
+        Raises:
+            UnsupportedError: nothing.
+        """
+        with self._building, torch.cuda.device(device):
+            return configurations(self._target(device), problem, views=views)
+
+    def build(
+        self,
+        device: int,
+        problem: Problem,
+        identity: str,
+        alpha: float,
+        beta: float,
+        views: Views,
+    ) -> ExecutionPlan:
+        """A plan that any thread may launch: alpha * convolution + beta * what the result holds.
+
+        Raises:
+            UnsupportedError: cuDNN does not compute it so.
+        """
+        with self._building, torch.cuda.device(device):
+            target = self._target(device)
+            return build(target, problem, identity, alpha=alpha, beta=beta, views=views)
+
+    def _target(self, device: int) -> Target:
+        return Target(self.cudnn, handle=self._handle(device))
+
+    def pack(
+        self, plan: ExecutionPlan, pointers: tuple[int, int, int], workspace: int
+    ) -> Descriptor:
+        """Addresses for a launch: of both operands and the result, and of the workspace."""
+        return self.cudnn.variant_pack(plan.uids, pointers, workspace)
+
+    def launch(self, device: int, plan: ExecutionPlan, pack: Descriptor) -> None:
+        """Enqueue a plan on the stream that is current on a device.
+
+        Raises:
+            RuntimeError: cuDNN or the device failed, as torch would say it.
+        """
+        handle = self._handle(device)
+        elsewhere = torch.cuda.current_device() != device
+        try:
+            with torch.cuda.device(device) if elsewhere else nullcontext():
+                self.cudnn.execute(handle, plan.descriptor, pack)
+        except CudnnError as error:
+            raise RuntimeError(str(error)) from error
+
+
+def _current_stream(device: int) -> int:
+    # `torch.cuda.current_stream(device).cuda_stream` makes two objects for the same number
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
