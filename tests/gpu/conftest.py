@@ -1,0 +1,105 @@
+"""What tests on a GPU share; without one they are skipped, each by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ucudnn.backends.cudnn.backend import CudnnBackend
+from ucudnn.problem import Problem
+
+# Relative L2 error that sums of some hundred products of normal numbers stay under. A tensor core
+# rounds the factors of a float32 product to the ten bits of TF32.
+TOLERANCE_BY_DTYPE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 6e-3, "float16": 8e-4}
+TF32_TOLERANCE = 1e-3
+
+SIZES = {
+    "1d": {"input_size": (34,), "kernel_size": (3,), "padding": ((1, 1),)},
+    "2d": {"input_size": (14, 12), "kernel_size": (3, 3), "padding": ((1, 1), (1, 1))},
+    "2d-pointwise": {"input_size": (13, 11), "kernel_size": (1, 1)},
+    "2d-strided": {
+        "input_size": (15, 13),
+        "kernel_size": (3, 2),
+        "stride": (2, 2),
+        "padding": ((1, 1), (0, 0)),
+    },
+    "2d-dilated": {
+        "input_size": (13, 14),
+        "kernel_size": (3, 3),
+        "dilation": (2, 2),
+        "padding": ((2, 2), (2, 2)),
+    },
+    "2d-asymmetric": {"input_size": (12, 12), "kernel_size": (3, 3), "padding": ((0, 2), (1, 0))},
+    "3d": {
+        "input_size": (8, 10, 9),
+        "kernel_size": (3, 3, 3),
+        "padding": ((1, 1), (1, 1), (1, 1)),
+    },
+}
+CHANNELS = {"dense": (16, 24, 1), "odd": (3, 5, 1), "grouped": (16, 32, 4), "depthwise": (8, 8, 8)}
+KINDS = [
+    *((dtype, "nchw", "strict") for dtype in TOLERANCE_BY_DTYPE),
+    *((dtype, "nhwc", "strict") for dtype in TOLERANCE_BY_DTYPE),
+    *(("float32", layout, "tf32") for layout in ("nchw", "nhwc")),
+]
+
+
+@pytest.fixture(scope="session")
+def backend() -> CudnnBackend:
+    if not torch.cuda.is_available():
+        pytest.skip("it needs an NVIDIA GPU, and torch sees none here")
+    return CudnnBackend()
+
+
+@pytest.fixture(scope="session")
+def geometries() -> dict[str, dict[str, object]]:
+    """Sizes and channels of small layers, by name."""
+    return {
+        f"{size} {width}": {
+            **fields,
+            "in_channels": channels[0],
+            "out_channels": channels[1],
+            "groups": channels[2],
+        }
+        for size, fields in SIZES.items()
+        for width, channels in CHANNELS.items()
+    }
+
+
+@pytest.fixture(params=KINDS, ids="-".join)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def exact() -> Callable[[Problem, Tensor, Tensor], Tensor]:
+    """The result in float64 on the CPU, by torch's functional convolution and its autograd."""
+    return _exact
+
+
+@pytest.fixture(scope="session")
+def tolerance() -> Callable[[Problem], float]:
+    return lambda problem: (
+        TF32_TOLERANCE if problem.math == "tf32" else TOLERANCE_BY_DTYPE[problem.dtype]
+    )
+
+
+def _exact(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
+    a, b = a.double().cpu(), b.double().cpu()
+    function = (torch.conv1d, torch.conv2d, torch.conv3d)[problem.rank - 1]
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        padding = [amount for pair in reversed(problem.padding) for amount in pair]
+        padded = torch.nn.functional.pad(x, padding)
+        return function(padded, w, None, problem.stride, 0, problem.dilation, problem.groups)
+
+    if problem.op == "fprop":
+        return forward(a, b)
+    if problem.op == "dgrad":
+        x = torch.zeros(problem.x_shape, dtype=torch.float64, requires_grad=True)
+        return torch.autograd.grad(forward(x, b), x, a)[0]
+    w = torch.zeros(problem.w_shape, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.grad(forward(a, w), w, b)[0]

@@ -1,0 +1,217 @@
+"""How splits run on a GPU: streams, threads, capture, odd operands, precision of the sum."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ucudnn.backends.cudnn.executable import RefusedError
+from ucudnn.execute import bind
+from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.problem import OPS, Problem
+
+LAYER = Problem("fprop", 10, 16, 32, (14, 14), (3, 3), padding=((1, 1), (1, 1)), math="tf32")
+
+
+def relative_error(result, expected):
+    return ((result.double().cpu() - expected).norm() / expected.norm()).item()
+
+
+def engine(backend, problem):
+    """The first engine that cuDNN proposes."""
+    return backend.candidates(problem)[1].algorithm
+
+
+def chunked(backend, problem, sizes=(4, 4, 2), axis="batch"):
+    """A call by cuDNN's first engine, whose remainder is smaller."""
+    steps = (Step(size, engine(backend, problem.with_batch(4))) for size in sizes)
+    return bind(backend, problem, Split(axis, tuple(steps)))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_chunks_give_the_whole(backend, exact, tolerance, op, layout, dtype):
+    math = "tf32" if dtype == "float32" else "strict"
+    problem = replace(LAYER, op=op, layout=layout, dtype=dtype, math=math)
+    a, b = backend.operands(problem, 10)
+    result = chunked(backend, problem)(a, b)
+    assert result.dtype == a.dtype
+    assert relative_error(result, exact(problem, a, b)) < 2 * tolerance(problem)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_default_and_engines_share_a_split(backend, exact, tolerance, op):
+    problem = replace(LAYER, op=op)
+    steps = (Step(6, DEFAULT_ALGORITHM), Step(4, engine(backend, problem.with_batch(4))))
+    a, b = backend.operands(problem, 10)
+    result = bind(backend, problem, Split("batch", steps))(a, b)
+    assert relative_error(result, exact(problem, a, b)) < 2 * tolerance(problem)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_slabs_of_rows_give_the_whole(backend, exact, tolerance, op, layout):
+    """All engines of an inner slab, on views; 14 rows as 5 + 5 + 4."""
+    problem = replace(LAYER, op=op, batch=2, layout=layout)
+    inner = replace(problem, input_size=(7, 14), padding=((0, 0), (1, 1)))
+    a, b = backend.operands(problem, 2)
+    expected = exact(problem, a, b)
+    for candidate in backend.candidates(inner):
+        split = Split("spatial", tuple(Step(size, candidate.algorithm) for size in (5, 5, 4)))
+        try:
+            result = bind(backend, problem, split)(a, b)
+        except RefusedError:  # at the edges, whose padding differs
+            continue
+        assert relative_error(result, expected) < 2 * tolerance(problem), candidate.algorithm
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_sums_grow_in_float32(backend, exact, dtype):
+    problem = Problem("wgrad", 64, 8, 8, (6, 6), (3, 3), dtype=dtype)
+    x, dy = backend.operands(problem, 64)
+    expected = exact(problem, x, dy)
+    name = engine(backend, problem.with_batch(1))
+    whole = bind(backend, problem, Split("batch", (Step(64, DEFAULT_ALGORITHM),)))(x, dy)
+    parts = bind(backend, problem, Split("batch", (Step(1, name),) * 64))(x, dy)
+    assert relative_error(parts, expected) <= 2 * relative_error(whole, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_follows_the_current_stream(backend, exact, tolerance, op):
+    problem = replace(LAYER, op=op)
+    a, b = backend.operands(problem, 10)
+    call, stream = chunked(backend, problem), torch.cuda.Stream()
+    call(a, b)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late = a * 2
+        result = call(late, b)
+    busy = not stream.query()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert busy, "the call waited for its stream"
+    assert relative_error(result, 2 * exact(problem, a, b)) < 2 * tolerance(problem)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_can_be_captured_and_replayed(backend, exact, tolerance, op):
+    problem = replace(LAYER, op=op)
+    a, b = backend.operands(problem, 10)
+    call, side = chunked(backend, problem), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call(a, b)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call(a, b)
+    for factor in (1.0, -3.0):
+        a.mul_(factor)
+        graph.replay()
+        assert relative_error(result, exact(problem, a, b)) < 2 * tolerance(problem)
+    # after a capture, eager calls go on
+    assert relative_error(call(a, b), exact(problem, a, b)) < 2 * tolerance(problem)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_threads_share_an_executable(backend, exact, tolerance, op):
+    problem = replace(LAYER, op=op)
+    a, b = backend.operands(problem, 10)
+    call, expected, errors = chunked(backend, problem), exact(problem, a, b), []
+
+    def work(number):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            own = a * number
+            torch.cuda.current_stream().synchronize()
+            results = [call(own, b) for _ in range(20)]
+            torch.cuda.current_stream().synchronize()
+        errors.extend(relative_error(result, number * expected) for result in results)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2, 4, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 80
+    assert max(errors) < 2 * tolerance(problem)
+
+
+def test_a_call_never_waits_for_the_device(backend):
+    a, b = backend.operands(LAYER, 10)
+    call = chunked(backend, LAYER)
+    call(a, b)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(200_000_000)
+        call(a, b)
+        end = torch.cuda.Event()
+        end.record()
+        assert not end.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_operands_of_any_strides(backend, exact, tolerance, op):
+    problem = replace(LAYER, op=op, batch=4)
+    a, b = backend.operands(problem, 4)
+    executable = backend.executable(problem, engine(backend, problem))
+    odd = a.mT.contiguous().mT
+    assert not odd.is_contiguous()
+    assert relative_error(executable.alone(odd, b), exact(problem, a, b)) < tolerance(problem)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_operands_at_any_address(backend, exact, tolerance, dtype):
+    math = "tf32" if dtype == "float32" else "strict"
+    problem = replace(LAYER, batch=4, dtype=dtype, math=math)
+    a, b = backend.operands(problem, 4)
+    memory = torch.empty(a.numel() + 1, dtype=a.dtype, device=a.device)
+    odd = memory[1:].view(a.shape).copy_(a)
+    assert odd.data_ptr() % 16
+    for candidate in backend.candidates(problem):
+        result = backend.executable(problem, candidate.algorithm).alone(odd, b)
+        assert relative_error(result, exact(problem, a, b)) < tolerance(problem)
+
+
+def test_operands_on_two_devices_are_refused(backend):
+    a, b = backend.operands(LAYER, 4)
+    executable = backend.executable(LAYER, engine(backend, LAYER))
+    with pytest.raises(RefusedError, match="on one device"):
+        executable.alone(a, b.cpu())
+
+
+def test_nan_in_a_filter_arrives(backend):
+    a, b = backend.operands(LAYER, 10)
+    b[3].fill_(torch.nan)
+    result = chunked(backend, LAYER)(a, b)
+    assert result[:, 3].isnan().all()
+    assert result[:, :3].isfinite().all()
+
+
+def test_tensors_beyond_32_bits_are_computed_in_chunks(backend):
+    problem = Problem("fprop", 2100, 1, 1, (1024, 1024), (1, 1), dtype="float16")
+    name = engine(backend, problem.with_batch(300))
+    assert "32 bits" in backend.refusal(problem, name)
+    x = torch.ones(problem.x_shape, dtype=torch.float16, device="cuda")
+    w = torch.full(problem.w_shape, 2.0, dtype=torch.float16, device="cuda")
+    y = bind(backend, problem, Split("batch", (Step(300, name),) * 7))(x, w)
+    assert y.eq(2).all()
+
+
+def test_who_the_gpu_is(backend):
+    device, software = backend.device(), backend.software()
+    assert device.type == "cuda"
+    assert device.name == torch.cuda.get_device_name()
+    assert device.cores > 0
+    assert device.power_limit_w > 0
+    assert software.cudnn.startswith("9.")
+    assert software.driver
+    assert software.cuda == torch.version.cuda
+    assert any(note.startswith("sm_clock_mhz=") for note in backend.state())

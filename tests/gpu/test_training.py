@@ -1,0 +1,146 @@
+"""Models on a GPU by a plan: the same losses and gradients, in every precision that trains."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ucudnn
+from ucudnn.config import Config
+from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Timing
+from ucudnn.tracing import trace_layers
+from ucudnn.tuner import tune_problems
+
+SHAPE = (8, 16, 20, 20)
+
+
+@pytest.fixture
+def model(backend):
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1, groups=2, bias=False),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 8, 2, stride=2),
+    ]
+    return nn.Sequential(*layers).cuda()
+
+
+@pytest.fixture
+def inputs(backend):
+    return torch.randn(SHAPE, device="cuda")
+
+
+def split_plan(backend, layers, chunk=3):
+    """A plan that splits every kernel into chunks of cuDNN's first engine, whatever is fastest."""
+    kernels = []
+    for problem, name in {problem: name for name, problem in layers}.items():
+        found = [one.algorithm for one in backend.candidates(problem.with_batch(chunk))]
+        engine = next(algorithm for algorithm in found if algorithm != DEFAULT_ALGORITHM)
+        batch = problem.batch
+        kernels.append(
+            KernelPlan(
+                problem=problem,
+                layers=(name,),
+                algorithms=(engine,),
+                alone=tuple(0 if n <= chunk else -1 for n in range(1, batch + 1)),
+                last=tuple((min(chunk, n), 0) for n in range(1, batch + 1)),
+                predicted_time_ns=1,
+                timing=Timing(1, 0, 0, 1),
+                default=None,
+            )
+        )
+    return Plan(
+        tuple(kernels),
+        backend.device(),
+        backend.software(),
+        backend.conditions(),
+        Config(backend="cudnn"),
+        backend="cudnn",
+    )
+
+
+def step(model, inputs, dtype=None):
+    """The loss, and the gradients of inputs and parameters."""
+    inputs = inputs.detach().requires_grad_()
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+        loss = model(inputs).square().mean()
+    loss.backward()
+    return [loss.detach(), inputs.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_alike(found, expected, tolerance):
+    for one, other in zip(found, expected, strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < tolerance
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(None, 3e-3), (torch.float16, 1e-2), (torch.bfloat16, 6e-2)]
+)
+def test_a_split_step_computes_what_float64_computes(
+    backend, model, inputs, dtype, tolerance, layout
+):
+    expected = step(copy.deepcopy(model).double(), inputs.double())
+    model, inputs = model.to(memory_format=layout), inputs.to(memory_format=layout)
+    with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+        layers = trace_layers(model, inputs.detach().requires_grad_())
+    plan = split_plan(backend, layers)
+    assert not any(kernel.is_default for kernel in plan.kernels)
+    ucudnn.convert_(model, plan)
+    assert_alike(step(model, inputs, dtype), expected, tolerance)
+
+
+def test_tuning_on_the_gpu_and_training_by_the_plan(backend, model, inputs, tmp_path):
+    reference = copy.deepcopy(model)
+    config = Config(workspace_limit="1MiB", cache=tmp_path)
+    plan = ucudnn.tune(model, inputs, config)
+    assert plan.backend == "cudnn"
+    assert plan.device == backend.device()
+    assert plan.workspace_bytes <= 1 << 20
+    ucudnn.convert_(model, plan)
+    assert_alike(step(model, inputs), step(reference, inputs), 3e-3)
+    again = []
+    assert ucudnn.tune(reference, inputs, config, again.append).hash == plan.hash
+    assert again[-1].measured == 0
+    recorded = Config(workspace_limit="1MiB", cache=tmp_path, backend="recorded")
+    layers = trace_layers(reference, inputs)
+    replayed = tune_problems(layers, recorded)
+    for kernel in plan.kernels:
+        assert replayed.split(kernel.problem) == plan.split(kernel.problem)
+
+
+def test_a_grad_scaler_sees_no_false_infinity(backend):
+    """Each chunk's gradient is 98304, the sum of both is 0: float16 holds the sum alone."""
+    layer = nn.Conv2d(1, 1, 1, bias=False).cuda().half()
+    x = torch.full((2, 1, 96, 128), 8.0, device="cuda", dtype=torch.float16)
+    x[1].neg_()
+    layers = trace_layers(layer, x)
+    ucudnn.convert_(layer, split_plan(backend, layers, chunk=1))
+    layer(x).sum().backward()
+    assert layer.weight.grad.isfinite().all()
+    assert layer.weight.grad.abs().item() == 0.0
+
+
+def test_a_captured_training_step(backend, model, inputs):
+    plan = split_plan(backend, trace_layers(model, inputs))
+    ucudnn.convert_(model, plan)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            expected = step(model, inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(model, inputs)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_alike(found, expected, 1e-5)

@@ -1,0 +1,298 @@
+"""Planning from a recording: nothing is run, the plan is the device's own, predictions say so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import ucudnn
+from ucudnn import cache as caches
+from ucudnn.backends.recorded import RecordedBackend
+from ucudnn.cache import commands
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, PlanError, UnsupportedError
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.plan import Split, Step
+from ucudnn.problem import Problem
+from ucudnn.tables import plan_summary, plan_table
+from ucudnn.tuner import tune_problems
+
+MIB = 1 << 20
+GPU = Device("cuda", "NVIDIA H200", cores=132, compute_capability="9.0")
+SOFTWARE = Software("2.13.0+cu130", cudnn="9.28.0")
+LAYERS = """\
+name,n,c,d,h,w,k,kd,kh,kw,pad_d,pad_h,pad_w,stride_d,stride_h,stride_w,dil_d,dil_h,dil_w,groups
+conv,8,4,1,9,9,4,1,3,3,0,0,0,1,1,1,1,1,1,1
+"""
+FPROP = Problem("fprop", 8, 4, 4, (9, 9), (3, 3), math="tf32")
+
+
+def entry(problem, algorithm, time_us, mib, status="ok", role="alone", device=GPU, notes=()):
+    key = MeasurementKey(problem, algorithm, device, SOFTWARE, Conditions(role), 1)
+    timed = status in ("ok", "screened")
+    return Measurement(
+        key,
+        status,
+        time_us * 1000 if timed else None,
+        workspace_bytes=int(mib * MIB) if timed else None,
+        notes=notes,
+    )
+
+
+def alone(problem=FPROP):
+    """A fast engine whose workspace grows with the batch, a slow one without, torch's default."""
+    return [
+        *(entry(problem.with_batch(n), "eng67_k2=20", 100 * n, 10 * n) for n in (1, 2, 4, 8)),
+        *(entry(problem.with_batch(n), "eng0", 300 * n, 0) for n in (1, 2, 4, 8)),
+        entry(problem, "torch_default", 2300, 0),
+    ]
+
+
+def record(tmp_path, measurements):
+    folder = tmp_path / "recording"
+    with caches.open(folder) as cache:
+        cache.put(measurements)
+    return folder
+
+
+def replay(folder, problem=FPROP, **settings):
+    config = Config(backend="recorded", cache=folder, **settings)
+    return tune_problems([("layer", problem)], config)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 1))
+
+
+def test_a_replay_makes_the_plan_that_the_device_made_and_runs_nothing(tmp_path, monkeypatch):
+    folder, inputs = tmp_path / "cache", torch.empty(12, 3, 16, 16)
+    made = ucudnn.tune(model(), inputs, Config(workspace_limit="200KiB", cache=folder))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr(
+        "ucudnn.backends.torch_cpu.TorchCpuBackend.executable",
+        lambda *_: pytest.fail("a replay ran something"),
+    )
+    config = Config(workspace_limit="200KiB", cache=folder, backend="recorded")
+    replayed = ucudnn.tune(model(), inputs, config)
+    assert [kernel.timing for kernel in replayed.kernels] == [k.timing for k in made.kernels]
+    for kernel in made.kernels:
+        assert replayed.split(kernel.problem) == made.split(kernel.problem)
+        smaller = [kernel.problem.with_batch(n) for n in range(1, 12)]
+        assert all(replayed.covers(one) for one in smaller if made.covers(one))
+    assert (replayed.device, replayed.software) == (made.device, made.software)
+    assert (replayed.backend, replayed.config.backend) == ("torch_cpu", "torch_cpu")
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_a_file_exported_from_a_cache_is_a_recording(tmp_path):
+    folder = record(tmp_path, alone())
+    for name in ("timings.csv", "timings.json"):
+        commands.export(tmp_path / name, folder)
+        assert replay(tmp_path / name) == replay(folder)
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "steps", "time_us"),
+    [
+        (None, [(8, "eng67_k2=20")], 800),
+        (45, [(4, "eng67_k2=20")] * 2, 800),
+        (25, [(2, "eng67_k2=20")] * 4, 800),
+        (5, [(8, "torch_default")], 2300),
+    ],
+)
+def test_what_was_not_raced_is_predicted_and_marked(tmp_path, limit_mib, steps, time_us):
+    limit = None if limit_mib is None else limit_mib * MIB
+    plan = replay(record(tmp_path, alone()), workspace_limit=limit)
+    (kernel,) = plan.kernels
+    assert plan.split(FPROP) == Split("batch", tuple(Step(*step) for step in steps))
+    # torch's own was measured, as the one chunk that it is
+    assert kernel.timing.is_predicted == kernel.is_derived(8) == (time_us == 800)
+    assert kernel.timing.time_ns == kernel.predicted_time_ns == time_us * 1000
+    assert kernel.default.time_ns == 2_300_000
+    assert not kernel.default.is_predicted
+    assert limit is None or kernel.timing.workspace_bytes <= limit
+    assert plan.backend == "cudnn"
+    if time_us == 800:
+        cells = [cell for column in plan_table(plan).columns for cell in column.cells]
+        assert "~800 us" in cells
+        assert "~2.88x" in cells
+        assert "predicted, not timed" in plan_summary(plan)
+
+
+def test_a_plan_that_is_predicted_stays_so_in_its_file(tmp_path):
+    plan = replay(record(tmp_path, alone()))
+    plan.save(tmp_path / "h200.plan.json")
+    loaded = ucudnn.Plan.load(tmp_path / "h200.plan.json")
+    assert loaded == plan
+    assert loaded.kernels[0].timing.is_predicted
+    assert str(tmp_path) not in (tmp_path / "h200.plan.json").read_text()
+
+
+def test_half_precision_gradients_count_the_chunk_and_the_sum_as_workspace(tmp_path):
+    problem = Problem("wgrad", 8, 64, 64, (9, 9), (3, 3), dtype="float16")
+    chunks = [entry(problem.with_batch(n), "eng0", 10 * n, 1) for n in (1, 2, 4)]
+    (kernel,) = replay(record(tmp_path, chunks), problem).kernels
+    assert [step.size for step in kernel.split(8).steps] == [4, 4]
+    weights = 64 * 64 * 9
+    assert kernel.timing.workspace_bytes == MIB + 2 * weights + 4 * weights
+
+
+def test_a_kernel_that_was_not_recorded_is_a_miss_that_names_the_nearest(tmp_path):
+    folder = record(tmp_path, alone())
+    with pytest.raises(PlanError) as caught:
+        replay(folder, replace(FPROP, out_channels=8))
+    assert "has no measurement of fprop conv2d(4->8" in str(caught.value)
+    assert "differs in problem.out_channels (8 wanted, 4 there)" in str(caught.value)
+    with pytest.raises(PlanError, match="problem.math"):
+        replay(folder, replace(FPROP, math="strict"))
+
+
+def test_a_limit_that_nothing_recorded_fits(tmp_path):
+    folder = record(tmp_path, [one for one in alone() if one.key.algorithm == "eng67_k2=20"])
+    with pytest.raises(PlanError, match="the smallest needs 10 MiB") as caught:
+        replay(folder, workspace_limit="9MiB")
+    assert caught.value.smallest_bytes == 10 * MIB
+
+
+def test_the_device_is_named_where_there_are_several(tmp_path):
+    other = replace(GPU, name="NVIDIA A100")
+    folder = record(tmp_path, [*alone(), entry(FPROP, "eng1", 5, 0, device=other)])
+    with pytest.raises(ConfigError, match="device must name one of .*H200.*A100|A100.*H200"):
+        replay(folder)
+    assert replay(folder, device="a100").device == other
+    with pytest.raises(ConfigError, match="has none of a device called 'L40S'"):
+        replay(folder, device="L40S")
+
+
+def test_measurements_made_in_two_ways_are_no_recording(tmp_path):
+    later = replace(entry(FPROP, "eng1", 5, 0).key, software=replace(SOFTWARE, cudnn="9.29.0"))
+    measurements = [*alone(), Measurement(later, "ok", 5, workspace_bytes=0)]
+    folder = record(tmp_path, measurements)
+    with pytest.raises(ConfigError, match="one set of versions") as caught:
+        replay(folder)
+    assert "cudnn 9.28.0" in str(caught.value)
+    assert "cudnn 9.29.0" in str(caught.value)
+    chosen = tmp_path / "928.csv"
+    commands.export(chosen, folder, ["software.cudnn=9.28.0"])
+    assert replay(chosen).software == SOFTWARE
+
+
+def test_a_profile_restricts_a_recording_to_what_cudnn_has(tmp_path, monkeypatch):
+    """The fast engine was recorded with another cuDNN, and this one does not list it."""
+    asked = []
+
+    def listings(problems, profile):
+        asked.extend(problems)
+        for problem in problems:
+            one = SimpleNamespace(identity="eng0")
+            yield SimpleNamespace(problem=problem, configurations=(one,))
+
+    monkeypatch.setattr("ucudnn.replay.list_configurations", listings)
+    folder = record(tmp_path, [*alone(), entry(FPROP, "eng1", 5, 0, device=replace(GPU, name="X"))])
+    profile = Path(__file__).parents[2] / "benchmarks" / "devices" / "h200.json"
+    config = Config(backend="cudnn", device_profile=profile, cache=folder, workspace_limit="90MiB")
+    (kernel,) = tune_problems([("layer", FPROP)], config).kernels
+    assert set(asked) == {FPROP.with_batch(n) for n in (1, 2, 4, 8)}
+    assert kernel.is_default  # eng0 takes 2.4 ms
+    assert set(kernel.algorithms) <= {"torch_default", "eng0"}
+    with pytest.raises(ConfigError, match="set backend='cudnn' or leave it out"):
+        tune_problems([("layer", FPROP)], replace(config, backend="auto"))
+
+
+def test_the_command_plans_for_a_gpu_that_is_not_here(tmp_path, monkeypatch, capsys):
+    from ucudnn import cli
+
+    table = tmp_path / "net.csv"
+    table.write_text(LAYERS)
+    folder, output = record(tmp_path, alone()), tmp_path / "h200.plan.json"
+    line = f"tune {table} --ops fprop --backend recorded --cache {folder} --device h200 -o {output}"
+    monkeypatch.setattr("sys.argv", ["ucudnn", *line.split()])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert not stopped.value.code, capsys.readouterr().err
+    assert "~800 us" in capsys.readouterr().out
+    plan = ucudnn.Plan.load(output)
+    assert (plan.backend, plan.device) == ("cudnn", GPU)
+    assert plan.kernels[0].problem == FPROP  # float32 with TF32, as torch's on a GPU
+
+
+def test_an_empty_recording(tmp_path):
+    with pytest.raises(ConfigError, match="it has none; import or merge some"):
+        replay(tmp_path / "nothing")
+
+
+def test_a_device_without_a_recording_is_refused():
+    with pytest.raises(ConfigError, match="device .='H200'. names what backend='recorded' replays"):
+        tune_problems([("layer", FPROP)], Config(device="H200"))
+
+
+def test_a_recording_runs_nothing():
+    backend = RecordedBackend(alone())
+    for call in (
+        lambda: backend.executable(FPROP, "eng0"),
+        lambda: backend.operands(FPROP, 8),
+        lambda: backend.elapsed_ns(lambda: None),
+        lambda: backend.workspace_bytes(lambda: None, []),
+    ):
+        with pytest.raises(UnsupportedError, match="a recording of NVIDIA H200.* runs nothing"):
+            call()
+    with pytest.raises(UnsupportedError, match="nothing of"):
+        backend.candidates(FPROP.with_batch(3))
+
+
+def test_what_is_known_of_an_algorithm():
+    small = entry(FPROP.with_batch(1), "torch_default", 1, 0, notes=("kernel=slow",))
+    large = entry(FPROP, "torch_default", 1, 0, notes=("kernel=fast",))
+    failed = entry(FPROP, "eng9", 0, 0, status="failed")
+    backend = RecordedBackend([small, large, failed])
+    assert backend.algorithms() == ("torch_default", "eng9")
+    assert [backend.kernel(FPROP.with_batch(n), "torch_default") for n in (1, 8)] == [
+        "slow",
+        "fast",
+    ]
+    # nobody knows at which batch torch changes its mind
+    assert backend.kernel(FPROP.with_batch(4), "torch_default") not in ("slow", "fast")
+    assert backend.refusal(FPROP.with_batch(4), "torch_default") is None
+    assert backend.refusal(FPROP, "eng9") is not None
+    assert backend.refusal(FPROP.with_batch(9), "torch_default") is not None
+
+
+def test_the_table_of_a_probe_is_a_recording(tmp_path):
+    """From a probe's files through the cache to a plan for the GPU that it ran on."""
+    header = (
+        "name,op,dtype,layout,batch,algorithm,workspace_bytes,mode,rank,notes,median_us,min_us,"
+        "samples,error,beta1_error"
+    )
+    rows = [
+        f"net:conv,{op},fp32,nchw,{n},{name},{workspace * n},A,0,TENSOR_CORE,{time * n}.0,1,9,,"
+        for op in ("fprop", "wgrad")
+        for n in (8, 4, 2, 1)
+        for name, time, workspace in (("eng67_k2=20", 100, MIB), ("eng0", 300, 0))
+    ]
+    (tmp_path / "timings.csv").write_text("\n".join([header, *rows]) + "\n")
+    profile = {
+        "deviceName": "NVIDIA H200",
+        "deviceVer": 900,
+        "multiProcessorCount": 132,
+        "totalGlobalMem": 150754820096,
+    }
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    answers = {"cudnn": 92800, "torch": "2.13.0+cu130"}
+    (tmp_path / "answers.json").write_text(json.dumps(answers))
+    (tmp_path / "net.csv").write_text(LAYERS)
+    folder = tmp_path / "cache"
+    commands.import_(tmp_path / "timings.csv", folder, [tmp_path / "net.csv"])
+    for op in ("fprop", "wgrad"):
+        plan = replay(folder, replace(FPROP, op=op), workspace_limit="4MiB")
+        assert plan.kernels[0].split(8) == Split("batch", (Step(4, "eng67_k2=20"),) * 2)
+        assert plan.device.name == "NVIDIA H200"
+        assert plan.kernels[0].timing.time_ns == 800_000
+        assert plan.kernels[0].default is None

@@ -1,0 +1,259 @@
+"""A device that is not here, as its measurements know it: it lists and times, and runs nothing.
+
+With it a fleet's plans are made on a laptop, and decisions about a GPU are tested without one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from ucudnn.backends._base import AbstractBackend, Executable
+from ucudnn.candidate import Candidate
+from ucudnn.errors import ConfigError, UnsupportedError
+from ucudnn.measurement import Conditions, Device, Measurement, Software
+from ucudnn.plan import DEFAULT_ALGORITHM
+from ucudnn.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What a recording of a device is planned for; a plan names the backend that runs it.
+_BACKEND_BY_TYPE = {"cpu": "torch_cpu", "cuda": "cudnn"}
+_RACE = "plan["  # how a whole plan that was raced is called
+
+
+class _Group(NamedTuple):
+    """What measurements of one recording have in common."""
+
+    device: Device
+    software: Software
+    conditions: Conditions
+    protocol: int
+
+    def __str__(self) -> str:
+        versions = {name: getattr(self.software, name) for name in self.software.__slots__}
+        known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        return (
+            f"{self.device} with {known}, {self.conditions.threads} threads, "
+            f"protocol {self.protocol}"
+        )
+
+
+class RecordedBackend(AbstractBackend):
+    """Replays measurements as if their device were here.
+
+    >>> from ucudnn.measurement import MeasurementKey
+    >>> device, software = Device("cuda", "NVIDIA H200"), Software("2.13.0")
+    >>> problem = Problem("fprop", 8, 4, 4, (9, 9), (3, 3))
+    >>> key = MeasurementKey(problem, "eng0", device, software, Conditions(), 1)
+    >>> backend = RecordedBackend([Measurement(key, "ok", 1000, workspace_bytes=0)])
+    >>> backend.name, [candidate.algorithm for candidate in backend.candidates(problem)]
+    ('cudnn', ['eng0'])
+
+    Args:
+        measurements: of one device, with one set of versions and conditions, and any others.
+        device: part of the name of the device to replay; None: there is only one.
+
+    Raises:
+        ConfigError: no device or several have that name, or it was measured in several ways.
+    """
+
+    def __init__(self, measurements: Iterable[Measurement], device: str | None = None) -> None:
+        listed = [entry for entry in measurements if _is_of(entry.key.device, device)]
+        groups = {_group(entry): None for entry in listed}
+        if len(groups) != 1:
+            raise ConfigError(_not_one(list(groups), device))
+        (self._group,) = groups
+        self.name = _BACKEND_BY_TYPE[self._group.device.type]
+        self._twin = self._find_twin()
+        self._has_roles = any(entry.key.conditions.role != "alone" for entry in listed)
+        # by problem, algorithm and role
+        self._entries: dict[Problem, dict[str, dict[str, Measurement]]] = {}
+        self._sizes: dict[tuple[Problem, str], list[int]] = {}
+        for entry in listed:
+            problem, algorithm = entry.key.problem, entry.key.algorithm
+            if algorithm.startswith(_RACE):
+                continue
+            by_role = self._entries.setdefault(problem, {}).setdefault(algorithm, {})
+            if not by_role:
+                geometry = problem.with_batch(1)
+                self._sizes.setdefault((geometry, algorithm), []).append(problem.batch)
+            by_role[entry.key.conditions.role] = entry
+        for sizes in self._sizes.values():
+            sizes.sort()
+
+    def _find_twin(self) -> AbstractBackend | None:
+        """The CPU backend, where it is as it was recorded: it knows what was not measured."""
+        if self.name != "torch_cpu":
+            return None
+        from ucudnn.backends.torch_cpu import TorchCpuBackend
+
+        here = TorchCpuBackend()
+        same = (here.device(), here.software(), here.conditions()) == self._group[:3]
+        return here if same else None
+
+    def device(self) -> Device:
+        """The device that was measured."""
+        return self._group.device
+
+    def software(self) -> Software:
+        """The versions that it was measured with."""
+        return self._group.software
+
+    def conditions(self, role: str = "alone") -> Conditions:
+        """How it was measured."""
+        return replace(self._group.conditions, role=role)
+
+    def algorithms(self) -> tuple[str, ...]:
+        """Names of all algorithms that were measured, torch's own first."""
+        return _default_first({name for by_name in self._entries.values() for name in by_name})
+
+    def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        """What was measured at this batch or a larger one is taken to work."""
+        if self._twin is not None:
+            return self._twin.refusal(problem, algorithm)
+        if self._computes(problem, algorithm):
+            return None
+        return f"the recording of {self.device()} has no measurement of it"
+
+    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        """What was measured of a problem at this very batch, torch's own first."""
+        by_name = self._entries.get(problem)
+        if by_name is None:
+            raise UnsupportedError(f"the recording of {self.device()} has nothing of {problem}")
+        return tuple(
+            Candidate(problem, name, notes=next(iter(by_name[name].values())).notes)
+            for name in _default_first(by_name)
+        )
+
+    def measurements(self, problem: Problem, parts: Iterable[Problem]) -> list[Measurement]:
+        """What was measured of a kernel, in the roles that its chunks have.
+
+        In a recording that knows no roles the chunk alone stands for each: on a GPU one kernel runs
+        in all of them. In half precision the chunk's own gradient becomes workspace then.
+
+        Args:
+            problem: the kernel at its largest batch.
+            parts: the chunks that a split may have, the kernel itself among them.
+        """
+        found = []
+        for part in parts:
+            by_name = self._entries.get(part, {})
+            for algorithm in _default_first(by_name):
+                by_role = by_name[algorithm]
+                for role in _roles(problem, part, algorithm):
+                    entry = by_role.get(role)
+                    if entry is None and not self._has_roles:
+                        entry = _stand_in(by_role["alone"], role)
+                    if entry is not None:
+                        found.append(entry)
+        return found
+
+    def kernel(self, problem: Problem, algorithm: str) -> str:
+        """The kernel that was noted; between two recorded batches only where both ran the same."""
+        if self._twin is not None:
+            return self._twin.kernel(problem, algorithm)
+        sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
+        at = bisect_left(sizes, problem.batch)
+        kernels = {self._noted(problem, algorithm, size) for size in sizes[max(0, at - 1) : at + 1]}
+        if problem.batch in sizes:
+            return self._noted(problem, algorithm, problem.batch)
+        return kernels.pop() if len(kernels) == 1 else f"{algorithm} at {problem.batch}"
+
+    def _noted(self, problem: Problem, algorithm: str, size: int) -> str:
+        for entry in self._entries[problem.with_batch(size)][algorithm].values():
+            for note in entry.notes:
+                if note.startswith("kernel="):
+                    return note.removeprefix("kernel=")
+        return algorithm
+
+    def _computes(self, problem: Problem, algorithm: str) -> bool:
+        sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
+        return any(
+            entry.status != "failed"
+            for size in sizes[bisect_left(sizes, problem.batch) :]
+            for entry in self._entries[problem.with_batch(size)][algorithm].values()
+        )
+
+    def executable(self, problem: Problem, algorithm: str) -> Executable:
+        """A recording runs nothing."""
+        self._refuse(f"{algorithm} on {problem}")
+
+    def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
+        """A recording needs no operands."""
+        self._refuse(f"{problem} on {samples} samples")
+
+    def workspace_bytes(
+        self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
+    ) -> int:
+        """A recording runs nothing."""
+        self._refuse(f"{run} of {list(parts)}")
+
+    def elapsed_ns(self, run: Callable[[], object]) -> int:
+        """A recording runs nothing."""
+        self._refuse(str(run))
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"a recording of {self.device()} runs nothing, so it cannot run {what}; use backend="
+            f"{self.name!r} where the device is"
+        )
+
+    def cache_bytes(self) -> int:
+        """Nothing is run that a cache could hold."""
+        return 0
+
+    def memory_bytes(self) -> int:
+        """No memory, as nothing is run."""
+        return 0
+
+
+def _group(entry: Measurement) -> _Group:
+    key = entry.key
+    return _Group(key.device, key.software, replace(key.conditions, role="alone"), key.protocol)
+
+
+def _is_of(device: Device, name: str | None) -> bool:
+    return name is None or name.lower() in device.name.lower()
+
+
+def _not_one(groups: Sequence[_Group], device: str | None) -> str:
+    of = "" if device is None else f" of a device called {device!r}"
+    if not groups:
+        return (
+            f"backend='recorded' replays the measurements of the cache, and it has none{of}; "
+            f"import or merge some, or name another cache"
+        )
+    there = "; ".join(map(str, groups))
+    if len({group.device for group in groups}) > 1:
+        return (
+            f"device must name one of the devices in the cache, which has measurements of {there}"
+        )
+    return (
+        f"a recording must hold one set of versions and conditions, this one has {there}; "
+        f"export what is wanted with `ucudnn cache export FILE --where`, and replay that file"
+    )
+
+
+def _default_first(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: (name != DEFAULT_ALGORITHM, name)))
+
+
+def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[str, ...]:
+    if part == problem:
+        return ("alone",)
+    if problem.op != "wgrad":
+        return ("alone", "later") if algorithm == DEFAULT_ALGORITHM else ("later",)
+    return ("alone", "later") if problem.bytes_per_element >= 4 else ("alone", "first", "later")
+
+
+def _stand_in(alone: Measurement, role: str) -> Measurement:
+    problem, workspace = alone.key.problem, alone.workspace_bytes
+    if workspace is not None and problem.op == "wgrad" and problem.bytes_per_element < 4:
+        workspace += prod(problem.w_shape) * problem.bytes_per_element
+    conditions = replace(alone.key.conditions, role=role)
+    return replace(alone, key=replace(alone.key, conditions=conditions), workspace_bytes=workspace)

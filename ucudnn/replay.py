@@ -1,0 +1,160 @@
+"""Plan from measurements taken elsewhere: open a recording, and predict what it did not race."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+from ucudnn import cache as cache_room
+from ucudnn.axis import AbstractAxis
+from ucudnn.backends.cudnn.deviceless import list_configurations
+from ucudnn.backends.cudnn.profile import DeviceProfile
+from ucudnn.backends.recorded import RecordedBackend
+from ucudnn.benchmark.finals import Finalist, race
+from ucudnn.benchmark.kernel import KernelMeasurer
+from ucudnn.benchmark.session import Session
+from ucudnn.cache import AbstractCache, MemoryCache
+from ucudnn.cache.explain import explain, key_texts
+from ucudnn.cache.text import read_entries
+from ucudnn.errors import PlanError, UnsupportedError
+from ucudnn.measurement import Measurement
+from ucudnn.plan import Split, Timing
+from ucudnn.problem import Problem
+from ucudnn.slabs import row_alignment
+from ucudnn.solve import Solved, SolvedRows
+from ucudnn.solvers import Item
+
+_ENGINE = "eng"  # how cuDNN's algorithms are called
+# A miss of a whole kernel says in which of the other fields the nearest entry differs.
+_ANY = ("algorithm", "conditions.role", "protocol")
+
+
+def open_recording(path: str | None) -> AbstractCache:
+    """Open measurements for replay.
+
+    Args:
+        path: a cache's folder, or a .csv or .json file that `ucudnn cache export` wrote; None: the
+            user's cache.
+
+    Raises:
+        CacheError: the file cannot be read.
+    """
+    if path is None or not os.path.isfile(path):
+        return cache_room.open(path, "r")
+    cache = MemoryCache()
+    cache.put_entries(read_entries(path))
+    return cache
+
+
+def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
+    """The recording of a profile's device, as far as the cuDNN that is installed could run it.
+
+    Args:
+        cache: the measurements.
+        path: the profile's file.
+
+    Raises:
+        ConfigError: the profile cannot be read, or nothing of its device was recorded.
+        UnsupportedError: cuDNN cannot plan here.
+    """
+    profile = DeviceProfile.load(path)
+    of_device = [
+        entry
+        for entry in cache
+        if entry.key.device.name == profile.name
+        and entry.key.device.compute_capability == profile.compute_capability
+    ]
+    engines = [entry for entry in of_device if entry.key.algorithm.startswith(_ENGINE)]
+    problems = list(dict.fromkeys(entry.key.problem for entry in engines))
+    listed = {
+        (listing.problem, one.identity)
+        for listing in list_configurations(problems, profile)
+        for one in listing.configurations
+    }
+    return RecordedBackend(
+        (
+            entry
+            for entry in of_device
+            if not entry.key.algorithm.startswith(_ENGINE)
+            or (entry.key.problem, entry.key.algorithm) in listed
+        ),
+        profile.name,
+    )
+
+
+def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:
+    """What the session's recording has of a kernel's chunks of some sizes."""
+    backend = session.backend
+    assert isinstance(backend, RecordedBackend)
+    found = backend.measurements(axis.problem, [axis.part(size) for size in sizes])
+    return [session.reuse(entry) for entry in found]
+
+
+def miss(session: Session, problem: Problem) -> PlanError:
+    """Why a kernel cannot be planned of which nothing was recorded: what is nearest."""
+    texts = key_texts(session.key(problem, ""))
+    wanted = {name: texts[name] for name in texts if name not in _ANY}
+    nearest = explain(wanted, (entry.key for entry in session.cache))
+    return PlanError(
+        f"the recording of {session.backend.device()} has no measurement of {problem} at any of "
+        f"the micro-batches allowed; {nearest}"
+    )
+
+
+def recall_race(
+    session: Session, measurer: KernelMeasurer, solved: Solved, splits: Sequence[Split]
+) -> list[Finalist] | None:
+    """The race of these splits where it was recorded, else None."""
+    try:
+        return race(session, measurer, solved.problem, splits)
+    except UnsupportedError:  # it would have to be run
+        return None
+
+
+def predict(
+    solved: Solved, rows: SolvedRows, splits: Sequence[Split], default: Measurement | None
+) -> list[Finalist]:
+    """What splits take by the sum of their steps, each marked as predicted; for `choose`.
+
+    A split with a step that was not timed in its role is left out.
+
+    Args:
+        solved: what chunks of samples cost.
+        rows: what slabs cost.
+        splits: along either axis.
+        default: torch's own convolution of the whole batch, as far as it was measured.
+    """
+    finalists = []
+    for split in splits:
+        if split.is_default and default is not None and default.time_ns is not None:
+            spread_ns, samples = default.spread_ns or 0, default.samples or (default.time_ns,)
+            workspace = default.workspace_bytes or 0
+            timing = Timing(default.time_ns, spread_ns, workspace, len(samples))
+            finalists.append(Finalist(split, timing, samples=(default.time_ns,)))
+            continue
+        items = [*_items(solved, rows, split)]
+        if all(items):
+            time_ns = sum(item.time_ns for item in items if item)
+            workspace = max(item.workspace_bytes for item in items if item)
+            timing = Timing(time_ns, spread_ns=0, workspace_bytes=workspace, samples=0)
+            finalists.append(Finalist(split, timing, samples=(time_ns,)))
+    return finalists
+
+
+def _items(solved: Solved, rows: SolvedRows, split: Split) -> Iterator[Item | None]:
+    """What was measured of each step, the fastest; None where nothing was."""
+    unit = 1 if split.axis == "batch" else row_alignment(solved.problem)
+    for number, step in enumerate(split.steps):
+        if split.axis == "spatial":
+            known = rows.later if number else rows.first
+        elif len(split.steps) == 1:
+            known = solved.items["alone"]
+        else:
+            known = solved.items["later" if number else "first"]
+        size = -(-step.size // unit)  # the last slab counts as if it had all its rows
+        fitting = (item for item in known if (item.batch, item.algorithm) == (size, step.algorithm))
+        yield min(fitting, key=_time_ns, default=None)
+
+
+def _time_ns(item: Item) -> int:
+    return item.time_ns
