@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ucudnn.convert import convert_ as convert_
     from ucudnn.convert import revert_ as revert_
     from ucudnn.convert import tune_ as tune_
+    from ucudnn.dispatch import installed as installed
     from ucudnn.errors import PlanError as PlanError
     from ucudnn.errors import UcudnnError as UcudnnError
     from ucudnn.plan import Plan as Plan
@@ -32,12 +33,13 @@ _MODULE_BY_NAME = {
     "Step": "plan",
     "UcudnnError": "errors",
     "convert_": "convert",
+    "installed": "dispatch",
     "revert_": "convert",
     "trace": "tracing",
     "tune": "tuner",
     "tune_": "convert",
 }
-_SUBMODULES = ("cache", "nn", "solvers")
+_SUBMODULES = ("cache", "distributed", "nn", "solvers")
 __all__ = list(_MODULE_BY_NAME)
 
 try:

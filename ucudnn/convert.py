@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ucudnn import nn as planned_nn
-from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.ops import Runner
-from ucudnn.plan import KernelPlan, Plan
+from ucudnn.ops import Layer, Runner, require_same_device
+from ucudnn.plan import Plan
 from ucudnn.tuner import Progress, tune
 
 _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: planned_nn.Conv1d,
     nn.Conv2d: planned_nn.Conv2d,
     nn.Conv3d: planned_nn.Conv3d,
+    nn.ConvTranspose1d: planned_nn.ConvTranspose1d,
+    nn.ConvTranspose2d: planned_nn.ConvTranspose2d,
+    nn.ConvTranspose3d: planned_nn.ConvTranspose3d,
 }
 _TORCH_BY_PLANNED = {planned: torch for torch, planned in _PLANNED_BY_TORCH.items()}
+_SLOTS = ("__dict__", "__weakref__")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,8 @@ class Conversion:
         swapped: names of the layers that follow the plan.
         left: names of the layers left as torch's, whose plan is torch's own convolution.
         unplanned: names of the convolution layers that the plan does not cover.
-        not_swappable: planned layers that are no torch.nn convolution: functional calls, subclasses
-            and parametrized modules.
+        not_swappable: planned layers that are no torch.nn convolution: modules that call a
+            function, subclasses and parametrized modules; `ucudnn.installed` reaches them.
     """
 
     model: nn.Module
@@ -62,6 +66,10 @@ def convert_(
     The modules, their parameters, names, hooks and modes stay the same objects; only the class of
     a module changes. A layer all of whose plans are torch's own convolution is left as it is.
 
+    What the plan covers and this cannot swap is listed, and said in a warning. Under torch.compile
+    a swapped layer is torch's plain convolution, which follows the plan inside
+    `ucudnn.installed(plan)`.
+
     Args:
         model: any module, also a convolution itself.
         plan: made for this model, or for layers of the same shapes.
@@ -70,40 +78,62 @@ def convert_(
     Raises:
         PlanError: the plan was made for another device, or covers no convolution of the model.
     """
-    _require_same_device(plan)
+    require_same_device(plan)
+    modules = dict(model.named_modules())
+    swappable: dict[str, Any] = {
+        name: module
+        for name, module in modules.items()
+        if type(module) in _PLANNED_BY_TORCH or type(module) in _TORCH_BY_PLANNED
+    }
+    convolutions = {
+        name: module
+        for name, module in swappable.items()
+        if filter_fn is None or filter_fn(module, name)
+    }
+    layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
+    planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
+    changed = {Layer.of(kernel.problem) for kernel in plan.kernels if not kernel.is_default}
+    matched = {name: layer for name, layer in layer_by_name.items() if layer in planned}
+    otherwise = tuple(
+        name
+        for name in _planned_otherwise(modules, plan, matched)
+        if name not in swappable and (filter_fn is None or filter_fn(modules[name], name))
+    )
+    unplanned = tuple(name for name in convolutions if name not in matched)
+    _require_some(plan, matched, unplanned, otherwise)
+    # nothing was changed so far, and nothing fails from here
     runner = Runner(plan)
-    swapped: dict[str, nn.Module] = {}
-    left: dict[str, nn.Module] = {}
-    unplanned = []
-    for name, module in _convolutions(model):
-        if filter_fn is not None and not filter_fn(module, name):
-            continue
-        kernels = [kernel for kernel in plan.kernels if _is_kernel_of(kernel, module)]
-        if not kernels:
-            unplanned.append(name)
-        elif all(kernel.is_default for kernel in kernels):
-            left[name] = module
+    for name, layer in matched.items():
+        module = convolutions[name]
+        if layer not in changed:
+            revert_(module)
         else:
-            swapped[name] = module
-    if not swapped and not left:
+            # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
+            module._ucudnn_runner = runner
+            module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
+    swapped = tuple(name for name, layer in matched.items() if layer in changed)
+    left = tuple(name for name, layer in matched.items() if layer not in changed)
+    return Conversion(model, plan, swapped, left, unplanned, otherwise)
+
+
+def _require_some(
+    plan: Plan, matched: Mapping[str, Layer], unplanned: Sequence[str], otherwise: Sequence[str]
+) -> None:
+    """Refuse a plan for another model; warn of what is planned and cannot be swapped."""
+    listed = ", ".join(name or "the model itself" for name in otherwise)
+    if not matched:
         raise PlanError(
             f"the plan of {len(plan.kernels)} kernels covers none of this model's "
             f"{len(unplanned)} torch.nn convolutions; tune this model and use that plan"
+            + (f", or ucudnn.installed(plan) for {listed}" if otherwise else "")
         )
-    # nothing was changed so far, and nothing fails from here
-    for module in left.values():
-        revert_(module)
-    for module in swapped.values():
-        # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
-        module._ucudnn_runner = runner  # type: ignore[assignment]
-        module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
-    seen = {*swapped, *left, *unplanned}
-    planned = dict.fromkeys(name for kernel in plan.kernels for name in kernel.layers)
-    modules = dict(model.named_modules())
-    not_swappable = [name for name in planned if name not in seen and name in modules]
-    return Conversion(
-        model, plan, tuple(swapped), tuple(left), tuple(unplanned), tuple(not_swappable)
-    )
+    if otherwise:
+        warnings.warn(
+            f"planned, but no torch.nn convolution that could be swapped: {listed}; torch's own "
+            f"computes them; use ucudnn.installed(plan), or leave them out by filter_fn",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def revert_(model: nn.Module) -> nn.Module:
@@ -115,9 +145,17 @@ def revert_(model: nn.Module) -> nn.Module:
     )
     """
     for module in model.modules():
-        if type(module) in _TORCH_BY_PLANNED:
-            module.__class__ = _TORCH_BY_PLANNED[type(module)]
-            del module._ucudnn_runner
+        planned = next((base for base in type(module).__mro__ if base in _TORCH_BY_PLANNED), None)
+        if planned is type(module):
+            module.__class__ = _TORCH_BY_PLANNED[planned]
+        elif planned is not None and parametrize.is_parametrized(module):
+            # parametrizing made a subclass, which other copies of the module share
+            own = {name: value for name, value in vars(type(module)).items() if name not in _SLOTS}
+            name, torchs = type(module).__name__, _TORCH_BY_PLANNED[planned]
+            module.__class__ = type(name, (torchs,), own)
+        else:
+            continue
+        del module._ucudnn_runner
     return model
 
 
@@ -126,53 +164,25 @@ def tune_(
     example_inputs: Any,
     config: Config | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    *,
+    real: bool = False,
 ) -> Conversion:
     """Tune a model and convert it in place: `tune` and then `convert_`."""
-    return convert_(model, tune(model, example_inputs, config, on_progress))
+    return convert_(model, tune(model, example_inputs, config, on_progress, real=real))
 
 
-def _convolutions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if type(module) in _PLANNED_BY_TORCH or type(module) in _TORCH_BY_PLANNED:
-            yield name, module
-
-
-def _is_kernel_of(kernel: KernelPlan, module: Any) -> bool:
-    """Whether a kernel could be a call of this module, whose input size is not known yet."""
-    problem = kernel.problem
-    _, padding = planned_nn.split_padding(module)
-    return (
-        problem.rank == len(module.kernel_size)
-        and problem.in_channels == module.in_channels
-        and problem.out_channels == module.out_channels
-        and problem.kernel_size == module.kernel_size
-        and problem.stride == module.stride
-        and problem.dilation == module.dilation
-        and problem.groups == module.groups
-        and problem.padding == tuple((amount, amount) for amount in padding)
-    )
-
-
-def _require_same_device(plan: Plan) -> None:
-    backend = open_backend(plan.backend)
-    device, software = backend.device(), backend.software()
-    threads = backend.conditions().threads
-    if plan.device != device:
-        raise PlanError(
-            f"the plan was made for {plan.device}, this process runs on {device}; tune here, "
-            f"or load a plan made for this device"
-        )
-    if plan.software != software:
-        warnings.warn(
-            f"the plan was made with {plan.software}, this process runs {software}: its results "
-            f"are right, its times may not be; tune again to renew it",
-            UserWarning,
-            stacklevel=3,
-        )
-    if plan.conditions.threads != threads:
-        warnings.warn(
-            f"the plan was made for {plan.conditions.threads} threads, this process has {threads}: "
-            f"its results are right, its times may not be; set torch.set_num_threads or tune again",
-            UserWarning,
-            stacklevel=3,
-        )
+def _planned_otherwise(
+    modules: Mapping[str, nn.Module], plan: Plan, matched: Mapping[str, Layer]
+) -> Iterator[str]:
+    """Names of the modules that a kernel names or fits."""
+    layers = {Layer.of(kernel.problem) for kernel in plan.kernels}
+    named: set[str] = set()
+    for kernel in plan.kernels:
+        # names tell nothing where the plan was made for another model
+        is_known = any(name in matched for name in kernel.layers)
+        if is_known or Layer.of(kernel.problem) not in matched.values():
+            named.update(() if kernel.is_default else kernel.layers)
+    for name, module in modules.items():
+        fits = isinstance(module, nn.modules.conv._ConvNd) and planned_nn.layer_of(module) in layers
+        if name in named or fits:
+            yield name

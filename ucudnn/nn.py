@@ -6,6 +6,7 @@ made here and not converted has no plan yet; what it does then is `Config.unplan
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ucudnn.config import Config
-from ucudnn.ops import Geometry, Runner, convolution
+from ucudnn.ops import Geometry, Layer, Runner, convolution
 
-if TYPE_CHECKING:  # the mixin stands before a torch.nn convolution, whose attributes it reads
+if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attributes they read
 
-    class _Convolution(nn.modules.conv._ConvNd):
+    class _Convolution(nn.modules.conv._ConvTransposeNd):
         def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
 else:
@@ -25,7 +26,7 @@ else:
 
 
 class AbstractPlanned(_Convolution):
-    """What the layers below add to torch's: a runner, and a forward that asks it.
+    """What the layers below add to torch's: the plan that they follow.
 
     Args:
         config: what to do with shapes that have no plan, keyword only; the others are torch's.
@@ -37,19 +38,38 @@ class AbstractPlanned(_Convolution):
         super().__init__(*args, **kwargs)
         self._ucudnn_runner = Runner(None, config)
 
+
+class AbstractConvolution(AbstractPlanned):
+    """A forward that asks the plan; compiled, torch's own, which Inductor knows how to lay out."""
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
-            # Inductor keeps its layout and fusion passes only on a plain aten convolution
-            return super()._conv_forward(input, weight, bias)
-        surplus, padding = split_padding(self)
-        if any(surplus):
+            plain: Tensor = super()._conv_forward(input, weight, bias)
+            return plain
+        surplus, geometry = geometry_of(self)
+        if surplus is not None:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             input = functional.pad(input, surplus, mode=mode)
-        geometry = Geometry(self.stride, padding, self.dilation, self.groups)
         return convolution(self._ucudnn_runner, input, weight, bias, geometry)
 
 
-class Conv1d(AbstractPlanned, nn.Conv1d):
+class AbstractTransposed(AbstractPlanned):
+    """The same for transposed convolutions."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """torch's forward, by plan."""
+        if torch.compiler.is_compiling():
+            plain: Tensor = super().forward(input, output_size)
+            return plain
+        rank = len(self.kernel_size)
+        arguments = (self.stride, self.padding, self.kernel_size, rank, self.dilation)
+        output_padding = self._output_padding(input, output_size, *arguments)  # type: ignore[arg-type]
+        _, geometry = geometry_of(self)
+        geometry = geometry._replace(output_padding=tuple(output_padding))
+        return convolution(self._ucudnn_runner, input, self.weight, self.bias, geometry)
+
+
+class Conv1d(AbstractConvolution, nn.Conv1d):
     """torch.nn.Conv1d that follows a plan.
 
     >>> layer = Conv1d(4, 8, 3, config=Config(unplanned="tune", policy="undivided"))
@@ -58,7 +78,7 @@ class Conv1d(AbstractPlanned, nn.Conv1d):
     """
 
 
-class Conv2d(AbstractPlanned, nn.Conv2d):
+class Conv2d(AbstractConvolution, nn.Conv2d):
     """torch.nn.Conv2d that follows a plan.
 
     >>> Conv2d(64, 192, 5, padding=2).extra_repr()
@@ -66,7 +86,7 @@ class Conv2d(AbstractPlanned, nn.Conv2d):
     """
 
 
-class Conv3d(AbstractPlanned, nn.Conv3d):
+class Conv3d(AbstractConvolution, nn.Conv3d):
     """torch.nn.Conv3d that follows a plan.
 
     >>> Conv3d(1, 2, 3).weight.shape
@@ -74,30 +94,99 @@ class Conv3d(AbstractPlanned, nn.Conv3d):
     """
 
 
-def split_padding(layer: nn.modules.conv._ConvNd) -> tuple[list[int], tuple[int, ...]]:
-    """What torch pads a layer's input by beforehand, and what it leaves to the convolution.
+class ConvTranspose1d(AbstractTransposed, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d that follows a plan.
 
-    >>> split_padding(nn.Conv2d(1, 1, (3, 2), padding="same"))
-    ([0, 1, 0, 0], (1, 0))
-    >>> split_padding(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"))
-    ([1, 1, 1, 1], (0, 0))
+    >>> ConvTranspose1d(4, 8, 3).weight.shape
+    torch.Size([4, 8, 3])
+    """
+
+
+class ConvTranspose2d(AbstractTransposed, nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d that follows a plan.
+
+    >>> ConvTranspose2d(8, 4, 2, stride=2).weight.shape
+    torch.Size([8, 4, 2, 2])
+    """
+
+
+class ConvTranspose3d(AbstractTransposed, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d that follows a plan.
+
+    >>> ConvTranspose3d(2, 1, 3).weight.shape
+    torch.Size([2, 1, 3, 3, 3])
+    """
+
+
+def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geometry]:
+    """What a layer pads its input by beforehand, as torch does, and what it then computes.
+
+    >>> geometry_of(nn.Conv2d(1, 1, (3, 2), padding="same"))[0]
+    [0, 1, 0, 0]
+    >>> geometry_of(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"))[1].padding
+    (0, 0)
 
     Returns:
-        Amounts as `torch.nn.functional.pad` takes them, (begin, end) per axis, last axis first; and
-        the padding at both ends of each axis, first axis first.
+        Amounts as `torch.nn.functional.pad` takes them, (begin, end) per axis, last axis first,
+        None where torch does not; and the geometry, first axis first.
     """
-    if layer.padding == "same":
-        spans = zip(layer.dilation, layer.kernel_size, strict=True)
-        totals = [dilation * (kernel - 1) for dilation, kernel in spans]
+    return _geometry(
+        module.padding if isinstance(module.padding, str) else tuple(module.padding),
+        module.padding_mode,
+        tuple(module.kernel_size),
+        tuple(module.stride),
+        tuple(module.dilation),
+        module.transposed,
+        tuple(module.output_padding),
+        module.groups,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _geometry(
+    amounts: str | tuple[int, ...],
+    mode: str,
+    kernel_size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    transposed: bool,
+    output_padding: tuple[int, ...],
+    groups: int,
+) -> tuple[list[int] | None, Geometry]:
+    if amounts == "same":
+        spans = zip(dilation, kernel_size, strict=True)
+        totals = [step * (kernel - 1) for step, kernel in spans]
         pairs = [(total // 2, total - total // 2) for total in totals]
-    elif layer.padding == "valid":
-        pairs = [(0, 0)] * len(layer.kernel_size)
+    elif isinstance(amounts, str):
+        pairs = [(0, 0)] * len(kernel_size)
     else:
-        pairs = [(int(amount), int(amount)) for amount in layer.padding]
-    inner = [0 if layer.padding_mode != "zeros" else min(pair) for pair in pairs]
+        pairs = [(amount, amount) for amount in amounts]
+    inner = tuple(0 if mode != "zeros" else min(pair) for pair in pairs)
     surplus = [
         amount - kept
         for pair, kept in zip(reversed(pairs), reversed(inner), strict=True)
         for amount in pair
     ]
-    return surplus, tuple(inner)
+    geometry = Geometry(stride, inner, dilation, transposed, output_padding, groups)
+    # torch calls its pad for every other mode, which may change the layout even where it adds none
+    return surplus if mode != "zeros" or any(surplus) else None, geometry
+
+
+def layer_of(module: nn.modules.conv._ConvNd) -> Layer:
+    """The layer that the kernels of a module belong to.
+
+    >>> layer_of(nn.ConvTranspose1d(2, 5, 3)).in_channels
+    5
+    """
+    _, geometry = geometry_of(module)
+    channels = (module.in_channels, module.out_channels)
+    in_channels, out_channels = reversed(channels) if module.transposed else channels
+    return Layer(
+        in_channels,
+        out_channels,
+        tuple(module.kernel_size),
+        geometry.stride,
+        tuple((amount, amount) for amount in geometry.padding),
+        geometry.dilation,
+        geometry.groups,
+    )

@@ -1,4 +1,4 @@
-"""The convolution that layers call: forward and both backward passes each follow their own plan."""
+"""The convolution that layers and `installed` call: each of its passes follows its own plan."""
 
 from __future__ import annotations
 
@@ -10,27 +10,128 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ucudnn.backends import open_backend
+from ucudnn.backends import AbstractBackend, open_backend, original
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execute import Call, bind, memory_format
 from ucudnn.plan import Plan
-from ucudnn.problem import Problem
-from ucudnn.tracing import is_channels_last, problem_of
+from ucudnn.problem import OPS, Problem
+from ucudnn.tracing import problem_of
 
 _aten = torch.ops.aten
 # Shapes whose split is remembered; a training run has few, a server with free sizes may have many.
-_MOST_CALLS = 4096
+_MOST_SHAPES = 4096
+_MOST_WARNINGS = 8
+# What `is_grads_batched` wraps gradients in, though their type is Tensor.
+_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
+_PLAIN = (Tensor, torch.nn.Parameter)
+_FUNCTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_TRANSPOSED_FUNCTIONS = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 
 
 class Geometry(NamedTuple):
-    """The arguments of a convolution that are not tensors, one entry per spatial axis."""
+    """The arguments of a convolution that are not tensors, in aten's order."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
     groups: int
+
+
+class Layer(NamedTuple):
+    """What kernels of one layer have in common, whatever its input and dtype are."""
+
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Layer:
+        """The layer that a problem could belong to.
+
+        >>> Layer.of(Problem("wgrad", 2, 3, 8, (9, 9), (3, 3))).kernel_size
+        (3, 3)
+        """
+        return cls(*(getattr(problem, name) for name in cls._fields))
+
+
+class Bound:
+    """A convolution of operands of certain shapes, with what computes each of its passes.
+
+    Args:
+        runner: whose plan it follows.
+        geometry: stride, padding and so on.
+        problems: by pass ("fprop", "dgrad", "wgrad"); without those that only torch computes.
+    """
+
+    __slots__ = ("_calls", "_runner", "geometry", "problems")
+
+    def __init__(self, runner: Runner, geometry: Geometry, problems: dict[str, Problem]) -> None:
+        self._runner = runner
+        self.geometry = geometry
+        self.problems = problems
+        self._calls: dict[str, Call | None] = {op: None for op in OPS if op not in problems}
+
+    def call(self, which: str) -> Call | None:
+        """What computes a pass; None where torch's own convolution does.
+
+        Raises:
+            PlanError: it has no plan and `unplanned` is "error".
+        """
+        try:
+            return self._calls[which]
+        except KeyError:
+            return self._runner.bind(which, self.problems[which], self._calls)
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """The output, without a graph."""
+        call = self.call("fprop")
+        if call is None:
+            return original.convolution(x, w, bias, *self.geometry)
+        y = _run(call, x, w)
+        if bias is not None:
+            y += bias.view(-1, *[1] * (x.dim() - 2))
+        return y
+
+    def backward(
+        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of x, w and bias that the mask asks for, without a graph."""
+        dgrad = self.call("dgrad") if mask[0] else None
+        wgrad = self.call("wgrad") if mask[1] else None
+        rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
+        dx = dw = db = None
+        if rest[0] or rest[1]:
+            dx, dw, db = original.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
+        elif rest[2]:
+            db = dy.sum((0, *range(2, dy.dim())))
+        if dgrad is not None:
+            dx = _run(dgrad, dy, w)
+        if wgrad is not None:
+            dw = _run(wgrad, dy, x) if self.geometry.transposed else _run(wgrad, x, dy)
+        return dx, dw, db
+
+
+def _run(call: Call, a: Tensor, b: Tensor) -> Tensor:
+    layout = memory_format(call.problem)
+    a, b = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
+    device_type = a.device.type
+    if torch.is_autocast_enabled(device_type):
+        # backward may be called inside autocast, which would round what is planned in float32
+        with torch.autocast(device_type, enabled=False):
+            result = call(a, b)
+    else:
+        result = call(a, b)
+    # a layout that is ambiguous, as with one channel, is torch's choice and not the algorithm's
+    return result.contiguous(memory_format=layout)
 
 
 class Runner:
@@ -42,12 +143,19 @@ class Runner:
     """
 
     def __init__(self, plan: Plan | None, config: Config | None = None) -> None:
-        self.plan = plan
         self.config = config or (plan.config if plan else Config())
-        self._backend = open_backend(plan.backend if plan else self.config.backend)
-        self._calls: dict[Hashable, Call | None] = {}
+        self._bounds: dict[Hashable, Bound] = {}
+        self._backend: AbstractBackend | None = None
         self._lock = threading.RLock()  # autograd runs backward in threads of its own
-        self._warned = False
+        self._tuning = False
+        self._warned: set[Problem] = set()
+        self._follow(plan)
+
+    def _follow(self, plan: Plan | None) -> None:
+        self.plan = plan
+        kernels = plan.kernels if plan else ()
+        self._layers = {Layer.of(kernel.problem) for kernel in kernels}
+        self.filter_shapes = {kernel.problem.w_shape for kernel in kernels}
 
     def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config]]:
         return type(self), (self.plan, self.config)
@@ -55,29 +163,49 @@ class Runner:
     def __deepcopy__(self, memo: object) -> Runner:
         return self  # plans are values: copies of a model may share one
 
-    def find(self, op: str, x: Tensor, w: Tensor, geometry: Geometry) -> Call | None:
-        """What computes one operation on these tensors; None where torch's own convolution does.
-
-        Raises:
-            PlanError: the shape has no plan and `unplanned` is "error".
-        """
+    def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
+        """The convolution of these operands, made when such are first met."""
         # looked up by what torch sees, because building a Problem costs more than a small launch
-        nhwc = is_channels_last(x) or is_channels_last(w)
-        key = (op, x.shape, w.shape, x.dtype, w.dtype, geometry, nhwc)
+        # TF32 is the one thing that a problem depends on beside its tensors
+        tf32 = x.is_cuda and original.tf32_allowed()
+        key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, tf32)
         try:
-            return self._calls[key]
+            return self._bounds[key]
         except KeyError:
-            problem = problem_of(op, x, w, *_aten_arguments(geometry))
+            bound = Bound(self, geometry, self._problems(x, w, geometry))
         with self._lock:
-            if key not in self._calls:
-                if len(self._calls) >= _MOST_CALLS:
-                    self._calls.clear()
-                self._calls[key] = None if problem is None else self._bind(problem)
-            return self._calls[key]
+            if len(self._bounds) >= _MOST_SHAPES:
+                self._bounds.clear()
+            return self._bounds.setdefault(key, bound)
+
+    def _problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
+        here = x.device.type
+        found = {which: problem_of(which, x, w, *geometry) for which in OPS}
+        problems = {
+            which: problem
+            for which, problem in found.items()
+            if problem is not None and which in self.config.ops
+        }
+        planned_for = self.plan.device.type if self.plan else here
+        if problems and planned_for != here:
+            self._warn(
+                next(iter(problems.values())),
+                f"the plan was made for {planned_for} and the tensors are on {here}: torch's own "
+                f"convolution computes them; tune with the model there",
+            )
+            return {}
+        return problems
+
+    def bind(self, which: str, problem: Problem, calls: dict[str, Call | None]) -> Call | None:
+        """Look up what computes a problem, and note it in `calls`."""
+        with self._lock:
+            if self._tuning:  # what tuning itself computes is torch's own
+                return None
+            if which not in calls:
+                calls[which] = self._bind(problem)
+            return calls[which]
 
     def _bind(self, problem: Problem) -> Call | None:
-        if problem.op not in self.config.ops:
-            return None
         if self.plan is None or not self.plan.covers(problem):
             self._unplanned(problem)
         if self.plan is None or not self.plan.covers(problem):
@@ -86,18 +214,32 @@ class Runner:
         # torch's own call fuses the bias and computes both gradients at once
         if split.is_default:
             return None
+        if self._backend is None:
+            self._backend = open_backend(self.plan.backend)
         try:
-            return bind(self._backend, problem, split)
+            call = bind(self._backend, problem, split)
+            refusals = (self._backend.build_refusal(*part) for part in dict.fromkeys(call.parts))
+            reason = next(filter(None, refusals), None)
         except UnsupportedError as error:  # other threads or versions than it was planned for
-            self._warn(f"{error}: torch's own convolution computes it; tune again")
-            return None
+            reason = str(error)
+        if reason is None:
+            return call
+        self._warn(problem, f"{reason}: torch's own convolution computes it; tune again")
+        return None
 
-    def _warn(self, sentence: str) -> None:
-        if not self._warned:
-            warnings.warn(f"{sentence} (further ones are not reported)", UserWarning, stacklevel=4)
-        self._warned = True
+    def _warn(self, problem: Problem, sentence: str) -> None:
+        """Say it once for each shape, whatever its pass and batch, and not for ever."""
+        same = replace(problem, op="fprop", batch=1)
+        if same in self._warned or len(self._warned) >= _MOST_WARNINGS:
+            return
+        self._warned.add(same)
+        last = len(self._warned) == _MOST_WARNINGS
+        rest = " (there may be more of these, which are not reported)" if last else ""
+        warnings.warn(sentence + rest, UserWarning, stacklevel=4)
 
     def _unplanned(self, problem: Problem) -> None:
+        if self.plan is not None and Layer.of(problem) not in self._layers:
+            return  # of a layer that the plan was not made for
         if self.config.unplanned == "error":
             raise PlanError(
                 f"{problem} has no plan and unplanned='error'; tune with an example input of this "
@@ -105,20 +247,28 @@ class Runner:
             )
         if self.config.unplanned == "torch":
             self._warn(
+                problem,
                 f"{problem} has no plan: torch's own convolution computes it; tune with an example "
-                f"input of this shape and at least this batch, or set unplanned='tune'"
+                f"input of this shape and at least this batch, or set unplanned='tune'",
             )
             return
+        self._tune(problem)
+
+    def _tune(self, problem: Problem) -> None:
         from ucudnn.tuner import tune_problems  # layers that never tune need no solver
 
-        tuned = tune_problems([("", problem)], self.config)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise PlanError(
+                f"{problem} has no plan, and cannot be tuned while a CUDA graph is captured; run "
+                f"the model once before, or set unplanned='torch'"
+            )
+        self._tuning = True
+        try:
+            tuned = tune_problems([("", problem)], self.config)
+        finally:
+            self._tuning = False
         kernels = (*self.plan.kernels, *tuned.kernels) if self.plan else tuned.kernels
-        self.plan = replace(self.plan or tuned, kernels=kernels)
-
-
-def _aten_arguments(geometry: Geometry) -> tuple[Any, ...]:
-    stride, padding, dilation, groups = geometry
-    return stride, padding, dilation, False, [0] * len(stride), groups
+        self._follow(replace(self.plan or tuned, kernels=kernels))
 
 
 def convolution(
@@ -129,92 +279,113 @@ def convolution(
     Args:
         runner: the plan.
         x: shape (N, C, *spatial) or without N.
-        w: shape (K, C / groups, *kernel).
+        w: shape (K, C / groups, *kernel); transposed (C, K / groups, *kernel).
         bias: shape (K,) or None.
-        geometry: stride, padding, dilation, groups.
+        geometry: stride, padding and so on.
     """
-    if not _plannable(x, w):
-        return _torch_convolution(x, w, bias, geometry)
-    if torch.is_autocast_enabled("cpu"):
-        x, w = _autocast(x), _autocast(w)
-        bias = None if bias is None else _autocast(bias)
-    if not _follows_a_plan(runner, x, w, geometry):
-        return _torch_convolution(x, w, bias, geometry)
-    result: Tensor = _Convolution.apply(runner, x, w, bias, geometry)
+    device_type = x.device.type
+    if device_type not in original.DISPATCH_KEYS or not _only_plain_tensors(x, w):
+        return _torchs(x, w, bias, geometry)
+    if x.dim() == w.dim() - 1 and x.numel() > 0:
+        return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        x, w = _cast(x, dtype), _cast(w, dtype)
+        bias = None if bias is None else _cast(bias, dtype)
+    bound = runner.bound(x, w, geometry)
+    graph = torch.is_grad_enabled()
+    # where every pass that this call leads to is torch's own, torch's node is cheaper
+    if not (
+        bound.call("fprop")
+        or (graph and x.requires_grad and bound.call("dgrad"))
+        or (graph and w.requires_grad and bound.call("wgrad"))
+    ):
+        return _torchs(x, w, bias, geometry)
+    if not graph:
+        return bound.forward(x, w, bias)
+    result: Tensor = _Convolution.apply(bound, x, w, bias)
     return result
 
 
-def _follows_a_plan(runner: Runner, x: Tensor, w: Tensor, geometry: Geometry) -> bool:
-    """Whether any pass that this call leads to is not torch's own; then torch's node is cheaper."""
-    wanted = {"fprop": True}
-    if torch.is_grad_enabled():
-        wanted |= {"dgrad": x.requires_grad, "wgrad": w.requires_grad}
-    return any(need and runner.find(op, x, w, geometry) for op, need in wanted.items())
+def _only_plain_tensors(*tensors: Tensor) -> bool:
+    """False where something looks on or transforms, to which torch's own operator must be shown.
 
-
-def _plannable(x: Tensor, w: Tensor) -> bool:
-    """False for what only torch's own operator handles, or reports as an error."""
-    plain = type(x) is Tensor and type(w) in (Tensor, torch.nn.Parameter)
+    That is: tensor subclasses and dispatch modes (fake tensors, counters, selective checkpoints),
+    torch.func, forward-mode differentiation and torch.jit.trace.
+    """
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return False
+    c = torch._C
     return (
-        plain
-        and x.device.type == w.device.type == "cpu"
-        and x.dim() == w.dim()
-        and x.numel() > 0
-        and not torch._C._are_functorch_transforms_active()
+        not c._len_torch_dispatch_stack()
+        and not c._are_functorch_transforms_active()
+        and c._get_tracing_state() is None
+        and forward_ad._current_level < 0
     )
 
 
-def _autocast(tensor: Tensor) -> Tensor:
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype("cpu"))
+    return tensor.to(dtype)
 
 
-def _torch_convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    function = (torch.conv1d, torch.conv2d, torch.conv3d)[w.dim() - 3]
-    return function(x, w, bias, *geometry)
+def _torchs(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    stride, padding, dilation, transposed, output_padding, groups = geometry
+    if transposed:
+        function = _TRANSPOSED_FUNCTIONS[w.dim() - 3]
+        return function(x, w, bias, stride, padding, output_padding, groups, dilation)
+    return _FUNCTIONS[w.dim() - 3](x, w, bias, stride, padding, dilation, groups)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, runner: Runner, x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry
-    ) -> Tensor:
+    def forward(ctx: Any, bound: Bound, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.runner, ctx.geometry = runner, geometry
+        ctx.bound = bound
         ctx.bias_sizes = None if bias is None else list(bias.shape)
-        call = runner.find("fprop", x, w, geometry)
-        if call is None:
-            return _torch_convolution(x, w, bias, geometry)
-        y = _planned(call, x, w)
-        if bias is not None:
-            y += bias.view(-1, *[1] * (x.dim() - 2))
-        return y
+        return bound.forward(x, w, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, w = ctx.saved_tensors
-        _, need_x, need_w, need_bias, _ = ctx.needs_input_grad
-        calls = (
-            ctx.runner.find("dgrad", x, w, ctx.geometry) if need_x else None,
-            ctx.runner.find("wgrad", x, w, ctx.geometry) if need_w else None,
+        _, *mask = ctx.needs_input_grad
+        # aten's own operator differentiates again and is seen by others; planned calls are not
+        batched = torch._C._dispatch_keys(dy).has(_BATCHED)
+        if torch.is_grad_enabled() or batched or not _only_plain_tensors(dy, x, w):
+            geometry = ctx.bound.geometry
+            backward = _aten.convolution_backward.default
+            return None, *backward(dy, x, w, ctx.bias_sizes, *geometry, mask)
+        return None, *ctx.bound.backward(dy, x, w, ctx.bias_sizes, mask)
+
+
+def require_same_device(plan: Plan) -> None:
+    """Refuse a plan for other hardware; warn of one for other versions or threads.
+
+    Raises:
+        PlanError: the plan was made for another device.
+    """
+    backend = open_backend(plan.backend)
+    device, software = backend.device(), backend.software()
+    threads = backend.conditions().threads
+    if plan.device != device:
+        raise PlanError(
+            f"the plan was made for {plan.device}, this process runs on {device}; tune here, "
+            f"or load a plan made for this device"
         )
-        # aten's own operator differentiates again; planned calls do not record a graph
-        if torch.is_grad_enabled():
-            calls = (None, None)
-        mask = [need_x and calls[0] is None, need_w and calls[1] is None, need_bias]
-        rest: tuple[Tensor | None, ...] = (None, None, None)
-        if any(mask):
-            arguments = _aten_arguments(ctx.geometry)
-            rest = _aten.convolution_backward(dy, x, w, ctx.bias_sizes, *arguments, mask)
-        dx = rest[0] if calls[0] is None else _planned(calls[0], dy, w)
-        dw = rest[1] if calls[1] is None else _planned(calls[1], x, dy)
-        return None, dx, dw, rest[2], None
-
-
-def _planned(call: Call, a: Tensor, b: Tensor) -> Tensor:
-    layout = memory_format(call.problem)
-    # backward may be called inside autocast, which would round what the plan computes in float32
-    with torch.autocast("cpu", enabled=False):
-        return call(a.contiguous(memory_format=layout), b.contiguous(memory_format=layout))
+    if plan.software != software:
+        warnings.warn(
+            f"the plan was made with {plan.software}, this process runs {software}: its results "
+            f"are right, its times may not be; tune again to renew it",
+            UserWarning,
+            stacklevel=3,
+        )
+    if plan.conditions.threads != threads:
+        warnings.warn(
+            f"the plan was made for {plan.conditions.threads} threads, this process has {threads}: "
+            f"its results are right, its times may not be; set torch.set_num_threads or tune again",
+            UserWarning,
+            stacklevel=3,
+        )

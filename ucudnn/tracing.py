@@ -1,14 +1,22 @@
-"""Find the convolutions of a model's forward and backward, without computing them."""
+"""Find the convolutions of a model's forward and backward, without computing them.
+
+What counts is the call that reaches the dispatcher below autograd and autocast: modules and
+functional calls alike, in the dtype and the layout that they would be computed in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -17,12 +25,18 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ucudnn.backends.original import tf32_allowed
 from ucudnn.errors import ConfigError, ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+# Their fake kernels forget channels-last, which the real ones keep (torch 2.13).
+_PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad3d.default)
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# A transposed convolution is the gradient of one: its forward pass computes dgrad, and so on.
+_TRANSPOSED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
 # What a model's own code raises when it does not like its input.
 _MODEL_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
@@ -30,12 +44,15 @@ _MODEL_ERRORS = (
 )
 
 
-def trace(model: nn.Module, example_inputs: Any) -> list[Problem]:
+def trace(
+    model: nn.Module, example_inputs: Any, *, real: bool = False, device_type: str | None = None
+) -> list[Problem]:
     """List every convolution that one training step would compute, in order, without computing it.
 
     Runs the model on fake tensors: no memory, no device; parameters, buffers, attributes and
-    torch's random state are as before. Forward hooks see the fake tensors. A model none of whose
-    parameters or inputs requires a gradient has no backward problems.
+    torch's random state are as before. Hooks see the fake tensors; one that needs values is left
+    out with a warning. A model none of whose parameters or inputs requires a gradient has no
+    backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
@@ -43,61 +60,95 @@ def trace(model: nn.Module, example_inputs: Any) -> list[Problem]:
 
     Args:
         model: any module; autocast that is active applies.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
+            of such for several input sizes.
+        real: compute one step on the tensors themselves, for a model whose course depends on
+            values; gradients, buffers and random state are as before.
+        device_type: "cpu" or "cuda": layouts and TF32 as torch has them there; default: where the
+            tensors are.
 
     Raises:
         ConfigError: the model does not accept the inputs.
     """
-    return [problem for _, problem in trace_layers(model, example_inputs)]
+    layers = trace_layers(model, example_inputs, real=real, device_type=device_type)
+    return [problem for _, problem in layers]
 
 
-def trace_layers(model: nn.Module, example_inputs: Any) -> list[tuple[str, Problem]]:
-    """Like `trace`, each problem with the name of the module that computes it."""
-    recorder = _Recorder()
-    # tensors that a model keeps outside its parameters and buffers are made fake on the way
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+def trace_layers(
+    model: nn.Module,
+    example_inputs: Any,
+    passes: Collection[str] = OPS,
+    *,
+    real: bool = False,
+    device_type: str | None = None,
+) -> list[tuple[str, Problem]]:
+    """Like `trace`, each problem with the name of the module that computes it.
+
+    Args:
+        model: as for `trace`.
+        example_inputs: as for `trace`.
+        passes: some of "fprop", "dgrad" and "wgrad": forward, gradients of inputs and of weights.
+        real: as for `trace`.
+        device_type: as for `trace`.
+    """
+    recorder = _Recorder(passes, device_type)
     names = {id(module): name for name, module in model.named_modules()}
+    several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    for inputs in several:
+        with _attributes_kept(model), _module_names(recorder, names):
+            _trace_one(model, inputs, recorder, real)
+    return recorder.layers
+
+
+def _trace_one(model: nn.Module, inputs: Any, recorder: _Recorder, real: bool) -> None:
+    # tensors that a model keeps outside its parameters and buffers are made fake on the way
+    fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+    if not real:
+        _let_hooks_fail(model)
     try:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.random.fork_rng(devices=[]),
-            _attributes_kept(model),
-            fake_mode,
-            _module_names(recorder, names),
+            torch.random.fork_rng(devices=None if real else []),
+            fake_mode or nullcontext(),
             recorder,
         ):
-            _step(model, example_inputs, fake_mode)
+            _step(model, inputs, fake_mode, backward=set(recorder.passes) != {"fprop"})
     except _MODEL_ERRORS as error:
-        shapes = [tuple(leaf.shape) for leaf in _tensors(example_inputs)]
+        shapes = [tuple(leaf.shape) for leaf in _tensors(inputs)]
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = "" if real else "; if it needs values and not shapes alone, use real=True"
         raise ConfigError(
-            f"the model does not accept example inputs of shapes {shapes}: {reason}"
+            f"the model does not accept example inputs of shapes {shapes}: {reason}{remedy}"
         ) from error
-    return recorder.layers
 
 
-def _step(model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode) -> None:
-    def fake(tensor: Tensor) -> Tensor:
-        return fake_mode.from_tensor(tensor).detach().requires_grad_(tensor.requires_grad)
+def _step(
+    model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode | None, backward: bool
+) -> None:
+    def own(tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone() if fake_mode is None else fake_mode.from_tensor(tensor)
+        return copied.detach().requires_grad_(tensor.requires_grad)
+
+    def share(tensor: Tensor) -> Tensor:
+        # a real step needs no second copy of the weights: nothing is written to them
+        return tensor.detach().requires_grad_(tensor.requires_grad)
 
     # functional_call swaps these in for the call, so the model's own tensors stay untouched
-    state = {
-        name: fake(tensor)
-        for name, tensor in [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    of_parameter = share if fake_mode is None else own
+    copies = {id(tensor): of_parameter(tensor) for tensor in parameters.values()}
+    copies |= {id(tensor): own(tensor) for tensor in buffers.values()}
+    state = {name: copies[id(tensor)] for name, tensor in (parameters | buffers).items()}
     if isinstance(example_inputs, Mapping):
-        args, kwargs = (), tree_map_only(Tensor, fake, dict(example_inputs))
+        args, kwargs = (), tree_map_only(Tensor, own, dict(example_inputs))
     else:
-        several = isinstance(example_inputs, (tuple, list))
-        args = tree_map_only(Tensor, fake, tuple(example_inputs) if several else (example_inputs,))
-        kwargs = {}
+        inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        args, kwargs = tree_map_only(Tensor, own, inputs), {}
     outputs = torch.func.functional_call(model, state, args, kwargs)
     losses = [tensor.abs().sum() for tensor in _tensors(outputs) if tensor.requires_grad]
-    if losses:
+    if losses and backward:
         torch.autograd.backward(losses)
 
 
@@ -121,53 +172,101 @@ def _tensors(tree: Any) -> list[Tensor]:
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Put back what forward assigns to a module, which would be fake tensors here."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    modules = list(model.modules())
+    holders = [vars(module) for module in modules]
+    # the same containers with what was in them: handles of hooks, for one, refer to their dict
+    held = [value for holder in holders for value in holder.values()]
+    containers = [*holders, *(value for value in held if isinstance(value, (dict, list, set)))]
+    before = [copy(container) for container in containers]
     try:
         yield
     finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
+        for container, contents in zip(containers, before, strict=True):
+            container.clear()
+            if isinstance(container, list):
+                container.extend(contents)
+            else:
+                container.update(contents)
+
+
+def _let_hooks_fail(model: nn.Module) -> None:
+    """Hooks are part of a model, but one that needs values must not end a trace."""
+    for module in model.modules():
+        for kind in _HOOKS:
+            hooks = getattr(module, kind)
+            if hooks:
+                wrapped = OrderedDict((key, _lenient(hook)) for key, hook in hooks.items())
+                setattr(module, kind, wrapped)
+
+
+def _lenient(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except _MODEL_ERRORS as error:
+            warnings.warn(
+                f"a hook of {type(args[0]).__name__} was left out of tracing, because it does not "
+                f"run on fake tensors ({error}); use real=True if it computes convolutions",
+                UserWarning,
+                stacklevel=2,
+            )
+            return None
+
+    return call
 
 
 class _Recorder(TorchDispatchMode):
     """Notes every convolution that reaches the dispatcher, below autograd and autocast."""
 
-    def __init__(self) -> None:
+    def __init__(self, passes: Collection[str], device_type: str | None) -> None:
         super().__init__()
+        self.passes = passes
         self.layers: list[tuple[str, Problem]] = []
         self.modules: list[str] = []
+        self._device_type = device_type
         self._forward_names: dict[Problem, list[str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _CONVOLUTION:
-            self._record_forward(*args)
-        elif func is _CONVOLUTION_BACKWARD:
-            self._record_backward(*args)
-        return func(*args, **(kwargs or {}))
+            x, w, _, *geometry = args
+            self._record_forward(x, w, geometry)
+            result = func(*args, **(kwargs or {}))
+            if self._device_type in (None, x.device.type):
+                return result
+            # what comes next sees the layout that the other device would have given
+            nhwc = uses_channels_last(x, w, geometry, self._device_type)
+            form = _CHANNELS_LAST[x.dim() - 4] if nhwc else torch.contiguous_format
+            return result.contiguous(memory_format=form)
+        if func is _CONVOLUTION_BACKWARD:
+            _, x, w, _, *geometry, mask = args
+            self._record_backward(x, w, geometry, mask)
+        result = func(*args, **(kwargs or {}))
+        if func in _PADS:
+            return result.contiguous(memory_format=suggest_memory_format(args[0]))
+        return result
 
-    def _record_forward(self, x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> None:
-        del bias
-        problem = problem_of("fprop", x, w, *geometry)
+    def _problem(self, which: str, x: Tensor, w: Tensor, geometry: list[Any]) -> Problem | None:
+        arguments = [*geometry, self._device_type]
+        return problem_of(which, x, w, *arguments)
+
+    def _record_forward(self, x: Tensor, w: Tensor, geometry: list[Any]) -> None:
+        problem = self._problem("fprop", x, w, geometry)
         if problem is not None:
             name = self.modules[-1] if self.modules else ""
             self._forward_names.setdefault(problem, []).append(name)
-            self.layers.append((name, problem))
+            if "fprop" in self.passes:
+                self.layers.append((name, problem))
 
-    def _record_backward(
-        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: object, *geometry_and_mask: Any
-    ) -> None:
-        del dy, bias_sizes
-        *geometry, mask = geometry_and_mask
-        forward = problem_of("fprop", x, w, *geometry)
+    def _record_backward(self, x: Tensor, w: Tensor, geometry: list[Any], mask: list[bool]) -> None:
+        forward = self._problem("fprop", x, w, geometry)
         if forward is None:
             return
         # backward meets the calls of one shape in the reverse order of forward
         names = self._forward_names.get(forward)
         name = names.pop() if names else ""
-        for op, wanted in zip(OPS[1:], mask, strict=False):
-            problem = problem_of(op, x, w, *geometry)
-            if wanted and problem is not None:
+        for which, wanted in zip(OPS[1:], mask, strict=False):
+            problem = self._problem(which, x, w, geometry)
+            if wanted and which in self.passes and problem is not None:
                 self.layers.append((name, problem))
 
 
@@ -195,63 +294,123 @@ def _module_names(recorder: _Recorder, names: dict[int, str]) -> Iterator[None]:
 
 
 def problem_of(
-    op: str,
+    which: str,
     x: Tensor,
     w: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
     transposed: bool = False,
-    output_padding: object = None,
+    output_padding: Sequence[int] = (0,),
     groups: int = 1,
+    device_type: str | None = None,
 ) -> Problem | None:
-    """The problem that an aten convolution with these arguments computes.
+    """The problem that a pass of an aten convolution with these arguments computes.
 
     >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
     >>> print(problem_of("wgrad", x, w, [1, 1], [0, 0], [1, 1]))
     wgrad conv2d(3->4, k3, 8x8) at batch 2
+    >>> print(problem_of("fprop", x, w[:3], [2, 2], [0, 0], [1, 1], True, [1, 1]))
+    dgrad conv2d(3->3, k3, 18x18, s2) at batch 2
+
+    Args:
+        which: "fprop", "dgrad" or "wgrad": forward, or a gradient of x or w. The forward pass of a
+            transposed convolution is the dgrad of one, its gradient of x the fprop.
+        x: input.
+        w: filter.
+        stride: per axis, as all that follow.
+        padding: at both ends.
+        dilation: of the filter.
+        transposed: a transposed convolution.
+        output_padding: of a transposed convolution.
+        groups: of channels.
+        device_type: where it is computed; default: where x is.
 
     Returns:
-        The problem, or None where it is not one that can be planned: transposed, empty, of a dtype
-        that no backend computes, or impossible.
+        The problem, or None where it is not one that can be planned: empty, of a dtype that no
+        backend computes, or impossible.
     """
-    del output_padding
     dtype = str(x.dtype).removeprefix("torch.")
-    if transposed or dtype not in BYTES_BY_DTYPE or x.dtype != w.dtype or x.dim() not in (3, 4, 5):
+    if dtype not in BYTES_BY_DTYPE or x.dtype != w.dtype or x.dim() not in (3, 4, 5):
         return None
-    if x.dim() != w.dim() or x.shape[1] != w.shape[1] * groups:
+    channels = w.shape[0] if transposed else w.shape[1] * groups
+    if x.dim() != w.dim() or x.shape[1] != channels or x.device != w.device:
         return None
-    rank = x.dim() - 2
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
     try:
-        return Problem(
-            op=op,
-            batch=int(x.shape[0]),
-            in_channels=int(x.shape[1]),
-            out_channels=int(w.shape[0]),
-            input_size=tuple(map(int, x.shape[2:])),
-            kernel_size=tuple(map(int, w.shape[2:])),
-            stride=_per_axis(stride, rank),
-            padding=tuple((amount, amount) for amount in _per_axis(padding, rank)),
-            dilation=_per_axis(dilation, rank),
-            groups=int(groups),
-            dtype=dtype,
-            layout="nhwc" if is_channels_last(x) or is_channels_last(w) else "nchw",
-        )
+        return _problem(which, x, w, geometry, device_type or x.device.type)
     except ProblemError:
         return None
 
 
-def is_channels_last(tensor: Tensor) -> bool:
-    """True where torch would treat the tensor as channels-last when it picks a layout.
+def _problem(which: str, x: Tensor, w: Tensor, geometry: Any, where: str) -> Problem | None:
+    *per_axis, transposed, output_padding, groups = geometry
+    rank = x.dim() - 2
+    of_axis = [_per_axis(values, rank) for values in (*per_axis, output_padding)]
+    x_size, k_size = tuple(map(int, x.shape[2:])), tuple(map(int, w.shape[2:]))
+    dtype = str(x.dtype).removeprefix("torch.")
+    problem = Problem(
+        op=_TRANSPOSED[which] if transposed else which,
+        batch=int(x.shape[0]),
+        in_channels=int(w.shape[1]) * groups,
+        out_channels=int(w.shape[0]),
+        input_size=_transposed_size(x_size, k_size, *of_axis) if transposed else x_size,
+        kernel_size=k_size,
+        stride=of_axis[0],
+        padding=tuple((amount, amount) for amount in of_axis[1]),
+        dilation=of_axis[2],
+        groups=int(groups),
+        dtype=dtype,
+        layout="nhwc" if uses_channels_last(x, w, geometry, where) else "nchw",
+        math="tf32" if where == "cuda" and dtype == "float32" and tf32_allowed() else "strict",
+    )
+    # an output_padding of a stride or more has no convolution that it is the gradient of
+    return problem if not transposed or problem.output_size == x_size else None
 
-    >>> is_channels_last(torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    True
+
+def _transposed_size(
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    output_padding: tuple[int, ...],
+) -> tuple[int, ...]:
+    axes = zip(size, kernel, stride, padding, dilation, output_padding, strict=True)
+    return tuple((n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, d, o in axes)
+
+
+def uses_channels_last(
+    x: Tensor, w: Tensor, geometry: Sequence[Any], device_type: str = "cpu"
+) -> bool:
+    """Whether torch computes a convolution channels-last, and gives such results.
+
+    >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
+    >>> last = w.to(memory_format=torch.channels_last)
+    >>> geometry = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    >>> uses_channels_last(x, w, geometry), uses_channels_last(x, last, geometry)
+    (False, True)
+
+    Args:
+        x: input.
+        w: filter.
+        geometry: as aten's operator takes it, from stride to groups.
+        device_type: "cuda": cuDNN's rule; else that of the kernel which torch picks here.
     """
-    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
+    if x.dim() not in (4, 5) or _CHANNELS_LAST[x.dim() - 4] not in (
+        suggest_memory_format(x),
+        suggest_memory_format(w),
+    ):
         return False
-    return tensor.is_contiguous(memory_format=_CHANNELS_LAST[tensor.dim() - 4])
+    if device_type == "cuda":
+        return x.dtype != torch.float64
+    if device_type != "cpu" or x.numel() == 0 or w.numel() == 0:
+        return True
+    backend = torch._C._select_conv_backend(x, w, None, *geometry)
+    form = torch._C._conv_determine_backend_memory_format(x, w, backend)
+    return bool(form == _CHANNELS_LAST[x.dim() - 4])
 
 
-def _per_axis(values: list[int], rank: int) -> tuple[int, ...]:
+def _per_axis(values: Sequence[int], rank: int) -> tuple[int, ...]:
     sizes = tuple(map(int, values))
     return sizes * rank if len(sizes) == 1 else sizes

@@ -113,11 +113,94 @@ def test_every_kind_of_module_is_reported(plan_by_hand):
     )
     plan = plan_by_hand(model, torch.empty(4, 3, 9, 9))
     other = nn.Sequential(*model, nn.Conv2d(6, 5, 1))
-    conversion = ucudnn.convert_(other, plan)
+    with pytest.warns(UserWarning, match="planned, but no torch.nn convolution .*: 1, 2;"):
+        conversion = ucudnn.convert_(other, plan)
     assert conversion.swapped == ("0", "3")
     assert conversion.unplanned == ("4",)
     assert conversion.not_swappable == ("1", "2")
     assert "2 are planned but not swappable" in str(conversion)
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4, 1, 1))
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight)
+
+
+def test_functional_calls_are_said_to_be_out_of_reach(plan_by_hand):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Functional())
+    plan = plan_by_hand(model, torch.empty(INPUT))
+    with pytest.warns(UserWarning, match=r"could be swapped: 1; .* use ucudnn.installed\(plan\)"):
+        assert ucudnn.convert_(model, plan).not_swappable == ("1",)
+    ucudnn.revert_(model)
+    conversion = ucudnn.convert_(model, plan, lambda _, name: name == "0")
+    assert (conversion.swapped, conversion.not_swappable) == (("0",), ())
+    with pytest.raises(PlanError, match=r"or ucudnn.installed\(plan\) for the model itself"):
+        ucudnn.convert_(model[1], plan_by_hand(model[1], torch.empty(4, 4, 5, 5)))
+
+
+def test_transposed_layers_are_swapped_and_back(plan_by_hand):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3))
+    plan = plan_by_hand(model, torch.empty(INPUT))
+    assert ucudnn.convert_(model, plan).swapped == ("0", "1")
+    assert type(model[1]) is ucudnn.nn.ConvTranspose2d
+    x = torch.randn(INPUT)
+    torch.testing.assert_close(model(x), ucudnn.revert_(copy.deepcopy(model))(x))
+    size = (10, 10)
+    up = nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1)
+    small = torch.randn(2, 3, 5, 5)
+    truth = up(small, output_size=size)
+    sizes = nn.Sequential(up)
+    sizes.forward = lambda x: up(x, output_size=size)
+    ucudnn.convert_(up, plan_by_hand(sizes, small))
+    torch.testing.assert_close(up(small, output_size=size), truth)
+
+
+def test_a_layer_parametrized_later_is_reverted_too(plan_by_hand):
+    model = nn.Conv2d(3, 4, 3)
+    ucudnn.convert_(model, plan_by_hand(model, torch.empty(INPUT)))
+    parametrizations.weight_norm(model)
+    twin, x = copy.deepcopy(model), torch.randn(INPUT)
+    planned = model(x)
+    ucudnn.revert_(model)
+    assert not isinstance(model, ucudnn.nn.Conv2d)
+    assert isinstance(twin, ucudnn.nn.Conv2d)
+    torch.testing.assert_close(model(x), planned)
+    nn.utils.parametrize.remove_parametrizations(model, "weight")
+    assert type(model) is nn.Conv2d
+    torch.testing.assert_close(model(x), planned)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_weight_norm_by_hooks_and_shared_layers(plan_by_hand):
+    layers = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers.append(nn.utils.weight_norm(nn.Conv2d(4, 4, 3, padding=1)))
+    model, original = (nn.Sequential(layer, layer) for layer in layers)
+    x = torch.randn(6, 4, 9, 9)
+    conversion = ucudnn.convert_(model, plan_by_hand(model, x))
+    assert conversion.swapped == ("0",)
+    assert model[0] is model[1]
+    torch.testing.assert_close(step(model, x), step(original, x))
+    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpoints_load_both_ways(plan_by_hand):
+    model, other = small_model(), small_model()
+    ucudnn.convert_(model, plan_by_hand(model, torch.empty(INPUT)))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other[0].weight, model[0].weight)
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(other[0].weight, model[0].weight)
 
 
 def test_filter_leaves_layers_out(plan_by_hand):

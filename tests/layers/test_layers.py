@@ -7,6 +7,8 @@ import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
+import torch.utils.flop_counter
 from torch import nn
 
 import ucudnn
@@ -24,7 +26,16 @@ LAYERS = {
     "2d-valid": (nn.Conv2d(4, 6, 3, padding="valid"), (5, 4, 9, 8)),
     "2d-reflect": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (5, 4, 9, 8)),
     "2d-circular": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (5, 4, 9, 8)),
+    "2d-replicate-no-padding": (nn.Conv2d(4, 6, 1, padding_mode="replicate"), (5, 4, 9, 8)),
     "3d": (nn.Conv3d(4, 6, 3, padding=1), (5, 4, 5, 6, 7)),
+    "1d-transposed": (nn.ConvTranspose1d(4, 6, 4, 3, 1), (5, 4, 17)),
+    "2d-transposed": (nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1), (5, 4, 9, 8)),
+    "2d-transposed-grouped": (
+        nn.ConvTranspose2d(4, 6, (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=False),
+        (5, 4, 9, 8),
+    ),
+    "2d-transposed-dilated": (nn.ConvTranspose2d(4, 6, 3, padding=2, dilation=2), (5, 4, 9, 8)),
+    "3d-transposed": (nn.ConvTranspose3d(4, 6, 2, 2), (5, 4, 3, 4, 5)),
 }
 # torch warns of its own padded copy, for an even kernel
 ignore_even_same = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -116,9 +127,14 @@ def test_only_the_gradients_that_are_asked_for(plan_by_hand):
 def test_what_the_plan_does_not_compute_is_torchs(plan_by_hand):
     layer, planned, x = plain_pair(plan_by_hand)
     assert torch.equal(planned(x[:0]), layer(x[:0]))
-    assert torch.equal(planned(x[0]), layer(x[0]))
     meta = planned.to("meta")(x.to("meta"))
     assert meta.device.type == "meta"
+
+
+def test_an_input_without_a_batch_follows_the_plan_of_one_sample(plan_by_hand):
+    layer, planned, x = plain_pair(plan_by_hand)
+    assert_close(gradients(planned, x[0]), gradients(layer, x[0]))
+    assert torch.equal(planned(x[0]), planned(x[:1])[0])
 
 
 def test_torchs_own_error_for_a_wrong_shape(plan_by_hand):
@@ -180,6 +196,103 @@ def test_tracing_a_converted_model_finds_its_convolutions(plan_by_hand):
     assert ucudnn.trace(planned, x) == ucudnn.trace(layer, x)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_forward_mode_differentiation_runs_torchs_operator(plan_by_hand):
+    results = []
+    _, planned, x = plain_pair(plan_by_hand)
+    for module in (ucudnn.revert_(copy.deepcopy(planned)), planned):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            results.append(torch.autograd.forward_ad.unpack_dual(module(dual)).tangent)
+        results.append(torch.func.jvp(module, (x,), (torch.ones_like(x),))[1])
+    assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+def test_transforms_and_batched_gradients_equal_torchs(plan_by_hand):
+    _, planned, x = plain_pair(plan_by_hand)
+    results = []
+    for module in (ucudnn.revert_(copy.deepcopy(planned)), planned):
+        parameters = dict(module.named_parameters())
+
+        def loss(parameters, sample, module=module):
+            return torch.func.functional_call(module, parameters, sample[None]).square().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+        y = module(x)
+        many = torch.stack([torch.ones_like(y), torch.randn(y.shape, generator=seeded())])
+        batched = torch.autograd.grad(y, module.weight, many, is_grads_batched=True)
+        results.append([per_sample["weight"], *batched])
+    assert_close(*results)
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def test_who_looks_on_sees_torchs_operator(plan_by_hand):
+    """A counter of operations counts a planned layer as torch's, and torch.jit.trace records it."""
+    layer, planned, x = plain_pair(plan_by_hand)
+    counts = []
+    for module in (layer, planned):
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            module(x).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(planned, x)
+    assert "aten::_convolution" in str(traced.graph)
+    torch.testing.assert_close(traced(x), layer(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_by_plan(plan_by_hand, reentrant):
+    layer, planned, x = plain_pair(plan_by_hand)
+    results = []
+    for module in (layer, planned):
+
+        def run(x, module=module):
+            checkpoint = torch.utils.checkpoint.checkpoint
+            return checkpoint(lambda x: module(x).relu(), x, use_reentrant=reentrant)
+
+        run.zero_grad, run.parameters = module.zero_grad, module.parameters
+        results.append(gradients(run, x))
+    assert_close(*results)
+
+
+def test_inference_mode_and_inference_tensors(plan_by_hand):
+    layer, planned, x = plain_pair(plan_by_hand)
+    with torch.inference_mode():
+        y = planned(x * 1)
+        assert y.is_inference()
+        torch.testing.assert_close(y, layer(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(planned(y[:0, :4]), layer(y[:0, :4]))
+
+
+@pytest.mark.parametrize("needed", [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 0, 1)])
+def test_each_gradient_alone(plan_by_hand, needed):
+    layer, planned, x = plain_pair(plan_by_hand)
+    results = []
+    for module in (layer, planned):
+        mine = x.clone().requires_grad_(bool(needed[0]))
+        module.weight.requires_grad_(bool(needed[1]))
+        module.bias.requires_grad_(bool(needed[2]))
+        module(mine).square().sum().backward()
+        results.append([mine.grad, module.weight.grad, module.bias.grad])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+def test_export_shows_plain_operators(plan_by_hand):
+    layer, planned, x = plain_pair(plan_by_hand)
+    program = torch.export.export(planned, (x,))
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets == ["aten.conv2d.default"]
+    assert torch.equal(program.module()(x), layer(x))
+
+
 class TestUnplanned:
     """A shape that the plan does not cover does what `Config.unplanned` says."""
 
@@ -202,6 +315,13 @@ class TestUnplanned:
         torch.testing.assert_close(planned(larger), layer(larger), rtol=1e-4, atol=1e-4)
         problem = ucudnn.trace(layer, larger)[0]
         assert planned._ucudnn_runner.plan.covers(problem)
+
+    def test_nothing_is_measured_while_a_cuda_graph_is_captured(self, plan_by_hand, monkeypatch):
+        _, planned, _ = plain_pair(plan_by_hand, unplanned="tune", policy="undivided")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(PlanError, match="cannot be tuned while a CUDA graph is captured"):
+            planned(torch.randn(7, 4, 9, 8))
 
     def test_a_layer_made_without_a_plan(self):
         config = Config(unplanned="tune", policy="undivided")

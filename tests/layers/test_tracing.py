@@ -1,0 +1,240 @@
+"""What `trace` finds, against what a real step computes, and that it leaves the model alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ucudnn
+from ucudnn.backends.original import tf32_allowed
+from ucudnn.errors import ConfigError
+from ucudnn.tracing import problem_of, trace_layers, uses_channels_last
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class Mixed(nn.Module):
+    """Modules, functional calls, a transposed convolution, pads and a shared layer."""
+
+    def __init__(self, rank=2, dtype=torch.float32):
+        super().__init__()
+        convolution = (nn.Conv2d, nn.Conv3d)[rank - 2]
+        transposed = (nn.ConvTranspose2d, nn.ConvTranspose3d)[rank - 2]
+        self.rank = rank
+        self.stem = convolution(3, 4, 3, padding=1, padding_mode="reflect", dtype=dtype)
+        self.shared = convolution(4, 4, 3, padding="same", groups=2, dtype=dtype)
+        self.again = self.shared
+        self.weight = nn.Parameter(torch.randn(6, 4, *[1] * rank, dtype=dtype))
+        self.up = transposed(6, 5, 2, stride=2, dtype=dtype)
+
+    def forward(self, x):
+        call = (functional.conv2d, functional.conv3d)[self.rank - 2]
+        x = torch.relu(self.again(self.shared(self.stem(x))))
+        return self.up(call(x, self.weight, stride=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("last", ["nothing", "weights", "input", "both"])
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_fake_step_finds_what_a_real_one_computes(rank, last, dtype, autocast):
+    model, x = Mixed(rank, dtype), torch.randn(2, 3, *[8] * rank, dtype=dtype, requires_grad=True)
+    form = FORMATS[rank + 2]
+    if last in ("weights", "both"):
+        model = model.to(memory_format=form)
+    if last in ("input", "both"):
+        x = x.detach().to(memory_format=form).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        traced = trace_layers(model, x)
+        assert traced == trace_layers(model, x, real=True)
+    assert len(traced) == 5 * 3
+    assert [name for name, _ in traced[:5]] == ["stem", "shared", "shared", "", "up"]
+    expected = "bfloat16" if autocast and dtype != torch.float64 else str(dtype)[6:]
+    assert {problem.dtype for _, problem in traced} == {expected}
+
+
+def test_the_passes_that_are_asked_for():
+    model, x = Mixed(), torch.empty(2, 3, 8, 8)
+    forward = trace_layers(model, x, ("fprop",))
+    assert forward == trace_layers(model, x)[:5]
+    # a transposed convolution's forward pass is the dgrad of the convolution it is the gradient of
+    assert [problem.op for _, problem in forward] == ["fprop"] * 4 + ["dgrad"]
+    weights = trace_layers(model, x, ("wgrad",))
+    assert [problem.op for _, problem in weights] == ["wgrad"] * 5
+
+
+def test_tuning_for_inference_plans_transposed_convolutions_too():
+    model, x = nn.ConvTranspose1d(2, 3, 2), torch.empty(1, 2, 4)
+    plan = ucudnn.tune(model, x, ucudnn.Config(ops=("fprop",), policy="undivided"))
+    assert [kernel.problem.op for kernel in plan.kernels] == ["dgrad"]
+
+
+def test_several_input_sizes_in_a_list():
+    model = nn.Conv2d(3, 4, 3)
+    inputs = [
+        torch.empty(2, 3, 9, 9),
+        (torch.empty(4, 3, 8, 7),),
+        {"input": torch.empty(1, 3, 5, 5)},
+    ]
+    sizes = [(p.op, p.batch, p.input_size) for p in ucudnn.trace(model, inputs)]
+    expected = [(2, (9, 9)), (4, (8, 7)), (1, (5, 5))]
+    assert sizes == [(op, *one) for one in expected for op in ("fprop", "wgrad")]
+
+
+def test_a_plan_of_several_sizes_serves_each_and_every_smaller_batch(plan_by_hand):
+    model = nn.Conv2d(3, 4, 3)
+    inputs = [torch.randn(3, 3, 9, 9), torch.randn(5, 3, 8, 7)]
+    plan = plan_by_hand(model, inputs, config=ucudnn.Config(unplanned="error"))
+    truths = [model(x) for x in inputs]
+    ucudnn.convert_(model, plan)
+    for x, truth in zip(inputs, truths, strict=True):
+        for batch in range(1, len(x) + 1):
+            torch.testing.assert_close(model(x[:batch]), truth[:batch])
+
+
+class Gated(nn.Module):
+    """Its course depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.norm(self.large(x) if x.sum() > 0 else self.small(x)) * torch.rand(1)
+
+
+def test_a_real_step_where_values_decide():
+    model, x = Gated(), torch.ones(2, 3, 9, 9)
+    with pytest.raises(ConfigError, match="use real=True"):
+        ucudnn.trace(model, x)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert [p.kernel_size for p in ucudnn.trace(model, x, real=True)] == [(3, 3)] * 2
+    assert [p.kernel_size for p in ucudnn.trace(model, -x, real=True)] == [(1, 1)] * 2
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    plan = ucudnn.tune(model, x, ucudnn.Config(policy="undivided"), real=True)
+    assert {kernel.problem.kernel_size for kernel in plan.kernels} == {(3, 3)}
+
+
+def test_a_hook_that_needs_values_is_left_out_with_a_warning():
+    model, means = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)), []
+    model[0].register_forward_hook(lambda *call: means.append(call[-1].mean().item()))
+    model[1].register_forward_pre_hook(lambda *call: (call[-1][0][:1],))
+    hooks = model[0]._forward_hooks
+    with pytest.warns(UserWarning, match="a hook of Conv2d was left out of tracing"):
+        problems = ucudnn.trace(model, torch.empty(2, 3, 9, 9))
+    assert [problem.batch for problem in problems] == [2, 1, 1, 1, 2]
+    assert not means
+    assert model[0]._forward_hooks is hooks
+    model(torch.randn(2, 3, 9, 9))
+    assert len(means) == 1
+
+
+class Remembering(nn.Module):
+    """Fills containers and registers hooks in its first forward, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen, self.by_name, self.hooked = nn.Conv2d(3, 3, 1), [], {}, False
+
+    def forward(self, x):
+        if not self.hooked:
+            self.layer.register_forward_hook(lambda *_: self.seen.append(_[-1]))
+            self.hooked = True
+        self.by_name["x"] = x
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_what_forward_keeps_is_put_back_in_its_containers(real):
+    model, x = Remembering(), torch.randn(2, 3, 4, 4)
+    held = (model.seen, model.by_name, model.layer._forward_hooks)
+    ucudnn.trace(model, x, real=real)
+    assert (model.seen, model.by_name, model.hooked) == ([], {}, False)
+    assert not model.layer._forward_hooks
+    now = (model.seen, model.by_name, model.layer._forward_hooks)
+    assert all(ours is theirs for ours, theirs in zip(now, held, strict=True))
+    model(x)
+    assert len(model.seen) == 1
+
+
+def test_shared_modules_and_parameters():
+    layer = nn.Conv2d(3, 3, 1)
+    model = nn.Sequential(layer, layer, nn.Conv2d(3, 3, 1))
+    model[2].weight = layer.weight
+    assert len(ucudnn.trace(model, torch.empty(2, 3, 4, 4))) == 3 + 5
+
+
+class TestLayouts:
+    """The rule by which torch picks a layout, against its own answer and its results."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize("groups", [1, 3])
+    @pytest.mark.parametrize("rank", [2, 3])
+    def test_on_a_cpu(self, rank, groups, transposed, dtype):
+        geometry = ([1] * rank, [0] * rank, [1] * rank, transposed, [0] * rank, groups)
+        shape = (3, 9 // groups) if transposed else (9, 3 // groups)
+        for form_x in (torch.contiguous_format, FORMATS[rank + 2]):
+            for form_w in (torch.contiguous_format, FORMATS[rank + 2]):
+                x = torch.randn(2, 3, *[6] * rank, dtype=dtype).contiguous(memory_format=form_x)
+                w = torch.randn(*shape, *[2] * rank, dtype=dtype).contiguous(memory_format=form_w)
+                y = torch.convolution(x, w, None, *geometry)
+                last = y.is_contiguous(memory_format=FORMATS[rank + 2])
+                assert uses_channels_last(x, w, geometry) == last
+
+    def test_as_on_a_gpu(self):
+        geometry = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        x, w = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 2, 2)
+        last = w.to(memory_format=torch.channels_last)
+        assert uses_channels_last(x, last, geometry, "cuda")
+        assert not uses_channels_last(x.double(), last.double(), geometry, "cuda")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_a_trace_for_a_gpu_hands_on_the_layout_that_one_gives(self, dtype):
+        model = nn.Sequential(nn.Conv3d(3, 4, 3), nn.ReLU(), nn.Conv3d(4, 4, 1)).to(dtype)
+        model[0].to(memory_format=torch.channels_last_3d)
+        x = torch.empty(2, 3, 6, 6, 6, dtype=dtype)
+        layouts = {problem.layout for problem in ucudnn.trace(model, x, device_type="cuda")}
+        assert layouts == {"nhwc" if dtype == torch.float32 else "nchw"}
+
+
+class TestTf32:
+    """Read through both of torch's interfaces, whichever was used."""
+
+    @pytest.fixture(autouse=True)
+    def _restored(self):
+        before = torch.backends.cudnn.conv.fp32_precision
+        yield
+        torch.backends.cudnn.conv.fp32_precision = before
+
+    def test_it_is_in_the_problem_for_float32_on_a_gpu(self):
+        model, x = nn.Conv2d(3, 4, 3), torch.empty(2, 3, 6, 6)
+        for precision, math in (("ieee", "strict"), ("tf32", "tf32")):
+            torch.backends.cudnn.conv.fp32_precision = precision
+            assert tf32_allowed() == (math == "tf32")
+            traced = ucudnn.trace(model, x, device_type="cuda")
+            assert {problem.math for problem in traced} == {math}
+            assert {problem.math for problem in ucudnn.trace(model, x)} == {"strict"}
+            half = ucudnn.trace(model.bfloat16(), x.bfloat16(), device_type="cuda")
+            assert {problem.math for problem in half} == {"strict"}
+            model.float()
+
+    def test_the_older_switch(self, monkeypatch):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        assert not tf32_allowed()
+
+
+@pytest.mark.parametrize(("padding", "planned"), [(1, True), (2, False)])
+def test_an_output_padding_of_a_stride_is_no_gradient_of_a_convolution(padding, planned):
+    x, w = torch.empty(2, 4, 5), torch.empty(4, 3, 3)
+    problem = problem_of("fprop", x, w, [2], [0], [3], True, [padding], 1)
+    assert (problem is not None) == planned
+    if problem is not None:
+        y = functional.conv_transpose1d(x, w, stride=2, dilation=3, output_padding=padding)
+        assert problem.result_shape == y.shape
