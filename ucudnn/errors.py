@@ -36,3 +36,18 @@ class PlanError(UcudnnError):
 
     def __reduce__(self) -> tuple[type[PlanError], tuple[str, int | None]]:
         return type(self), (str(self), self.smallest_bytes)
+
+
+class RankError(UcudnnError):
+    """Ranks of one job that do not agree, or do not answer; the message names them.
+
+    Attributes:
+        ranks: those that are named, in the numbers of the default process group.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)

@@ -1,0 +1,133 @@
+"""Real ranks for tests: processes forked from a server that has torch loaded, or torchrun's."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+RANKS = Path(__file__).with_name("ranks.py")
+# A machine that is busy with other work takes several times as long as an idle one.
+PATIENCE_S = 240
+
+
+@dataclass
+class Job:
+    """Ranks at work on one function of ranks.py, and what each of them returned.
+
+    Args:
+        folder: where ranks say how far they are.
+        processes: by rank.
+    """
+
+    folder: Path
+    processes: list[Any] = field(default_factory=list)
+
+    def said(self, rank: int) -> dict[str, Any] | None:
+        """What a rank returned, None where it did not end so."""
+        path = self.folder / f"{rank}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def wait_for(self, sign: str) -> None:
+        """Wait for a file that a rank makes."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (self.folder / sign).exists():
+            assert time.monotonic() < deadline, f"{sign} did not appear"
+            time.sleep(0.01)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to one rank."""
+        os.kill(self.processes[rank].pid, number)
+
+    def end(self, *ranks: int) -> list[dict[str, Any]]:
+        """What these ranks returned, when they have ended; all, unless told otherwise."""
+        chosen = ranks or range(len(self.processes))
+        for rank in chosen:
+            self.processes[rank].join(PATIENCE_S)
+            assert self.processes[rank].exitcode == 0, f"rank {rank}: see its output"
+        return [self.said(rank) or {} for rank in chosen]
+
+
+Launch = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def server() -> Any:
+    """A process that has loaded torch and used none of it: what it forks starts in no time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "ucudnn.distributed", "h5py"])
+    return context
+
+
+@pytest.fixture
+def launch(server: Any, tmp_path: Path) -> Iterator[Launch]:
+    """Start ranks that run a function of ranks.py; the store is in this process, as in an agent."""
+    started: list[Job] = []
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(function: str, ranks: int, **arguments: Any) -> Job:
+        job = Job(tmp_path / f"job-{len(started)}")
+        job.folder.mkdir()
+        started.append(job)
+        for rank in range(ranks):
+            given = {
+                "FUNCTION": function,
+                "ARGUMENTS": arguments,
+                "RANK": rank,
+                "WORLD_SIZE": ranks,
+                "PORT": store.port,
+                "NAME": f"{tmp_path.name}-{len(started)}",
+                "FOLDER": str(job.folder),
+                "CACHE": os.environ["UCUDNN_CACHE"],
+            }
+            process = server.Process(target=runpy.run_path, args=(str(RANKS), given, "__rank__"))
+            process.start()
+            job.processes.append(process)
+        return job
+
+    yield start
+    for job in started:
+        for process in job.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path, package: Path) -> Callable[..., Job]:
+    """Run a function of ranks.py under torchrun until it ends; a dictionary says how."""
+
+    def run(function: str, ranks: int, *options: str, **arguments: Any) -> tuple[int, str, Path]:
+        folder = tmp_path / "torchrun"
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", *options, str(RANKS)]
+        command += [function, str(folder), json.dumps(arguments)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(package.parent),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        ended = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            env=environment,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        return ended.returncode, ended.stdout + ended.stderr, folder
+
+    return run

@@ -1,0 +1,74 @@
+"""Converted layers in data-parallel training equal torch's, however it is wrapped and shared."""
+
+from __future__ import annotations
+
+import pytest
+
+# Sums in another order, 20 steps of float32 with momentum: what torch differs by from itself.
+FLOAT32 = 2e-4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), (2, {}), (4, {}), (2, {"static_graph": True, "gradient_as_bucket_view": True})],
+)
+def test_ddp_with_converted_layers_equals_ddp_with_torch_layers(launch, ranks, options):
+    for one in launch("ddp", ranks, **options).end():
+        assert one["loss"] < FLOAT32
+        assert one["weights"] < FLOAT32
+        assert one["learned"] < 0.9
+        assert one["replicated"]
+        ours, theirs = one["buckets"]
+        assert ours == theirs
+        assert len(ours) >= 20
+
+
+def test_gradient_accumulation_without_communication(launch):
+    for one in launch("accumulate", 2).end():
+        assert one["weights"] < FLOAT32
+        assert one["replicated"]
+        ours, theirs = one["buckets"]
+        assert ours == theirs == 3
+
+
+def test_ranks_with_different_numbers_of_batches(launch):
+    for one in launch("join", 2).end():
+        assert one["weights"] < FLOAT32
+        assert one["replicated"]
+
+
+def test_fully_sharded_parameters(launch):
+    for one in launch("fsdp", 2).end():
+        assert one["loss"] < FLOAT32
+        assert one["weights"] < FLOAT32
+        # forward and weight gradient of three layers, data gradient of two
+        assert one["planned calls"] == 20 * 8
+
+
+# Time per sample of each rank; in the second, ranks are only able to take even numbers.
+FAST, SLOW = [10 * n for n in range(1, 13)], [30 * n for n in range(1, 13)]
+EVEN = [None if n % 2 else 10 * n for n in range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("times", "sizes"),
+    [
+        ([FAST], [12]),
+        ([FAST, SLOW], [9, 3]),
+        ([SLOW, EVEN], [2, 10]),
+        ([FAST, SLOW, FAST, SLOW], [5, 1, 5, 1]),
+    ],
+)
+def test_uneven_shares_give_the_gradient_of_the_whole_batch(launch, times, sizes):
+    for one in launch("uneven", len(times), times=times, batch=12).end():
+        assert sorted(one["sizes"]) == sorted(sizes)
+        assert one["gradient"] < 1e-12
+        assert one["weights"] < 1e-12
+        assert one["replicated"]
+
+
+def test_synchronized_batch_norm_leaves_our_layers_and_needs_a_gpu(launch):
+    (one,) = launch("synchronized_batch_norm", 1).end()
+    assert one["norm"] == "SyncBatchNorm"
+    assert set(one["kinds"]) == {"ucudnn.nn"}
+    assert "GPU" in one["sentence"]

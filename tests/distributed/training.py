@@ -1,0 +1,254 @@
+"""What ranks run in tests of training: converted layers beside torch's, in the same processes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import ucudnn
+from ucudnn import distributed
+
+BATCH, STEPS = 8, 20
+
+
+def network(seed: int = 0, dtype: torch.dtype = torch.float32, norm: bool = True) -> nn.Module:
+    """Convolutions with a stride, with groups, with and without a bias."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1, bias=False)]
+    layers += [nn.BatchNorm2d(8)] if norm else []
+    layers += [nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, groups=2), nn.ReLU()]
+    layers += [nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(4 * 4 * 4, 5)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def planned(model: nn.Module, batch: int = BATCH) -> nn.Module:
+    """A copy that computes every batch in chunks of two samples, backward too."""
+    path = Path(__file__).parents[1] / "layers" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("plans_by_hand", path)
+    assert spec is not None
+    assert spec.loader is not None
+    by_hand = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(by_hand)
+    dtype = next(model.parameters()).dtype
+    plan = by_hand._plan(model, torch.empty(batch, 3, 9, 9, dtype=dtype))
+    converted = copy.deepcopy(model)
+    conversion = ucudnn.convert_(converted, distributed.agree(plan, timeout_s=100))
+    assert len(conversion.swapped) == 3
+    return converted
+
+
+def data(samples: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randn(samples, 3, 9, 9, generator=generator)
+    return images.to(dtype), torch.randint(5, (samples,), generator=generator)
+
+
+def difference(ours: nn.Module, theirs: nn.Module) -> float:
+    """Largest difference of any parameter or buffer, relative to the largest of that tensor."""
+    pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    return max(
+        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-30))
+        for a, b in pairs
+    )
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether all ranks have the same parameters, bit by bit."""
+    ok = True
+    for parameter in model.parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        ok = ok and torch.equal(first, parameter.detach())
+    return ok
+
+
+def ddp(folder: Path, rank: int, **options: Any) -> dict[str, Any]:
+    """Train both for 20 steps, the last batch of each epoch smaller and not the same on all."""
+    ranks = dist.get_world_size()
+    model = network()
+    both = [DistributedDataParallel(m, **options) for m in (planned(model), copy.deepcopy(model))]
+    counts = [count_buckets(m) for m in both]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in both]
+    images, labels = data(ranks * BATCH * 4 + ranks * 3)
+    losses: list[list[float]] = [[], []]
+    for number in range(STEPS):
+        # five steps an epoch; in the fifth the ranks have 3, 4, 3, 4 samples
+        start = number % 5 * BATCH * ranks + rank * BATCH
+        size = BATCH if number % 5 < 4 else 3 + rank % 2
+        start = min(start, len(images) - size)
+        for one, optimizer, taken in zip(both, optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss = cross_entropy(one(images[start : start + size]), labels[start : start + size])
+            loss.backward()
+            optimizer.step()
+            taken.append(loss.item())
+    return {
+        "loss": max(abs(a - b) / b for a, b in zip(*losses, strict=True)),
+        "learned": losses[0][-1] / losses[0][0],
+        "weights": difference(*(m.module for m in both)),
+        "replicated": is_replicated(both[0]),
+        "buckets": [list(count) for count in counts],
+    }
+
+
+def count_buckets(model: DistributedDataParallel) -> list[int]:
+    """Sizes of the gradient buckets, in the order in which they become ready; DDP as always."""
+    sizes: list[int] = []
+
+    # DDP asks for this very name, and reads annotations that `annotations` turns into text
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        sizes.append(bucket.buffer().numel())
+        # waits itself: futures of gloo that outlive this frame can abort the exit
+        dist.all_reduce(bucket.buffer())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer().div_(dist.get_world_size()))
+        return future
+
+    model.register_comm_hook(None, hook)
+    return sizes
+
+
+def accumulate(folder: Path, rank: int) -> dict[str, Any]:
+    """Four micro-steps per update, the first three of them without communication."""
+    model = network(norm=False)
+    both = [DistributedDataParallel(m) for m in (planned(model), copy.deepcopy(model))]
+    counts = [count_buckets(m) for m in both]
+    images, labels = data(dist.get_world_size() * BATCH * 4)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in both]
+    for _ in range(3):
+        for one, optimizer in zip(both, optimizers, strict=True):
+            optimizer.zero_grad()
+            for micro in range(4):
+                start = (rank * 4 + micro) * BATCH
+                with one.no_sync() if micro < 3 else nullcontext():
+                    part = slice(start, start + BATCH)
+                    (cross_entropy(one(images[part]), labels[part]) / 4).backward()
+            optimizer.step()
+    return {
+        "weights": difference(*(m.module for m in both)),
+        "replicated": is_replicated(both[0]),
+        "buckets": [len(count) for count in counts],
+    }
+
+
+def join(folder: Path, rank: int) -> dict[str, Any]:
+    """Ranks with 3 and more batches each."""
+    model = network(norm=False)
+    both = [DistributedDataParallel(m) for m in (planned(model), copy.deepcopy(model))]
+    images, labels = data(BATCH)
+    for one in both:
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.05)
+        with Join([one]):
+            for _ in range(3 + 2 * rank):
+                optimizer.zero_grad()
+                cross_entropy(one(images), labels).backward()
+                optimizer.step()
+    return {
+        "weights": difference(*(m.module for m in both)),
+        "replicated": is_replicated(both[0]),
+    }
+
+
+def fsdp(folder: Path, rank: int) -> dict[str, Any]:
+    """Parameters sharded over the ranks: `fully_shard` on every layer and on the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = network(norm=False)
+    both = [planned(model), copy.deepcopy(model)]
+    for one in both:
+        for layer in one:
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(one, mesh=mesh)
+    images, labels = data(dist.get_world_size() * BATCH)
+    mine = slice(rank * BATCH, (rank + 1) * BATCH)
+    calls = count_calls()
+    losses: list[list[float]] = [[], []]
+    for one, taken in zip(both, losses, strict=True):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.05)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = cross_entropy(one(images[mine]), labels[mine])
+            loss.backward()
+            optimizer.step()
+            taken.append(loss.item())
+    pairs = zip(*(one.state_dict().values() for one in both), strict=True)
+    apart = max(float((a.full_tensor() - b.full_tensor()).abs().max()) for a, b in pairs)
+    return {
+        "loss": max(abs(a - b) / b for a, b in zip(*losses, strict=True)),
+        "weights": apart,
+        "planned calls": calls[0],
+    }
+
+
+def count_calls() -> list[int]:
+    """How often a planned convolution runs from now on."""
+    from ucudnn import execute
+
+    calls = [0]
+    original: Callable[..., Tensor] = execute.Call.__call__
+
+    def counted(self: Any, a: Tensor, b: Tensor) -> Tensor:
+        calls[0] += 1
+        return original(self, a, b)
+
+    execute.Call.__call__ = counted  # type: ignore[method-assign]
+    return calls
+
+
+def uneven(folder: Path, rank: int, times: list[list[int | None]], batch: int) -> dict[str, Any]:
+    """Train with uneven shares and weighted losses in float64; rank 0 checks against one process.
+
+    Every fourth global batch is a smaller one, which some rank may have no sample of.
+    """
+    dtype = torch.float64
+    shares = distributed.share(times[rank], batch, timeout_s=100)
+    model = network(dtype=dtype, norm=False)
+    whole = copy.deepcopy(model)
+    one = DistributedDataParallel(planned(model, max(shares.sizes)))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, whole)]
+    images, labels = data(batch, dtype)
+    worst = 0.0
+    for number in range(STEPS):
+        total = 3 if number % 4 == 3 else batch
+        mine = shares.part(total)
+        for m, part, weight in ((one, mine, shares.weight(total)), (whole, slice(total), 1.0)):
+            m.zero_grad()
+            # a rank without a sample takes part with one that counts nothing
+            some = part if part.start != part.stop else slice(1)
+            (weight * cross_entropy(m(images[some]), labels[some])).backward()
+        for a, b in zip(one.module.parameters(), whole.parameters(), strict=True):
+            worst = max(worst, float((a.grad - b.grad).norm() / b.grad.norm()))
+        for optimizer in optimizers:
+            optimizer.step()
+    return {
+        "sizes": list(shares.sizes),
+        "gradient": worst,
+        "weights": difference(one.module, whole),
+        "replicated": is_replicated(one),
+    }
+
+
+def synchronized_batch_norm(folder: Path, rank: int) -> dict[str, Any]:
+    """What torch's conversion leaves of ours, and what it does without a GPU."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(planned(network()))
+    sentence = ""
+    try:
+        DistributedDataParallel(model)
+    except ValueError as error:
+        sentence = str(error)
+    kinds = [type(layer).__module__ for layer in model if isinstance(layer, nn.Conv2d)]
+    return {"sentence": sentence, "kinds": kinds, "norm": type(model[1]).__name__}
