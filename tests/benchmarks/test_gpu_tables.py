@@ -1,0 +1,172 @@
+"""The tables say what was computed by hand from three small layers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SPLITS = """\
+name,op,dtype,layout,batch,limit_mib,undivided_algorithm,undivided_us,torch_default_us,\
+torch_benchmark_us,torch_benchmark_extra_mib,micro_batch,algorithm,workspace_mib,predicted_us,\
+eager_us,captured_us,host_us_per_chunk
+t:a,fprop,fp32,nchw,8,64,eng0,800,400,100,196.0,2,eng67,49.0,160,200,160,4
+t:b,fprop,fp32,nchw,8,64,eng0,100,100,100,20.0,8,eng0,20.0,100,100,100,9
+t:c,fprop,fp32,nchw,8,64,eng0,50,100,100,40.0,4,eng67,40.0,100,100,,8
+t:d,fprop,fp32,nchw,8,64,,,300,100,90.0,1,eng67,60.0,80,100,50,5
+t:a,fprop,fp32,nchw,8,8,eng0,800,400,100,196.0,1,eng67,6.0,320,400,320,6
+"""
+TIMINGS = """\
+name,op,dtype,layout,batch,algorithm,workspace_bytes,mode,rank,notes,median_us,min_us,samples,\
+error,beta1_error
+t:a,fprop,fp32,nchw,8,eng67,205520896,A,0,TENSOR_CORE,250,249,9,,
+t:a,fprop,fp32,nchw,8,eng0,0,B,1,,800,790,9,,
+t:a,fprop,fp32,nchw,2,eng67,51380224,A,0,TENSOR_CORE,40,39,9,3e-4,
+t:c,fprop,fp32,nchw,8,eng67,41943040,A,0,TENSOR_CORE,50,50,9,,
+t:a,wgrad,fp32,nchw,4,eng1,0,A,0,,10,10,9,1e-6,2e-6
+t:a,wgrad,fp32,nchw,4,eng2,0,A,0,,10,10,9,3e-6,CUDNN_STATUS_NOT_SUPPORTED
+"""
+ANSWERS = {
+    "cudnn": 92800,
+    "lists_by_handle_equal_by_profile": [14, 15],
+    "skipped": {"time": 3, "plan NOT_SUPPORTED": 7},
+}
+
+
+@pytest.fixture
+def tables(
+    script: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., dict[str, list[list[str]]]]:
+    """A function that runs the script and returns the cells of each table by its title."""
+    (tmp_path / "splits.csv").write_text(SPLITS)
+    (tmp_path / "timings.csv").write_text(TIMINGS)
+    (tmp_path / "answers.json").write_text(json.dumps(ANSWERS))
+
+    def run(*arguments: str) -> dict[str, list[list[str]]]:
+        script("gpu_tables").main([str(tmp_path), *arguments])
+        parts = re.split(r"^### ", capsys.readouterr().out, flags=re.M)[1:]
+        return {
+            part.partition("\n")[0]: [
+                [cell.strip() for cell in line.strip("|").split("|")]
+                for line in part.splitlines()
+                if line.startswith("|") and not line.startswith("|---")
+            ][1:]
+            for part in parts
+        }
+
+    return run
+
+
+def test_gains_over_each_baseline(tables: Callable[..., dict[str, list[list[str]]]]) -> None:
+    found = tables()
+    over_a = found["Gain over (a) best undivided kernel within the same limit"]
+    # limit 8: one layer, 800/400; limit 64: 4, 1 and 0.5, and one with nothing undivided
+    assert over_a[0][3:] == ["8", "1", "2.00x", "2.00x t:a", "2.00x t:a", "100 %", "0 %", ""]
+    assert over_a[1][3:] == ["64", "4", "1.26x", "4.00x t:a", "0.50x t:c", "33 %", "33 %", "1"]
+    over_b = found["Gain over (b) torch's default, whatever workspace it takes"]
+    # 2, 1, 1 and 3: the fourth root of 6
+    assert over_b[1][5:10] == ["1.57x", "3.00x t:d", "1.00x t:b", "50 %", "0 %"]
+    over_c = found["Gain over (c) cudnn.benchmark, whatever workspace it takes"]
+    # 0.5, 1, 1 and 1; memory: medians of 196, 20, 40, 90 and of 49, 20, 40, 60
+    assert over_c[1][5:] == ["0.84x", "1.00x t:b", "0.50x t:a", "0 %", "25 %", "65", "44"]
+
+
+def test_divided_against_any_workspace(
+    tables: Callable[..., dict[str, list[list[str]]]],
+) -> None:
+    found = tables()["Divided loops over the fastest undivided kernel of any workspace"]
+    # a: 250 over its faster limit's 200; c: 50 over 100; geo-mean: root of 1.25 * 0.5
+    assert found == [
+        [
+            "fp32",
+            "nchw",
+            "fprop",
+            "2",
+            "0.79x",
+            "1.25x t:a",
+            "0.50x t:c",
+            *["50 %"] * 2,
+            "118",
+            "44",
+        ]
+    ]
+
+
+def test_loops_against_predictions_capture_and_host(
+    tables: Callable[..., dict[str, list[list[str]]]],
+) -> None:
+    found = tables()
+    # chunks: a 4 and 8, b 1, c 2, d 8
+    assert found["Measured over predicted time of a loop"] == [
+        ["1", "1", "1.00", "1.00", "1.00"],
+        ["2 to 4", "2", "1.00", "1.00", "1.25"],
+        ["5 to 16", "2", "1.25", "1.25", "1.25"],
+    ]
+    assert found["Eager over captured time of a loop"] == [
+        ["1", "1", "1.00", "1.00", "1.00", "0"],
+        ["2 to 4", "2", "1.25", "1.25", "1.25", "1"],
+        ["5 to 16", "2", "1.25", "1.25", "2.00", "0"],
+    ]
+    # divided: host 4, 8, 5, 6; time per chunk 50, 50, 12.5, 50: the first alone is 10x
+    assert found["Host time per chunk"] == [["fp32 nchw", "4", "4.0", "5.0", "8.0", "25 %"]]
+
+
+def test_errors_and_answers(
+    tables: Callable[..., dict[str, list[list[str]]]],
+) -> None:
+    found = tables()
+    assert found["Relative error against float64"] == [
+        ["fp32", "nchw", "fprop", "1", "3.0e-04", "3.0e-04", "", "0"],
+        ["fp32", "nchw", "wgrad", "2", "2.0e-06", "3.0e-06", "2.0e-06", "1"],
+    ]
+    assert "What the device answered" in found
+
+
+def test_losers_are_shown_as_plainly_as_winners(
+    tables: Callable[..., dict[str, list[list[str]]]],
+) -> None:
+    title = "Worst and best over (a) best undivided kernel within the same limit"
+    rows = tables("--rows", "1")[title]
+    assert [(row[0], row[1]) for row in rows] == [("0.50x", "t:c"), ("4.00x", "t:a")]
+    assert rows[1][5:] == ["64", "4x2", "200", "800"]
+    assert [row[0] for row in tables()[title]] == ["0.50x", "1.00x", "2.00x", "4.00x"]
+
+
+def test_a_larger_least_gain_counts_less(
+    tables: Callable[..., dict[str, list[list[str]]]],
+) -> None:
+    found = tables("--least-gain", "0.6")[
+        "Gain over (a) best undivided kernel within the same limit"
+    ]
+    assert found[1][8:10] == ["33 %", "0 %"]
+
+
+def test_steps_and_conclusions_are_printed(
+    script: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = script("step_workers")
+    run = workers.Run(workers.Job("unet3d", "eager", "tf32", 2), samples_ns=[2_000_000] * 3)
+    workers.save(tmp_path / "demo_unet.json", [run], says=["tf32: DOES NOT HOLD"])
+    (tmp_path / "l2_hypothesis.json").write_text('{"trials": [], "says": ["all: REFUTED"]}')
+    (tmp_path / "profile.json").write_text('{"deviceName": "any"}')
+    (tmp_path / "faults.json").write_text("[]")
+    script("gpu_tables").main([str(tmp_path)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[:2] == ["## demo_unet", "### unet3d, tf32, N=2"]
+    assert "| eager | 2.00 ms ± 0 ns |" in lines[4]
+    assert lines[5:] == ["tf32: DOES NOT HOLD", "## l2_hypothesis", "all: REFUTED"]
+
+
+def test_what_is_missing_is_named(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has no results"):
+        script("gpu_tables").main([str(tmp_path)])
+    (tmp_path / "splits.csv").write_text("name,op\n")
+    with pytest.raises(SystemExit, match="lacks the columns dtype"):
+        script("gpu_tables").main([str(tmp_path)])
+    (tmp_path / "splits.csv").write_text(SPLITS)
+    with pytest.raises(SystemExit, match=r"timings\.csv is not there"):
+        script("gpu_tables").main([str(tmp_path)])

@@ -1,0 +1,60 @@
+"""The networks compute exactly the convolutions of the tables in benchmarks/layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from ucudnn.layer_table import read_layers
+from ucudnn.problem import Problem
+from ucudnn.tracing import trace
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "batch"),
+    [
+        ("resnet50", "resnet50_n256", 256),
+        ("alexnet", "alexnet_ucudnn_csv", 256),
+        ("unet3d", "nnunet_3d_fullres_n2", 2),
+        ("convnext", "convnext_tiny_n128", 128),
+        ("sd15", "sd15_unet_n8", 8),
+    ],
+)
+def test_networks_have_the_shapes_of_the_tables(
+    name: str, table: str, batch: int, script: Callable[[str], ModuleType], repository: Path
+) -> None:
+    network = script("step_models").NETWORKS[name]
+    assert network.batch == batch
+    with torch.device("meta"):
+        model = network.build(False)
+    problems = trace(model, torch.empty(batch, *network.shape, device="meta"))
+    # wgrad: every convolution has one, a transposed one the same as the plain one it reverses
+    found = Counter(plain(one) for one in problems if one.op == "wgrad")
+    layers = read_layers(repository / f"benchmarks/layers/{table}.csv", ops=("wgrad",))
+    assert found == Counter(plain(one) for _, one in layers)
+
+
+def plain(problem: Problem) -> Problem:
+    """Without what the tables do not say; ConvNeXt's own permutations change the layout."""
+    return replace(problem, math="strict", layout="nchw")
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet50", "alexnet", "unet3d", "convnext", "sd15", "degradation"]
+)
+def test_small_networks_run_and_have_convolutions(
+    name: str, script: Callable[[str], ModuleType]
+) -> None:
+    network = script("step_models").NETWORKS[name]
+    model = network.build(True)
+    outputs = model(network.inputs(2, True, "cpu"))
+    for output in outputs if isinstance(outputs, list) else [outputs]:
+        assert output.isfinite().all()
+        output.sum().backward(retain_graph=True)
+    assert all(p.grad is not None for p in model.parameters())
