@@ -215,3 +215,21 @@ def test_who_the_gpu_is(backend):
     assert software.driver
     assert software.cuda == torch.version.cuda
     assert any(note.startswith("sm_clock_mhz=") for note in backend.state())
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_operands_of_a_benchmark_are_no_memory_of_torchs(backend, dtype, layout):
+    pytest.importorskip("cupy", reason="raw memory needs CuPy, which is not installed")
+    problem = replace(LAYER, dtype=dtype, layout=layout, math="strict")
+    backend.operands(problem, 10)  # the random numbers' own state comes once
+    before = torch.cuda.memory_allocated()
+    a, b = backend.operands(problem, 10)
+    assert torch.cuda.memory_allocated() == before
+    layout_of_torch = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    for operand, shape in zip((a, b), problem.operand_shapes, strict=True):
+        assert operand.shape == shape
+        assert operand.dtype == getattr(torch, dtype)
+        assert operand.is_contiguous(memory_format=layout_of_torch)
+        assert operand.isfinite().all()
+        assert abs(operand.float().std().item() - 1) < 0.1

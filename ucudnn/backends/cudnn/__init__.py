@@ -10,6 +10,7 @@ The rooms, from the library outward; each uses only rooms above it:
     engine.py       a problem's engine configurations: list them, name them, build one by its name
     runtime.py      on a GPU: handles, plans that all threads share, launches
     executable.py   on a GPU: an engine by its identity as the executable that trains and is timed
+    raw.py          on a GPU: memory for measuring that is not torch's
     identity.py     on a GPU: names of device and software, and what may disturb a measurement
     backend.py      on a GPU: the contract of `ucudnn.backends`, from the rooms above
     driverless.py   stub libraries where there is no NVIDIA driver, for a child process alone

@@ -18,8 +18,9 @@ from ucudnn.backends.cudnn.engine import parse_identity
 from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
 from ucudnn.backends.cudnn.graph import views_of
 from ucudnn.backends.cudnn.library import find_library
+from ucudnn.backends.cudnn.raw import empty_raw
 from ucudnn.backends.cudnn.runtime import Runtime
-from ucudnn.backends.torch_cpu._base import memory_format, torch_dtype
+from ucudnn.backends.torch_cpu._base import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
 from ucudnn.candidate import Candidate
 from ucudnn.errors import UnsupportedError
@@ -60,6 +61,15 @@ def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
     torch.cuda.set_device(index)
     settings.apply()
     return CudnnBackend()
+
+
+def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """An operand in the problem's layout, in memory that torch does not count."""
+    if problem.layout == "nchw":
+        return empty_raw(shape, torch_dtype(problem), device)
+    batch, channels, *spatial = shape
+    memory = empty_raw((batch, *spatial, channels), torch_dtype(problem), device)
+    return memory.movedim(-1, 1)
 
 
 class CudnnBackend(AbstractBackend):
@@ -199,14 +209,10 @@ class CudnnBackend(AbstractBackend):
         """Standard normal operands, so that sums neither overflow nor vanish."""
         device = torch.device("cuda", self._index)
         generator = torch.Generator(device).manual_seed(0)
+        resized = problem.with_batch(samples)
         a, b = (
-            torch.empty(
-                shape,
-                dtype=torch_dtype(problem),
-                device=device,
-                memory_format=memory_format(problem),
-            ).normal_(generator=generator)
-            for shape in problem.with_batch(samples).operand_shapes
+            _laid_out(resized, shape, device).normal_(generator=generator)
+            for shape in resized.operand_shapes
         )
         return a, b
 

@@ -135,9 +135,7 @@ class EngineExecutable(Executable):
         else:
             built.launch(a, pointers)
 
-    def _build(
-        self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float
-    ) -> _Built | None:
+    def _build(self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float) -> _Built | None:
         """A plan for tensors that lie as these; None where it takes copies of them."""
         problem = self._problem.with_batch(a.shape[0])
         _require_one_kind(problem, (a, b, out))
@@ -152,9 +150,7 @@ class EngineExecutable(Executable):
             return None
         return _Built(self._runtime, device, plan)
 
-    def _run_on_copies(
-        self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float
-    ) -> None:
+    def _run_on_copies(self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float) -> None:
         layout = memory_format(self._problem)
         inner = torch.empty_like(out, memory_format=layout)
         if beta:

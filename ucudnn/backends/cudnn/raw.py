@@ -1,0 +1,43 @@
+"""Memory for measuring that torch's caching allocator neither holds nor counts, by CuPy.
+
+Operands of a benchmark are larger than the GPU's cache. From torch's allocator they would leave its
+blocks cut in other ways than training does, and count as workspace where they are made in a run.
+Without CuPy (the extras cuda12 and cuda13) they come from torch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def _cupy() -> Any:
+    """CuPy, None where it is not installed."""
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return cupy
+
+
+def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new contiguous tensor in memory of its own, given back when the tensor goes.
+
+    Args:
+        shape: its sizes, all above 0.
+        dtype: any of torch's.
+        device: a GPU.
+    """
+    cupy = _cupy()
+    if cupy is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    # no pool: what a pool keeps is missing to torch
+    with cupy.cuda.Device(device.index), cupy.cuda.using_allocator(None):
+        # bytes, because CuPy has no bfloat16
+        owner = cupy.empty(prod(shape) * dtype.itemsize, dtype=cupy.uint8)
+    return torch.from_dlpack(owner).view(dtype).view(shape)
