@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 
@@ -40,4 +41,4 @@ def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     with cupy.cuda.Device(device.index), cupy.cuda.using_allocator(None):
         # bytes, because CuPy has no bfloat16
         owner = cupy.empty(prod(shape) * dtype.itemsize, dtype=cupy.uint8)
-    return torch.from_dlpack(owner).view(dtype).view(shape)
+    return torch.utils.dlpack.from_dlpack(owner).view(dtype).view(shape)
