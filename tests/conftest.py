@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from ucudnn.backends import AbstractBackend
+    from ucudnn.config import Config
+    from ucudnn.plan import KernelPlan, Plan
+    from ucudnn.problem import Problem
 
 # The same examples on every run and no time limits: a busy machine must not fail a test.
 settings.register_profile(
@@ -19,6 +27,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ucudnn")
+# Other examples on every run, and many: pytest --hypothesis-profile=thorough
+settings.register_profile(
+    "thorough", settings(derandomize=False, print_blob=True), max_examples=2000
+)
 
 
 def pytest_report_header() -> str:
@@ -56,3 +68,94 @@ def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test starts with an empty measurement cache."""
     monkeypatch.setenv("UCUDNN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def random_plan() -> Callable[..., Plan]:
+    """Makes a plan of a model by chance alone: any splits, any algorithms, nothing measured."""
+    return _random_plan
+
+
+def _random_plan(
+    model: Any, inputs: Any, chance: random.Random, config: Config | None = None
+) -> Plan:
+    # here, because most tests need no framework
+    from ucudnn.backends import open_backend
+    from ucudnn.config import Config
+    from ucudnn.plan import Plan
+    from ucudnn.tracing import trace_layers
+
+    names: dict[Problem, list[str]] = {}
+    for name, problem in trace_layers(model, inputs):
+        names.setdefault(problem, []).append(name)
+    backend = open_backend("torch_cpu")
+    return Plan(
+        kernels=tuple(
+            _random_kernel(backend, problem, tuple(layers), chance)
+            for problem, layers in names.items()
+        ),
+        device=backend.device(),
+        software=backend.software(),
+        conditions=backend.conditions(),
+        config=config or Config(unplanned="error"),
+        backend="torch_cpu",
+    )
+
+
+def _random_kernel(
+    backend: AbstractBackend, problem: Problem, layers: tuple[str, ...], chance: random.Random
+) -> KernelPlan:
+    from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Timing
+
+    timing = Timing(time_ns=1, spread_ns=0, workspace_bytes=0, samples=1)
+    # the plan may be for a larger batch than the one that runs
+    planned = problem.with_batch(problem.batch + chance.choice([0, 0, 1, 3]))
+    batches = range(1, planned.batch + 1)
+    algorithms = tuple(
+        name
+        for name in backend.algorithms()
+        if all(backend.refusal(problem.with_batch(n), name) is None for n in batches)
+    )
+    slabs = _random_slabs(backend, planned, algorithms, chance)
+    ways = [BY_BATCH, BY_BATCH, BY_SLABS if slabs else BY_BATCH]
+    alone, last = [], []
+    for batch in batches:
+        alone.append(chance.choice([*ways, chance.randrange(len(algorithms))]))
+        last.append((chance.randrange(batch) + 1, chance.randrange(len(algorithms))))
+    return KernelPlan(
+        problem=planned,
+        layers=layers,
+        algorithms=algorithms,
+        alone=tuple(alone),
+        last=tuple(last),
+        predicted_time_ns=1,
+        timing=timing,
+        default=timing,
+        slabs=slabs,
+    )
+
+
+def _random_slabs(
+    backend: AbstractBackend, planned: Problem, algorithms: Sequence[str], chance: random.Random
+) -> tuple[tuple[int, int], ...]:
+    """Any partition of the rows, each slab by an algorithm that computes it at every batch."""
+    from ucudnn.slabs import row_count, slab
+
+    slabs, begin = [], 0
+    while begin < row_count(planned):
+        end = begin + 1 + chance.randrange(row_count(planned) - begin)
+        part = slab(planned, begin, end).problem
+        able = [
+            index
+            for index, name in enumerate(algorithms)
+            if part is None
+            or all(
+                backend.refusal(part.with_batch(n), name) is None
+                for n in range(1, planned.batch + 1)
+            )
+        ]
+        if not able:
+            return ()
+        slabs.append((end - begin, chance.choice(able)))
+        begin = end
+    return tuple(slabs)

@@ -14,7 +14,7 @@ from ucudnn.units import parse_bytes
 
 POLICIES = ("undivided", "powers-of-two", "all")
 UNPLANNED = ("torch", "tune", "error")
-BACKENDS = ("auto", "torch_cpu")
+BACKENDS = ("auto", "torch_cpu", "cudnn", "recorded")
 
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
@@ -35,6 +35,10 @@ _FALLBACKS: dict[str, Any] = {
     "unplanned": "torch",
     "cache": None,
     "backend": "auto",
+    "device": None,
+    "device_profile": None,
+    "max_error": None,
+    "time_budget_s": None,
 }
 
 
@@ -59,11 +63,20 @@ class Config:
     Args:
         workspace_limit: bytes of workspace each kernel may use, as an int or "64MiB"; None: any.
         policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
-        ops: which of "fprop", "dgrad", "wgrad" to plan.
+        ops: which passes to plan: "fprop" (forward), "dgrad" (gradients of inputs), "wgrad" (of
+            weights).
         unplanned: what a layer does with a shape that has no plan: "torch" (run torch's own
             convolution and warn once), "tune" (measure now) or "error".
         cache: folder of the measurement cache; None: the user's cache directory.
-        backend: "auto" (the device's own) or "torch_cpu".
+        backend: "auto" (the device's own), "torch_cpu", "cudnn", or "recorded": what the cache (or
+            a .csv or .json that was exported from one) has of a device, which need not be here.
+        device: for "recorded", part of the name of the device; None: the cache has only one.
+        device_profile: for "cudnn" where the GPU is not: the file that `ucudnn doctor` wrote there.
+            Plans by what the cache has of that GPU, and this cuDNN could run on it.
+        max_error: relative error (L2) against float64 that an algorithm may have; None: any that
+            rounding explains.
+        time_budget_s: seconds that tuning may take; what is not finished then runs torch's own
+            convolution. None: as long as it takes.
 
     Raises:
         ConfigError: a value that is not allowed; the message lists those that are.
@@ -75,6 +88,10 @@ class Config:
     unplanned: str = _default("unplanned")
     cache: str | None = _default("cache", compare=False)
     backend: str = _default("backend")
+    device: str | None = _default("device", compare=False)
+    device_profile: str | None = _default("device_profile", compare=False)
+    max_error: float | None = _default("max_error")
+    time_budget_s: float | None = _default("time_budget_s", compare=False)
 
     def __post_init__(self) -> None:
         if self.workspace_limit is not None:
@@ -92,10 +109,16 @@ class Config:
         if not isinstance(ops, (tuple, list)) or not ops or any(op not in OPS for op in ops):
             raise ConfigError(f"ops must name some of {', '.join(OPS)}, got {self.ops!r}")
         object.__setattr__(self, "ops", tuple(op for op in OPS if op in ops))
-        if self.cache is not None:
-            if not isinstance(self.cache, (str, Path)):
-                raise ConfigError(f"cache must be a folder's path or None, got {self.cache!r}")
-            object.__setattr__(self, "cache", str(self.cache))
+        for name, what in (("cache", "a folder's path"), ("device_profile", "a file's path")):
+            value = getattr(self, name)
+            if value is not None:
+                if not isinstance(value, (str, Path)):
+                    raise ConfigError(f"{name} must be {what} or None, got {value!r}")
+                object.__setattr__(self, name, str(value))
+        if self.device is not None and not isinstance(self.device, str):
+            raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
+        for name in ("max_error", "time_budget_s"):
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
 
     @property
     def limit_bytes(self) -> int | None:
@@ -106,7 +129,8 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values (not the cache: it names a host)."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        del values["cache"]
+        for name in ("cache", "device", "device_profile", "time_budget_s"):
+            del values[name]
         return {**values, "ops": list(self.ops)}
 
     @classmethod
@@ -121,6 +145,18 @@ class Config:
         known = {item.name for item in fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
         return cls(**{**_FALLBACKS, **given})
+
+
+def _positive(name: str, value: object) -> float | None:
+    """A number above 0, also as text from the environment; None stays None."""
+    try:
+        if value is None:
+            return None
+        if isinstance(value, (int, float, str)) and value is not True and float(value) > 0:
+            return float(value)
+    except ValueError:
+        pass
+    raise ConfigError(f"{name} must be a number above 0 or None, got {value!r}")
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ucudnn import nn as planned_nn
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.ops import Layer, Runner, require_same_device
-from ucudnn.plan import Plan
+from ucudnn.plan import KernelPlan, Plan
 from ucudnn.tuner import Progress, tune
 
 _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
@@ -92,7 +92,7 @@ def convert_(
     }
     layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
     planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
-    changed = {Layer.of(kernel.problem) for kernel in plan.kernels if not kernel.is_default}
+    changed = {Layer.of(kernel.problem) for kernel in plan.kernels if not _is_torchs_own(kernel)}
     matched = {name: layer for name, layer in layer_by_name.items() if layer in planned}
     otherwise = tuple(
         name
@@ -169,6 +169,12 @@ def tune_(
 ) -> Conversion:
     """Tune a model and convert it in place: `tune` and then `convert_`."""
     return convert_(model, tune(model, example_inputs, config, on_progress, real=real))
+
+
+def _is_torchs_own(kernel: KernelPlan) -> bool:
+    """True where a kernel's plan is torch's own convolution for smaller batches too."""
+    batches = range(1, kernel.problem.batch + 1)
+    return all(kernel.split(batch).is_default for batch in batches if kernel.covers(batch))
 
 
 def _planned_otherwise(

@@ -68,7 +68,9 @@ class Call:
         result = None if is_sum else empty_result(self.problem, a)
         for chunk in self.chunks:
             if result is None:
-                result = run_first(chunk.executable, a[chunk.a], b[chunk.b])
+                first = run_first(chunk.executable, a[chunk.a], b[chunk.b])
+                # an algorithm may lay its result out by a view's strides; the next one adds to it
+                result = first.contiguous(memory_format=memory_format(self.problem))
             elif is_sum:
                 chunk.executable.add(a[chunk.a], b[chunk.b], result)
             else:

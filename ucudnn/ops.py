@@ -109,7 +109,8 @@ class Bound:
         wgrad = self.call("wgrad") if mask[1] else None
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
         dx = dw = db = None
-        if rest[0] or rest[1]:
+        # the bias alone is torch's too where nothing is planned, to the last bit
+        if rest[0] or rest[1] or not (dgrad or wgrad):
             dx, dw, db = original.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
         elif rest[2]:
             db = dy.sum((0, *range(2, dy.dim())))

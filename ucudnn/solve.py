@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ucudnn.axis import RowAxis
 from ucudnn.measurement import Measurement
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
+from ucudnn.plan import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
+from ucudnn.slabs import row_alignment, slabs
 from ucudnn.solvers import Item, ReuseTable, WalkEntry, reuse
 
 KernelOf = Callable[[Problem, str], str | None]
@@ -18,6 +20,113 @@ WORTHWHILE_NS = 10 * 20_000
 # What a chunk may cost more on a busy machine, where threads wait for each other at its end: from
 # nothing, as measured, to so much that only the number of chunks counts.
 CHUNK_NS = (0, 2_000_000, 1_000_000_000)
+
+
+@dataclass(frozen=True)
+class SolvedRows:
+    """What a kernel's slabs cost, and what the solver makes of it.
+
+    Args:
+        axis: the rows of the kernel.
+        first: ways to compute the first slab.
+        later: ways to compute any other.
+        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+    """
+
+    axis: RowAxis
+    first: tuple[Item, ...]
+    later: tuple[Item, ...]
+    kernel_of: KernelOf
+
+    @classmethod
+    def of(
+        cls,
+        axis: RowAxis,
+        sizes: Iterable[int],
+        measurements: Sequence[Measurement],
+        kernel_of: KernelOf,
+    ) -> SolvedRows:
+        """Collect the measurements of slabs.
+
+        Args:
+            axis: the rows of the kernel.
+            sizes: of the slabs, in units of the axis.
+            measurements: of slabs, and perhaps of others, within the workspace limit.
+            kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        """
+        size_by_part = {axis.part(size): size for size in sizes}
+        first, later = (
+            tuple(chunk_items(axis.problem, measurements, role, size_by_part))
+            for role in (_role_of_first(axis.problem), "later")
+        )
+        return cls(axis, first, later, kernel_of)
+
+    def splits(self, limit: int | None) -> list[Split]:
+        """Splits worth timing as wholes: the fastest as measured, and with fewer, larger slabs.
+
+        Args:
+            limit: workspace in bytes that a split may use, None for any.
+        """
+        first, later = (
+            [item for item in items if item.time_ns >= WORTHWHILE_NS]
+            for items in (self.first, self.later)
+        )
+        return self._splits(first, later, limit) or self._splits(self.first, self.later, limit)
+
+    def _splits(
+        self, first: Sequence[Item], later: Sequence[Item], limit: int | None
+    ) -> list[Split]:
+        if not first or not later:
+            return []
+        found = []
+        for launch_ns in CHUNK_NS:
+            table = self._table(first, later, launch_ns)
+            if table.time_ns(self.axis.extent, limit) is not None:
+                found.append(self.axis.split(table.split(self.axis.extent, limit)))
+        return list(dict.fromkeys(found))
+
+    def _table(self, first: Sequence[Item], later: Sequence[Item], launch_ns: int) -> ReuseTable:
+        return reuse((), self.axis.extent, first=first, accumulate=later, launch_ns=launch_ns)
+
+    def smallest(self) -> tuple[int, Split] | None:
+        """The least workspace in bytes of any split, and the split; None where there is none."""
+        if not self.first or not self.later:
+            return None
+        table = self._table(self.first, self.later, 0)
+        front = table.front(self.axis.extent)
+        if not front:
+            return None
+        return front[0][0], self.axis.split(table.split(self.axis.extent, front[0][0]))
+
+    def predicted_ns(self, split: Split) -> int:
+        """Sum of what the steps take; the last one counts as if it had all its rows."""
+        unit = row_alignment(self.axis.problem)
+        return sum(
+            min(
+                item.time_ns
+                for item in (self.later if number else self.first)
+                if (item.batch, item.algorithm) == (-(-step.size // unit), step.algorithm)
+            )
+            for number, step in enumerate(split.steps)
+        )
+
+    def batches_of(self, split: Split) -> frozenset[int]:
+        """The batches at which every slab runs the kernel that it was measured with."""
+        problem = self.axis.problem
+        entries = slabs(problem, [step.size for step in split.steps])
+        parts = {
+            (entry.problem, step.algorithm)
+            for entry, step in zip(entries, split.steps, strict=True)
+            if entry.problem is not None
+        }
+        return frozenset(
+            n
+            for n in range(1, problem.batch + 1)
+            if all(
+                self.kernel_of(part.with_batch(n), algorithm) == self.kernel_of(part, algorithm)
+                for part, algorithm in parts
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -60,13 +169,23 @@ class Solved:
         timing: Timing,
         default: Timing | None,
         notes: tuple[str, ...] = (),
+        rows: SolvedRows | None = None,
     ) -> KernelPlan:
         """The plan for every batch, with the winner of the finals at the largest.
 
         Where torch's default wins there it is the plan of the smaller batches too, whose splits
-        were not timed as wholes; not where torch picks another kernel for them.
+        were not timed as wholes; not where torch picks another kernel for them. So are slabs.
+
+        Args:
+            layers: names of the layers that run it.
+            winner: the split of the largest batch.
+            timing: of the winner.
+            default: of torch's default.
+            notes: what else is known.
+            rows: where a winner along the rows comes from.
         """
         batch = self.problem.batch
+        by_slabs = rows.batches_of(winner) if rows and winner.axis == rows.axis.name else ()
         walk = next((walk for walk in self.walks if _walk(walk) == winner), self.walks[1])
         algorithms: dict[str, int] = {}
         alone, last = [], []
@@ -75,22 +194,31 @@ class Solved:
             as_default = winner.is_default and n in self.like_default
             if as_default or (n == batch and len(winner.steps) == 1):
                 lone = winner.steps[0].algorithm
-            alone.append(-1 if lone is None else algorithms.setdefault(lone, len(algorithms)))
+            if n in by_slabs or lone is None:
+                alone.append(BY_SLABS if n in by_slabs else BY_BATCH)
+            else:
+                alone.append(algorithms.setdefault(lone, len(algorithms)))
             if entry.last is None or as_default:
                 last.append((0, -1))
             else:
                 index = algorithms.setdefault(entry.last.algorithm, len(algorithms))
                 last.append((entry.last.batch, index))
+        slabs = [
+            (step.size, algorithms.setdefault(step.algorithm, len(algorithms)))
+            for step in (winner.steps if by_slabs else ())
+        ]
+        predicted_ns = rows.predicted_ns(winner) if rows and slabs else self._predicted_ns(winner)
         return KernelPlan(
             problem=self.problem,
             layers=layers,
             algorithms=tuple(algorithms),
             alone=tuple(alone),
             last=tuple(last),
-            predicted_time_ns=self._predicted_ns(winner) or timing.time_ns,
+            predicted_time_ns=predicted_ns or timing.time_ns,
             timing=timing,
             default=default,
             notes=notes,
+            slabs=tuple(slabs),
         )
 
     def _predicted_ns(self, split: Split) -> int | None:
@@ -144,27 +272,37 @@ def solve(
 
 
 def smallest_workspace(
-    problem: Problem, measurements: Sequence[Measurement], kernel_of: KernelOf
-) -> tuple[int, Step] | None:
-    """The least workspace in bytes of any split of the largest batch, and its first step.
+    problem: Problem,
+    measurements: Sequence[Measurement],
+    kernel_of: KernelOf,
+    rows: SolvedRows,
+) -> tuple[int, str] | None:
+    """The least workspace in bytes of any split of the largest batch, and what begins it.
 
     Args:
         problem: the kernel at its largest batch.
         measurements: all whose workspace is known, timed or not.
         kernel_of: as for `solve`.
+        rows: what is known of its slabs.
     """
+    found = []
     items = _items_by_role(problem, measurements, kernel_of)
-    table = _table(items, problem.batch, 0)
-    front = table.front(problem.batch)
-    if not front:
-        return None
-    least = front[0][0]
-    return least, table.split(problem.batch, least)[0]
+    if any(items.values()):
+        table = _table(items, problem.batch, 0)
+        for least, _ in table.front(problem.batch)[:1]:
+            step = table.split(problem.batch, least)[0]
+            found.append((least, f"micro-batch {step.size}, {step.algorithm}"))
+    by_rows = rows.smallest()
+    if by_rows is not None:
+        found.append((by_rows[0], str(by_rows[1])))
+    return min(found, default=None, key=lambda entry: entry[0])
 
 
 def _walk_all(
     items: Mapping[str, Sequence[Item]], batch: int, limit: int | None, launch_ns: int = 0
 ) -> tuple[WalkEntry, ...]:
+    if not any(items.values()):
+        return (WalkEntry(None, None),) * batch
     return _table(items, batch, launch_ns).walk(limit)
 
 
@@ -196,13 +334,11 @@ def _items_by_role(
     kernel_of: KernelOf,
 ) -> dict[str, list[Item]]:
     alone = _single_items(problem, measurements, kernel_of)
-    later = _chunk_items(problem, measurements, "later")
+    later = chunk_items(problem, measurements, "later")
     if problem.op != "wgrad":
         first = later
     else:
-        # In full precision the first chunk runs exactly as a lone one does.
-        full = problem.bytes_per_element >= 4
-        first = _chunk_items(problem, measurements, "alone" if full else "first")
+        first = chunk_items(problem, measurements, _role_of_first(problem))
         alone += first  # a chunk that is returned costs no more than one that begins a sum
     return {"alone": alone, "first": first, "later": later}
 
@@ -219,7 +355,7 @@ def _single_items(
     """
     costs: dict[str, dict[int, Item]] = {}
     for role in ("later", "alone"):  # what was timed alone replaces the bound
-        for item in _chunk_items(problem, measurements, role):
+        for item in chunk_items(problem, measurements, role):
             if role == "alone" or problem.op != "wgrad":
                 costs.setdefault(item.algorithm, {})[item.batch] = item
     items = []
@@ -235,23 +371,76 @@ def _single_items(
     return items
 
 
-def _chunk_items(problem: Problem, measurements: Sequence[Measurement], role: str) -> list[Item]:
-    """Items of one role; half-precision wgrad holds its sum in float32 beside the chunk's."""
-    total = 0
+def lists_of(op: str, is_whole: bool, role: str) -> tuple[str, ...]:
+    """What of a split a chunk may be that was timed in a role.
+
+    >>> lists_of("fprop", False, "later")
+    ('first', 'later')
+
+    Args:
+        op: of the problem.
+        is_whole: whether the chunk is all of it.
+        role: in which it was timed.
+    """
+    if is_whole:
+        return ("alone",)
+    if op != "wgrad":
+        return ("first", "later") if role == "later" else ()
+    return ("later",) if role == "later" else ("first",)
+
+
+def _role_of_first(problem: Problem) -> str:
+    """The role in which the first of several chunks was timed."""
+    if problem.op != "wgrad":
+        return "later"
+    # in full precision it runs exactly as a lone one does
+    return "alone" if problem.bytes_per_element >= 4 else "first"
+
+
+def rank_of(algorithm: str, notes: Sequence[str]) -> int:
+    """What breaks ties, lower first: deterministic algorithms, and among them torch's default."""
+    return 2 * ("nondeterministic" in notes) + (algorithm != DEFAULT_ALGORITHM)
+
+
+def held_bytes(problem: Problem, role: str) -> int:
+    """What a chunk's workspace is held beside: half-precision wgrad adds up in float32."""
     if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != "alone":
-        total = 4 * prod(problem.w_shape)
+        return 4 * prod(problem.w_shape)
+    return 0
+
+
+def chunk_items(
+    problem: Problem,
+    measurements: Sequence[Measurement],
+    role: str,
+    size_by_part: Mapping[Problem, int] | None = None,
+) -> list[Item]:
+    """Items of one role, with all that they hold.
+
+    Args:
+        problem: the kernel at its largest batch.
+        measurements: of chunks along any axis.
+        role: in which they were timed.
+        size_by_part: which measurements count, and as what size; None: those of micro-batches.
+    """
+    total = held_bytes(problem, role)
     items = []
     for entry in measurements:
-        if entry.key.conditions.role == role:
+        part = entry.key.problem
+        if size_by_part is None:
+            size = part.batch if part.with_batch(problem.batch) == problem else None
+        else:
+            size = size_by_part.get(part)
+        if size is not None and entry.key.conditions.role == role:
             assert entry.workspace_bytes is not None
             algorithm = entry.key.algorithm
             items.append(
                 Item(
-                    batch=entry.key.problem.batch,
+                    batch=size,
                     workspace_bytes=entry.workspace_bytes + total,
                     time_ns=entry.time_ns or 1,
                     algorithm=algorithm,
-                    rank=int(algorithm != DEFAULT_ALGORITHM),
+                    rank=rank_of(algorithm, entry.notes),
                 )
             )
     return items

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from math import ceil
 
 from rich import box
 from rich.table import Table
@@ -14,6 +15,8 @@ from ucudnn.units import format_bytes, format_ns
 def plan_table(plan: Plan, width: int = 120) -> Table:
     """One row per kernel: torch's default beside the plan, both measured in the same rounds.
 
+    A predicted time, of a plan made from a recording, has a "~" before it.
+
     Args:
         plan: what to show.
         width: characters in a line; below 110 a workspace stands under its time.
@@ -22,8 +25,7 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
     table = Table(
         title=f"workspace limit {'none' if limit is None else format_bytes(limit)}, "
         f"{plan.device}, {plan.conditions.threads} threads, torch {plan.software.torch}",
-        caption="time (median ± interquartile range of the whole call) and workspace, measured; "
-        "gain: default over plan",
+        caption=_caption(plan),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -34,6 +36,8 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
         if wide and heading in ("default", "plan"):
             table.add_column("workspace", justify="right", no_wrap=True)
+    if width >= 130:
+        table.add_column("predicted", justify="right")
     table.add_column("split", overflow="fold", min_width=14)
     for index, kernel in enumerate(plan.kernels):
         split = kernel.split(kernel.problem.batch)
@@ -41,8 +45,17 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         default = _cells(kernel.default, None, wide)
         planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
         calls = str(len(kernel.layers))
-        table.add_row(str(index), name, calls, *default, *planned, _gain(kernel), str(split))
+        predicted = [_predicted(kernel)] if width >= 130 else []
+        cells = (*default, *planned, _gain(kernel), *predicted)
+        table.add_row(str(index), name, calls, *cells, str(split))
     return table
+
+
+def _caption(plan: Plan) -> str:
+    caption = "time (median ± interquartile range of the whole call) and workspace, measured; "
+    if any(kernel.timing.is_predicted for kernel in plan.kernels):
+        caption += "~: predicted from parts that were measured elsewhere; "
+    return caption + "gain: default over plan; predicted: sum of the parts over the plan's time"
 
 
 def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str, ...]:
@@ -56,10 +69,20 @@ def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str,
 def _gain(kernel: KernelPlan) -> str:
     if kernel.is_default or kernel.default is None:
         return ""
-    return f"{kernel.default.time_ns / kernel.timing.time_ns:.2f}x"
+    predicted = "~" if kernel.timing.is_predicted else ""
+    return f"{predicted}{kernel.default.time_ns / kernel.timing.time_ns:.2f}x"
+
+
+def _predicted(kernel: KernelPlan) -> str:
+    """What the parts add up to over what the whole took, which is to be 1."""
+    if kernel.timing.is_predicted:
+        return ""
+    return f"{kernel.predicted_time_ns / kernel.timing.time_ns:.2f}"
 
 
 def _time(timing: Timing) -> str:
+    if timing.is_predicted:
+        return f"~{format_ns(timing.time_ns)}"
     return f"{format_ns(timing.time_ns)} ±{100 * timing.spread_ns / timing.time_ns:.0f}%"
 
 
@@ -70,12 +93,41 @@ def plan_summary(plan: Plan) -> str:
     defaults = [(kernel.default, len(kernel.layers)) for kernel in plan.kernels if kernel.default]
     default = sum(timing.time_ns * calls for timing, calls in defaults)
     most = max((timing.workspace_bytes for timing, _ in defaults), default=0)
+    timed = "timed one by one"
+    if any(kernel.timing.is_predicted for kernel in plan.kernels):
+        timed = "of which some are predicted, not timed"
     return (
         f"{split} of {len(plan.kernels)} kernels leave torch's default. All convolutions: default "
         f"{format_ns(default)} in up to {format_bytes(most)} of workspace, plan "
         f"{format_ns(planned)} in up to {format_bytes(plan.workspace_bytes)} (sums of kernels "
-        f"timed one by one; the solver predicted {format_ns(plan.predicted_time_ns)})."
+        f"{timed}; the solver predicted {format_ns(plan.predicted_time_ns)})."
     )
+
+
+def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
+    """Steps after which the time that a plan saves is what tuning took; None where it saves none.
+
+    Args:
+        plan: with the default and the plan of every kernel, each measured.
+        seconds: that tuning took.
+    """
+    saved_ns = sum(
+        (kernel.default.time_ns - kernel.timing.time_ns) * len(kernel.layers)
+        for kernel in plan.kernels
+        if kernel.default and not kernel.is_default
+    )
+    return None if saved_ns <= 0 else ceil(seconds * 1e9 / saved_ns)
+
+
+def payback(plan: Plan, seconds: float) -> str:
+    """What tuning cost, and when that is earned."""
+    steps = steps_to_pay_back(plan, seconds)
+    earned = (
+        "the plan saves memory or nothing, no time that would pay it back"
+        if steps is None
+        else f"paid back after {steps:,} steps, if a step gains what its convolutions do"
+    )
+    return f"Tuning cost {seconds:.1f} s: {earned}."
 
 
 def kernel_table(kernel: KernelPlan) -> Table:

@@ -1,53 +1,46 @@
-"""From a model to a plan: problems, candidates, measurements through the cache, solver, finals."""
+"""From a model to a plan: trace it, open the cache and the device, and tune what it computes."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ucudnn import cache as cache_room
-from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.benchmark.finals import choose, race
-from ucudnn.benchmark.kernel import KernelMeasurer, Session
+from ucudnn.backends import AbstractBackend, open_backend, sees_a_gpu
+from ucudnn.backends.recorded import RecordedBackend
+from ucudnn.cache import AbstractCache
+from ucudnn.campaign import Campaign, Progress
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
-from ucudnn.measurement import Measurement
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan
+from ucudnn.errors import ConfigError
+from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.solve import KernelOf, smallest_workspace, solve
-from ucudnn.units import format_bytes
+from ucudnn.replay import open_recording, recorded_by_profile
 
 if TYPE_CHECKING:
     from torch import nn
+
+__all__ = ["Progress", "TuningInterruptedError", "tune", "tune_problems"]
 
 _log = logging.getLogger("ucudnn")
 # Threads that measure would time each other, and torch has one profiler per process.
 _measuring = threading.RLock()
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far tuning is.
+class TuningInterruptedError(KeyboardInterrupt):
+    """Ctrl-C while tuning; what was measured is in the cache.
 
-    Args:
-        kernel: the kernel at work.
-        done: kernels finished.
-        total: kernels in all.
-        measured: candidates timed so far.
-        reused: candidates found in the cache so far.
+    Attributes:
+        plan: the best one so far; kernels that were not looked at are not in it, and those that
+            were not finished run torch's own convolution.
     """
 
-    kernel: str
-    done: int
-    total: int
-    measured: int
-    reused: int
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("tuning was interrupted")
+        self.plan = plan
 
 
 def tune(
@@ -55,10 +48,13 @@ def tune(
     example_inputs: Any,
     config: Config | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    *,
+    real: bool = False,
 ) -> Plan:
     """Measure the convolutions of a model's training step and plan each; the model is unchanged.
 
     >>> import tempfile
+    >>> import torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
     >>> config = Config(workspace_limit="1MiB", policy="undivided", cache=tempfile.mkdtemp())
     >>> plan = tune(model, torch.empty(2, 3, 9, 9), config)
@@ -67,10 +63,12 @@ def tune(
 
     Args:
         model: any module.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; their
-            batch is the largest planned, every smaller one is planned with it.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
+            of such for several input sizes. Their batch is the largest planned, every smaller one
+            is planned with it.
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
+        real: compute one step to find the convolutions, for a model whose course depends on values.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution.
@@ -78,125 +76,109 @@ def tune(
     """
     from ucudnn.tracing import trace_layers
 
-    return tune_problems(trace_layers(model, example_inputs), config, on_progress)
+    config = config or Config()
+    layers = trace_layers(model, example_inputs, config.ops, real=real)
+    return tune_problems(layers, config, on_progress)
 
 
 def tune_problems(
     layers: Iterable[tuple[str, Problem]],
     config: Config | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    measurements: AbstractCache | None = None,
+    backends: Sequence[AbstractBackend] | None = None,
 ) -> Plan:
     """Measure and plan a list of problems; equal ones are measured once.
 
     Args:
-        layers: the name of a layer and its problem, once per call.
+        layers: the name of a layer and its problem, once per call; all of them, whatever
+            `config.ops` says: that is what to trace.
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
+        measurements: an open cache to use, which stays open; None: that of the config.
+        backends: one per device, all of one kind, each of which measures a part of the kernels in
+            a process of its own; None: the device of the config.
 
     Raises:
-        ConfigError: there is no problem to plan.
+        ConfigError: there is no problem to plan, or the devices are of several kinds.
         PlanError: no plan of some problem fits the workspace limit.
+        TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
     config = config or Config()
     names: dict[Problem, list[str]] = {}
     for name, problem in layers:
-        if problem.op in config.ops:
-            names.setdefault(problem, []).append(name)
+        names.setdefault(problem, []).append(name)
     if not names:
         raise ConfigError(
             "there is no convolution to plan: the model computes none on these inputs "
             f"for ops={','.join(config.ops)}"
         )
-    backend = open_backend(config.backend)
-    with _measuring, cache_room.open(config.cache) as cache:
-        session = Session(backend, cache)
-        kernels: list[KernelPlan] = []
-        for problem, layer_names in names.items():
-            _report(session, on_progress, str(problem), len(kernels), len(names))
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                kernels.append(_plan_kernel(session, problem, tuple(layer_names), config))
-        _report(session, on_progress, "", len(kernels), len(names))
-    _log.info("measured %d candidates, reused %d", session.measured, session.reused)
+    opened = _open_cache(config) if measurements is None else nullcontext(measurements)
+    with _measuring, opened as cache:
+        devices = list(backends) if backends else [_open_backend(config, cache)]
+        layers_by_problem = {problem: tuple(found) for problem, found in names.items()}
+        campaign = Campaign(devices, cache, config, layers_by_problem, on_progress)
+        try:
+            campaign.run()
+        except KeyboardInterrupt:
+            raise TuningInterruptedError(_plan(campaign, devices[0], config)) from None
+    _log.info("measured %d candidates, reused %d", campaign.measured, campaign.reused)
+    return _plan(campaign, devices[0], config)
+
+
+def _plan(campaign: Campaign, backend: AbstractBackend, config: Config) -> Plan:
     return Plan(
-        kernels=tuple(kernels),
+        kernels=campaign.kernels,
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),
-        config=config,
+        config=replace(config, backend=backend.name, device=None, device_profile=None)
+        if _is_replayed(config)  # a plan from a recording is for the backend that runs it
+        else config,
         backend=backend.name,
     )
 
 
-def _report(
-    session: Session,
-    on_progress: Callable[[Progress], None] | None,
-    kernel: str,
-    done: int,
-    total: int,
-) -> None:
-    if on_progress is None:
-        return
-    report = on_progress
+def device_type(config: Config) -> str:
+    """The kind of device that a plan will be for: "cpu" or "cuda".
 
-    def update() -> None:
-        report(Progress(kernel, done, total, session.measured, session.reused))
+    >>> device_type(Config(backend="torch_cpu"))
+    'cpu'
 
-    session.on_run = update
-    update()
-
-
-def micro_batch_sizes(policy: str, batch: int) -> tuple[int, ...]:
-    """The micro-batch sizes that a policy allows for a batch.
-
-    >>> micro_batch_sizes("powers-of-two", 6)
-    (1, 2, 4, 6)
+    Raises:
+        ConfigError: as for `tune_problems`, where a recording says it.
     """
-    if policy == "undivided":
-        return (batch,)
-    if policy == "all":
-        return tuple(range(1, batch + 1))
-    return (*(1 << k for k in range(batch.bit_length()) if 1 << k < batch), batch)
+    if config.backend == "recorded":
+        with _open_cache(config) as cache:
+            return _open_backend(config, cache).device().type
+    if config.backend == "auto":
+        return "cuda" if sees_a_gpu() else "cpu"
+    return {"torch_cpu": "cpu", "cudnn": "cuda"}[config.backend]
 
 
-def _plan_kernel(
-    session: Session, problem: Problem, layers: tuple[str, ...], config: Config
-) -> KernelPlan:
-    limit = config.limit_bytes
-    measurer = KernelMeasurer(session, problem, limit)
-    measurements = measurer.measure(micro_batch_sizes(config.policy, problem.batch))
-    timed = [entry for entry in measurements if entry.status == "ok"]
-    kernel_of = partial(_kernel_of, session.backend)
-    if not timed:
-        raise _nothing_fits(problem, measurements, kernel_of, config)
-    solved = solve(problem, timed, kernel_of, limit)
-    default_applies = kernel_of(problem, DEFAULT_ALGORITHM) is not None
-    finalists = race(session, measurer, problem, solved.finalists(default_applies))
-    winner = choose(finalists, limit)
-    if winner is None:
-        raise _nothing_fits(problem, measurements, kernel_of, config)
-    default = next((entry.timing for entry in finalists if entry.split.is_default), None)
-    notes = tuple(f"default {note}" for note in session.backend.candidates(problem)[0].notes)
-    return solved.kernel_plan(layers, winner.split, winner.timing, default, notes)
+def _is_replayed(config: Config) -> bool:
+    return config.backend == "recorded" or config.device_profile is not None
 
 
-def _kernel_of(backend: AbstractBackend, problem: Problem, algorithm: str) -> str | None:
-    if backend.refusal(problem, algorithm) is not None:
-        return None
-    return backend.kernel(problem, algorithm)
+def _open_cache(config: Config) -> AbstractContextManager[AbstractCache]:
+    if _is_replayed(config):
+        return open_recording(config.cache)
+    return cache_room.open(config.cache)
 
 
-def _nothing_fits(
-    problem: Problem, measurements: Sequence[Measurement], kernel_of: KernelOf, config: Config
-) -> PlanError:
-    reasons = [entry.reason for entry in measurements if entry.status == "failed"]
-    known = [entry for entry in measurements if entry.workspace_bytes is not None]
-    smallest = smallest_workspace(problem, known, kernel_of) if known else None
-    if smallest is None:
-        return PlanError(f"no algorithm could be run on {problem}: {'; '.join(reasons)}")
-    least, step = smallest
-    return PlanError(
-        f"no plan for {problem} fits workspace_limit={format_bytes(config.limit_bytes or 0)}; the "
-        f"smallest needs {format_bytes(least)} (micro-batch {step.size}, {step.algorithm}); "
-        f"raise the limit" + ("" if config.policy == "all" else " or allow more sizes by policy"),
-        least,
-    )
+def _open_backend(config: Config, cache: AbstractCache) -> AbstractBackend:
+    if config.device_profile is not None:
+        if config.backend != "cudnn":
+            raise ConfigError(
+                f"device_profile (={config.device_profile!r}) describes a GPU to backend='cudnn', "
+                f"and backend is {config.backend!r}; set backend='cudnn' or leave it out"
+            )
+        return recorded_by_profile(cache, config.device_profile)
+    if config.backend == "recorded":
+        return RecordedBackend(cache, config.device)
+    if config.device is not None:
+        raise ConfigError(
+            f"device (={config.device!r}) names what backend='recorded' replays, and backend is "
+            f"{config.backend!r}; set backend='recorded' or leave device out"
+        )
+    return open_backend(config.backend)

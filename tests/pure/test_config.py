@@ -53,6 +53,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("ops", None, "ops must name some of fprop, dgrad, wgrad, got None"),
     ("ops", 3, "ops must name some of fprop, dgrad, wgrad, got 3"),
     ("ops", [["fprop"]], "ops must name some of fprop, dgrad, wgrad, got"),
+    ("device_profile", 3, "device_profile must be a file's path or None, got 3"),
+    ("device", 3, "device must be part of a device's name, got 3"),
     ("cache", 3, "cache must be a folder's path or None, got 3"),
     ("cache", b"folder", "cache must be a folder's path or None, got b'folder'"),
 ]
@@ -71,6 +73,10 @@ ENVIRONMENT = [
     ("UCUDNN_UNPLANNED", "error", "unplanned", "error"),
     ("UCUDNN_CACHE", "some/folder", "cache", "some/folder"),
     ("UCUDNN_BACKEND", "torch_cpu", "backend", "torch_cpu"),
+    ("UCUDNN_DEVICE", "H200", "device", "H200"),
+    ("UCUDNN_MAX_ERROR", "1e-3", "max_error", 1e-3),
+    ("UCUDNN_TIME_BUDGET_S", "60", "time_budget_s", 60.0),
+    ("UCUDNN_DEVICE_PROFILE", "h200.json", "device_profile", "h200.json"),
 ]
 
 
@@ -151,7 +157,7 @@ def test_mucudnn_variables_without_equivalent_are_refused_with_a_remedy(
 def test_json_round_trip_leaves_out_the_cache_which_names_a_host() -> None:
     config = Config(workspace_limit="8MiB", policy="all", ops="dgrad", unplanned="error", cache="x")
     values = config.to_dict()
-    assert "cache" not in values
+    assert not {"cache", "device", "device_profile"} & set(values)
     again = Config.from_dict(values)
     assert again.to_dict() == values
     assert again.limit_bytes == 8 << 20

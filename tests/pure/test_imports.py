@@ -17,7 +17,10 @@ import pytest
 import ucudnn
 
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
-VALUES = {"candidate", "config", "errors", "layer_table", "measurement", "plan", "problem", "units"}
+VALUES = {
+    *("axis", "candidate", "config", "errors", "layer_table", "measurement", "plan", "problem"),
+    *("slabs", "units"),
+}
 # What each inner room may use beside itself.
 INWARD = {"solvers": VALUES, "cache": VALUES, "backends": VALUES}
 OUTER = {"nn", "convert", "distributed", "cli", "__main__"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ucudnn.backends import AbstractBackend, Executable
+from ucudnn.backends import AbstractBackend, Activity, Executable
 from ucudnn.candidate import Candidate
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
@@ -31,7 +31,10 @@ class ScriptedExecutable(Executable):
         self._backend.runs.append((self._algorithm, size))
         if time_ns is None:
             raise RuntimeError(f"{self._algorithm} does not work\nand says so at length")
-        self._backend.clock += max(1, int(time_ns * self._backend.disturbance()))
+        slowdown = self._backend.disturbance()
+        self._backend.clock += max(1, int(time_ns * slowdown))
+        self._backend.processor += time_ns
+        self._backend.switches += slowdown > 1
         self._backend.peak = max(self._backend.peak, workspace)
         result = self._problem.with_batch(size).result_shape
         return torch.zeros(result)
@@ -44,7 +47,7 @@ class ScriptedBackend(AbstractBackend):
 
     def __init__(self, costs: dict[str, Callable[[int], tuple[int | None, int]]]) -> None:
         self.costs = costs
-        self.clock = 0
+        self.clock = self.processor = self.switches = 0
         self.kernels: dict[tuple[str, int], str] = {}
         self.disturbance: Callable[[], float] = lambda: 1.0
         self.peak = 0
@@ -91,6 +94,9 @@ class ScriptedBackend(AbstractBackend):
         before = self.clock
         run()
         return self.clock - before
+
+    def activity(self) -> Activity:
+        return Activity(self.clock, self.processor, self.switches)
 
     def cache_bytes(self) -> int:
         return 1

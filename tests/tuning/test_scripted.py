@@ -102,11 +102,13 @@ def test_a_candidate_above_the_limit_is_run_once_for_its_workspace_and_no_larger
     assert set(sizes) <= {1, 2}
 
 
-def test_an_algorithm_that_is_too_slow_is_not_run_on_larger_chunks(scripted):
+def test_an_algorithm_that_is_far_too_slow_is_looked_at_once(scripted):
     backend = scripted(torch_default=linear(1.0, 0.0), crawl=lambda _: (100 * MS, 0))
-    tune()
+    tune(policy="all")
     sizes = [size for name, size in backend.runs if name == "crawl"]
-    assert set(sizes) == {1}
+    assert set(sizes) == {16}
+    warm_up_and_round = 3
+    assert len(sizes) <= 2 + warm_up_and_round
 
 
 def test_a_second_tune_measures_nothing(scripted):
@@ -150,7 +152,9 @@ def test_a_limit_then_a_larger_one_equals_the_larger_one_alone(scripted, tmp_pat
     tune(workspace_limit="2MiB", cache=tmp_path / "both")
     after, _ = tune(workspace_limit="40MiB", cache=tmp_path / "both")
     fresh, _ = tune(workspace_limit="40MiB", cache=tmp_path / "fresh")
-    assert after.kernels == fresh.kernels
+    # smaller batches are composed of what happens to be known; the planned one is not
+    assert after.split(FPROP) == fresh.split(FPROP)
+    assert after.kernels[0].timing == fresh.kernels[0].timing
 
 
 def test_the_default_wins_a_tie_for_every_batch(scripted):
@@ -187,7 +191,7 @@ def test_interrupted_tuning_keeps_what_was_measured(scripted):
     events = itertools.count()
 
     def interrupt(event):
-        if next(events) == 7:
+        if next(events) == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -195,7 +199,7 @@ def test_interrupted_tuning_keeps_what_was_measured(scripted):
     before = list(backend.runs)
     backend.runs.clear()
     _, counts = tune()
-    assert counts.reused >= 6
+    assert counts.reused >= 3
     assert len(backend.runs) > 0
     assert before
 
@@ -265,3 +269,21 @@ def test_running_out_of_memory_is_not_remembered(scripted, monkeypatch):
     backend.costs["torch_default"] = works
     plan, _ = tune()
     assert plan.kernels[0].is_default
+
+
+def test_what_the_whole_needs_alone_is_not_guessed_from_what_chunks_need(scripted):
+    """Written into a larger result a chunk needs its own result beside; alone it does not."""
+    backend = scripted(torch_default=linear(2.0, 2.0), lean=linear(1.0, 0.0))
+    result = FPROP.with_batch(1).result_bytes
+    write_costs = 3 * MIB // 4 - result  # more than the result that a copy needs
+
+    def write(executable, a, b, out):
+        out.copy_(executable.alone(a, b))
+        if executable._algorithm == "lean":
+            backend.peak = max(backend.peak, a.shape[0] * (result + write_costs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(backend.executable(FPROP, "lean")), "write", write)
+        plan, _ = tune(workspace_limit="8MiB")
+    assert plan.split(FPROP).steps == (Step(16, "lean"),)
+    assert {size for name, size in backend.runs if name == "torch_default"} <= {1, 2, 4, 16}

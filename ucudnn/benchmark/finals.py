@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ucudnn.backends import AbstractBackend
-from ucudnn.benchmark.kernel import KernelMeasurer, Session
-from ucudnn.benchmark.protocol import interleave, whole_plan
+from ucudnn.benchmark.bench import Whole
+from ucudnn.benchmark.kernel import KernelMeasurer
+from ucudnn.benchmark.session import Session
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
-from ucudnn.execute import bind
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
 
-# With nine pairs a 95 % interval of the median forgives one disturbed round at either end.
-FINAL_ROUNDS = 9
-ENOUGH_NS = 2_000_000_000
 # Less than this is not worth leaving torch's own call for, however certain it is.
 LEAST_GAIN = 0.02
 
@@ -33,11 +27,13 @@ class Finalist:
         split: what was run.
         timing: median, spread and workspace of the whole call.
         samples: times in ns, one per round; the n-th of every finalist is from the same round.
+        is_deterministic: whether it computes the same bits each time.
     """
 
     split: Split
     timing: Timing
     samples: tuple[int, ...]
+    is_deterministic: bool = True
 
 
 def race(
@@ -46,48 +42,58 @@ def race(
     """Time whole plans in interleaved rounds, or take them from the cache where all of them are.
 
     The race belongs to the name of the measurement: samples of different races are no pairs.
+
+    Raises:
+        UnsupportedError: none could be run.
     """
     names = sorted(str(split) for split in splits)
     identity = hashlib.sha256(" | ".join(names).encode()).hexdigest()[:8]
     keys = [session.key(problem, f"plan[{split}] in race {identity}") for split in splits]
-    known = [session.cache.get(key) for key in keys]
+    known = [session.find(key) for key in keys]
     found = [session.reuse(entry) for entry in known if entry is not None]
     if len(found) < len(splits):
-        found = _run(session, measurer, problem, list(zip(splits, keys, strict=True)))
-    return [_finalist(split, entry) for split, entry in zip(splits, found, strict=True)]
-
-
-def _run(
-    session: Session,
-    measurer: KernelMeasurer,
-    problem: Problem,
-    entries: Sequence[tuple[Split, MeasurementKey]],
-) -> list[Measurement]:
-    runs: list[Callable[[], Tensor]] = []
-    workspaces: list[int] = []
-    for split, _ in entries:
-        run = whole_plan(measurer.ring, bind(session.backend, problem, split))
-        parts = [(problem.with_batch(step.size), step.algorithm) for step in split.steps]
-        workspaces.append(session.backend.workspace_bytes(run, parts))
-        runs.append(run)
-    samples = _timed(session.backend, runs, FINAL_ROUNDS, ENOUGH_NS)
-    results = [
-        session.keep(
-            Measurement(key, "ok", median_ns(taken), spread_ns(taken), tuple(taken), workspace)
-        )
-        for (_, key), taken, workspace in zip(entries, samples, workspaces, strict=True)
+        notes = _notes(session, problem, splits)
+        wholes = measurer.bench.whole(splits)
+        found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, notes, strict=True)]
+        session.flush()
+    finalists = [
+        _finalist(split, entry)
+        for split, entry in zip(splits, found, strict=True)
+        if entry.status == "ok"
     ]
-    session.flush()
-    return results
+    if splits and not finalists:
+        raise UnsupportedError(f"a whole call could not be run to be timed: {found[0].reason}")
+    return finalists
 
 
-def _timed(
-    backend: AbstractBackend, runs: Sequence[Callable[[], Tensor]], rounds: int, enough_ns: int
-) -> list[list[int]]:
-    try:
-        return interleave(backend, runs, rounds, enough_ns)
-    except RuntimeError as error:
-        raise UnsupportedError(f"a whole call could not be run to be timed: {error}") from error
+def _notes(session: Session, problem: Problem, splits: Sequence[Split]) -> list[tuple[str, ...]]:
+    """Of each split what its algorithms are said to be, of torch's default all that is known."""
+    notes_by_name = {
+        candidate.algorithm: candidate.notes for candidate in session.backend.candidates(problem)
+    }
+    return [
+        notes_by_name.get(split.steps[0].algorithm, ())
+        if split.is_default
+        else ("nondeterministic",)
+        if any("nondeterministic" in notes_by_name.get(s.algorithm, ()) for s in split.steps)
+        else ()
+        for split in splits
+    ]
+
+
+def _measured(key: MeasurementKey, whole: Whole, notes: tuple[str, ...]) -> Measurement:
+    samples = whole.result.samples
+    if whole.result.failure:
+        return Measurement(key, "failed", reason=whole.result.failure, notes=notes)
+    return Measurement(
+        key,
+        "ok",
+        median_ns(samples),
+        spread_ns(samples),
+        tuple(samples),
+        whole.workspace_bytes,
+        notes=notes + whole.result.state,
+    )
 
 
 def _finalist(split: Split, entry: Measurement) -> Finalist:
@@ -95,14 +101,15 @@ def _finalist(split: Split, entry: Measurement) -> Finalist:
     assert entry.spread_ns is not None
     assert entry.workspace_bytes is not None
     timing = Timing(entry.time_ns, entry.spread_ns, entry.workspace_bytes, len(entry.samples))
-    return Finalist(split, timing, entry.samples)
+    return Finalist(split, timing, entry.samples, "nondeterministic" not in entry.notes)
 
 
 def choose(finalists: Sequence[Finalist], limit: int | None) -> Finalist | None:
-    """The winner within the limit: the fewest chunks, unless more are faster beyond the noise.
+    """The winner within the limit: torch's default, unless another is faster beyond the noise.
 
-    A split pays for every chunk with thread barriers, and on a busy machine dearly: it must have
-    earned them. Torch's default stands before any other that computes the batch undivided.
+    Of those that tie, the one with less workspace wins, then with fewer chunks, then a
+    deterministic one. A split pays for every chunk with thread barriers, on a busy machine dearly:
+    one that only may be as fast must be so by its median, too.
 
     >>> from ucudnn.plan import Step
     >>> def entry(name, *samples):
@@ -120,17 +127,27 @@ def choose(finalists: Sequence[Finalist], limit: int | None) -> Finalist | None:
     fitting = [
         entry for entry in finalists if limit is None or entry.timing.workspace_bytes <= limit
     ]
-    winner = None
-    for entry in sorted(fitting, key=_chunks_then_default):
-        if winner is None or _faster(entry, winner):
-            winner = entry
-    return winner
+    default = next((entry for entry in fitting if entry.split.is_default), None)
+    if default is not None:
+        fitting = [entry for entry in fitting if _is_faster(entry, default)] or [default]
+    if not fitting:
+        return None
+    fastest = min(fitting, key=lambda entry: entry.timing.time_ns)
+    return min((entry for entry in fitting if _ties(entry, fastest)), key=_thrift)
 
 
-def _chunks_then_default(entry: Finalist) -> tuple[int, bool, int]:
-    return len(entry.split.steps), not entry.split.is_default, entry.timing.time_ns
+def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:
+    timing = entry.timing
+    steps = len(entry.split.steps)
+    return timing.workspace_bytes, steps, not entry.is_deterministic, timing.time_ns
 
 
-def _faster(entry: Finalist, other: Finalist) -> bool:
+def _ties(entry: Finalist, fastest: Finalist) -> bool:
+    ratio, _, _ = ratio_interval(entry.samples, fastest.samples)
+    return ratio <= 1 + LEAST_GAIN and not _is_faster(fastest, entry)
+
+
+def _is_faster(entry: Finalist, other: Finalist) -> bool:
+    """Whether one takes less time than the other, by more than noise and more than is worth it."""
     ratio, _, high = ratio_interval(entry.samples, other.samples)
     return high < 1 and ratio < 1 - LEAST_GAIN

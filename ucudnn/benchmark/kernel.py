@@ -1,292 +1,457 @@
-"""Measure every candidate of one kernel, through the cache: workspace first, then time."""
+"""Measure what one kernel's plan needs: the solver asks for chunks, the cache or a bench answers.
+
+What to measure next follows from the measurements alone. So the same cache leads to the same
+decisions, and a second tune measures nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from math import prod
 
-from ucudnn.backends import AbstractBackend
-from ucudnn.benchmark.protocol import PROTOCOL, ROUNDS, SCREEN_FACTOR, ChunkLoop, Ring
-from ucudnn.benchmark.statistics import median_ns, spread_ns
-from ucudnn.cache import AbstractCache
+from ucudnn.axis import AbstractAxis
+from ucudnn.benchmark.accuracy import allowed_error
+from ucudnn.benchmark.bench import AbstractBench, Arm, Look
+from ucudnn.benchmark.rounds import Result, failure_of
+from ucudnn.benchmark.session import Session
+from ucudnn.benchmark.statistics import median_interval, median_ns, spread_ns
+from ucudnn.benchmark.worker import LostError
+from ucudnn.candidate import Candidate
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import DEFAULT_ALGORITHM
-from ucudnn.problem import Problem
+from ucudnn.solve import CHUNK_NS, WORTHWHILE_NS, held_bytes, lists_of, rank_of
+from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
 
+# A split that is this close to the fastest is close enough: finals could not tell them apart.
+TOLERANCE = 0.02
 # Why a candidate was not timed in full: the reason names the algorithm that it lost against.
 _BEATEN = "beaten by "
+# No algorithm is expected to need more times its operands than this; columns of an 11x11 filter do.
+_MOST_COPIES = 128
 
 
-@dataclass
-class Session:
-    """What stays the same while one process measures: the device, the cache, and the counts.
-
-    Args:
-        backend: where candidates come from.
-        cache: where measurements are kept.
-        on_run: called whenever something was measured or found, to show progress.
-    """
-
-    backend: AbstractBackend
-    cache: AbstractCache
-    on_run: Callable[[], None] = lambda: None
-    measured: int = 0
-    reused: int = 0
-    _fresh: list[Measurement] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._device, self._software = self.backend.device(), self.backend.software()
-        self._conditions = self.backend.conditions()
-
-    def key(self, problem: Problem, algorithm: str, role: str = "alone") -> MeasurementKey:
-        """The key of a candidate that this session would measure."""
-        conditions = replace(self._conditions, role=role)
-        return MeasurementKey(
-            problem, algorithm, self._device, self._software, conditions, PROTOCOL
-        )
-
-    def reuse(self, measurement: Measurement) -> Measurement:
-        """Count a measurement that was not taken again."""
-        self.reused += 1
-        self.on_run()
-        return measurement
-
-    def keep(self, measurement: Measurement) -> Measurement:
-        """Count a new measurement; `flush` writes it to the cache."""
-        self._fresh.append(measurement)
-        self.measured += 1
-        self.on_run()
-        return measurement
-
-    def flush(self) -> None:
-        """Write new measurements to the cache, in one go."""
-        if self._fresh:
-            self.cache.put(self._fresh)
-        self._fresh = []
+class WrongResultWarning(UserWarning):
+    """A candidate computed something else than the convolution, and is out."""
 
 
 class KernelMeasurer:
-    """Measures the candidates of one kernel at every micro-batch size, smallest first.
+    """Measures the candidates of one kernel that its best split may need.
 
-    Two assumptions about chunks that one kernel computes save runs; where they fail, something is
-    not measured, and no number is wrong. Workspace grows on a line with the chunk: a size that
-    would exceed the limit, judged from the two smaller ones, is not run. Time does not fall as the
-    chunk grows: an algorithm that took too long for a smaller chunk is not run for a larger one.
+    Workspace is taken to grow on a line with the chunk: a size that would exceed the limit, judged
+    from smaller ones, is not run.
+
+    Args:
+        session: the device and the cache.
+        axis: of the kernel, along which it is split.
+        limit: workspace in bytes, None for any.
+        sizes: of the chunks that a split may have.
+        max_error: relative error (L2) that a candidate may have, None: any that is not wrong.
     """
 
-    def __init__(self, session: Session, problem: Problem, limit: int | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        axis: AbstractAxis,
+        limit: int | None,
+        sizes: Iterable[int] = (),
+        max_error: float | None = None,
+    ) -> None:
         self._session = session
-        self._problem = problem
+        self._axis = axis
+        self._problem = axis.problem
         self._limit = limit
-        self._ring: Ring | None = None
-        self._smaller: dict[str, list[Measurement]] = {}
+        self._sizes = tuple(sorted(sizes))
+        self._max_error = max_error
+        self._records: dict[Arm, Measurement] = {}
+        self._skipped: set[Arm] = set()
+
+    @cached_property
+    def bench(self) -> AbstractBench:
+        """Where candidates run."""
+        return self._session.bench(self._axis)
+
+    def release(self) -> None:
+        """Give the operands back; they are made anew where something is run again."""
+        self.__dict__.pop("bench", None)
 
     @property
-    def ring(self) -> Ring:
-        """Operands, allocated when something must really be run."""
-        if self._ring is None:
-            self._ring = Ring.allocate(self._session.backend, self._problem)
-        return self._ring
+    def measurements(self) -> list[Measurement]:
+        """Everything known of the candidates, by size."""
+        return [entry for _, entry in self._by_size()]
 
-    def measure(self, sizes: Iterable[int]) -> list[Measurement]:
-        """Measure all sizes; what was measured is kept even where this is interrupted."""
-        found: list[Measurement] = []
-        try:
-            for size in sorted(sizes):
-                entries = self._measure_size(size)
-                for entry in entries:
-                    self._smaller.setdefault(entry.key.algorithm, []).append(entry)
-                found += entries
-        finally:
-            self._session.flush()
+    def _by_size(self) -> list[tuple[Arm, Measurement]]:
+        return [(arm, self._records[arm]) for arm in self._candidates if arm in self._records]
+
+    @property
+    def usable(self) -> list[Measurement]:
+        """What was timed in full, fits, and is exact enough."""
+        return [entry for arm, entry in self._by_size() if self._is_usable(arm, entry)]
+
+    def look_at_default(self) -> Measurement | None:
+        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
+        arm = Arm(self._problem.batch, DEFAULT_ALGORITHM, "alone")
+        key = self._session.key(self._problem, arm.algorithm)
+        known = self._session.find(key)
+        if known is None and arm in self._candidates:
+            self._look_at(arm, limit=None)
+            known = self._records.get(arm)
+        return known if known is not None and known.time_ns is not None else None
+
+    def step(self) -> bool:
+        """Measure what is wanted next; False where nothing is, or there is no more time."""
+        self._recall()
+        if self._session.is_over:
+            return False
+        probes = self._probes()
+        for arm in probes:
+            self._look_at(arm, self._limit)
+        wanted = [] if probes else self._wanted()
+        self._measure(wanted)
+        return bool(probes or wanted)
+
+    def outlook(self, launch_ns: int = 0) -> Outlook:
+        """How good the best split of what was timed is, and what is wanted next."""
+        options = list(self._options())
+        worthwhile = [
+            option
+            for option in options
+            if "alone" in option.lists or not option.is_timed or _time_ns(option) >= WORTHWHILE_NS
+        ]
+        extent = self._axis.extent
+        ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=TOLERANCE)
+        found = ask(worthwhile, least_ns=WORTHWHILE_NS)
+        if found.bound_ns is None:  # nothing else fits: then short chunks are allowed
+            found = ask(options)
         return found
 
-    def _measure_size(self, size: int) -> list[Measurement]:
-        problem = self._problem.with_batch(size)
-        best: dict[str, Measurement] = {}
-        entered: list[_Entry] = []
-        for candidate in self._session.backend.candidates(problem):
-            for role in self._roles(size, candidate.algorithm):
-                key = self._session.key(problem, candidate.algorithm, role)
-                entry = self._enter(key, candidate.notes, best.get(role))
-                if entry is None:
-                    continue
-                entered.append(entry)
-                if self._counts(entry.measurement):
-                    rivals = (entry.measurement, best.get(role, entry.measurement))
-                    best[role] = min(rivals, key=_time_ns)
-        return self._race(entered, best)
+    def certificate(self) -> tuple[str, ...]:
+        """What was timed and how much faster another split could be, for the notes of a plan."""
+        timed = sum(entry.time_ns is not None for entry in self.measurements)
+        gap = (
+            f"no split along the {self._axis.name} axis is faster by more than "
+            f"{self.outlook().gap:.1%} if the assumptions of lazy measuring hold"
+        )
+        options = sum(bool(self._lists(arm)) for arm in self._candidates)
+        return f"timed {timed} of {options} candidates", gap
 
-    def _roles(self, size: int, algorithm: str) -> tuple[str, ...]:
-        if size == self._problem.batch:
+    @cached_property
+    def _candidates(self) -> Mapping[Arm, Candidate]:
+        found: dict[Arm, Candidate] = {}
+        for size in self._sizes:
+            for candidate in self._session.backend.candidates(self._axis.part(size)):
+                if any(
+                    self._session.backend.refusal(end, candidate.algorithm)
+                    for end in self._axis.ends(size)
+                ):
+                    continue
+                for role in self._roles(size):
+                    found[Arm(size, candidate.algorithm, role)] = candidate
+        return found
+
+    def _roles(self, size: int) -> tuple[str, ...]:
+        if size == self._axis.extent:
             return ("alone",)
         if self._problem.op != "wgrad":
-            return ("alone", "later") if algorithm == DEFAULT_ALGORITHM else ("later",)
-        if self._problem.bytes_per_element < 4:
-            return ("alone", "first", "later")
-        return ("alone", "later")
+            # a small chunk alone is no part of a split, but tells what the whole needs alone
+            tells = self._must_probe and size in self._sizes[:2]
+            return ("later", "alone") if tells and self._axis.extent in self._sizes else ("later",)
+        return ("alone" if self._problem.bytes_per_element >= 4 else "first", "later")
 
-    def _fits(self, workspace: int | None) -> bool:
-        return workspace is not None and (self._limit is None or workspace <= self._limit)
+    @cached_property
+    def _curves(self) -> Mapping[Arm, str]:
+        """Arms of one curve run the same kernel."""
+        kernel_of = self._session.kernel_of
+        return {
+            arm: f"{arm.algorithm} by {kernel_of(candidate.problem, arm.algorithm)}"
+            for arm, candidate in self._candidates.items()
+        }
 
-    def _counts(self, measurement: Measurement) -> bool:
-        """Whether a measurement is a time within the limit."""
-        return measurement.time_ns is not None and self._fits(measurement.workspace_bytes)
+    @cached_property
+    def _waves(self) -> frozenset[int]:
+        powers = (1 << k for k in range(self._axis.extent.bit_length()))
+        waves = self._axis.name == "batch" and self._session.backend.wave_sizes(self._problem)
+        return frozenset(waves or powers)
 
-    def _enter(
-        self, key: MeasurementKey, notes: tuple[str, ...], best: Measurement | None
-    ) -> _Entry | None:
-        """What is known of a candidate, or a first run of it; None where it is not worth one."""
-        known = self._session.cache.get(key)
-        if known is not None and not self._deserves_another_try(known):
-            return _Entry(known, known, None)
-        smaller = self._smaller_of_the_kernel(key)
-        expected = _expected_workspace(smaller, key)
-        if expected > self._session.backend.memory_bytes() or not self._fits(expected):
-            return None
-        if best is not None and _is_hopeless(max(map(_time_ns, smaller), default=0), best):
-            # no shorter than a smaller chunk was
-            lost = Measurement(key, "untimed", reason=_BEATEN + best.key.algorithm, notes=notes)
-            return _Entry(lost, known, None)
-        return self._first_run(key, known, notes)
+    @cached_property
+    def _must_probe(self) -> bool:
+        """Whether a workspace must be known before a large chunk may be run."""
+        elements = sum(map(prod, (*self._problem.operand_shapes, self._problem.result_shape)))
+        most = _MOST_COPIES * elements * self._problem.bytes_per_element
+        return self._limit is not None or most > self._session.backend.memory_bytes()
 
-    def _smaller_of_the_kernel(self, key: MeasurementKey) -> list[Measurement]:
-        """What the algorithm showed for smaller chunks, as far as the same kernel ran them."""
-        kernel_of = self._session.backend.kernel
-        kernel = kernel_of(key.problem, key.algorithm)
-        return [
-            entry
-            for entry in self._smaller.get(key.algorithm, [])
-            if kernel_of(entry.key.problem, key.algorithm) == kernel
-        ]
+    def _recall(self) -> None:
+        """Take in what the cache has."""
+        for arm in self._candidates:
+            if arm not in self._records:
+                known = self._session.find(self._key(arm))
+                if known is not None:
+                    self._records[arm] = self._session.reuse(known)
 
-    def _deserves_another_try(self, known: Measurement) -> bool:
-        """Whether what was not timed, perhaps under another limit, may be worth it now.
+    def _key(self, arm: Arm) -> MeasurementKey:
+        return self._session.key(self._axis.part(arm.size), arm.algorithm, arm.role)
 
-        Asks what fits, never how long something took: the same cache leads to the same decisions.
-        """
-        if known.status != "untimed":
+    def _fits(self, arm: Arm, workspace: int) -> bool:
+        held = workspace + held_bytes(self._problem, arm.role)
+        return self._limit is None or held <= self._limit
+
+    def _is_usable(self, arm: Arm, entry: Measurement) -> bool:
+        return entry.status == "ok" and self._fits_and_is_exact(arm, entry)
+
+    def _fits_and_is_exact(self, arm: Arm, entry: Measurement) -> bool:
+        if entry.workspace_bytes is None or not self._fits(arm, entry.workspace_bytes):
             return False
-        if known.workspace_bytes is not None:
-            return self._fits(known.workspace_bytes)
-        return not self._is_still_beaten(known)
+        return self._max_error is None or (entry.error or 0.0) <= self._max_error
 
-    def _is_still_beaten(self, loser: Measurement) -> bool:
-        """Whether what a candidate lost against is within the limit now, too."""
-        if not loser.reason.startswith(_BEATEN):
-            return False
-        key = replace(loser.key, algorithm=loser.reason.removeprefix(_BEATEN))
-        winner = self._session.cache.get(key)
-        return winner is not None and self._counts(winner)
-
-    def _first_run(
-        self, key: MeasurementKey, known: Measurement | None, notes: tuple[str, ...]
-    ) -> _Entry | None:
-        """Run once for the workspace and, within the limit, once for the time."""
-        backend, problem = self._session.backend, key.problem
-        try:
-            loop = self._loop(key)
-            workspace = backend.workspace_bytes(loop.run, [(problem, key.algorithm)])
-            if not self._fits(workspace):
-                over = Measurement(key, "untimed", workspace_bytes=workspace, notes=notes)
-                return _Entry(over, known, None)
-            time_ns = loop.screen_ns(backend)
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-            if "memory" in reason:  # of this moment, not of the candidate: another time it may run
-                return None
-            return _Entry(Measurement(key, "failed", reason=reason, notes=notes), known, None)
-        screened = Measurement(key, "screened", time_ns, 0, (time_ns,), workspace, notes=notes)
-        return _Entry(screened, known, loop)
-
-    def _loop(self, key: MeasurementKey) -> ChunkLoop:
-        executable = self._session.backend.executable(key.problem, key.algorithm)
-        return ChunkLoop(self.ring, executable, key.problem.batch, key.conditions.role)
-
-    def _race(
-        self, entered: Sequence[_Entry], best: Mapping[str, Measurement]
-    ) -> list[Measurement]:
-        """Time in interleaved rounds what is not hopeless next to the best of its role."""
-        results, racing = [], []
-        for entry in entered:
-            measurement = entry.measurement
-            rival = best.get(measurement.key.conditions.role)
-            is_open = measurement.status == "screened" and self._counts(measurement)
-            was_screened = entry.loop is None
-            if not is_open or (was_screened and self._is_still_beaten(measurement)):
-                results.append(self._settle(entry, measurement))
-            elif rival is not None and _is_hopeless(_time_ns(measurement), rival):
-                reason = _BEATEN + rival.key.algorithm
-                results.append(self._settle(entry, replace(measurement, reason=reason)))
+    def _options(self) -> Iterator[Option]:
+        """What the solver may choose among, and what tells about it."""
+        for arm, candidate in self._candidates.items():
+            entry = self._records.get(arm)
+            if arm in self._skipped or (entry is not None and entry.status == "failed"):
+                continue
+            workspace = self._workspace(arm)
+            if entry is not None and entry.workspace_bytes is not None:
+                is_allowed = self._fits_and_is_exact(arm, entry)
             else:
-                racing.append(entry)
-        return results + self._rounds(racing)
-
-    def _settle(self, entry: _Entry, measurement: Measurement) -> Measurement:
-        if measurement == entry.known:
-            return self._session.reuse(measurement)
-        return self._session.keep(measurement)
-
-    def _rounds(self, racing: Sequence[_Entry]) -> list[Measurement]:
-        backend = self._session.backend
-        # what an earlier run with another limit had only screened has no loop yet
-        loops = [entry.loop or self._loop(entry.measurement.key) for entry in racing]
-        for entry, loop in zip(racing, loops, strict=True):
-            if entry.loop is None:
-                loop.screen_ns(backend)
-        samples: list[list[int]] = [[] for _ in racing]
-        for _ in range(ROUNDS):
-            for taken, loop in zip(samples, loops, strict=True):
-                taken.append(loop.sample_ns(backend))
-        return [
-            self._session.keep(
-                replace(
-                    entry.measurement,
-                    status="ok",
-                    reason="",
-                    time_ns=median_ns(taken),
-                    spread_ns=spread_ns(taken),
-                    samples=tuple(taken),
-                )
+                is_allowed = workspace is not None and self._may_run(arm, workspace)
+            lists = self._lists(arm)
+            is_allowed &= entry is None or not self._has_lost(arm, entry)
+            is_out = not (lists and is_allowed)
+            if is_out and (entry is None or entry.time_ns is None):
+                continue
+            yield Option(
+                arm.size,
+                arm.algorithm,
+                self._curves[arm],
+                () if is_out else lists,
+                None if entry is None else _interval(entry),
+                entry is not None and entry.status == "ok",
+                workspace or 0,
+                rank_of(arm.algorithm, candidate.notes),
+                arm.size in self._waves,
+                arm.role,
             )
-            for taken, entry in zip(samples, racing, strict=True)
+
+    def _lists(self, arm: Arm) -> tuple[str, ...]:
+        """What of a split an arm may be; nothing for one that only tells about others."""
+        return lists_of(self._problem.op, arm.size == self._axis.extent, arm.role)
+
+    def _may_run(self, arm: Arm, workspace: int) -> bool:
+        return self._fits(arm, workspace) and workspace <= self._memory_bytes
+
+    @cached_property
+    def _memory_bytes(self) -> int:
+        return self._session.backend.memory_bytes()
+
+    def _has_lost(self, arm: Arm, entry: Measurement) -> bool:
+        """Whether it lost its race against one that counts under this limit, too."""
+        if entry.status != "screened" or not entry.reason.startswith(_BEATEN):
+            return False
+        rival = arm._replace(algorithm=entry.reason.removeprefix(_BEATEN))
+        winner = self._records.get(rival)
+        return winner is not None and self._is_usable(rival, winner)
+
+    def _workspace(self, arm: Arm) -> int | None:
+        """What an arm needs, or is expected to by its curve; None where nobody knows."""
+        known = self._known_workspace(arm)
+        if known is not None:
+            return known
+        points = self._workspace_points(arm)
+        if not points:
+            return None if self._must_probe else 0
+        return _on_the_line(points, arm.size, self._sizes)
+
+    def _known_workspace(self, arm: Arm) -> int | None:
+        entry = self._records.get(arm)
+        if entry is not None and entry.workspace_bytes is not None:
+            return entry.workspace_bytes
+        return self._candidates[arm].workspace_bytes
+
+    def _workspace_points(self, arm: Arm) -> list[tuple[int, int]]:
+        """Sizes and workspaces known of a curve, in the arm's role or else in another."""
+        known = [
+            (other, entry.workspace_bytes)
+            for other, entry in self._records.items()
+            if entry.workspace_bytes is not None and self._curves.get(other) == self._curves[arm]
         ]
+        same = sorted((other.size, found) for other, found in known if other.role == arm.role)
+        if same:
+            return same
+        # a chunk that was only run as a later one is expected to need less alone: not its result
+        others = sorted(
+            (other.size, max(0, workspace - self._own_result(other.size)))
+            for other, workspace in known
+        )
+        return list(dict(others).items())  # of two roles the one that needs more
+
+    def _own_result(self, size: int) -> int:
+        return 0 if self._problem.op == "wgrad" else self._axis.part(size).result_bytes
+
+    def _probes(self) -> list[Arm]:
+        """The smallest chunks of curves of which no workspace is known though it must be."""
+        if not self._must_probe:
+            return []
+        groups: dict[tuple[str, str], list[Arm]] = {}
+        for arm in self._candidates:
+            entry = self._records.get(arm)
+            if arm not in self._skipped and (entry is None or entry.status != "failed"):
+                groups.setdefault((self._curves[arm], arm.role), []).append(arm)
+        found = (self._probe(curve, arms) for (curve, _), arms in groups.items())
+        return [arm for arm in found if arm is not None]
+
+    def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
+        """What to look at first of a curve's arms of one role; a second if that helps the whole."""
+        known = [arm for arm in arms if self._known_workspace(arm) is not None]
+        whole = self._axis.extent
+        if not known:
+            smaller = any(arm.size < whole for arm in self._curves if self._curves[arm] == curve)
+            return None if arms[0].size == whole and smaller else arms[0]
+        last, second = arms[-1], arms[min(1, len(arms) - 1)]
+        is_open = last.size == whole and last not in known and not self._can_be_run(last)
+        tells_more = len(known) == 1 and not self._lists(second) and self._can_be_run(second)
+        return second if is_open and tells_more else None
+
+    def _can_be_run(self, arm: Arm) -> bool:
+        workspace = self._workspace(arm)
+        return arm not in self._records and workspace is not None and self._may_run(arm, workspace)
+
+    def _wanted(self) -> list[Arm]:
+        for launch_ns in CHUNK_NS:
+            wanted = self.outlook(launch_ns).wanted
+            if wanted:
+                return [Arm(option.batch, option.algorithm, option.role) for option in wanted]
+        return []
+
+    def _measure(self, arms: Sequence[Arm]) -> None:
+        """Look at what was never run, then race what is not hopeless."""
+        for arm in arms:
+            entry = self._records.get(arm)
+            if entry is None or entry.status == "untimed":
+                self._look_at(arm, self._limit)
+        groups = {arm[::2] for arm in arms if self._is_open(arm)}
+        racing = [arm for arm in self._records if arm[::2] in groups and self._is_open(arm)]
+        if not racing:
+            return
+        known = {
+            (arm.size, arm.role): (interval.time_ns, interval.high_ns)
+            for arm, entry in sorted(self._records.items(), key=_slowest_first)
+            if self._is_usable(arm, entry) and (interval := _interval(entry)) is not None
+        }
+        results = self.bench.rounds(racing, known)
+        for arm, result in zip(racing, results, strict=True):
+            winner = result.beaten_by
+            while winner is not None and winner >= 0 and results[winner].beaten_by is not None:
+                winner = results[winner].beaten_by  # who was faster yet
+            self._settle(arm, result, None if winner is None or winner < 0 else racing[winner])
+
+    def _is_open(self, arm: Arm) -> bool:
+        entry = self._records.get(arm)
+        if entry is None or entry.status != "screened" or self._has_lost(arm, entry):
+            return False
+        return self._fits_and_is_exact(arm, entry)
+
+    def _settle(self, arm: Arm, result: Result, winner: Arm | None) -> None:
+        entry = self._records[arm]
+        if result.failure:
+            self._keep(arm, Measurement(entry.key, "failed", reason=result.failure))
+            return
+        reason = ""
+        if result.beaten_by is not None:
+            reason = _BEATEN + (winner or self._fastest(arm)).algorithm
+        disturbed = f"{result.repeated} rounds repeated, {result.switches} switches in the others"
+        timed = replace(
+            entry,
+            status="screened" if reason else "ok",
+            reason=reason,
+            time_ns=median_ns(result.samples),
+            spread_ns=spread_ns(result.samples),
+            samples=tuple(result.samples),
+            notes=entry.notes + ((disturbed,) if result.repeated else ()) + result.state,
+        )
+        self._keep(arm, timed)
+
+    def _fastest(self, arm: Arm) -> Arm:
+        """The best known arm of the same size and role."""
+        rivals = {
+            other: entry
+            for other, entry in self._records.items()
+            if other[::2] == arm[::2] and self._is_usable(other, entry)
+        }
+        return min(rivals, key=lambda other: rivals[other].time_ns or 0)
+
+    def _look_at(self, arm: Arm, limit: int | None) -> None:
+        key, candidate = self._key(arm), self._candidates[arm]
+        try:
+            look = self.bench.look(arm, limit)
+        except RuntimeError as error:
+            reason = failure_of(error)
+            lost = isinstance(error, LostError)  # "an illegal memory access" is no lack of memory
+            if "memory" in reason and not lost:  # which there may be at another time
+                self._skipped.add(arm)
+                return
+            self._keep(arm, Measurement(key, "failed", reason=reason, notes=candidate.notes))
+            return
+        self._keep(arm, _looked_at(key, candidate, look))
+
+    def _keep(self, arm: Arm, measurement: Measurement) -> None:
+        self._records[arm] = self._session.keep(measurement)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A candidate at one size: what it showed, what the cache knew, how to run it."""
+def _looked_at(key: MeasurementKey, candidate: Candidate, look: Look) -> Measurement:
+    error, allowed = look.accuracy.error, allowed_error(key.problem)
+    notes = (*candidate.notes, f"max_ulp={look.accuracy.ulp:.3g}")
+    if not error <= allowed:
+        what = (
+            "left elements unwritten, or computed some that are not finite"
+            if error == float("inf")
+            else f"is wrong by {error:.2g} relative to float64, at most {allowed:.2g} is rounding"
+        )
+        reason = f"its result {what}"
+        warnings.warn(
+            f"{key.algorithm} is disqualified for {key.problem}, role {key.conditions.role}: "
+            f"{reason}",
+            WrongResultWarning,
+            stacklevel=2,
+        )
+        workspace = look.workspace_bytes
+        return Measurement(
+            key, "failed", workspace_bytes=workspace, error=error, reason=reason, notes=notes
+        )
+    if look.time_ns is None:
+        return Measurement(
+            key, "untimed", workspace_bytes=look.workspace_bytes, error=error, notes=notes
+        )
+    return Measurement(
+        key, "screened", look.time_ns, 0, (look.time_ns,), look.workspace_bytes, error, notes=notes
+    )
 
-    measurement: Measurement
-    known: Measurement | None
-    loop: ChunkLoop | None
+
+def _interval(entry: Measurement) -> Interval | None:
+    if entry.time_ns is None:
+        return None
+    low, high = median_interval(entry.samples) if entry.samples else (entry.time_ns, entry.time_ns)
+    return Interval(low, entry.time_ns, high)
 
 
-def _is_hopeless(time_ns: int, best: Measurement) -> bool:
-    """Whether a time is too far from the best of its role to go on with."""
-    return time_ns > SCREEN_FACTOR * _time_ns(best)
-
-
-def _time_ns(measurement: Measurement) -> int:
-    return measurement.time_ns or 0
-
-
-def _expected_workspace(smaller: Sequence[Measurement], key: MeasurementKey) -> int:
-    """Workspace on the line through the two largest sizes run so far; 0 where nothing was run.
-
-    A chunk that was only run as a later one is expected to need less alone: not its own result.
-    """
-    same = [entry for entry in smaller if entry.key.conditions.role == key.conditions.role]
-    points = []
-    for entry in same or smaller:
-        problem = entry.key.problem
-        if entry.workspace_bytes is not None:
-            own_result = 0 if same or problem.op == "wgrad" else problem.result_bytes
-            points.append((problem.batch, max(0, entry.workspace_bytes - own_result)))
-    if not points:
-        return 0
-    size, workspace = points[-1]
-    if len(points) == 1:
+def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[int]) -> int:
+    """Workspace of a size by others: up to the largest the next one's, then on the line."""
+    for known, workspace in points:
+        if known >= size:
+            return workspace
+    known, workspace = points[-1]
+    if len(points) > 1:
+        less_size, less = points[-2]
+        return workspace + max(0, workspace - less) * (size - known) // (known - less_size)
+    if size == sizes[sizes.index(known) + 1]:  # it takes two for a line
         return workspace
-    less_size, less = points[-2]
-    return workspace + max(0, workspace - less) * (key.problem.batch - size) // (size - less_size)
+    return workspace * size // known
+
+
+def _slowest_first(item: tuple[Arm, Measurement]) -> int:
+    return -(item[1].time_ns or 0)
+
+
+def _time_ns(option: Option) -> int:
+    return 0 if option.interval is None else option.interval.time_ns

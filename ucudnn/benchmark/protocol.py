@@ -1,15 +1,14 @@
 """How a candidate is timed: in the steady state that it will run in.
 
 A chunk is timed inside a loop over consecutive chunks of operands larger than the last-level cache,
-so that its input is cold and its workspace warm, as in training. Candidates of one size are timed
-in interleaved rounds: what disturbs the machine disturbs all of them.
+so that its input is cold and its workspace warm, as in training. docs/measuring.md has the reasons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import count
 from math import ceil, prod
 
 import torch
@@ -17,17 +16,52 @@ from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.errors import UnsupportedError
-from ucudnn.execute import Call, empty_result, run_first
+from ucudnn.execute import Call, empty_result, places, run_first
 from ucudnn.problem import Problem
+from ucudnn.slabs import row_count
 from ucudnn.units import format_bytes
 
 # Part of every key: raise it when a change below makes new times incomparable with stored ones.
-PROTOCOL = 1
-ROUNDS = 5
-# After one sample each, what takes longer than this times the best is not timed any further.
-SCREEN_FACTOR = 3
-# Chunks shorter than this are timed several at once: the clock and its call cost microseconds.
-SAMPLE_NS = 4_000_000
+PROTOCOL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """The numbers of protocol 2: input cold, workspace warm, eager calls.
+
+    >>> Protocol().target
+    0.05
+
+    Args:
+        least_rounds: so many samples are taken of what stays in the race.
+        most_rounds: no more than these.
+        target: a 95 % interval of the median this wide, as a fraction, is narrow enough.
+        enough_ns: time after which no more rounds begin, once there are the least.
+        warm_ups: single runs before the first sample at most.
+        stable: two runs that differ by no more than this fraction are warm.
+        sample_ns: shorter chunks are timed several at once: the clock and its call cost
+            microseconds.
+        lapped: by round, how many times the best a candidate may take to stay in the race.
+        lost_share: a round is disturbed in which a candidate had less than this fraction of the
+            processor time per time that it had in its best round.
+        repeats: so many disturbed rounds are repeated.
+    """
+
+    least_rounds: int = 5
+    most_rounds: int = 9
+    target: float = 0.05
+    enough_ns: int = 500_000_000
+    warm_ups: int = 4
+    stable: float = 0.1
+    sample_ns: int = 4_000_000
+    lapped: tuple[float, ...] = (3.0, 1.5)
+    lost_share: float = 0.8
+    repeats: int = 5
+
+
+# Whole plans are compared in pairs: with nine a 95 % interval forgives a disturbed one at either
+# end. No finalist leaves the race, and a tie needs no narrow interval.
+FINALS = Protocol(least_rounds=5, most_rounds=9, target=0.0, enough_ns=2_000_000_000, lapped=())
 # Twice the cache, so that a chunk has left it before its turn comes again.
 _RING_CACHES = 2
 
@@ -70,12 +104,28 @@ class Ring:
             out = out.to(torch.promote_types(out.dtype, torch.float32))
         return cls(whole, a, b, out)
 
-    def chunk(self, start: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The operands of some samples, and where their result goes."""
-        end = start + size
-        if self.problem.op == "wgrad":
-            return self.a[start:end], self.b[start:end], self.out
-        return self.a[start:end], self.b, self.out[start:end]
+    def chunk(self, part: Problem, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the operands and of the result for a chunk, the next ones for the next number.
+
+        Args:
+            part: the problem of the chunk: some samples, or some rows of some samples.
+            number: from 0; where the ring ends it begins anew.
+        """
+        whole = self.problem
+        turns = row_count(whole) // row_count(part)
+        group, turn = divmod(number, turns)
+        first = group % (whole.batch // part.batch) * part.batch
+        samples = slice(first, first + part.batch), slice(None)
+        x_rows = _window(part.input_size[0], whole.input_size[0], turn, turns)
+        y_rows = _window(part.output_size[0], whole.output_size[0], turn, turns)
+        a, b, out = places(whole, (*samples, x_rows), (*samples, y_rows))
+        return self.a[a], self.b[b], self.out[out]
+
+
+def _window(size: int, extent: int, turn: int, turns: int) -> slice:
+    """Windows of an extent, from its begin to its end."""
+    begin = (extent - size) * turn // max(turns - 1, 1)
+    return slice(begin, begin + size)
 
 
 def ring_samples(problem: Problem, least_bytes: int) -> int:
@@ -92,20 +142,18 @@ def ring_samples(problem: Problem, least_bytes: int) -> int:
 class ChunkLoop:
     """Runs one candidate in one role over the chunks of a ring, one after the other."""
 
-    def __init__(self, ring: Ring, executable: Executable, size: int, role: str) -> None:
+    def __init__(self, ring: Ring, executable: Executable, part: Problem, role: str) -> None:
         self._ring = ring
         self._executable = executable
-        self._size = size
+        self._part = part
         self._role = role
-        self._start = 0
+        self._numbers = count()
         self._chunks_per_sample = 1
+        self._most_ns = 0
 
     def run(self) -> Tensor | None:
         """Run the next chunk and return its result if it is a new tensor."""
-        if self._start + self._size > self._ring.problem.batch:
-            self._start = 0
-        a, b, out = self._ring.chunk(self._start, self._size)
-        self._start += self._size
+        a, b, out = self._ring.chunk(self._part, next(self._numbers))
         if self._role == "alone":
             return self._executable.alone(a, b)
         if self._ring.problem.op != "wgrad":
@@ -116,61 +164,36 @@ class ChunkLoop:
             self._executable.add(a, b, out)
         return None
 
-    def screen_ns(self, backend: AbstractBackend) -> int:
-        """Time of one chunk, taken once; sets how many chunks each later sample runs."""
-        time_ns = max(1, backend.elapsed_ns(self.run))
-        self._chunks_per_sample = max(1, min(64, SAMPLE_NS // time_ns))
-        return time_ns
+    def warm_up(self, backend: AbstractBackend, protocol: Protocol) -> None:
+        """Run until two times agree; sets how many chunks each sample runs."""
+        before = time_ns = max(1, backend.elapsed_ns(self.run))
+        for _ in range(protocol.warm_ups - 1):
+            time_ns = max(1, backend.elapsed_ns(self.run))
+            if abs(time_ns - before) <= protocol.stable * before:
+                break
+            before = time_ns
+        self._chunks_per_sample = max(1, min(64, protocol.sample_ns // time_ns))
+        self._most_ns = 4 * protocol.sample_ns
 
     def sample_ns(self, backend: AbstractBackend) -> int:
         """Mean time of one chunk over consecutive chunks."""
-        count = self._chunks_per_sample
-        return max(1, backend.elapsed_ns(lambda: self._run_times(count)) // count)
+        times = self._chunks_per_sample
+        elapsed_ns = backend.elapsed_ns(lambda: self._run_times(times))
+        if elapsed_ns > self._most_ns:  # others keep the machine busy
+            self._chunks_per_sample = max(1, times // 2)
+        return max(1, elapsed_ns // times)
 
-    def _run_times(self, count: int) -> None:
-        for _ in range(count):
+    def _run_times(self, times: int) -> None:
+        for _ in range(times):
             self.run()
 
 
 def whole_plan(ring: Ring, call: Call) -> Callable[[], Tensor]:
     """A function that runs a whole plan on the ring, a batch further each time."""
-    batch, samples = call.problem.batch, ring.problem.batch
-    starts = range(0, samples - batch + 1, batch)
-    position = chain.from_iterable(repeat(starts))
+    numbers = count()
 
     def run() -> Tensor:
-        a, b, _ = ring.chunk(next(position), batch)
+        a, b, _ = ring.chunk(call.problem, next(numbers))
         return call(a, b)
 
     return run
-
-
-def interleave(
-    backend: AbstractBackend,
-    runs: Sequence[Callable[[], object]],
-    rounds: int,
-    enough_ns: int | None = None,
-    least_rounds: int = 5,
-) -> list[list[int]]:
-    """Time functions in turn, round after round, and return the samples of each in ns.
-
-    The first round is a warm-up and is not returned.
-
-    Args:
-        backend: has the clock.
-        runs: functions without arguments.
-        rounds: how often each is timed.
-        enough_ns: stop once this much was spent and `least_rounds` were timed; None: never.
-        least_rounds: so many at least.
-    """
-    samples: list[list[int]] = [[] for _ in runs]
-    spent = 0
-    for number in range(rounds + 1):
-        if enough_ns is not None and spent > enough_ns and number > least_rounds:
-            break
-        for taken, run in zip(samples, runs, strict=True):
-            elapsed = max(1, backend.elapsed_ns(run))
-            spent += elapsed
-            if number:
-                taken.append(elapsed)
-    return samples

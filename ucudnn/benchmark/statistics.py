@@ -27,14 +27,30 @@ def spread_ns(samples: Sequence[int]) -> int:
     return ordered[(3 * last + 2) // 4] - ordered[last // 4]
 
 
+def median_interval(samples: Sequence[int], confidence: float = 0.95) -> tuple[int, int]:
+    """A distribution-free confidence interval of the median: two of the samples.
+
+    It holds the k-th smallest and k-th largest, k from the binomial distribution (Conover,
+    "Practical Nonparametric Statistics", section 3.2); with few samples it is all of them.
+
+    >>> median_interval([5, 1, 2, 3, 4]), median_interval(range(1, 10))
+    ((1, 5), (2, 8))
+
+    Args:
+        samples: at least one.
+        confidence: probability that the interval holds the true median.
+    """
+    ordered = sorted(samples)
+    k = _outermost(len(ordered), confidence)
+    return ordered[k - 1], ordered[-k]
+
+
 def ratio_interval(
     numerators: Sequence[int], denominators: Sequence[int], confidence: float = 0.95
 ) -> tuple[float, float, float]:
     """The median of paired ratios with a distribution-free confidence interval.
 
-    Pairs were taken in the same round, so that what disturbs a round disturbs both. The interval
-    holds the k-th smallest and k-th largest ratio, k from the binomial distribution (Conover,
-    "Practical Nonparametric Statistics", section 3.2); with few pairs it is all of them.
+    Pairs were taken in the same round, so that what disturbs a round disturbs both.
 
     >>> ratio_interval([90, 92, 91, 90, 93, 91], [100, 100, 100, 100, 100, 100])
     (0.91, 0.9, 0.93)
@@ -48,7 +64,12 @@ def ratio_interval(
         (median, low, high).
     """
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
-    count = len(ratios)
+    k = _outermost(len(ratios), confidence)
+    return median(ratios), ratios[k - 1], ratios[-k]
+
+
+def _outermost(count: int, confidence: float) -> int:
+    """The k for which the k-th smallest and largest of so many enclose the median."""
     outside = 1 - confidence
     k, tail = 0, 0.0
     while k < count // 2:
@@ -56,5 +77,4 @@ def ratio_interval(
         if 2 * tail > outside:
             break
         k += 1
-    k = max(k, 1)
-    return median(ratios), ratios[k - 1], ratios[count - k]
+    return max(k, 1)

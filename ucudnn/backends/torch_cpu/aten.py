@@ -282,6 +282,9 @@ def _slow_conv2d_backward(
     dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool]
 ) -> Any:
     kernel_size, stride, padding, *_ = geometry
+    # torch's kernel takes for granted that x is contiguous, which slabs are not; and refuses one
+    # that is also channels-last, as with one column: a view of a view forgets such strides
+    x = x.contiguous().view(-1).view(x.shape)
     return _aten._slow_conv2d_backward.output_mask(dy, x, w, kernel_size, stride, padding, mask)
 
 

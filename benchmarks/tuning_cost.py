@@ -1,0 +1,430 @@
+"""What lazy measuring saves and what it costs: measurements, seconds, regret.
+
+    python benchmarks/tuning_cost.py record    # exhaustive timings, kept in benchmarks/results
+    python benchmarks/tuning_cost.py replay    # lazy on every kept table (seconds)
+    python benchmarks/tuning_cost.py measure   # both here and now, raced with fresh samples
+    python benchmarks/tuning_cost.py again     # a second tune of ResNet-50, all cached
+
+Exhaustive means every algorithm at every size from 1 to N in every role that a chunk may have.
+Replaying answers what the tuner asks from the table, in the order in which samples were taken. The
+lazy and the exhaustive choice are made by the first samples and compared by the last three, which
+neither saw: the luckiest of many candidates looks faster than it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from ucudnn.axis import BatchAxis
+from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.backends.recorded import RecordedBackend
+from ucudnn.benchmark.accuracy import Accuracy
+from ucudnn.benchmark.bench import AbstractBench, Arm, LocalBench, Look, Whole
+from ucudnn.benchmark.finals import race
+from ucudnn.benchmark.kernel import KernelMeasurer
+from ucudnn.benchmark.protocol import FINALS, Protocol, Ring, whole_plan
+from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
+from ucudnn.benchmark.session import Session
+from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
+from ucudnn.cache import MemoryCache
+from ucudnn.config import Config
+from ucudnn.execute import bind
+from ucudnn.measurement import Measurement
+from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.problem import Problem
+from ucudnn.solve import solve
+from ucudnn.tuner import Progress
+from ucudnn.units import format_ns
+
+N = 16
+_SAME = ((1, 1), (1, 1))
+KERNELS = (
+    Problem("fprop", N, 256, 256, (14, 14), (3, 3), padding=_SAME),
+    Problem("dgrad", N, 512, 512, (7, 7), (3, 3), padding=_SAME),
+    Problem("wgrad", N, 64, 128, (56, 56), (3, 3), stride=(2, 2), padding=_SAME),
+    Problem("dgrad", N, 64, 128, (56, 56), (1, 1), stride=(2, 2)),
+)
+# Every candidate in every round, however slow: the table is to have what lazy measuring leaves out.
+EXHAUSTIVE = Protocol(least_rounds=8, most_rounds=8, lapped=(), repeats=5)
+SAME_TWICE = Protocol(least_rounds=60, most_rounds=60, lapped=(), repeats=60)
+SAME = ("same", "same again")
+# The last samples of each candidate judge choices that were made by the others.
+FRESH = 3
+
+
+class Table:
+    """A recorded table, as a backend that lists what is in it."""
+
+    def __init__(self, path: Path) -> None:
+        cache = MemoryCache()
+        cache.import_(path)
+        self.path = path
+        self.entries = list(cache)
+        self.backend = _Replayed(self.entries)
+
+    @property
+    def kernels(self) -> list[Problem]:
+        """One per geometry, at its largest batch."""
+        largest: dict[Problem, Problem] = {}
+        for entry in self.entries:
+            problem = entry.key.problem
+            known = largest.setdefault(problem.with_batch(1), problem)
+            if problem.batch > known.batch:
+                largest[problem.with_batch(1)] = problem
+        return list(largest.values())
+
+    def known(self, problem: Problem) -> dict[Arm, Measurement]:
+        """Everything recorded of a kernel."""
+        parts = [problem.with_batch(size) for size in range(1, problem.batch + 1)]
+        return {
+            Arm(entry.key.problem.batch, entry.key.algorithm, entry.key.conditions.role): entry
+            for entry in self.backend.measurements(problem, parts)
+        }
+
+
+class _Replayed(RecordedBackend):
+    def memory_bytes(self) -> int:
+        return 1 << 62
+
+    def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
+        threads = max(1, self.conditions().threads)
+        return tuple(range(threads, problem.batch + 1, threads))
+
+
+class ReplayBench(AbstractBench):
+    """Answers from a table."""
+
+    def __init__(self, backend: AbstractBackend, known: Mapping[Arm, Measurement]) -> None:
+        self._backend = backend
+        self._known = known
+        self.asked: set[Arm] = set()
+
+    def look(self, arm: Arm, limit: int | None) -> Look:
+        """The first sample."""
+        self.asked.add(arm)
+        entry = self._known[arm]
+        if entry.status == "failed":
+            raise RuntimeError(entry.reason)
+        workspace = entry.workspace_bytes or 0
+        over = limit is not None and workspace > limit
+        return Look(workspace, Accuracy(0.0, 0.0), None if over else _samples(entry)[0])
+
+    def rounds(
+        self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
+    ) -> list[Result]:
+        """The samples in their order, for as long as the protocol asks."""
+        self.asked.update(arms)
+        entrants = []
+        for arm in arms:
+            samples = _samples(self._known[arm])
+            entrants.append(Entrant(partial(next, _repeated(samples)), arm[::2]))
+        return run_rounds(self._backend, entrants, Protocol(), known)
+
+    def whole(self, splits: Sequence[Split]) -> list[Whole]:
+        """A table holds no whole plans."""
+        raise NotImplementedError
+
+
+def _samples(entry: Measurement) -> tuple[int, ...]:
+    return entry.samples or (entry.time_ns or 0,)
+
+
+def _repeated(samples: Sequence[int]) -> Iterator[int]:
+    while True:
+        yield from samples
+
+
+class ReplaySession(Session):
+    """A session whose benches answer from tables."""
+
+    bench_of: ReplayBench
+
+    def bench(self, axis: object) -> AbstractBench:
+        """The one bench."""
+        del axis
+        return self.bench_of
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What lazy measuring did to one kernel of a table.
+
+    Args:
+        problem: the kernel.
+        measured: candidates that were run.
+        candidates: that could have been.
+        regret: of the chosen split against the exhaustive choice, by samples that neither saw.
+        gap: that the certificate leaves.
+    """
+
+    problem: Problem
+    measured: int
+    candidates: int
+    regret: float
+    gap: float
+
+
+def replay(table: Table, problem: Problem, limit: int | None = None) -> Replay:
+    """Tune one kernel of a table lazily."""
+    recorded = table.known(problem)
+    known = {arm: _part(entry, slice(None, -FRESH)) for arm, entry in recorded.items()}
+    fresh = [_part(entry, slice(-FRESH, None)) for entry in recorded.values()]
+    session = ReplaySession(table.backend, MemoryCache())
+    session.bench_of = ReplayBench(table.backend, known)
+    sizes = sorted({arm.size for arm in known})
+    measurer = KernelMeasurer(session, BatchAxis(problem), limit, sizes)
+    while measurer.step():
+        pass
+    fitting = [
+        entry
+        for entry in known.values()
+        if entry.status == "ok" and (limit is None or (entry.workspace_bytes or 0) <= limit)
+    ]
+    chosen = best_split(problem, measurer.usable, session, limit)
+    best = best_split(problem, fitting, session, limit)
+    regret = cost_ns(chosen, fresh) / cost_ns(best, fresh) - 1
+    asked, gap = len(session.bench_of.asked), measurer.outlook().gap
+    return Replay(problem, asked, len(fitting), regret, gap)
+
+
+def _part(entry: Measurement, samples: slice) -> Measurement:
+    """What an entry would be with some of its samples; all where it has too few to divide."""
+    if len(entry.samples) <= FRESH or entry.status != "ok":
+        return entry
+    kept = entry.samples[samples]
+    return replace(entry, samples=kept, time_ns=median_ns(kept), spread_ns=spread_ns(kept))
+
+
+def best_split(
+    problem: Problem, entries: Sequence[Measurement], session: Session, limit: int | None
+) -> Split:
+    """The fastest split by what was timed."""
+    solved = solve(problem, entries, session.kernel_of, limit)
+    applies = session.kernel_of(problem, DEFAULT_ALGORITHM) is not None
+    return min(
+        (split for split in solved.finalists(applies)), key=lambda split: cost_ns(split, entries)
+    )
+
+
+def cost_ns(split: Split, entries: Iterable[Measurement]) -> float:
+    """The sum of the steps' medians in their roles; infinite where one was not timed."""
+    times = {
+        (entry.key.problem.batch, entry.key.algorithm, entry.key.conditions.role): entry.time_ns
+        for entry in entries
+    }
+    total = 0.0
+    for place, step in enumerate(split.steps):
+        roles = ("later",) if place else ("first", "alone", "later")
+        if len(split.steps) == 1:
+            roles = ("alone",)
+        elif not place and not any((step.size, step.algorithm, r) in times for r in roles[:2]):
+            roles = ("later",)
+        found = [times.get((step.size, step.algorithm, role)) for role in roles]
+        total += next((time_ns for time_ns in found if time_ns), float("inf"))
+    return total
+
+
+def exhaustive(session: Session, problem: Problem) -> list[Measurement]:
+    """Time every candidate of a kernel in the same rounds."""
+    backend, axis = session.backend, BatchAxis(problem)
+    bench = LocalBench(backend, axis, protocol=EXHAUSTIVE)
+    roles = ("later",) if problem.op != "wgrad" else ("alone", "later")
+    looks: dict[Arm, Measurement] = {}
+    for size in range(1, problem.batch + 1):
+        for candidate in backend.candidates(problem.with_batch(size)):
+            for role in roles if size < problem.batch else ("alone",):
+                arm = Arm(size, candidate.algorithm, role)
+                look = bench.look(arm, None)
+                key = session.key(candidate.problem, arm.algorithm, role)
+                looks[arm] = Measurement(
+                    key,
+                    "screened",
+                    look.time_ns,
+                    workspace_bytes=look.workspace_bytes,
+                    error=look.accuracy.error,
+                    notes=candidate.notes,
+                )
+    results = bench.rounds(list(looks), {})
+    return [
+        replace(
+            looks[arm],
+            status="ok",
+            time_ns=median_ns(result.samples),
+            spread_ns=spread_ns(result.samples),
+            samples=tuple(result.samples),
+        )
+        for arm, result in zip(looks, results, strict=True)
+    ]
+
+
+def same_twice(session: Session, problem: Problem) -> list[Measurement]:
+    """Time torch's own convolution under two names, as finalists are."""
+    backend = session.backend
+    ring = Ring.allocate(backend, problem)
+    call = bind(backend, problem, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),)))
+    entrants = [Entrant(partial(backend.elapsed_ns, whole_plan(ring, call))) for _ in SAME]
+    results = run_rounds(backend, entrants, SAME_TWICE)
+    return [
+        Measurement(
+            session.key(problem, name),
+            "ok",
+            median_ns(result.samples),
+            spread_ns(result.samples),
+            tuple(result.samples),
+            0,
+        )
+        for name, result in zip(SAME, results, strict=True)
+    ]
+
+
+def a_a_interval(entries: Iterable[Measurement]) -> float:
+    """How far from 1 the 95 % interval of the ratio of equal things reaches, typically."""
+    by_name = {entry.key.algorithm: entry.samples for entry in entries}
+    pairs = list(zip(*(by_name[name] for name in SAME), strict=True))
+    count = FINALS.most_rounds
+    reaches = []
+    for start in range(0, len(pairs) - count + 1, count):
+        first, second = zip(*pairs[start : start + count], strict=True)
+        _, low, high = ratio_interval(first, second)
+        reaches.append(max(1 - low, high - 1))
+    return median(reaches)
+
+
+def record(folder: Path) -> None:
+    session = Session(open_backend("torch_cpu"), MemoryCache())
+    device = session.backend.device()
+    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
+    target = folder / name
+    target.mkdir(parents=True, exist_ok=True)
+    began, load = time.monotonic(), os.getloadavg()
+    tables: dict[str, list[Measurement]] = {"exhaustive": [], "same_twice": []}
+    tables["same_twice"] += same_twice(session, KERNELS[0])
+    for problem in KERNELS:
+        start = time.monotonic()
+        tables["exhaustive"] += exhaustive(session, problem)
+        print(f"{problem}: {time.monotonic() - start:.0f} s", flush=True)
+        for table, entries in tables.items():
+            cache = MemoryCache()
+            cache.put(entries)
+            cache.export(target / f"{table}.csv")
+    after = os.getloadavg()
+    (target / "README.md").write_text(
+        f"# {device}\n\n"
+        f"Made by `python benchmarks/tuning_cost.py record benchmarks/results` on "
+        f"{datetime.now(UTC):%Y-%m-%d} in {time.monotonic() - began:.0f} s, "
+        f"{session.backend.conditions().threads} threads, "
+        f"torch {session.backend.software().torch}, load {load[0]:.1f} before and {after[0]:.1f} "
+        f"after: a shared machine, so look at the spread of the samples.\n\n"
+        f"* `exhaustive.csv`: four kernels of ResNet-18 at N={N}, float32, every algorithm at "
+        f"every size in every role, {EXHAUSTIVE.least_rounds} samples in interleaved rounds\n"
+        f"* `same_twice.csv`: torch's own convolution under two names, "
+        f"{SAME_TWICE.least_rounds} samples each\n"
+    )
+
+
+def replay_all(folder: Path) -> None:
+    print("| table | kernel | measured | of | share | regret | gap left |")
+    print("|---|---|---|---|---|---|---|")
+    for path in sorted(folder.rglob("exhaustive.csv")):
+        table = Table(path)
+        found = [replay(table, problem) for problem in table.kernels]
+        for one in found:
+            print(
+                f"| {path.parent.name} | {one.problem} | {one.measured} | {one.candidates} | "
+                f"{one.measured / one.candidates:.1%} | {one.regret:.2%} | {one.gap:.2%} |"
+            )
+        measured, candidates = sum(one.measured for one in found), sum(o.candidates for o in found)
+        share = measured / candidates
+        print(f"| {path.parent.name} | all | {measured} | {candidates} | {share:.1%} |||")
+        same = path.with_name("same_twice.csv")
+        if same.exists():
+            print(f"\nA/A: within {a_a_interval(Table(same).entries):.1%}\n")
+
+
+def measure() -> None:
+    """Lazy and exhaustive here and now; both plans raced with fresh samples."""
+    backend = open_backend("torch_cpu")
+    print("| kernel | lazy | s | exhaustive | s | lazy plan over exhaustive plan, fresh (95 %) |")
+    print("|---|---|---|---|---|---|")
+    for problem in KERNELS:
+        session = Session(backend, MemoryCache())
+        start = time.monotonic()
+        measurer = KernelMeasurer(session, BatchAxis(problem), None, range(1, N + 1))
+        while measurer.step():
+            pass
+        lazy_s, lazy_count = time.monotonic() - start, session.measured
+        start = time.monotonic()
+        everything = exhaustive(session, problem)
+        all_s = time.monotonic() - start
+        splits = [
+            best_split(problem, measurer.usable, session, None),
+            best_split(problem, everything, session, None),
+        ]
+        if splits[0] == splits[1]:
+            said = f"the same plan: {splits[0]}"
+        else:
+            lazy, best = race(session, measurer, problem, splits)
+            ratio, low, high = ratio_interval(lazy.samples, best.samples)
+            said = f"{ratio:.3f} ({low:.3f} to {high:.3f}): {splits[0]} / {splits[1]}"
+        took = f"{lazy_count} | {lazy_s:.1f} | {len(everything)} | {all_s:.1f}"
+        print(f"| {problem} | {took} | {said} |")
+
+
+def again() -> None:
+    """Tune ResNet-50 twice at a small size: the second time everything is in the cache."""
+    import ucudnn
+    from ucudnn.load import load_model
+
+    model = load_model(str(Path(__file__).parents[1] / "examples" / "models.py:resnet50"))
+    inputs = torch.empty(4, 3, 64, 64)
+    config = Config(workspace_limit="4MiB", cache=tempfile.mkdtemp())
+    for name in ("first", "second"):
+        last: list[Progress] = []
+        start = time.monotonic()
+        plan = ucudnn.tune(model, inputs, config, last.append)
+        seconds = time.monotonic() - start
+        print(
+            f"{name} tune of ResNet-50: {seconds:.2f} s, {last[-1].measured} measured, "
+            f"{last[-1].reused} reused, {len(plan.kernels)} kernels, "
+            f"{format_ns(plan.predicted_time_ns)} predicted"
+        )
+    ratios = [kernel.predicted_time_ns / kernel.timing.time_ns for kernel in plan.kernels]
+    near = sum(0.95 <= ratio <= 1.05 for ratio in ratios)
+    print(
+        f"predicted over measured: median {median(ratios):.2f}, within 0.95 to 1.05 for {near} of "
+        f"{len(ratios)} kernels"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["record", "replay", "measure", "again"])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    with torch.no_grad():
+        if arguments.what == "record":
+            record(arguments.folder)
+        elif arguments.what == "replay":
+            replay_all(arguments.folder)
+        elif arguments.what == "measure":
+            measure()
+        else:
+            again()
+
+
+if __name__ == "__main__":
+    main()

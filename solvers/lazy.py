@@ -1,0 +1,302 @@
+"""Which chunks to time next, until none that was not timed can be part of a faster split.
+
+The solver runs on lower bounds of what was not timed. Where the split that it finds holds only
+timed chunks no split is faster, as every other one costs at least its bound; else it names what to
+time. Bounds rest on two assumptions about the sizes of one curve, whatever the role of the chunk:
+
+    grows    no chunk takes less time than a smaller one;
+    economy  no chunk beats, per sample, both timed sizes next to it by more than a tenth for every
+             doubling that lies between them beyond the first.
+
+Every timed size is held against what the others promise for it: times that fall are replaced by
+their largest non-falling minorant, and all bounds of a curve are lowered by its worst broken
+promise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from ucudnn.solvers._base import Item
+from ucudnn.solvers.reuse import reuse
+from ucudnn.solvers.table import ReuseTable
+
+LISTS = ("alone", "first", "later")
+# What a chunk may gain per doubling between timed sizes, as a fraction.
+_KEPT, _OF = 9, 10
+
+
+class Interval(NamedTuple):
+    """A measured time with the interval that it is known to."""
+
+    low_ns: int
+    time_ns: int
+    high_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A chunk that fits the limit and that a split may hold, timed or not.
+
+    Args:
+        batch: samples in the chunk.
+        algorithm: what computes it.
+        curve: options of one curve run the same kernel, so that one size tells about another.
+        lists: what of a split it may be, of "alone", "first" and "later".
+        interval: its time as far as it is known, None where it never ran.
+        is_timed: whether that is good enough to plan with.
+        workspace_bytes: breaks ties.
+        rank: breaks ties after that.
+        is_seed: whether its size is likely to be an efficient one.
+        role: the caller's name for how it runs.
+    """
+
+    batch: int
+    algorithm: str
+    curve: str
+    lists: tuple[str, ...]
+    interval: Interval | None = None
+    is_timed: bool = False
+    workspace_bytes: int = 0
+    rank: int = 0
+    is_seed: bool = False
+    role: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """How good the best split of timed chunks is, and what to time to know it better.
+
+    Args:
+        time_ns: the best split of timed chunks, None where there is none.
+        bound_ns: no split is faster where the assumptions hold; None where there is none at all.
+        wanted: what to time next; empty when the two are close enough.
+    """
+
+    time_ns: int | None
+    bound_ns: int | None
+    wanted: tuple[Option, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """By which fraction of its time a better split could be faster at most.
+
+        >>> Outlook(100, 75).gap
+        0.25
+        """
+        if self.time_ns is None or self.bound_ns is None:
+            return 1.0
+        return max(0.0, 1 - self.bound_ns / self.time_ns)
+
+
+def outlook(
+    options: Iterable[Option],
+    batch: int,
+    *,
+    launch_ns: int = 0,
+    tolerance: float = 0.0,
+    least_ns: int = 0,
+) -> Outlook:
+    """Say what to time next for the fastest split of a batch, or that nothing is left to time.
+
+    >>> small = Option(1, "gemm", "gemm", ("first", "later"), Interval(5, 5, 5), is_timed=True)
+    >>> outlook([small, Option(4, "gemm", "gemm", ("alone",))], batch=4).wanted[0].batch
+    4
+
+    Args:
+        options: all chunks that fit the limit.
+        batch: what to split.
+        launch_ns: what every chunk costs beside its own time.
+        tolerance: a gap that is small enough, as a fraction of the time; a promise broken by less
+            passes for noise.
+        least_ns: chunks that were not timed and turn out to take less will not be options.
+    """
+    everything = tuple(options)
+    curves = _by_curve(everything)
+    unknown = tuple(
+        max(curve, key=_most_telling)
+        for curve in curves.values()
+        if not any(option.interval for option in curve)
+    )
+    bound_by_option = {
+        option: bound
+        for curve in curves.values()
+        for option, bound in zip(curve, _bounds(curve, tolerance, least_ns), strict=True)
+    }
+    timed = [option for option in everything if option.is_timed]
+    known = {option: option.interval.time_ns for option in timed if option.interval}
+    best = _Solved(known, batch, launch_ns)
+    optimistic = _Solved(bound_by_option, batch, launch_ns)
+    time_ns, bound_ns = best.time_ns, optimistic.time_ns
+    if bound_ns is None:
+        return Outlook(time_ns, bound_ns)
+    if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns and not unknown:
+        return Outlook(time_ns, bound_ns)
+    if unknown:
+        return Outlook(time_ns, bound_ns, unknown)
+    found: dict[tuple[str, int], Option] = {}  # of one size and curve one role tells enough for now
+    for option in optimistic.options():
+        if not option.is_timed:
+            chosen = _middle(option, curves[option.curve])
+            found.setdefault((chosen.curve, chosen.batch), chosen)
+    return Outlook(time_ns, bound_ns, tuple(found.values()))
+
+
+def _by_curve(options: Sequence[Option]) -> dict[str, list[Option]]:
+    curves: dict[str, list[Option]] = {}
+    for option in options:
+        curves.setdefault(option.curve, []).append(option)
+    return curves
+
+
+def _most_telling(option: Option) -> tuple[int, bool]:
+    """The largest size bounds all smaller ones; alone it is a plan by itself."""
+    return option.batch, "alone" in option.lists
+
+
+def _bounds(curve: Sequence[Option], tolerance: float, least_ns: int) -> list[int]:
+    points = tuple(
+        sorted((option.batch, option.interval) for option in curve if option.interval is not None)
+    )
+    sizes = tuple(option.batch for option in curve)
+    bounds = _promises(sizes, points, tolerance)
+    return [
+        max(bound, 0 if option.lists == ("alone",) else least_ns)
+        if option.interval is None
+        else option.interval.time_ns
+        if option.is_timed
+        else option.interval.low_ns
+        for option, bound in zip(curve, bounds, strict=True)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _promises(
+    sizes: tuple[int, ...],
+    points: tuple[tuple[int, Interval], ...],
+    tolerance: float,
+) -> tuple[int, ...]:
+    """Lower bounds of some sizes by what was timed of their curve, repaired where that failed."""
+    kept, of = 1, 1
+    for place, (size, interval) in enumerate(points):
+        others = _Curve(points[:place] + points[place + 1 :])
+        promised = others.bound_ns(size)
+        broken = interval.high_ns < (1 - tolerance) * promised
+        if broken and interval.high_ns * of < kept * promised:
+            kept, of = interval.high_ns, promised
+    curve = _Curve(points)
+    return tuple(max(1, curve.bound_ns(size) * kept // of) for size in sizes)
+
+
+class _Curve:
+    """What timed sizes promise for others by the two assumptions."""
+
+    def __init__(self, points: Sequence[tuple[int, Interval]]) -> None:
+        least: dict[int, int] = {}
+        for size, interval in points:
+            least[size] = min(interval.time_ns, least.get(size, interval.time_ns))
+        self._sizes = sorted(least)
+        self._times = [least[size] for size in self._sizes]
+        self._growing = list(accumulate(reversed(self._times), min))[::-1]
+
+    def bound_ns(self, size: int) -> int:
+        at = bisect_left(self._sizes, size)
+        above = at if at < len(self._sizes) else None
+        exact = above is not None and self._sizes[above] == size
+        below = above if exact else at - 1 if at else None
+        grown = 1 if below is None else self._growing[below]
+        if above is None:
+            return grown
+        return max(grown, self._economical(size, below, above))
+
+    def _economical(self, size: int, below: int | None, above: int) -> int:
+        neighbours = [above] if below is None else [below, above]
+        least = self._sizes[neighbours[0]] if below is not None else size
+        doublings = _doublings(least, self._sizes[above]) - (below is not None)
+        kept, of = _KEPT ** max(0, doublings), _OF ** max(0, doublings)
+        promised: int = min(
+            size * self._times[place] * kept // (self._sizes[place] * of) for place in neighbours
+        )
+        return promised
+
+
+def _doublings(small: int, large: int) -> int:
+    """How often a size must be doubled to reach another, rounded up."""
+    return (-(-large // small) - 1).bit_length()
+
+
+def _middle(option: Option, curve: Sequence[Option]) -> Option:
+    """Of the gap between timed sizes that an option lies in the one that halves it best."""
+    known = [other.batch for other in curve if other.interval is not None]
+    below = max((size for size in known if size < option.batch), default=None)
+    above = min((size for size in known if size > option.batch), default=None)
+    if option.interval is not None or option.batch in known or below is None:
+        return option
+    top = above if above is not None else option.batch + 1
+    within = [
+        other
+        for other in curve
+        if other.interval is None and other.lists == option.lists and below < other.batch < top
+    ]
+    seeds = [other for other in within if other.is_seed]
+    return min(seeds or within, key=lambda other: _imbalance(other.batch, below, top))
+
+
+def _imbalance(size: int, below: int, above: int) -> float:
+    return max(size * size / (below * above), below * above / (size * size))
+
+
+class _Solved:
+    """The fastest split of a batch where every option takes a given time."""
+
+    def __init__(self, time_by_option: Mapping[Option, int], batch: int, launch_ns: int) -> None:
+        self._batch = batch
+        # under one limit only the fastest way to compute a chunk can be part of the best split
+        self._best: dict[tuple[str, int], Option] = {}
+        for option, time_ns in time_by_option.items():
+            for name in option.lists:
+                place = (name, option.batch)
+                rival = self._best.get(place)
+                if rival is None or (time_ns, *_tie(option)) < (
+                    time_by_option[rival],
+                    *_tie(rival),
+                ):
+                    self._best[place] = option
+        items: dict[str, list[Item]] = {name: [] for name in LISTS}
+        for (name, size), option in self._best.items():
+            if size <= batch and not (name == "alone" and size < batch):
+                time_ns = time_by_option[option]
+                items[name].append(
+                    Item(size, option.workspace_bytes, time_ns, option.algorithm, option.rank)
+                )
+        self._table = _table(items, batch, launch_ns)
+
+    @property
+    def time_ns(self) -> int | None:
+        return None if self._table is None else self._table.time_ns(self._batch, None)
+
+    def options(self) -> Iterator[Option]:
+        """The chunks of the best split."""
+        assert self._table is not None
+        steps = self._table.split(self._batch, None)
+        for place, step in enumerate(steps):
+            name = "alone" if len(steps) == 1 else "later" if place else "first"
+            yield self._best[name, step.size]
+
+
+def _table(items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int) -> ReuseTable | None:
+    first, later = items["first"], items["later"]
+    if not later:  # a first chunk by itself is no split
+        first = []
+    if not items["alone"] and not first:
+        return None
+    return reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)
+
+
+def _tie(option: Option) -> tuple[int, int, str]:
+    return option.workspace_bytes, option.rank, option.algorithm

@@ -1,0 +1,329 @@
+"""Models that people train, converted and trained next to their originals from the same seed.
+
+Weights are random and sizes tiny; nothing is downloaded. The plans are drawn by chance, so splits
+and algorithms occur that tuning would seldom choose. A model whose package is missing is skipped
+by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import runpy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ucudnn
+
+STEPS = 3
+
+
+def transformers(name: str, config: str, **settings: Any) -> nn.Module:
+    """A model of transformers with random weights."""
+    library = pytest.importorskip("transformers", reason="the extra `test` brings transformers")
+    return getattr(library, name)(getattr(library, config)(**settings))
+
+
+def monai(name: str, **settings: Any) -> nn.Module:
+    """A network of MONAI with random weights."""
+    networks = pytest.importorskip("monai.networks.nets", reason="the extra `test` brings monai")
+    return getattr(networks, name)(**settings)
+
+
+def resnet() -> nn.Module:
+    """Residual blocks of two convolutions."""
+    return transformers(
+        "ResNetForImageClassification",
+        "ResNetConfig",
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        layer_type="basic",
+    )
+
+
+def convnext() -> nn.Module:
+    """7x7 depthwise convolutions, and patches."""
+    return transformers(
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        hidden_sizes=[8, 16],
+        depths=[1, 2],
+        num_stages=2,
+    )
+
+
+def segformer() -> nn.Module:
+    """Segmentation: overlapping patches, depthwise convolutions between linear layers, dropout."""
+    return transformers(
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 8, 16, 16],
+        num_attention_heads=[1, 1, 2, 2],
+        mlp_ratios=[2, 2, 2, 2],
+        decoder_hidden_size=8,
+    )
+
+
+def bit() -> nn.Module:
+    """Convolutions of standardised weights: a subclass that calls functional.conv2d itself."""
+    return transformers(
+        "BitForImageClassification",
+        "BitConfig",
+        embedding_size=32,
+        hidden_sizes=[32, 64],
+        depths=[1, 1],
+        num_groups=4,
+    )
+
+
+def unet() -> nn.Module:
+    """A 3-D U-Net, which goes up by transposed convolutions."""
+    return monai(
+        "UNet",
+        spatial_dims=3,
+        in_channels=1,
+        out_channels=2,
+        channels=(4, 8, 16),
+        strides=(2, 2),
+        num_res_units=1,
+    )
+
+
+def segresnet() -> nn.Module:
+    """A 3-D residual encoder and decoder."""
+    return monai(
+        "SegResNet",
+        spatial_dims=3,
+        in_channels=1,
+        out_channels=2,
+        init_filters=8,
+        blocks_down=(1, 1),
+        blocks_up=(1,),
+    )
+
+
+def dynunet() -> nn.Module:
+    """nnU-Net's network."""
+    return monai(
+        "DynUNet",
+        spatial_dims=3,
+        in_channels=1,
+        out_channels=2,
+        kernel_size=[3, 3, 3],
+        strides=[1, 2, 2],
+        upsample_kernel_size=[2, 2],
+        filters=[4, 8, 16],
+    )
+
+
+IMAGES, VOLUMES = (3, 3, 32, 32), (2, 1, 16, 16, 16)
+SHAPES = {
+    resnet: IMAGES,
+    convnext: IMAGES,
+    segformer: IMAGES,
+    bit: IMAGES,
+    unet: VOLUMES,
+    segresnet: VOLUMES,
+    dynunet: VOLUMES,
+}
+models = pytest.mark.parametrize("make", SHAPES, ids=lambda make: make.__name__)
+# those with convolutions that convert_ can swap
+swappable = pytest.mark.parametrize(
+    "make", [make for make in SHAPES if make is not bit], ids=lambda make: make.__name__
+)
+# Libraries that warn of themselves; what ucudnn warns of is still an error.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:::{library}") for library in ("transformers", "monai")
+]
+
+
+def new(make: Callable[[], nn.Module]) -> nn.Module:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    return make().train()
+
+
+def batch(make: Callable[[], nn.Module], seed: int = 0) -> Tensor:
+    """A batch of inputs."""
+    return torch.randn(SHAPES[make], generator=torch.Generator().manual_seed(seed))
+
+
+def output(model: nn.Module, x: Tensor) -> Tensor:
+    """The model's output as one tensor."""
+    y = model(x)
+    return y if isinstance(y, Tensor) else y.logits
+
+
+def train(model: nn.Module, make: Callable[[], nn.Module]) -> list[Tensor]:
+    """The losses of some steps."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for seed in range(STEPS):
+        torch.manual_seed(seed)  # of dropout
+        loss = output(model, batch(make, seed)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@swappable
+@pytest.mark.parametrize("seed", range(2))
+def test_converted_it_trains_as_the_original(make, seed, random_plan):
+    model = new(make)
+    conversion = ucudnn.convert_(model, random_plan(model, batch(make), random.Random(seed)))
+    assert conversion.swapped
+    assert not conversion.unplanned
+    assert_as_the_original(model, make, train(model, make))
+
+
+@models
+@pytest.mark.parametrize("seed", range(2))
+def test_untouched_it_trains_as_the_original(make, seed, random_plan):
+    model = new(make)
+    with ucudnn.installed(random_plan(model, batch(make), random.Random(seed))):
+        losses = train(model, make)
+    assert_as_the_original(model, make, losses)
+
+
+def assert_as_the_original(model: nn.Module, make: Callable[[], nn.Module], losses: list[Tensor]):
+    """Losses and weights after training are those of torch's own convolutions."""
+    original = new(make)
+    torch.testing.assert_close(losses, train(original, make), rtol=1e-4, atol=1e-6)
+    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@swappable
+def test_reverting_gives_back_the_original_bit_for_bit(make, random_plan):
+    model, original = new(make), new(make)
+    ucudnn.convert_(model, random_plan(model, batch(make), random.Random(0)))
+    assert ucudnn.revert_(model) is model
+    for ours, theirs in zip(model.modules(), original.modules(), strict=True):
+        assert type(ours) is type(theirs)
+        assert vars(ours).keys() == vars(theirs).keys()
+    assert train(model, make) == train(original, make)
+    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@swappable
+def test_a_checkpoint_of_one_loads_in_the_other(make, random_plan, tmp_path):
+    original, converted = new(make), new(make)
+    ucudnn.convert_(converted, random_plan(converted, batch(make), random.Random(0)))
+    for source, target in ((original, converted), (converted, original)):
+        train(source, make)
+        torch.save(source.state_dict(), tmp_path / "checkpoint.pt")
+        target.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
+        for ours, theirs in zip(
+            source.state_dict().items(), target.state_dict().items(), strict=True
+        ):
+            assert ours[0] == theirs[0]
+            assert torch.equal(ours[1], theirs[1])
+
+
+def test_a_pretrained_model_is_saved_and_loaded_as_ever(random_plan, tmp_path):
+    model = new(resnet).eval()
+    plan = random_plan(model, batch(resnet), random.Random(0))
+    ucudnn.convert_(model, plan)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert not [
+        name for name, module in loaded.named_modules() if "ucudnn" in type(module).__module__
+    ]
+    with torch.no_grad():
+        torch.testing.assert_close(output(model, batch(resnet)), output(loaded, batch(resnet)))
+    assert ucudnn.convert_(loaded, plan).swapped
+
+
+def test_subclasses_that_call_functionals_are_named(random_plan):
+    model = new(bit)
+    plan = random_plan(model, batch(bit), random.Random(0))
+    with pytest.raises(ucudnn.PlanError, match="installed.*bit.embedder.convolution"):
+        ucudnn.convert_(model, plan)
+
+
+@pytest.mark.parametrize("make", [resnet, convnext, unet], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("way", ["converted", "installed"])
+def test_channels_last_under_autocast(make, way, random_plan):
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(SHAPES[make])]
+    x = batch(make).to(memory_format=layout)
+    exact = new(make).double()
+    exact_x = x.double()
+    output(exact, exact_x).square().mean().backward()
+    errors = []
+    for follows in (True, False):
+        model, plan = new(make).to(memory_format=layout), None
+        with torch.autocast("cpu", torch.bfloat16):
+            if follows:
+                plan = random_plan(model, x, random.Random(0))
+                if way == "converted":
+                    ucudnn.convert_(model, plan)
+            with ucudnn.installed(plan) if follows and way == "installed" else nullcontext():
+                output(model, x).float().square().mean().backward()
+        errors.append(distance(model, exact))
+    assert errors[0] < 1.5 * errors[1] + 1e-3
+
+
+def distance(model: nn.Module, exact: nn.Module) -> float:
+    """The relative error of all gradients together."""
+    pairs = zip(model.parameters(), exact.parameters(), strict=True)
+    grads = [(p.grad.double(), q.grad) for p, q in pairs if q.grad is not None]
+    square = sum((ours - theirs).square().sum().item() for ours, theirs in grads)
+    return (square / sum(theirs.square().sum().item() for _, theirs in grads)) ** 0.5
+
+
+# Inductor uses what torch itself calls deprecated
+compiled = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+
+
+@pytest.fixture
+def _own_compilations(tmp_path, monkeypatch) -> None:
+    """Nothing that another process compiled, or left half written."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_own_compilations")
+@compiled
+def test_compiled_whole_a_converted_resnet18_gives_the_same_numbers(repository, random_plan):
+    resnet18 = runpy.run_path(str(repository / "examples" / "models.py"))["resnet18"]
+    torch.manual_seed(0)
+    # in float64, because the gradients of so few samples lose most of float32's digits
+    model, x = resnet18(10).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    eager = step(copy.deepcopy(model), x)
+    assert ucudnn.convert_(model, random_plan(model, x, random.Random(0))).swapped
+    for name, results in {
+        "converted": step(copy.deepcopy(model), x),
+        "compiled": step(torch.compile(model, fullgraph=True), x),
+    }.items():
+        torch.testing.assert_close(results, eager, rtol=1e-7, atol=1e-7, msg=name)
+
+
+@pytest.mark.usefixtures("_own_compilations")
+@compiled
+def test_a_compiled_graph_follows_what_is_installed(repository, random_plan):
+    network = runpy.run_path(str(repository / "examples" / "train_loop.py"))["network"]
+    torch.manual_seed(0)
+    # Inductor would lay it out so anyway
+    model = network().double().to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 16, 16, dtype=torch.float64).to(memory_format=torch.channels_last)
+    eager = step(copy.deepcopy(model), x)
+    # where a convolution of the graph had no plan, that would be an error
+    with ucudnn.installed(random_plan(model, x, random.Random(0))):
+        results = step(torch.compile(model, fullgraph=True), x)
+    torch.testing.assert_close(results, eager, rtol=1e-7, atol=1e-7)
+
+
+def step(model: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """The loss and all gradients of one step."""
+    loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]

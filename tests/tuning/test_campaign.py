@@ -1,0 +1,266 @@
+"""What tuning a whole model does: lazily, in a time budget, interrupted, beside a busy process."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+
+from ucudnn import campaign, tuner
+from ucudnn.benchmark import session
+from ucudnn.benchmark.finals import Finalist, choose
+from ucudnn.benchmark.statistics import median_ns
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError
+from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
+from ucudnn.problem import Problem
+from ucudnn.tables import payback, steps_to_pay_back
+from ucudnn.tuner import TuningInterruptedError, tune_problems
+
+MIB = 1 << 20
+MS = 1_000_000
+WIDE = Problem("fprop", 16, 2, 2, (8, 8), (1, 1))
+NARROW = Problem("fprop", 16, 2, 2, (4, 4), (1, 1))
+
+
+def linear(ms_per_sample, mib_per_sample=0.0, fixed_ms=0.0):
+    return lambda size: (
+        int((fixed_ms + ms_per_sample * size) * MS),
+        int(mib_per_sample * size * MIB),
+    )
+
+
+def is_default(plan: Plan, problem: Problem) -> bool:
+    return plan.split(problem).is_default
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes by a second whenever the budget is looked at."""
+    ticks = itertools.count()
+    for module in (campaign, session):
+        monkeypatch.setattr(module, "monotonic", lambda: float(next(ticks)))
+    return ticks
+
+
+def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
+    scripted(torch_default=linear(2.0), fast=linear(1.0))
+    layers = [("narrow", NARROW), ("wide", WIDE)]
+    whole = tune_problems(layers, Config())
+    assert not is_default(whole, WIDE)
+    assert not is_default(whole, NARROW)
+    decided = set()
+    for budget in range(1, 60):
+        scripted(torch_default=linear(2.0), fast=linear(1.0))
+        config = Config(time_budget_s=budget, cache=f"{Config().cache}-{budget}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", campaign.UntunedWarning)
+            plan = tune_problems(layers, config)
+        for kernel in plan.kernels:
+            assert kernel.split(16).size == 16
+        decided.add(tuple(kernel.is_default for kernel in plan.kernels))
+        untuned = [k for k in plan.kernels if "not tuned: the time was over" in k.notes]
+        assert all(kernel.is_default for kernel in untuned)
+    assert () in decided  # not even looked at
+    assert (True, True) in decided  # looked at, not tuned
+    assert (False, False) in decided  # as without a budget
+
+
+def test_kernels_that_were_not_looked_at_are_named_in_a_warning(scripted, clock):
+    scripted(torch_default=linear(2.0))
+    with pytest.warns(campaign.UntunedWarning, match="2 of 2 kernels are not in the plan"):
+        plan = tune_problems([("a", NARROW), ("b", WIDE)], Config(time_budget_s=0.5))
+    assert plan.kernels == ()
+
+
+def test_the_costliest_kernel_comes_first(scripted):
+    backend = scripted(torch_default=linear(2.0), fast=linear(1.0))
+    events = []
+    once, often = ("once", WIDE), [(str(number), NARROW) for number in range(3)]
+    tune_problems([once, *often], Config(), events.append)
+    order = list(dict.fromkeys(event.kernel for event in events if event.kernel))
+    assert order == [str(NARROW), str(WIDE)]
+    assert backend.runs
+
+
+def test_the_time_left_is_estimated_once_a_kernel_is_done(scripted):
+    scripted(torch_default=linear(2.0), fast=linear(1.0))
+    events = []
+    tune_problems([("a", NARROW), ("b", WIDE)], Config(), events.append)
+    estimates = [event.seconds_left for event in events]
+    assert estimates[0] is None
+    assert estimates[-1] == 0
+    assert any(left for left in estimates if left)
+    assert [event.done for event in events] == sorted(event.done for event in events)
+
+
+@pytest.mark.parametrize("moment", range(0, 30, 3))
+def test_ctrl_c_keeps_the_plan_so_far(scripted, moment):
+    scripted(torch_default=linear(2.0), fast=linear(1.0))
+    events = itertools.count()
+
+    def interrupt(event):
+        if next(events) == moment:
+            raise KeyboardInterrupt
+
+    layers = [("a", NARROW), ("b", WIDE)]
+    try:
+        plan = tune_problems(layers, Config(), interrupt)
+    except TuningInterruptedError as interrupted:
+        plan = interrupted.plan
+    for kernel in plan.kernels:
+        assert kernel.split(16).size == 16
+    assert len(plan.kernels) == 2 or moment < 4
+    finished = tune_problems(layers, Config())
+    fresh = tune_problems(layers, Config(cache=f"{Config().cache}-fresh"))
+    for problem in (NARROW, WIDE):
+        assert finished.split(problem) == fresh.split(problem)
+
+
+def test_a_default_over_the_limit_is_no_plan_to_fall_back_to(scripted, clock):
+    scripted(torch_default=linear(2.0, 1.0), fast=linear(1.0, 0.5))
+    with pytest.warns(campaign.UntunedWarning):
+        plan = tune_problems([("a", NARROW)], Config(workspace_limit="4MiB", time_budget_s=3.5))
+    assert plan.kernels == ()
+
+
+@pytest.mark.parametrize("value", [0, -1, "soon", float("nan"), True])
+def test_a_budget_and_an_error_are_positive_numbers(value):
+    for name in ("time_budget_s", "max_error"):
+        with pytest.raises(ConfigError, match=f"{name} must be a number above 0"):
+            Config(**{name: value})
+
+
+def test_a_budget_does_not_change_what_a_plan_is():
+    assert Config(time_budget_s=3) == Config()
+    assert "time_budget_s" not in Config(time_budget_s=3).to_dict()
+    assert Config(max_error=1e-3).to_dict()["max_error"] == 1e-3
+
+
+def test_max_error_excludes_what_is_less_exact(scripted, monkeypatch):
+    """A candidate that is right, but not as exact as asked for."""
+    from ucudnn.benchmark import bench
+    from ucudnn.benchmark.accuracy import Accuracy
+
+    scripted(torch_default=linear(2.0), fast=linear(1.0))
+
+    def accuracy(check):
+        return Accuracy(1e-4 if check._executable._algorithm == "fast" else 1e-7, 1.0)
+
+    monkeypatch.setattr(bench.Check, "accuracy", accuracy)
+    assert not is_default(tune_problems([("a", NARROW)], Config()), NARROW)
+    exact = tune_problems([("a", NARROW)], Config(max_error=1e-5))
+    assert is_default(exact, NARROW)
+
+
+def test_lazy_measuring_leaves_most_out_and_misses_nothing(scripted):
+    costs = {
+        "torch_default": linear(2.0, 0.1, fixed_ms=1.0),
+        "greedy": linear(1.0, 4.0, fixed_ms=0.5),
+        "frugal": linear(1.6, 1.0, fixed_ms=0.2),
+        "slow": linear(4.0),
+        "slower": linear(9.0),
+    }
+    problem = WIDE.with_batch(64)
+    for limit, share in ((None, 0.05), ("33MiB", 0.15), ("5MiB", 0.15)):
+        backend = scripted(**costs)
+        config = Config(policy="all", workspace_limit=limit, cache=f"{Config().cache}-{limit}")
+        plan = tune_problems([("layer", problem)], config)
+        timed = {(name, size) for name, size in backend.runs}
+        assert len(timed) <= share * 64 * len(costs)
+        limit_bytes = config.limit_bytes
+        best = {0: 0.0}
+        for n in range(1, 65):
+            best[n] = min(
+                best[n - size] + cost(size)[0]
+                for cost in costs.values()
+                for size in range(1, n + 1)
+                if limit_bytes is None or cost(size)[1] <= limit_bytes
+            )
+        assert plan.kernels[0].timing.time_ns <= 1.02 * best[64]
+        assert any("no split along the batch axis" in note for note in plan.kernels[0].notes)
+
+
+def test_a_busy_process_in_the_middle_of_tuning_changes_no_plan(scripted):
+    """It takes two thirds of the processor for some rounds, from small chunks more: 10 times."""
+    costs = {
+        "torch_default": linear(2.0, 1.0),
+        "many": lambda size: (int((1.0 * size + 0.3) * MS), size * MIB // 2),
+        "few": lambda size: (int((0.98 * size + 2.0) * MS), 2 * size * MIB),
+    }
+    backend = scripted(**costs)
+    calm = tune_problems([("a", NARROW)], Config(workspace_limit="7MiB"))
+    ran = len(backend.runs)
+    for first in range(0, ran, max(1, ran // 6)):
+        backend = scripted(**costs)
+        sampled = itertools.count()
+
+        def hog(first=first, backend=backend, sampled=sampled):
+            if first <= next(sampled) < first + ran // 8:
+                return 10.0 if backend.runs[-1][1] <= 2 else 3.0
+            return 1.0
+
+        backend.disturbance = hog
+        config = Config(workspace_limit="7MiB", cache=f"{Config().cache}-{first}")
+        busy = tune_problems([("a", NARROW)], config)
+        backend.disturbance = lambda: 1.0
+        retimed = sum(costs[step.algorithm](step.size)[0] for step in busy.split(NARROW).steps)
+        assert retimed <= 1.05 * calm.kernels[0].timing.time_ns
+
+
+def finalist(split: Split, samples, workspace=0, is_deterministic=True) -> Finalist:
+    timing = Timing(median_ns(samples), 0, workspace, len(samples))
+    return Finalist(split, timing, tuple(samples), is_deterministic)
+
+
+def test_ties_go_to_less_workspace_then_fewer_chunks_then_deterministic():
+    halves = Split("batch", (Step(4, "a"), Step(4, "a")))
+    whole, other = Split("batch", (Step(8, "b"),)), Split("batch", (Step(8, "c"),))
+    same = [100] * 9
+    lean = finalist(halves, same, workspace=1)
+    assert choose([finalist(whole, same, workspace=2), lean], None) == lean
+    single = finalist(whole, same, workspace=1)
+    assert choose([lean, single], None) == single
+    sure = finalist(other, same, workspace=1)
+    assert choose([finalist(whole, same, 1, is_deterministic=False), sure], None) == sure
+    # one that is slower beyond the noise is no tie, and no more is one that is only uncertain
+    quick = finalist(other, [90] * 9, workspace=9)
+    assert choose([quick, single], None) == quick
+    shaky = finalist(halves, [80, 130, 130] * 3, workspace=0)
+    assert choose([quick, shaky], None) == quick
+
+
+def kernel(default_ms: float, plan_ms: float, calls: int) -> KernelPlan:
+    default, timing = (Timing(int(ms * MS), 0, 0, 9) for ms in (default_ms, plan_ms))
+    return KernelPlan(
+        problem=NARROW.with_batch(1),
+        layers=("layer",) * calls,
+        algorithms=("gemm",),
+        alone=(0,),
+        last=((0, -1),),
+        predicted_time_ns=timing.time_ns,
+        timing=timing,
+        default=default,
+    )
+
+
+def test_when_tuning_pays_back():
+    backend_free = Plan((kernel(5.0, 3.0, calls=2),), None, None, None, Config())
+    assert steps_to_pay_back(backend_free, 1.0) == 250  # of 4 ms each
+    assert "paid back after 250 steps" in payback(backend_free, 1.0)
+    none = Plan((kernel(3.0, 5.0, calls=2),), None, None, None, Config())
+    assert steps_to_pay_back(none, 1.0) is None
+    assert "saves memory or nothing" in payback(none, 1.0)
+
+
+def test_equal_geometries_share_measurements_and_settle_together(scripted):
+    """Two batches of one layer: a second tune measures nothing, whichever came first."""
+    scripted(torch_default=linear(2.0), fast=linear(1.0, 1.0))
+    layers = [("a", NARROW), ("b", NARROW.with_batch(24)), ("c", NARROW.with_batch(5))]
+    events = []
+    first = tune_problems(layers, Config(workspace_limit="9MiB"), events.append)
+    second = tune_problems(layers[::-1], Config(workspace_limit="9MiB"), events.append)
+    assert events[-1].measured == 0
+    assert second.hash == first.hash
+    assert tuner.Progress is campaign.Progress

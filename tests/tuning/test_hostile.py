@@ -1,0 +1,160 @@
+"""Candidates that are wrong, write half, hang or kill: each is named, and the rest goes on."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ucudnn import cache as caches
+from ucudnn.axis import BatchAxis
+from ucudnn.backends import open_backend
+from ucudnn.benchmark.bench import Arm
+from ucudnn.benchmark.kernel import WrongResultWarning
+from ucudnn.benchmark.worker import Worker, WorkerBench
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, UcudnnError
+from ucudnn.problem import Problem
+from ucudnn.tuner import tune_problems
+
+CONFIG = {"policy": "undivided", "backend": "torch_cpu"}
+FPROP = Problem("fprop", 4, 3, 5, (12, 12), (3, 3), padding=((1, 1), (1, 1)))
+
+
+@pytest.fixture
+def hostile(monkeypatch):
+    """The module of the backend, where workers find it too."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    return importlib.import_module("hostile")
+
+
+def failures() -> dict[str, str]:
+    """What the cache has of failed candidates: the reasons, by algorithm."""
+    with caches.open(mode="r") as cache:
+        return {entry.key.algorithm: entry.reason for entry in cache.select({"status": "failed"})}
+
+
+@pytest.mark.parametrize(
+    ("op", "policy"),
+    [("fprop", "undivided"), ("dgrad", "undivided"), ("wgrad", "powers-of-two")],
+)
+def test_wrong_results_disqualify_loudly(hostile, op, policy):
+    backend = hostile.HostileBackend("wrong", "half")
+    backend.in_worker = False
+    problem = replace(FPROP, op=op)
+    with pytest.warns(WrongResultWarning, match="disqualified") as caught:
+        plan = tune_problems([("layer", problem)], Config(policy=policy), backends=[backend])
+    assert {step.algorithm for step in plan.split(problem).steps} == {"torch_default"}
+    said = " ".join(str(warning.message) for warning in caught)
+    assert "wrong is disqualified for" in said
+    assert "half is disqualified for" in said
+    found = failures()
+    assert "is wrong by 0.01 relative to float64" in found["wrong"]
+    assert "unwritten" in found["half"]
+
+
+def test_every_algorithm_of_the_cpu_passes():
+    backend = open_backend("torch_cpu")
+    tune_problems([("layer", FPROP)], Config(policy="powers-of-two"))
+    with caches.open(mode="r") as cache:
+        errors = [entry.error for entry in cache if not entry.key.algorithm.startswith("plan[")]
+    assert errors
+    assert all(error is not None and error < 1e-6 for error in errors)
+    assert backend.in_worker is False
+
+
+def test_one_that_hangs_and_some_that_end_the_process_are_failed_and_the_rest_goes_on(hostile):
+    backend = hostile.HostileBackend("hangs", "kills", "exits", "raises", "right")
+    plan = tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    assert plan.split(FPROP).size == 4
+    found = failures()
+    assert found == {
+        "hangs": "it did not end within 3 s",
+        "kills": "it ended its process by SIGKILL",
+        "exits": "it ended its process with exit status 7",
+        "raises": "this never works",
+    }
+    with caches.open(mode="r") as cache:
+        timed = {entry.key.algorithm for entry in cache if entry.time_ns is not None}
+    assert {"torch_default", "right"} <= timed
+
+
+def test_a_fault_that_spoils_the_device_ends_its_process_and_blames_nobody_else(hostile):
+    """As on a GPU, where CUDA refuses everything after a kernel has faulted."""
+    backend = hostile.HostileBackend("faults", "fine", "faults_later", "good")
+    tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    found = failures()
+    assert set(found) == {"faults", "faults_later"}
+    assert all("illegal memory access" in reason for reason in found.values())
+
+
+def test_the_state_of_the_device_is_kept_with_the_times(hostile):
+    backend = hostile.HostileBackend("fine")
+    backend.in_worker = False
+    tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    with caches.open(mode="r") as cache:
+        timed = [entry for entry in cache if entry.status == "ok"]
+    assert timed
+    assert all("throttled=by_itself" in entry.notes for entry in timed)
+
+
+def test_one_that_fails_between_rounds_is_failed_and_the_others_are_timed(hostile):
+    backend = hostile.HostileBackend("kills_later", "tires", "right")
+    tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    found = failures()
+    assert found["kills_later"] == "it ended its process by SIGKILL"
+    assert found["tires"] == "once too often"
+    assert "right" not in found
+
+
+def test_a_second_tune_starts_no_process(hostile, monkeypatch):
+    backend = hostile.HostileBackend("kills", "right")
+    first = tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+
+    def refuse(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("ucudnn.benchmark.worker.subprocess.Popen", refuse)
+    assert tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend]) == first
+
+
+def test_a_process_that_ends_between_two_questions_is_no_candidates_fault(hostile):
+    worker = Worker(hostile.HostileBackend())
+    bench = WorkerBench(worker, BatchAxis(FPROP))
+    arm = Arm(4, "torch_default", "alone")
+    try:
+        assert bench.look(arm, None).accuracy.error < 1e-6
+        worker._child.kill()
+        worker._child.wait()
+        assert bench.look(arm, None).accuracy.error < 1e-6
+    finally:
+        worker.close()
+
+
+def test_two_devices_share_the_kernels_and_the_plan_is_that_of_one(hostile):
+    problems = [FPROP.with_batch(4), Problem("fprop", 4, 3, 7, (9, 9), (3, 3))]
+    layers = [(str(number), problem) for number, problem in enumerate(problems)]
+    devices = [hostile.HostileBackend(), hostile.HostileBackend()]
+    events = []
+    plan = tune_problems(layers, Config(**CONFIG), events.append, backends=devices)
+    assert [kernel.problem for kernel in plan.kernels] == problems
+    measured = events[-1].measured
+    assert measured > 0
+    again = tune_problems(layers, Config(**CONFIG), events.append, backends=devices[:1])
+    assert events[-1].measured == 0
+    assert again == plan
+
+
+def test_a_device_of_another_kind_is_refused(hostile):
+    devices = [hostile.HostileBackend(), hostile.HostileBackend(device="other")]
+    with pytest.raises(ConfigError, match="of one kind .* scripted, 1 cores and other, 1 cores"):
+        tune_problems([("layer", FPROP)], Config(**CONFIG), backends=devices)
+
+
+def test_a_worker_that_cannot_start_says_so(hostile, monkeypatch):
+    monkeypatch.setattr("ucudnn.benchmark.worker._PROGRAM", "import sys; sys.exit(5)")
+    backend = hostile.HostileBackend()
+    with pytest.raises(UcudnnError, match="could not start: it ended .* exit status 5"):
+        tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])

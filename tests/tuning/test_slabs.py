@@ -1,0 +1,259 @@
+"""Tuning along the rows: where the batch is too small to be split, and nothing else fits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ucudnn
+from ucudnn.axis import RowAxis
+from ucudnn.backends import AbstractBackend, Executable, open_backend
+from ucudnn.candidate import Candidate
+from ucudnn.config import Config
+from ucudnn.errors import PlanError, UnsupportedError
+from ucudnn.execute import bind
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.plan import Plan, Split, Step
+from ucudnn.problem import OPS, Problem
+from ucudnn.slabs import row_count
+from ucudnn.tuner import tune_problems
+
+MIB, MS = 1 << 20, 1_000_000
+# 21 rows of y and of dx: no power of two
+CONV = Problem("fprop", 2, 2, 2, (21, 3), (3, 3), padding=((1, 1), (1, 1)))
+
+
+class RowExecutable(Executable):
+    """Charges clock and memory by the rows of what it computes, which is zero."""
+
+    def __init__(self, backend: RowBackend, problem: Problem, algorithm: str) -> None:
+        self._backend = backend
+        self._problem = problem
+        self._algorithm = algorithm
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        del b
+        cost_ns, workspace = self._backend.costs[self._algorithm](row_count(self._problem))
+        if len(set(self._problem.padding[0])) > 1:
+            workspace += self._backend.end_bytes
+        self._backend.clock += cost_ns
+        self._backend.peak = max(self._backend.peak, workspace)
+        shape = self._problem.result_shape
+        return a.new_zeros(shape if self._problem.op == "wgrad" else (a.shape[0], *shape[1:]))
+
+
+class RowBackend(AbstractBackend):
+    """Algorithms that cost by rows: name -> (rows -> (time in ns, workspace in bytes))."""
+
+    name = "scripted"
+
+    def __init__(self, costs: dict[str, Callable[[int], tuple[int, int]]]) -> None:
+        self.costs = costs
+        self.clock = self.peak = 0
+        self.end_bytes = 0  # what a slab with padding at one end takes in addition
+        self.refused: set[tuple[str, Problem]] = set()
+        self.unbuildable: set[tuple[str, Problem]] = set()
+        self.kernels: dict[tuple[str, int], str] = {}
+
+    def device(self) -> Device:
+        return Device("cpu", "scripted", cores=1)
+
+    def software(self) -> Software:
+        return Software("0")
+
+    def conditions(self, role: str = "alone") -> Conditions:
+        return Conditions(role=role, threads=1)
+
+    def algorithms(self) -> tuple[str, ...]:
+        return tuple(self.costs)
+
+    def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        return "it is refused" if (algorithm, problem) in self.refused else None
+
+    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        return tuple(Candidate(problem, name) for name in self.costs)
+
+    def kernel(self, problem: Problem, algorithm: str) -> str:
+        return self.kernels.get((algorithm, problem.batch), algorithm)
+
+    def executable(self, problem: Problem, algorithm: str) -> Executable:
+        if (algorithm, problem) in self.unbuildable:
+            raise UnsupportedError(f"{algorithm} cannot be built for {problem}")
+        return RowExecutable(self, problem, algorithm)
+
+    def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
+        shapes = problem.with_batch(samples).operand_shapes
+        return torch.zeros(shapes[0]), torch.zeros(shapes[1])
+
+    def workspace_bytes(
+        self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
+    ) -> int:
+        del parts
+        self.peak = 0
+        run()
+        return self.peak
+
+    def elapsed_ns(self, run: Callable[[], object]) -> int:
+        before = self.clock
+        run()
+        return self.clock - before
+
+    def cache_bytes(self) -> int:
+        return 1
+
+    def memory_bytes(self) -> int:
+        return 1 << 30
+
+
+COSTS = {
+    "torch_default": lambda rows: (4 * MS * rows, 8 * MIB * rows),
+    "greedy": lambda rows: (MS * rows + MS // 2, 4 * MIB * rows),
+    "frugal": lambda rows: (3 * MS * rows, MIB * rows),
+}
+
+
+@pytest.fixture
+def rows(monkeypatch) -> RowBackend:
+    backend = RowBackend(dict(COSTS))
+    monkeypatch.setattr("ucudnn.tuner.open_backend", lambda _: backend)
+    return backend
+
+
+def tune(problem: Problem, **settings: object) -> Plan:
+    return tune_problems([("layer", problem)], Config(**settings))
+
+
+def best_ns(problem: Problem, costs: dict, limit: int) -> int:
+    """Brute force over all multisets of slabs of the sizes that are measured."""
+    extent, best = row_count(problem), {0: 0}
+    for n in range(1, extent + 1):
+        best[n] = min(
+            (
+                best[n - size] + cost(size)[0]
+                for size, cost in product(RowAxis(problem).sizes("powers-of-two"), costs.values())
+                if size <= n and cost(size)[1] <= limit
+            ),
+            default=10**15,
+        )
+    return best[extent]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("limit_mib", [70, 40, 16, 9, 4, 1])
+def test_slabs_are_the_fastest_that_fit(rows, op, limit_mib):
+    problem = Problem(**{**CONV.to_dict(), "op": op})
+    plan = tune(problem, workspace_limit=limit_mib * MIB)
+    (kernel,) = plan.kernels
+    undivided = [cost(21) for cost in COSTS.values()]
+    fitting = [time_ns for time_ns, workspace in undivided if workspace <= limit_mib * MIB]
+    expected = min([best_ns(problem, COSTS, limit_mib * MIB), *fitting])
+    assert kernel.timing.time_ns == expected
+    assert kernel.timing.workspace_bytes <= limit_mib * MIB
+    assert kernel.predicted_time_ns == expected
+    assert plan.split(problem).axis == ("batch" if expected in fitting else "spatial")
+
+
+def test_a_strided_gradient_is_cut_at_multiples_of_the_stride(rows):
+    problem = Problem("dgrad", 1, 2, 2, (21, 3), (3, 3), stride=(2, 1))
+    split = tune(problem, workspace_limit=9 * MIB).split(problem)
+    assert split.axis == "spatial"
+    assert split.size == 21
+    assert all(step.size % 2 == 0 for step in split.steps[:-1])
+
+
+def test_rows_are_not_tried_where_the_default_fits_or_the_batch_is_large(rows):
+    for problem, limit in ((CONV, None), (CONV, "1GiB"), (CONV.with_batch(9), "1GiB")):
+        plan = tune(problem, workspace_limit=limit)
+        assert plan.split(problem).axis == "batch"
+        assert not any("spatial" in note for note in plan.kernels[0].notes)
+    with pytest.raises(PlanError, match="micro-batch 1, frugal"):
+        tune(CONV.with_batch(9), workspace_limit="1MiB")
+    with pytest.raises(PlanError, match="micro-batch 2, frugal"):
+        tune(CONV, workspace_limit="1MiB", policy="undivided")
+
+
+def test_the_same_slabs_serve_smaller_batches_unless_another_kernel_runs_them(rows):
+    plan = tune(CONV, workspace_limit="9MiB")
+    assert plan.split(CONV.with_batch(1)) == plan.split(CONV)
+    rows.kernels["greedy", 1] = "another"
+    plan = tune(CONV, workspace_limit="9MiB")
+    assert plan.split(CONV).steps[0].algorithm == "greedy"
+    assert not plan.covers(CONV.with_batch(1))
+
+
+@pytest.mark.parametrize("when", ["refused", "unbuildable"])
+def test_what_cannot_compute_the_ends_is_left_out(rows, when):
+    for size in RowAxis(CONV).sizes("all"):
+        getattr(rows, when).add(("greedy", RowAxis(CONV).ends(size)[0]))
+    split = tune(CONV, workspace_limit="9MiB").split(CONV)
+    assert {step.algorithm for step in split.steps} == {"frugal"}
+
+
+def test_slabs_at_the_ends_keep_the_limit_too(rows):
+    rows.end_bytes = 6 * MIB
+    plan = tune(CONV, workspace_limit="9MiB")
+    assert {step.algorithm for step in plan.split(CONV).steps} == {"frugal"}
+    assert plan.workspace_bytes == 8 * MIB  # two rows at an end
+
+
+def test_a_limit_that_no_slab_fits_names_one_that_suffices(rows):
+    with pytest.raises(
+        PlanError, match=r"the smallest needs 1 MiB \(slabs of 21x1 frugal"
+    ) as error:
+        tune(CONV, workspace_limit=MIB - 1)
+    assert tune(CONV, workspace_limit=error.value.smallest_bytes).split(CONV).axis == "spatial"
+
+
+def test_a_second_tune_measures_nothing(rows):
+    first = tune(CONV, workspace_limit="9MiB")
+    before = rows.clock
+    assert tune(CONV, workspace_limit="9MiB") == first
+    assert rows.clock == before
+
+
+def smallest_undivided(backend: AbstractBackend, problem: Problem) -> int:
+    """The least workspace in bytes that any algorithm takes for all of a problem."""
+    a, b = backend.operands(problem, problem.batch)
+    calls = [
+        bind(backend, problem, Split("batch", (Step(problem.batch, candidate.algorithm),)))
+        for candidate in backend.candidates(problem)
+    ]
+    return min(backend.workspace_bytes(partial(call, a, b), call.parts) for call in calls)
+
+
+def test_a_volume_at_batch_one_is_computed_in_slabs(tmp_path):
+    """The real thing on this machine: no undivided algorithm fits, and the sums are torch's."""
+    backend, kernels = open_backend("torch_cpu"), []
+    sizes = ((24, 12, 8), (3, 3, 3), (1, 1, 1), ((1, 1),) * 3)
+    for op in OPS:
+        problem = Problem(op, 1, 16, 16, *sizes)
+        limit = smallest_undivided(backend, problem) * 3 // 5
+        plan = tune_problems([("conv", problem)], Config(workspace_limit=limit, cache=tmp_path))
+        assert plan.split(problem).axis == "spatial"
+        assert plan.kernels[0].timing.workspace_bytes <= limit
+        call = bind(backend, problem, plan.split(problem))
+        operands = backend.operands(problem, 1)
+        assert backend.workspace_bytes(partial(call, *operands), call.parts) <= limit
+        kernels += plan.kernels
+    replace(plan, kernels=tuple(kernels)).save(tmp_path / "volume.plan.json")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv3d(16, 16, 3, padding=1))
+    exact = copy.deepcopy(model).double()
+    conversion = ucudnn.convert_(model, Plan.load(tmp_path / "volume.plan.json"))
+    assert list(conversion.swapped) == ["0"]
+    x = torch.randn(1, 16, 24, 12, 8)
+    results = []
+    for net, leaf in ((model, x.clone()), (exact, x.double())):
+        leaf.requires_grad_()
+        y = net(leaf)
+        y.square().sum().backward()
+        results.append((y.detach(), leaf.grad, net[0].weight.grad))
+    for found, expected in zip(*results, strict=True):
+        assert (found.double() - expected).norm() / expected.norm() < 1e-6

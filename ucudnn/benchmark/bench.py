@@ -1,0 +1,208 @@
+"""What measuring asks of a device: look at a candidate, time some in rounds, time whole plans."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ucudnn.axis import AbstractAxis
+from ucudnn.backends import AbstractBackend
+from ucudnn.benchmark.accuracy import Accuracy, Check
+from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, whole_plan
+from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
+from ucudnn.errors import UnsupportedError
+from ucudnn.execute import bind
+from ucudnn.plan import Split
+
+
+class Arm(NamedTuple):
+    """One candidate of a kernel: a chunk size along the axis, an algorithm, the chunk's role."""
+
+    size: int
+    algorithm: str
+    role: str
+
+
+class Look(NamedTuple):
+    """What a first run shows.
+
+    Args:
+        workspace_bytes: temporary memory, the most that a chunk of this size needs anywhere.
+        accuracy: against float64.
+        time_ns: of one more run; None where the workspace is over the limit.
+    """
+
+    workspace_bytes: int
+    accuracy: Accuracy
+    time_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What the rounds showed of a whole plan, and its workspace in bytes."""
+
+    result: Result
+    workspace_bytes: int
+
+
+class AbstractBench(ABC):
+    """Measures the candidates of one kernel.
+
+    Law: what one candidate does wrong is told of that candidate - an error from `look`, a failure
+    in the results of the others - and every other one is measured all the same.
+    """
+
+    @abstractmethod
+    def look(self, arm: Arm, limit: int | None) -> Look:
+        """Run a candidate once for its workspace and its error, and once for its time.
+
+        Args:
+            arm: the candidate.
+            limit: workspace in bytes over which it is not run again, None for any.
+
+        Raises:
+            RuntimeError: the candidate failed; the first line says how.
+            UnsupportedError: there is not enough memory to measure this kernel.
+        """
+
+    @abstractmethod
+    def rounds(
+        self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
+    ) -> list[Result]:
+        """Time candidates in interleaved rounds; those of one size and role race each other.
+
+        Args:
+            arms: the candidates.
+            known: by size and role a rival that was timed before, as (median, upper end).
+        """
+
+    @abstractmethod
+    def whole(self, splits: Sequence[Split]) -> list[Whole]:
+        """Time whole plans in pairs, all in every round."""
+
+
+class LocalBench(AbstractBench):
+    """Measures in this process.
+
+    Args:
+        backend: of the device.
+        axis: of the kernel, along which candidates are chunks.
+        on_turn: called with the place of an arm or split before each of its runs.
+        protocol: how to take times.
+    """
+
+    def __init__(
+        self,
+        backend: AbstractBackend,
+        axis: AbstractAxis,
+        on_turn: Callable[[int], None] = lambda _: None,
+        protocol: Protocol | None = None,
+    ) -> None:
+        self._backend = backend
+        self._axis = axis
+        self._on_turn = on_turn
+        self._protocol = protocol or Protocol()
+        self._ring: Ring | None = None
+        self._loops: dict[Arm, ChunkLoop] = {}
+
+    @property
+    def ring(self) -> Ring:
+        """Operands, allocated when something must really be run."""
+        if self._ring is None:
+            self._ring = Ring.allocate(self._backend, self._axis.problem)
+        return self._ring
+
+    def look(self, arm: Arm, limit: int | None) -> Look:
+        """Run a candidate once for its workspace and its error, and once for its time."""
+        ring = self.ring  # too little memory for it is no fault of the candidate
+        try:
+            return self._look(ring, arm, limit)
+        except UnsupportedError as error:  # found only when it is built
+            raise RuntimeError(str(error)) from error
+
+    def _look(self, ring: Ring, arm: Arm, limit: int | None) -> Look:
+        part = self._axis.part(arm.size)
+        executable = self._backend.executable(part, arm.algorithm)
+        check = Check(ring, executable, part, arm.role)
+        workspace = self._backend.workspace_bytes(check.run, [(part, arm.algorithm)])
+        accuracy = check.accuracy()
+        for end in self._axis.ends(arm.size):  # where padding may be copied
+            loop = ChunkLoop(ring, self._backend.executable(end, arm.algorithm), end, arm.role)
+            needed = self._backend.workspace_bytes(loop.run, [(end, arm.algorithm)])
+            workspace = max(workspace, needed)
+        if limit is not None and workspace > limit:
+            return Look(workspace, accuracy, None)
+        loop = self._loops[arm] = ChunkLoop(ring, executable, part, arm.role)
+        return Look(workspace, accuracy, max(1, self._backend.elapsed_ns(loop.run)))
+
+    def rounds(
+        self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
+    ) -> list[Result]:
+        """Time candidates in interleaved rounds; those of one size and role race each other."""
+        entrants: list[Entrant] = []
+        failures: dict[int, str] = {}
+        for place, arm in enumerate(arms):
+            self._on_turn(place)
+            try:
+                loop = self._warm_loop(arm)
+            except RuntimeError as error:
+                if self._backend.is_broken():
+                    raise
+                failures[place] = failure_of(error)
+                continue
+            group = (arm.size, arm.role)
+            entrants.append(Entrant(partial(loop.sample_ns, self._backend), group))
+        places = [place for place in range(len(arms)) if place not in failures]
+        found = run_rounds(
+            self._backend,
+            entrants,
+            self._protocol,
+            known,
+            lambda number: self._on_turn(places[number]),
+        )
+        results = [Result(failure=failures.get(place, "")) for place in range(len(arms))]
+        for place, result in zip(places, found, strict=True):
+            if result.beaten_by is not None and result.beaten_by >= 0:
+                result.beaten_by = places[result.beaten_by]
+            results[place] = result
+        return results
+
+    def _warm_loop(self, arm: Arm) -> ChunkLoop:
+        loop = self._loops.get(arm)
+        if loop is None:  # looked at in another session
+            part = self._axis.part(arm.size)
+            executable = self._backend.executable(part, arm.algorithm)
+            loop = self._loops[arm] = ChunkLoop(self.ring, executable, part, arm.role)
+        loop.warm_up(self._backend, self._protocol)
+        return loop
+
+    def whole(self, splits: Sequence[Split]) -> list[Whole]:
+        """Time whole plans in pairs, all in every round."""
+        ring = self.ring
+        calls: dict[int, Callable[[], Tensor]] = {}
+        workspaces = [0] * len(splits)
+        failures: dict[int, str] = {}
+        for place, split in enumerate(splits):
+            self._on_turn(place)
+            try:
+                call = bind(self._backend, self._axis.problem, split)
+                calls[place] = run = whole_plan(ring, call)
+                workspaces[place] = self._backend.workspace_bytes(run, call.parts)
+                run()
+            except (RuntimeError, UnsupportedError) as error:
+                if self._backend.is_broken():
+                    raise
+                failures[place] = failure_of(error)
+        places = [place for place in range(len(splits)) if place not in failures]
+        entrants = [Entrant(partial(self._backend.elapsed_ns, calls[place])) for place in places]
+        found = run_rounds(
+            self._backend, entrants, FINALS, on_turn=lambda number: self._on_turn(places[number])
+        )
+        results = {place: Result(failure=reason) for place, reason in failures.items()}
+        results.update(zip(places, found, strict=True))
+        return [Whole(results[place], workspaces[place]) for place in range(len(splits))]

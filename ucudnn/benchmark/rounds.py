@@ -1,0 +1,192 @@
+"""Interleaved rounds in random order: drop the beaten, repeat what was disturbed, stop in time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+
+from ucudnn.backends import AbstractBackend
+from ucudnn.benchmark.protocol import Protocol
+from ucudnn.benchmark.statistics import median_interval, median_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """Something to time.
+
+    Args:
+        sample_ns: takes one sample.
+        group: size and role; entrants race those of their group, and nobody where it is None.
+    """
+
+    sample_ns: Callable[[], int]
+    group: tuple[int, str] | None = None
+
+
+@dataclass
+class Result:
+    """What the rounds showed of one entrant.
+
+    Args:
+        samples: times in ns, the n-th of every entrant from the same round.
+        beaten_by: the entrant that lapped it, or another time known before (-1); None: nobody.
+        failure: why it could not be run any more, else "".
+        repeated: rounds that were disturbed and taken again.
+        switches: how often the process was taken off the processor in the rounds that count.
+        state: of the device after the rounds, as notes.
+    """
+
+    samples: list[int] = field(default_factory=list)
+    beaten_by: int | None = None
+    failure: str = ""
+    repeated: int = 0
+    switches: int = 0
+    state: tuple[str, ...] = ()
+
+    @property
+    def is_racing(self) -> bool:
+        """Neither beaten nor failed."""
+        return self.beaten_by is None and not self.failure
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    time_ns: int
+    spent_ns: int  # for which it kept the device
+    share: float | None  # processor time per time
+    switches: int
+
+
+def run_rounds(
+    backend: AbstractBackend,
+    entrants: Sequence[Entrant],
+    protocol: Protocol,
+    known: Mapping[tuple[int, str], tuple[int, int]] | None = None,
+    on_turn: Callable[[int], None] = lambda _: None,
+) -> list[Result]:
+    """Time entrants in turn, each round in another order, until every interval is narrow.
+
+    Args:
+        backend: says how much of the processor the process had.
+        entrants: what to time.
+        protocol: when to stop, whom to drop, what to repeat.
+        known: by group a rival that was timed before, as (median, upper end of its interval).
+        on_turn: called with the number of an entrant before each of its samples.
+    """
+    results = [Result() for _ in entrants]
+    most_share: list[float] = [0.0] * len(entrants)
+    chance = random.Random(0)  # noqa: S311 - an order, not a secret
+    repeated = spent = rounds = 0
+    while rounds < protocol.most_rounds:
+        turns = [number for number, result in enumerate(results) if result.is_racing]
+        if not turns or (rounds >= protocol.least_rounds and _is_over(results, protocol, spent)):
+            break
+        chance.shuffle(turns)
+        readings: dict[int, _Reading] = {}
+        for number in turns:
+            on_turn(number)
+            try:
+                readings[number] = _read(backend, entrants[number])
+            except RuntimeError as error:
+                if backend.is_broken():  # what comes next is not to blame
+                    raise
+                results[number].failure = failure_of(error)
+        spent += sum(reading.spent_ns for reading in readings.values())
+        disturbed = _is_disturbed(readings, most_share, protocol)
+        if disturbed and repeated < protocol.repeats:
+            repeated += 1
+            continue
+        rounds += 1
+        for number, reading in readings.items():
+            results[number].samples.append(reading.time_ns)
+            results[number].switches += reading.switches
+            results[number].repeated = repeated
+        _drop_beaten(entrants, results, protocol, rounds, known or {})
+    state = backend.state()
+    for result in results:
+        result.state = state
+    return results
+
+
+def failure_of(error: BaseException) -> str:
+    """The first line of an error, which becomes a candidate's reason."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
+    before, start_ns = backend.activity(), perf_counter_ns()
+    time_ns = max(1, entrant.sample_ns())
+    after, spent_ns = backend.activity(), max(time_ns, perf_counter_ns() - start_ns)
+    if before is None or after is None:
+        return _Reading(time_ns, spent_ns, None, 0)
+    elapsed_ns = max(1, after.clock_ns - before.clock_ns)
+    share = (after.processor_ns - before.processor_ns) / elapsed_ns
+    return _Reading(time_ns, spent_ns, share, after.switches - before.switches)
+
+
+def _is_disturbed(
+    readings: Mapping[int, _Reading], most_share: list[float], protocol: Protocol
+) -> bool:
+    """Whether somebody had less of the processor than in the best round; updates the best."""
+    disturbed = False
+    for number, reading in readings.items():
+        if reading.share is not None:
+            most_share[number] = max(most_share[number], reading.share)
+            # a thread that waits at a barrier spins: without a switch it was no other process
+            lost = reading.share < protocol.lost_share * most_share[number]
+            disturbed |= lost and reading.switches > 0
+    return disturbed
+
+
+def _is_over(results: Sequence[Result], protocol: Protocol, spent_ns: int) -> bool:
+    if spent_ns >= protocol.enough_ns:
+        return True
+    return all(
+        high - low <= protocol.target * median_ns(result.samples)
+        for result in results
+        if result.is_racing
+        for low, high in [median_interval(result.samples)]
+    )
+
+
+def _drop_beaten(
+    entrants: Sequence[Entrant],
+    results: Sequence[Result],
+    protocol: Protocol,
+    rounds: int,
+    known: Mapping[tuple[int, str], tuple[int, int]],
+) -> None:
+    """Successive halving: ever closer rivals leave, at last whose interval is above the best's."""
+    if not protocol.lapped:
+        return
+    racing = [number for number, result in enumerate(results) if result.is_racing]
+    groups = {group for number in racing if (group := entrants[number].group) is not None}
+    for group in groups:
+        rivals = [number for number in racing if entrants[number].group == group]
+        medians = {number: median_ns(results[number].samples) for number in rivals}
+        best = min(rivals, key=lambda number: medians[number])
+        best_ns, high_ns = medians[best], median_interval(results[best].samples)[1]
+        winner = best
+        if group in known and known[group][0] <= best_ns:
+            winner, (best_ns, high_ns) = -1, known[group]
+        for number in rivals:
+            if number != winner and _is_beaten(
+                results[number].samples, medians[number], best_ns, high_ns, protocol, rounds
+            ):
+                results[number].beaten_by = winner
+
+
+def _is_beaten(
+    samples: Sequence[int],
+    time_ns: int,
+    best_ns: int,
+    high_ns: int,
+    protocol: Protocol,
+    rounds: int,
+) -> bool:
+    if rounds <= len(protocol.lapped):
+        return time_ns > protocol.lapped[rounds - 1] * best_ns
+    return median_interval(samples)[0] > high_ns

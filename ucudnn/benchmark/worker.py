@@ -1,0 +1,216 @@
+"""Measure in a process of its own, which a candidate may hang or kill: the rest goes on in another.
+
+The child is a plain interpreter that imports this module: a GPU context does not survive a fork,
+and with multiprocessing's spawn a script without a guard would run twice.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import torch
+
+from ucudnn.axis import AbstractAxis
+from ucudnn.backends import AbstractBackend
+from ucudnn.benchmark.bench import AbstractBench, Arm, LocalBench, Look, Whole
+from ucudnn.benchmark.rounds import Result, failure_of
+from ucudnn.errors import UcudnnError
+from ucudnn.plan import Split
+
+_PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
+# The first answer waits for the imports and, on a GPU, for the context.
+_START_S = 120.0
+
+
+class LostError(RuntimeError):
+    """A candidate took its process along, or kept it for too long.
+
+    Args:
+        reason: which of both.
+        turn: the place of the candidate among those that were measured together.
+    """
+
+    def __init__(self, reason: str, turn: int) -> None:
+        super().__init__(reason)
+        self.turn = turn
+
+    def __reduce__(self) -> tuple[type[LostError], tuple[str, int]]:
+        return type(self), (str(self), self.turn)
+
+
+class Worker:
+    """A child process that measures on one device; a new one follows where it is lost.
+
+    Args:
+        backend: of the device; it is pickled.
+    """
+
+    def __init__(self, backend: AbstractBackend) -> None:
+        self._backend = backend
+        self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def ask(self, axis: AbstractAxis, method: str, *arguments: Any) -> Any:
+        """Call a method of a `LocalBench` of this axis in the child.
+
+        Raises:
+            LostError: the child hung or ended; the next call starts another.
+            RuntimeError: the method raised one.
+            UcudnnError: likewise.
+        """
+        connection = self._started()
+        try:
+            connection.send((axis, method, arguments))
+        except OSError:  # it ended between two questions, which is no candidate's fault
+            self.close()
+            connection = self._started()
+            connection.send((axis, method, arguments))
+        turn, patience_s = 0, self._backend.candidate_timeout_s
+        while True:
+            try:
+                if not connection.poll(patience_s):
+                    self.close()
+                    raise LostError(f"it did not end within {patience_s:g} s", turn)
+                kind, value = connection.recv()
+            except (EOFError, OSError):
+                raise LostError(self._how_it_ended(), turn) from None
+            if kind == "turn":
+                turn = value
+            elif kind == "raised":
+                raise value
+            elif kind == "lost":
+                self.close()
+                raise LostError(value, turn)
+            else:
+                return value
+
+    def close(self) -> None:
+        """End the child, whatever it does."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        if self._connection is not None:
+            self._connection.close()
+        self._child = self._connection = None
+
+    def _started(self) -> Connection:
+        if self._connection is not None:
+            return self._connection
+        ours, theirs = Pipe()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+        }
+        self._child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
+            stdout=subprocess.DEVNULL,  # it is not the user's output
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+        theirs.close()
+        self._connection = ours
+        ours.send((self._backend, torch.get_num_threads()))
+        if not ours.poll(_START_S):
+            self.close()
+            raise UcudnnError(f"a process to measure in did not start within {_START_S:g} s")
+        try:
+            ours.recv()
+        except (EOFError, OSError):
+            how = self._how_it_ended()
+            raise UcudnnError(f"a process to measure in could not start: {how}") from None
+        return ours
+
+    def _how_it_ended(self) -> str:
+        assert self._child is not None
+        status = self._child.wait()
+        self.close()
+        if status < 0:
+            return f"it ended its process by {signal.Signals(-status).name}"
+        return f"it ended its process with exit status {status}"
+
+
+class WorkerBench(AbstractBench):
+    """Measures one kernel in a worker's process."""
+
+    def __init__(self, worker: Worker, axis: AbstractAxis) -> None:
+        self._worker = worker
+        self._axis = axis
+
+    def look(self, arm: Arm, limit: int | None) -> Look:
+        """Run a candidate once for its workspace and its error, and once for its time."""
+        found = self._worker.ask(self._axis, "look", arm, limit)
+        assert isinstance(found, Look)
+        return found
+
+    def rounds(
+        self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
+    ) -> list[Result]:
+        """Time candidates in interleaved rounds; without the ones that are lost, from the start."""
+        found = self._without_the_lost("rounds", list(arms), dict(known))
+        results = [
+            Result(failure=found[place]) if isinstance(found[place], str) else found[place]
+            for place in range(len(arms))
+        ]
+        kept = [place for place in range(len(arms)) if not isinstance(found[place], str)]
+        for place in kept:
+            winner = results[place].beaten_by
+            if winner is not None and winner >= 0:
+                results[place].beaten_by = kept[winner]
+        return results
+
+    def whole(self, splits: Sequence[Split]) -> list[Whole]:
+        """Time whole plans in pairs, all in every round."""
+        found = self._without_the_lost("whole", list(splits))
+        return [
+            Whole(Result(failure=entry), 0) if isinstance(entry, str) else entry
+            for _, entry in sorted(found.items())
+        ]
+
+    def _without_the_lost(self, method: str, asked: list[Any], *more: Any) -> dict[int, Any]:
+        """By place what the method says of it, or the reason why it was lost."""
+        found: dict[int, Any] = {}
+        left = list(range(len(asked)))
+        while left:
+            try:
+                answers = self._worker.ask(
+                    self._axis, method, [asked[place] for place in left], *more
+                )
+            except LostError as lost:
+                found[left.pop(lost.turn)] = str(lost)
+            else:
+                found.update(zip(left, answers, strict=True))
+                break
+        return found
+
+
+def serve(descriptor: int) -> None:
+    """Answer the questions of a `Worker` until it goes away; runs in the child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with Connection(descriptor) as connection, torch.no_grad():
+        backend, threads = connection.recv()
+        torch.set_num_threads(threads)
+        connection.send(("ready", None))
+        measured: AbstractAxis | None = None
+        while True:
+            try:
+                axis, method, arguments = connection.recv()
+            except EOFError:
+                return
+            if axis != measured:
+                bench = LocalBench(backend, axis, lambda turn: connection.send(("turn", turn)))
+                measured = axis
+            try:
+                answer = ("done", getattr(bench, method)(*arguments))
+            except UcudnnError as error:
+                answer = ("raised", error)
+            except RuntimeError as error:  # whose class may not exist on the other side
+                kind = "lost" if backend.is_broken() else "raised"
+                failure: Any = failure_of(error)
+                answer = (kind, failure if kind == "lost" else RuntimeError(failure))
+            connection.send(answer)
