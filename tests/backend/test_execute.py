@@ -93,3 +93,18 @@ def test_one_dimension_and_three(backend, exact, op):
         split = split_of([(2, "im2col_gemm"), (2, "torch_default"), (1, "fft")])
         result = bind(backend, problem, split)(a, b)
         assert relative_error(result, exact(problem, a, b)) < 1e-6
+
+
+@pytest.mark.parametrize("second", ["im2col_gemm", "slow_conv2d"])
+@pytest.mark.parametrize("first", ["torch_default", "onednn_nhwc", "slow_conv2d", "fft"])
+def test_wgrad_adds_up_where_the_strides_of_one_pixel_say_channels_last(
+    backend, exact, first, second
+):
+    """Such an x is contiguous as well; aten's operators lay their result out by its strides."""
+    problem = Problem("wgrad", 2, 2, 1, (1, 1), (3, 1), padding=((2, 2), (0, 0)))
+    x, dy = backend.operands(problem, 2)
+    x = torch.empty_strided(x.shape, (2, 1, 2, 2)).copy_(x)
+    assert x.is_contiguous()
+    split = Split("batch", (Step(1, first), Step(1, second)))
+    result = bind(backend, problem, split)(x, dy)
+    torch.testing.assert_close(result.double(), exact(problem, x, dy), rtol=1e-5, atol=1e-5)

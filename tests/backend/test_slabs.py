@@ -147,3 +147,11 @@ def test_operands_are_not_changed_and_inner_slabs_share_an_executable(backend, o
     assert torch.equal(b, before[1])
     assert len({id(chunk.executable) for chunk in call.chunks}) == 3
     assert call.chunks[1].executable is call.chunks[2].executable
+
+
+def test_slow_conv2d_takes_views_of_x_for_wgrad(backend, exact):
+    """torch's own kernel reads x as if it were contiguous."""
+    problem = Problem("wgrad", 6, 2, 3, (7, 4), (4, 4), padding=((0, 0), (1, 1)), dtype="float64")
+    a, b = backend.operands(problem, 6)
+    split = rows_of(problem, 1, 3, algorithm="slow_conv2d")
+    assert relative_error(bind(backend, problem, split)(a, b), exact(problem, a, b)) < 1e-14

@@ -144,7 +144,7 @@ def test_two_devices_share_the_kernels_and_the_plan_is_that_of_one(hostile):
     assert measured > 0
     again = tune_problems(layers, Config(**CONFIG), events.append, backends=devices[:1])
     assert events[-1].measured == 0
-    assert again == plan
+    assert again.hash == plan.hash
 
 
 def test_a_device_of_another_kind_is_refused(hostile):
