@@ -47,6 +47,8 @@ def installed(plan: Plan) -> Installation:
     Works from the call until the context ends or `close` is called, in all threads, autograd's
     too. Of several plans for one kind of device the last one installed acts, alone. Convolutions of
     layers that the plan was not made for stay torch's own. A CUDA graph keeps what it captured.
+    From the first installation on, until the process ends, torch's convolutions take some
+    microseconds more; make that one while no other thread computes any.
     torch.compile lays convolutions out channels-last where it expects to gain by that: tune a model
     that is to be compiled in channels_last.
 
@@ -69,7 +71,11 @@ def installed(plan: Plan) -> Installation:
 
 
 class _Override:
-    """Stands in for aten's two operators on one kind of device while a plan is installed there."""
+    """Stands in for aten's two operators on one kind of device, from the first plan on.
+
+    It stays when the last plan has closed, and hands everything on: torch's dispatcher looks a
+    kernel up without a lock, so one that is taken away may just be entered by another thread.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -90,10 +96,6 @@ class _Override:
                 return
             self._open.remove(installation)
             self._runner = self._open[-1].runner if self._open else None
-            if self._runner is None and self._library is not None:
-                self._library._destroy()
-                self._library = None
-                original.forget(self._device_type)
 
     def _stand_in(self) -> Library:
         own_forward, own_backward = original.keep(self._device_type)

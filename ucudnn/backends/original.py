@@ -63,16 +63,11 @@ def convolution_backward(
 
 
 def keep(device_type: str) -> Kernels:
-    """Remember the kernels that others are about to stand in for, until `forget`."""
+    """Remember the kernels that others are about to stand in for."""
     _kept[device_type] = Kernels(
         _forward_kernel(device_type), _boxed("aten::convolution_backward", device_type)
     )
     return _kept[device_type]
-
-
-def forget(device_type: str) -> None:
-    """The operators are torch's again."""
-    _kept.pop(device_type, None)
 
 
 def _forward_kernel(device_type: str) -> Callable[..., Any]:
