@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ucudnn.backends import Executable, original
-from ucudnn.benchmark.protocol import Ring
+from ucudnn.benchmark.protocol import Ring, empty_total
 from ucudnn.execute import empty_result, run_first
 from ucudnn.problem import Problem
 
@@ -40,32 +40,49 @@ class Accuracy(NamedTuple):
 
 
 class Check:
-    """A run of one candidate in one role whose result can be judged afterwards."""
+    """A run of one candidate in one role whose result can be judged afterwards.
 
-    def __init__(self, ring: Ring, executable: Executable, part: Problem, role: str) -> None:
+    Args:
+        ring: operands.
+        executable: of the candidate.
+        part: the problem of its chunk.
+        role: in which it runs.
+        is_torch: whether it is torch's own call. Memory that torch allocates is filled with NaN in
+            its deterministic mode alone, in which torch may choose another kernel on a GPU: its own
+            call is run as it is.
+    """
+
+    def __init__(
+        self, ring: Ring, executable: Executable, part: Problem, role: str, is_torch: bool = False
+    ) -> None:
         self._ring = ring
         self._executable = executable
         self._part = part
         self._role = role
-        self._result: Tensor | None = None
+        self._poison = _as_it_is if is_torch else _poisoned
+        self._result = self._prepared()
+
+    def _prepared(self) -> Tensor | None:
+        """What the run writes into or adds to, which is no part of its workspace."""
+        if self._role != "later":
+            return None
+        if self._part.op == "wgrad":
+            return empty_total(self._part, self._ring.a).fill_(_BASE)
+        return empty_result(self._part, self._ring.a).fill_(float("nan"))
 
     def run(self) -> Tensor | None:
         """Run once into poisoned memory; returns the result where it is a new tensor."""
         a, b, _ = self._ring.chunk(self._part, 0)
-        problem = self._part
+        executable = self._executable
         if self._role == "alone":
-            self._result = _poisoned(lambda: self._executable.alone(a, b))
+            self._result = self._poison(lambda: executable.alone(a, b))
             return self._result
-        if problem.op != "wgrad":
-            self._result = empty_result(problem, a).fill_(float("nan"))
-            self._executable.write(a, b, self._result)
-            return None
         if self._role == "first":
-            self._result = _poisoned(lambda: run_first(self._executable, a, b))
+            self._result = self._poison(lambda: run_first(executable, a, b))
             return self._result
-        dtype = torch.promote_types(a.dtype, torch.float32)
-        self._result = empty_result(problem, a).to(dtype).fill_(_BASE)
-        _poisoned(lambda: self._executable.add(a, b, self._total()))
+        result = self._total()
+        write = executable.add if self._part.op == "wgrad" else executable.write
+        self._poison(lambda: write(a, b, result))
         return None
 
     def _total(self) -> Tensor:
@@ -166,6 +183,10 @@ def _filters(problem: Problem, x: Tensor, dy: Tensor) -> Tensor:
         part = reference(single, x[:, start : start + inputs], dy[:, filter_ : filter_ + 1])
         parts.append(part)
     return torch.cat(parts)
+
+
+def _as_it_is(run: Callable[[], Tensor | None]) -> Tensor | None:
+    return run()
 
 
 def _poisoned(run: Callable[[], Tensor | None]) -> Tensor | None:

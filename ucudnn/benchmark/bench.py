@@ -17,7 +17,8 @@ from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, whole_p
 from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
 from ucudnn.errors import UnsupportedError
 from ucudnn.execute import bind
-from ucudnn.plan import Split
+from ucudnn.plan import DEFAULT_ALGORITHM, Split
+from ucudnn.problem import Problem
 
 
 class Arm(NamedTuple):
@@ -127,18 +128,20 @@ class LocalBench(AbstractBench):
 
     def _look(self, ring: Ring, arm: Arm, limit: int | None) -> Look:
         part = self._axis.part(arm.size)
-        executable = self._backend.executable(part, arm.algorithm)
-        check = Check(ring, executable, part, arm.role)
-        workspace = self._backend.workspace_bytes(check.run, [(part, arm.algorithm)])
+        check, workspace = self._checked(ring, arm, part)
         accuracy = check.accuracy()
         for end in self._axis.ends(arm.size):  # where padding may be copied
-            loop = ChunkLoop(ring, self._backend.executable(end, arm.algorithm), end, arm.role)
-            needed = self._backend.workspace_bytes(loop.run, [(end, arm.algorithm)])
-            workspace = max(workspace, needed)
+            workspace = max(workspace, self._checked(ring, arm, end)[1])
         if limit is not None and workspace > limit:
             return Look(workspace, accuracy, None)
-        loop = self._loops[arm] = ChunkLoop(ring, executable, part, arm.role)
+        loop = self._loop(arm)
         return Look(workspace, accuracy, max(1, self._backend.elapsed_ns(loop.run)))
+
+    def _checked(self, ring: Ring, arm: Arm, part: Problem) -> tuple[Check, int]:
+        """A candidate that has run once on a part, and the workspace in bytes that it took."""
+        executable = self._backend.executable(part, arm.algorithm)
+        check = Check(ring, executable, part, arm.role, arm.algorithm == DEFAULT_ALGORITHM)
+        return check, self._backend.workspace_bytes(check.run, [(part, arm.algorithm)])
 
     def rounds(
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
@@ -149,7 +152,8 @@ class LocalBench(AbstractBench):
         for place, arm in enumerate(arms):
             self._on_turn(place)
             try:
-                loop = self._warm_loop(arm)
+                loop = self._loop(arm)  # or made anew: looked at in another session
+                loop.warm_up(self._backend, self._protocol)
             except RuntimeError as error:
                 if self._backend.is_broken():
                     raise
@@ -172,14 +176,12 @@ class LocalBench(AbstractBench):
             results[place] = result
         return results
 
-    def _warm_loop(self, arm: Arm) -> ChunkLoop:
-        loop = self._loops.get(arm)
-        if loop is None:  # looked at in another session
+    def _loop(self, arm: Arm) -> ChunkLoop:
+        if arm not in self._loops:
             part = self._axis.part(arm.size)
             executable = self._backend.executable(part, arm.algorithm)
-            loop = self._loops[arm] = ChunkLoop(self.ring, executable, part, arm.role)
-        loop.warm_up(self._backend, self._protocol)
-        return loop
+            self._loops[arm] = ChunkLoop(self.ring, executable, part, arm.role)
+        return self._loops[arm]
 
     def whole(self, splits: Sequence[Split]) -> list[Whole]:
         """Time whole plans in pairs, all in every round."""

@@ -1,7 +1,8 @@
 """How a candidate is timed: in the steady state that it will run in.
 
 A chunk is timed inside a loop over consecutive chunks of operands larger than the last-level cache,
-so that its input is cold and its workspace warm, as in training. docs/measuring.md has the reasons.
+so that its input is cold and its workspace warm, as in training, and the result is new memory for
+every call. docs/measuring.md has the reasons.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.errors import UnsupportedError
-from ucudnn.execute import Call, empty_result, places, run_first
+from ucudnn.execute import Call, Slices, empty_result, places, run_first
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
 from ucudnn.units import format_bytes
 
 # Part of every key: raise it when a change below makes new times incomparable with stored ones.
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """The numbers of protocol 2: input cold, workspace warm, eager calls.
+    """The numbers of protocol 3: input cold, workspace warm, result new, eager calls.
 
     >>> Protocol().target
     0.05
@@ -71,16 +72,18 @@ class Ring:
     """Operands larger than the last-level cache, from which chunks are taken in turn.
 
     Args:
-        problem: with the number of samples as its batch.
+        problem: the whole call, of which the chunks are parts.
+        samples: of the operands, at least the problem's batch.
         a: x for fprop and wgrad, dy for dgrad.
         b: w for fprop and dgrad, dy for wgrad.
-        out: what chunks are written into (fprop, dgrad) or added to (wgrad).
+        total: what chunks of wgrad are added to; None otherwise.
     """
 
     problem: Problem
+    samples: int
     a: Tensor
     b: Tensor
-    out: Tensor
+    total: Tensor | None
 
     @classmethod
     def allocate(cls, backend: AbstractBackend, problem: Problem) -> Ring:
@@ -90,8 +93,7 @@ class Ring:
             UnsupportedError: the machine has not enough free memory for them.
         """
         samples = ring_samples(problem, _RING_CACHES * backend.cache_bytes())
-        whole = problem.with_batch(samples)
-        shapes = (*whole.operand_shapes, whole.result_shape)
+        shapes = (*problem.with_batch(samples).operand_shapes, problem.result_shape)
         needed = sum(prod(shape) for shape in shapes) * problem.bytes_per_element
         if needed > backend.memory_bytes():
             raise UnsupportedError(
@@ -99,27 +101,51 @@ class Ring:
                 f"the free memory is {format_bytes(backend.memory_bytes())}; use a smaller batch"
             )
         a, b = backend.operands(problem, samples)
-        out = empty_result(whole, a).zero_()
-        if problem.op == "wgrad":
-            out = out.to(torch.promote_types(out.dtype, torch.float32))
-        return cls(whole, a, b, out)
+        total = empty_total(problem, a).zero_() if problem.op == "wgrad" else None
+        return cls(problem, samples, a, b, total)
 
-    def chunk(self, part: Problem, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of the operands and of the result for a chunk, the next ones for the next number.
+    def chunk(self, part: Problem, number: int) -> tuple[Tensor, Tensor, Slices]:
+        """Views of the operands for a chunk, the next ones for the next number, and its place.
 
         Args:
             part: the problem of the chunk: some samples, or some rows of some samples.
             number: from 0; where the ring ends it begins anew.
+
+        Returns:
+            Both operands, and the part of a call's result that is the chunk's.
         """
-        whole = self.problem
-        turns = row_count(whole) // row_count(part)
+        turns = row_count(self.problem) // row_count(part)
         group, turn = divmod(number, turns)
-        first = group % (whole.batch // part.batch) * part.batch
-        samples = slice(first, first + part.batch), slice(None)
-        x_rows = _window(part.input_size[0], whole.input_size[0], turn, turns)
-        y_rows = _window(part.output_size[0], whole.output_size[0], turn, turns)
-        a, b, out = places(whole, (*samples, x_rows), (*samples, y_rows))
-        return self.a[a], self.b[b], self.out[out]
+        x_rows = _window(part.input_size[0], self.problem.input_size[0], turn, turns)
+        y_rows = _window(part.output_size[0], self.problem.output_size[0], turn, turns)
+        samples, place = (
+            (_turn(part.batch, batch, group), slice(None))
+            for batch in (self.samples, self.problem.batch)
+        )
+        a, b, _ = places(self.problem, (*samples, x_rows), (*samples, y_rows))
+        *_, out = places(self.problem, (*place, x_rows), (*place, y_rows))
+        return self.a[a], self.b[b], out
+
+    def chunks_per_call(self, part: Problem) -> int:
+        """How many chunks of a size fill a result."""
+        turns = row_count(self.problem) // row_count(part)
+        return turns * (self.problem.batch // part.batch)
+
+    def result(self) -> Tensor:
+        """What the chunks of a call are written into: new each time, or in wgrad one sum."""
+        return empty_result(self.problem, self.a) if self.total is None else self.total
+
+
+def _turn(size: int, batch: int, number: int) -> slice:
+    """The next samples of a batch for the next number, from its begin to its end and again."""
+    begin = number % (batch // size) * size
+    return slice(begin, begin + size)
+
+
+def empty_total(problem: Problem, like: Tensor) -> Tensor:
+    """A new tensor for a sum of weight gradients, in the precision that chunks are added in."""
+    total = empty_result(problem, like)
+    return total.to(torch.promote_types(total.dtype, torch.float32))
 
 
 def _window(size: int, extent: int, turn: int, turns: int) -> slice:
@@ -148,21 +174,34 @@ class ChunkLoop:
         self._part = part
         self._role = role
         self._numbers = count()
+        self._chunks_per_call = ring.chunks_per_call(part)
         self._chunks_per_sample = 1
         self._most_ns = 0
 
-    def run(self) -> Tensor | None:
-        """Run the next chunk and return its result if it is a new tensor."""
+    def run(self, times: int = 1) -> None:
+        """Run the next chunks, into the memory that a call of them would allocate and free.
+
+        A malloc may take large blocks from the system and give them back each time: what a chunk
+        pays for the pages that it is the first to write is part of its time, in a call as here.
+        """
+        result = None
+        for place in range(times):
+            if self._role == "later" and place % self._chunks_per_call == 0:
+                result = None  # before the next takes its place
+                result = self._ring.result()
+            self._run(result)
+
+    def _run(self, result: Tensor | None) -> None:
         a, b, out = self._ring.chunk(self._part, next(self._numbers))
-        if self._role == "alone":
-            return self._executable.alone(a, b)
-        if self._ring.problem.op != "wgrad":
-            self._executable.write(a, b, out)
-        elif self._role == "first":
-            return run_first(self._executable, a, b)
+        if result is None:
+            if self._role == "alone":
+                self._executable.alone(a, b)
+            else:
+                run_first(self._executable, a, b)
+        elif self._ring.problem.op == "wgrad":
+            self._executable.add(a, b, result)
         else:
-            self._executable.add(a, b, out)
-        return None
+            self._executable.write(a, b, result[out])
 
     def warm_up(self, backend: AbstractBackend, protocol: Protocol) -> None:
         """Run until two times agree; sets how many chunks each sample runs."""
@@ -178,14 +217,10 @@ class ChunkLoop:
     def sample_ns(self, backend: AbstractBackend) -> int:
         """Mean time of one chunk over consecutive chunks."""
         times = self._chunks_per_sample
-        elapsed_ns = backend.elapsed_ns(lambda: self._run_times(times))
+        elapsed_ns = backend.elapsed_ns(lambda: self.run(times))
         if elapsed_ns > self._most_ns:  # others keep the machine busy
             self._chunks_per_sample = max(1, times // 2)
         return max(1, elapsed_ns // times)
-
-    def _run_times(self, times: int) -> None:
-        for _ in range(times):
-            self.run()
 
 
 def whole_plan(ring: Ring, call: Call) -> Callable[[], Tensor]:

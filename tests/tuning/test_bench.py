@@ -1,0 +1,61 @@
+"""A chunk is measured as it runs in a whole call: the same memory, the same place in the result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ucudnn.axis import BatchAxis, RowAxis
+from ucudnn.backends import Executable, open_backend
+from ucudnn.benchmark.bench import Arm, LocalBench
+from ucudnn.benchmark.protocol import ChunkLoop, Ring
+from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.problem import Problem
+
+PADDED = {"padding": ((1, 1), (1, 1))}
+
+
+@pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("algorithm", [DEFAULT_ALGORITHM, "onednn_nhwc", "im2col_gemm"])
+def test_workspace_of_a_chunk_is_what_a_call_of_such_chunks_takes(op, algorithm):
+    problem = Problem(op, 8, 16, 16, (40, 40), (3, 3), **PADDED)
+    bench = LocalBench(open_backend("torch_cpu"), BatchAxis(problem))
+    roles = ("first", "later") if op == "wgrad" else ("later",)
+    with torch.no_grad():
+        looks = [bench.look(Arm(2, algorithm, role), None) for role in roles]
+        whole = bench.whole([Split("batch", (Step(2, algorithm),) * 4)])[0]
+    assert max(look.workspace_bytes for look in looks) == whole.workspace_bytes
+
+
+class Painter(Executable):
+    """Counts how often each element of each result is written."""
+
+    def __init__(self) -> None:
+        self.results: dict[int, Tensor] = {}
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        del a, b
+        whole = out._base if out._base is not None else out
+        if id(whole) not in self.results:
+            self.results[id(whole)] = whole.zero_()
+        out += 1
+
+
+@pytest.mark.parametrize("op", ["fprop", "dgrad"])
+@pytest.mark.parametrize("axis", [BatchAxis, RowAxis])
+def test_chunks_fill_a_new_result_in_each_call(scripted, op, axis):
+    problem = Problem(op, 4, 1, 1, (6, 5), (1, 1))
+    ring = Ring.allocate(scripted(), problem)
+    part = axis(problem).part(2)
+    painter = Painter()
+    loop = ChunkLoop(ring, painter, part, "later")
+    calls = ring.chunks_per_call(part)
+    loop.run(3 * calls)
+    assert len(painter.results) == 3
+    for result in painter.results.values():
+        assert result.shape == problem.result_shape
+        assert torch.equal(result, torch.ones_like(result))
