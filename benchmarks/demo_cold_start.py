@@ -12,8 +12,6 @@ too. A plan may not measure: it is made with unplanned="error".
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 import time
@@ -22,7 +20,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from step_workers import Job, Reply, Run, Worker, compare, fastest, measure, report, save, verdict
+from step_workers import (
+    Job,
+    Reply,
+    Run,
+    Worker,
+    compare,
+    fastest,
+    measure,
+    report,
+    save,
+    usual_options,
+    verdict,
+)
 
 ALLOWED_LOSS = 1.02
 STEPS = 5
@@ -91,20 +101,14 @@ def judge(starts: Iterable[Sequence[Reply]], runs: Sequence[Run]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of demo_cold_start.json")
+    parser = usual_options(__doc__, "demo_cold_start.json")
     parser.add_argument("--network", default="resnet50")
     parser.add_argument("--dtype", default="tf32")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--limit", default="64MiB", help="workspace limit, or none")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON for ucudnn.Config")
     options = parser.parse_args(argv)
     deadline = time.monotonic() + 60 * options.minutes
     plain = Job(options.network, "eager", options.dtype, options.batch, options.device)

@@ -13,12 +13,10 @@ and ucudnn does not have it.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
-from step_workers import OUT_OF_MEMORY, Job, Run, Worker, measure, report, save
+from step_workers import OUT_OF_MEMORY, Job, Run, Worker, measure, report, save, usual_options
 
 from ucudnn.units import format_ns
 
@@ -136,18 +134,12 @@ def table(rows: Mapping[int, Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the two JSON files")
+    parser = usual_options(__doc__, "the two JSON files")
     parser.add_argument("--network", default="unet3d")
     parser.add_argument("--dtype", default="tf32")
     parser.add_argument("--batches", default="1,2,3,4,5,6", help="rising")
     parser.add_argument("--memory-gib", type=float, default=24)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON for ucudnn.Config")
     options = parser.parse_args(argv)
     deadline = time.monotonic() + 60 * options.minutes
     degradation(options, min(deadline, time.monotonic() + 20 * options.minutes))

@@ -10,14 +10,22 @@ lines say for each dtype whether it holds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from pathlib import Path
 
-from step_workers import Job, Run, compare, fastest, load, measure, report, save, verdict
+from step_workers import (
+    Job,
+    Run,
+    compare,
+    fastest,
+    load,
+    measure,
+    report,
+    save,
+    usual_options,
+    verdict,
+)
 
 CLAIMED_GAIN = 1.15
 RIVALS = ("eager", "benchmark", "channels_last", "channels_last+benchmark", "compile")
@@ -47,17 +55,11 @@ def judge(runs: Iterable[Run]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of demo_unet.json")
+    parser = usual_options(__doc__, "demo_unet.json")
     parser.add_argument("--dtypes", default="fp16,tf32,bf16")
     parser.add_argument("--variants", default=",".join((*RIVALS, *OURS)))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON for ucudnn.Config")
     options = parser.parse_args(argv)
     deadline = time.monotonic() + 60 * options.minutes
     path = options.out / "demo_unet.json"

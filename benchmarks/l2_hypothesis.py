@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from gpu_tables import LEAST_GAIN, geometric_mean, table
+from step_workers import usual_options
 
 import ucudnn
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
@@ -205,18 +206,12 @@ def verdict(name: str, trials: Sequence[Trial]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of l2_hypothesis.json")
+    parser = usual_options(__doc__, "l2_hypothesis.json")
     parser.add_argument("--tables", nargs="+", default=[LAYERS / f"{name}.csv" for name in TABLES])
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--dtypes", default="tf32,fp16")
     parser.add_argument("--share", type=float, default=0.5, help="of L2 that a workspace may take")
     parser.add_argument("--l2-mib", type=float, help="default: what the GPU says")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON for ucudnn.Config")
     options = parser.parse_args(argv)
     deadline = time.monotonic() + 60 * options.minutes
     l2_bytes = int((options.l2_mib or 0) * 2**20)

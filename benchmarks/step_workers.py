@@ -12,6 +12,7 @@ compile (torch.compile), ucudnn@64MiB or ucudnn@none (the workspace limit), and 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
@@ -217,6 +218,23 @@ def measure(
         for worker in workers:
             worker.close()
     return runs
+
+
+def usual_options(description: str | None, files: str) -> argparse.ArgumentParser:
+    """A parser of what all scripts of steps and demonstrations take.
+
+    Args:
+        description: the script's docstring.
+        files: that it writes into --out.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help=f"folder of {files}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON for ucudnn.Config")
+    return parser
 
 
 def save(path: Path, runs: Iterable[Run], **more: Any) -> None:

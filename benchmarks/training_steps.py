@@ -10,12 +10,10 @@ so a second run goes on where the first stopped; every answer is written at once
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from step_workers import DTYPES, Job, Run, load, measure, report, save
+from step_workers import DTYPES, Job, Run, load, measure, report, save, usual_options
 
 NETWORKS = {"resnet50": 256, "alexnet": 256, "unet3d": 2, "convnext": 128, "sd15": 8}
 VARIANTS = (
@@ -26,19 +24,13 @@ CPU_VARIANTS = ("eager", "channels_last", "compile", "ucudnn@8MiB", "ucudnn@none
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of training_steps.json")
+    parser = usual_options(__doc__, "training_steps.json")
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--dtypes", default="tf32,bf16,fp16", help=f"some of {','.join(DTYPES)}")
     parser.add_argument("--variants", help=f"default: {','.join(VARIANTS)}")
     parser.add_argument("--batch", type=int, help="default: what is usual for each network")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small networks at batch 4")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON for ucudnn.Config")
     return parser.parse_args(argv)
 
 

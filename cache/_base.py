@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
-from typing import Self
 
 from ucudnn.cache.explain import explain, key_texts
 from ucudnn.cache.fields import matches, parse_where
 from ucudnn.cache.text import read_entries, write_entries
 from ucudnn.cache.values import CacheInfo, CheckReport, Entry, Explanation, MergeReport
+from ucudnn.closing import AbstractClosable
 from ucudnn.measurement import Measurement, MeasurementKey
 
 
-class AbstractCache(ABC):
+class AbstractCache(AbstractClosable):
     """Measurements by key, under laws that `ucudnn.testing` checks.
 
     What `put` returned from is there for `get`, in this process and every later one; of two
@@ -136,14 +135,3 @@ class AbstractCache(ABC):
     def explain(self, key: MeasurementKey) -> Explanation:
         """Say whether a key is there, and if not, in which fields the nearest entry differs."""
         return explain(key_texts(key), (measurement.key for measurement in self))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ucudnn.backends import AbstractBackend
     from ucudnn.config import Config
     from ucudnn.plan import KernelPlan, Plan
@@ -159,3 +161,40 @@ def _random_slabs(
         slabs.append((end - begin, chance.choice(able)))
         begin = end
     return tuple(slabs)
+
+
+@pytest.fixture(scope="session")
+def exact() -> Callable[[Problem, Tensor, Tensor], Tensor]:
+    """The result in float64 on the CPU, by torch's functional convolution and its autograd."""
+    return _exact
+
+
+def _exact(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
+    import torch
+
+    a, b = a.double().cpu(), b.double().cpu()
+    function = (torch.conv1d, torch.conv2d, torch.conv3d)[problem.rank - 1]
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        padding = [amount for pair in reversed(problem.padding) for amount in pair]
+        padded = torch.nn.functional.pad(x, padding)
+        return function(padded, w, None, problem.stride, 0, problem.dilation, problem.groups)
+
+    if problem.op == "fprop":
+        return forward(a, b)
+    if problem.op == "dgrad":
+        x = torch.zeros(problem.x_shape, dtype=torch.float64, requires_grad=True)
+        return torch.autograd.grad(forward(x, b), x, a)[0]
+    w = torch.zeros(problem.w_shape, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.grad(forward(a, w), w, b)[0]
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny tensors: on a busy machine a team of threads waits for its last."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

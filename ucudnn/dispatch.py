@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 import warnings
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 from torch.library import Library
 
 from ucudnn.backends import original
+from ucudnn.closing import AbstractClosable
 from ucudnn.ops import Geometry, Runner, require_same_device
 from ucudnn.plan import Plan
 
 _lock = threading.RLock()
 
 
-class Installation:
+class Installation(AbstractClosable):
     """What `installed` returns: a plan that convolutions of this process follow until it closes."""
 
     def __init__(self, plan: Plan) -> None:
@@ -28,17 +28,6 @@ class Installation:
     def close(self) -> None:
         """Convolutions follow the plan no more; closing twice does no harm."""
         self._override.remove(self)
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def installed(plan: Plan) -> Installation:

@@ -192,6 +192,23 @@ class Problem:
         """
         return replace(self, batch=batch)
 
+    def as_2d(self) -> Problem:
+        """A 1-D convolution as the 2-D one with a leading axis of size 1; others unchanged.
+
+        >>> Problem("fprop", 8, 4, 4, (9,), (3,), padding=((1, 1),)).as_2d().padding
+        ((0, 0), (1, 1))
+        """
+        if self.rank != 1:
+            return self
+        return replace(
+            self,
+            input_size=(1, *self.input_size),
+            kernel_size=(1, *self.kernel_size),
+            stride=(1, *self.stride),
+            padding=((0, 0), *self.padding),
+            dilation=(1, *self.dilation),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; `from_dict` reads them back."""
         return asdict(self)

@@ -28,12 +28,12 @@ from torch.utils._pytree import tree_map_only
 from ucudnn.backends.original import tf32_allowed
 from ucudnn.errors import ConfigError, ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
+from ucudnn.tensors import CHANNELS_LAST_BY_RANK
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 # Their fake kernels forget channels-last, which the real ones keep (torch 2.13).
 _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad3d.default)
-_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # A transposed convolution is the gradient of one: its forward pass computes dgrad, and so on.
 _TRANSPOSED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):
                 return result
             # what comes next sees the layout that the other device would have given
             nhwc = uses_channels_last(x, w, geometry, self._device_type)
-            form = _CHANNELS_LAST[x.dim() - 4] if nhwc else torch.contiguous_format
+            form = CHANNELS_LAST_BY_RANK[x.dim() - 2] if nhwc else torch.contiguous_format
             return result.contiguous(memory_format=form)
         if func is _CONVOLUTION_BACKWARD:
             _, x, w, _, *geometry, mask = args
@@ -397,7 +397,7 @@ def uses_channels_last(
         geometry: as aten's operator takes it, from stride to groups.
         device_type: "cuda": cuDNN's rule; else that of the kernel which torch picks here.
     """
-    if x.dim() not in (4, 5) or _CHANNELS_LAST[x.dim() - 4] not in (
+    if x.dim() not in (4, 5) or CHANNELS_LAST_BY_RANK[x.dim() - 2] not in (
         suggest_memory_format(x),
         suggest_memory_format(w),
     ):
@@ -408,7 +408,7 @@ def uses_channels_last(
         return True
     backend = torch._C._select_conv_backend(x, w, None, *geometry)
     form = torch._C._conv_determine_backend_memory_format(x, w, backend)
-    return bool(form == _CHANNELS_LAST[x.dim() - 4])
+    return bool(form == CHANNELS_LAST_BY_RANK[x.dim() - 2])
 
 
 def _per_axis(values: Sequence[int], rank: int) -> tuple[int, ...]:

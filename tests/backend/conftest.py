@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.problem import Problem
 
 GEOMETRIES = {
     "1d": {"input_size": (19,), "kernel_size": (3,), "padding": ((1, 1),)},
@@ -79,29 +77,5 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def exact() -> Callable[[Problem, Tensor, Tensor], Tensor]:
-    """The result in float64, by torch's functional convolution and its autograd."""
-    return _exact
-
-
-@pytest.fixture(scope="session")
 def tolerance() -> dict[str, float]:
     return TOLERANCE_BY_DTYPE
-
-
-def _exact(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
-    a, b = a.double(), b.double()
-    function = (torch.conv1d, torch.conv2d, torch.conv3d)[problem.rank - 1]
-
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        padding = [amount for pair in reversed(problem.padding) for amount in pair]
-        padded = torch.nn.functional.pad(x, padding)
-        return function(padded, w, None, problem.stride, 0, problem.dilation, problem.groups)
-
-    if problem.op == "fprop":
-        return forward(a, b)
-    if problem.op == "dgrad":
-        x = torch.zeros(problem.x_shape, dtype=torch.float64, requires_grad=True)
-        return torch.autograd.grad(forward(x, b), x, a)[0]
-    w = torch.zeros(problem.w_shape, dtype=torch.float64, requires_grad=True)
-    return torch.autograd.grad(forward(a, w), w, b)[0]

@@ -30,7 +30,10 @@ from ucudnn.problem import Problem
 from ucudnn.slabs import slabs
 
 # torch warns of its own padded copy, for an even kernel
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel"),
+]
 
 KINDS = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

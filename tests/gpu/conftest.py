@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from ucudnn.backends.cudnn.backend import CudnnBackend
 from ucudnn.problem import Problem
@@ -75,31 +74,7 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, str, str]:
 
 
 @pytest.fixture(scope="session")
-def exact() -> Callable[[Problem, Tensor, Tensor], Tensor]:
-    """The result in float64 on the CPU, by torch's functional convolution and its autograd."""
-    return _exact
-
-
-@pytest.fixture(scope="session")
 def tolerance() -> Callable[[Problem], float]:
     return lambda problem: (
         TF32_TOLERANCE if problem.math == "tf32" else TOLERANCE_BY_DTYPE[problem.dtype]
     )
-
-
-def _exact(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
-    a, b = a.double().cpu(), b.double().cpu()
-    function = (torch.conv1d, torch.conv2d, torch.conv3d)[problem.rank - 1]
-
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        padding = [amount for pair in reversed(problem.padding) for amount in pair]
-        padded = torch.nn.functional.pad(x, padding)
-        return function(padded, w, None, problem.stride, 0, problem.dilation, problem.groups)
-
-    if problem.op == "fprop":
-        return forward(a, b)
-    if problem.op == "dgrad":
-        x = torch.zeros(problem.x_shape, dtype=torch.float64, requires_grad=True)
-        return torch.autograd.grad(forward(x, b), x, a)[0]
-    w = torch.zeros(problem.w_shape, dtype=torch.float64, requires_grad=True)
-    return torch.autograd.grad(forward(a, w), w, b)[0]

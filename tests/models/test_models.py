@@ -140,7 +140,8 @@ swappable = pytest.mark.parametrize(
 )
 # Libraries that warn of themselves; what ucudnn warns of is still an error.
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:::{library}") for library in ("transformers", "monai")
+    pytest.mark.usefixtures("one_thread"),
+    *(pytest.mark.filterwarnings(f"ignore:::{library}") for library in ("transformers", "monai")),
 ]
 
 

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 SHAPE, STEPS = (16, 3, 32, 32), 3
 # script -> the package it needs, and what in it is the network
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCRIPTS = {
     "train_loop.py": (None, "network"),
     "train_lightning.py": ("pytorch_lightning", "Classifier"),

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
-from types import TracebackType
 from typing import Self
 
 from ucudnn.backends.cudnn.constants import Attribute, DataType, Kind, Type
+from ucudnn.closing import AbstractClosable
 from ucudnn.errors import UcudnnError, UnsupportedError
 
 _MESSAGE_BYTES = 4096
@@ -155,7 +155,7 @@ class Cudnn:
             self.check(status, "execute a plan")
 
 
-class Descriptor:
+class Descriptor(AbstractClosable):
     """One cuDNN object: its attributes are set, it is finalized, then they can be read.
 
     A context manager: leaving it destroys the object. It also goes when nothing refers to it, and
@@ -183,17 +183,6 @@ class Descriptor:
             self._cudnn.functions.cudnnBackendDestroyDescriptor(self.pointer)
             self.pointer = c_void_p()
             self._parts = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()
@@ -302,7 +291,7 @@ class Descriptor:
         return parts[: self._get(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)]
 
 
-class Handle:
+class Handle(AbstractClosable):
     """cuDNN's context on the device that is current in this thread; one thread uses it at a time.
 
     A context manager: leaving it destroys the handle.
@@ -336,14 +325,3 @@ class Handle:
         if self.pointer:
             self._cudnn.functions.cudnnDestroy(self.pointer)
             self.pointer = c_void_p()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

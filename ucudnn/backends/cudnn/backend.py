@@ -20,13 +20,13 @@ from ucudnn.backends.cudnn.graph import views_of
 from ucudnn.backends.cudnn.library import find_library
 from ucudnn.backends.cudnn.raw import empty_raw
 from ucudnn.backends.cudnn.runtime import Runtime
-from ucudnn.backends.torch_cpu._base import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
 from ucudnn.candidate import Candidate
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
+from ucudnn.tensors import torch_dtype
 
 _MOST_ELEMENTS = 2**31 - 1  # engines index with 32 bits
 _MOST_PROBLEMS = 4096

@@ -16,9 +16,9 @@ from torch import Tensor
 from ucudnn.backends import original
 from ucudnn.backends._base import Executable
 from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views, views_of
-from ucudnn.backends.torch_cpu._base import memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
+from ucudnn.tensors import memory_format, torch_dtype
 
 # Addresses for which a pack is kept. A training step meets the same ones again and again; a program
 # that never does would otherwise keep one pack per call.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -164,7 +164,7 @@ def graph_of(
     """
     views = views or views_of(problem)
     if problem.rank == 1:
-        problem, views = _as_2d(problem, views)
+        problem, views = problem.as_2d(), _views_as_2d(problem, views)
     shapes = (problem.x_shape, problem.w_shape, problem.y_shape)
     for name, shape, view in zip(Views._fields, shapes, views, strict=True):
         _require_small(problem, name, shape, view)
@@ -197,23 +197,15 @@ def _require_small(problem: Problem, name: str, shape: tuple[int, ...], view: Vi
         )
 
 
-def _as_2d(problem: Problem, views: Views) -> tuple[Problem, Views]:
-    """A 1-D problem as one of height 1: cuDNN takes no tensor of three dimensions."""
+def _views_as_2d(problem: Problem, views: Views) -> Views:
+    """Views of 1-D tensors as those of height 1: cuDNN takes no tensor of three dimensions."""
 
     def lifted(view: View) -> View:
         batch, channel, width = view.strides
         height = channel if problem.layout == "nchw" else batch
         return View((batch, channel, height, width), view.alignment_bytes)
 
-    flat = replace(
-        problem,
-        input_size=(1, *problem.input_size),
-        kernel_size=(1, *problem.kernel_size),
-        stride=(1, *problem.stride),
-        padding=((0, 0), *problem.padding),
-        dilation=(1, *problem.dilation),
-    )
-    return flat, Views(lifted(views.x), lifted(views.w), lifted(views.y))
+    return Views(lifted(views.x), lifted(views.w), lifted(views.y))
 
 
 def _arithmetic(problem: Problem) -> DataType:

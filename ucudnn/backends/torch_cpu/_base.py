@@ -12,9 +12,8 @@ from torch import Tensor
 from ucudnn.backends._base import Executable
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
+from ucudnn.tensors import memory_format, torch_dtype
 from ucudnn.units import format_bytes
-
-_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
 class AbstractAlgorithm(ABC):
@@ -53,20 +52,6 @@ class OpsExecutable(Executable):
     @abstractmethod
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
         """dw from x and dy."""
-
-
-def memory_format(problem: Problem) -> torch.memory_format:
-    """The memory format that torch uses for the problem's layout."""
-    if problem.layout == "nhwc":
-        return _CHANNELS_LAST[problem.rank]
-    return torch.contiguous_format
-
-
-def torch_dtype(problem: Problem) -> torch.dtype:
-    """The problem's dtype as torch knows it."""
-    dtype = getattr(torch, problem.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:

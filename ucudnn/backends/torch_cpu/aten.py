@@ -12,14 +12,10 @@ from torch import Tensor
 
 from ucudnn.backends import original
 from ucudnn.backends._base import Executable
-from ucudnn.backends.torch_cpu._base import (
-    AbstractAlgorithm,
-    OpsExecutable,
-    memory_format,
-    phantom,
-)
+from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, phantom
 from ucudnn.backends.torch_cpu.padding import padded, symmetric
 from ucudnn.problem import Problem
+from ucudnn.tensors import memory_format
 
 _aten = torch.ops.aten
 _KERNELS = {
@@ -116,7 +112,7 @@ class OneDnnNhwc(AbstractAlgorithm):
         """Needs channels-first operands and what oneDNN needs."""
         if problem.layout == "nhwc":
             return "the operands are channels-last already"
-        return onednn_refusal(as_2d(problem))
+        return onednn_refusal(problem.as_2d())
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
@@ -155,27 +151,13 @@ def onednn_refusal(problem: Problem) -> str | None:
     return None
 
 
-def as_2d(problem: Problem) -> Problem:
-    """A 1-D problem as the 2-D one with a leading axis of size 1; others unchanged."""
-    if problem.rank != 1:
-        return problem
-    return replace(
-        problem,
-        input_size=(1, *problem.input_size),
-        kernel_size=(1, *problem.kernel_size),
-        stride=(1, *problem.stride),
-        padding=((0, 0), *problem.padding),
-        dilation=(1, *problem.dilation),
-    )
-
-
 def _nhwc(problem: Problem) -> Executable:
     last = replace(problem, layout="nhwc")
     return _Nhwc(_Aten(last, _onednn, _convolution_backward), memory_format(last))
 
 
 def _lifted(problem: Problem, build: Callable[[Problem], Executable]) -> Executable:
-    executable = padded(as_2d(problem), build)
+    executable = padded(problem.as_2d(), build)
     return _Lifted(executable) if problem.rank == 1 else executable
 
 

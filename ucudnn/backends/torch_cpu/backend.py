@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ucudnn.backends._base import AbstractBackend, Activity, Executable
 from ucudnn.backends.torch_cpu import identity
-from ucudnn.backends.torch_cpu._base import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
 from ucudnn.backends.torch_cpu.aten import (
     OneDnn,
@@ -28,6 +27,7 @@ from ucudnn.candidate import Candidate
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
+from ucudnn.tensors import memory_format, torch_dtype
 
 _ALGORITHMS = {
     algorithm.name: algorithm
