@@ -13,8 +13,7 @@ from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.plan import Split
 from ucudnn.problem import Problem
 from ucudnn.slabs import Rows, slabs
-
-_CHANNELS_LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+from ucudnn.tensors import memory_format
 
 Slices = tuple[slice, ...]
 
@@ -54,16 +53,19 @@ class Call:
     split: Split
     chunks: tuple[Chunk, ...]
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the problem; every split of it gives the same sum.
 
         Args:
             a: x for fprop and wgrad, dy for dgrad; contiguous in the problem's layout.
             b: w for fprop and dgrad, dy for wgrad; likewise.
+            bias: shape (K, 1, ...), added to the result of fprop or dgrad; to that of a chunk while
+                it is in the cache.
         """
         if len(self.chunks) == 1:
             (only,) = self.chunks
-            return _owned(only.executable.alone(a[only.a], b[only.b]))
+            alone = _owned(only.executable.alone(a[only.a], b[only.b]))
+            return alone if bias is None else alone.add_(bias)
         is_sum = self.problem.op == "wgrad"
         result = None if is_sum else empty_result(self.problem, a)
         for chunk in self.chunks:
@@ -75,6 +77,8 @@ class Call:
                 chunk.executable.add(a[chunk.a], b[chunk.b], result)
             else:
                 chunk.executable.write(a[chunk.a], b[chunk.b], result[chunk.out])
+                if bias is not None:
+                    result[chunk.out].add_(bias)
         assert result is not None
         return result.to(a.dtype)
 
@@ -172,10 +176,3 @@ def empty_result(problem: Problem, like: Tensor) -> Tensor:
         device=like.device,
         memory_format=memory_format(problem),
     )
-
-
-def memory_format(problem: Problem) -> torch.memory_format:
-    """The memory format that torch uses for the problem's layout."""
-    if problem.layout == "nhwc":
-        return _CHANNELS_LAST[problem.rank]
-    return torch.contiguous_format

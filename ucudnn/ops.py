@@ -15,9 +15,10 @@ from torch.autograd import forward_ad
 from ucudnn.backends import AbstractBackend, open_backend, original
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
-from ucudnn.execute import Call, bind, memory_format
+from ucudnn.execute import Call, bind
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
+from ucudnn.tensors import memory_format
 from ucudnn.tracing import problem_of
 
 _aten = torch.ops.aten
@@ -96,10 +97,9 @@ class Bound:
         call = self.call("fprop")
         if call is None:
             return original.convolution(x, w, bias, *self.geometry)
-        y = _run(call, x, w)
         if bias is not None:
-            y += bias.view(-1, *[1] * (x.dim() - 2))
-        return y
+            bias = bias.view(-1, *[1] * (x.dim() - 2))
+        return _run(call, x, w, bias)
 
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
@@ -121,16 +121,16 @@ class Bound:
         return dx, dw, db
 
 
-def _run(call: Call, a: Tensor, b: Tensor) -> Tensor:
+def _run(call: Call, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     layout = memory_format(call.problem)
     a, b = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
     device_type = a.device.type
     if torch.is_autocast_enabled(device_type):
         # backward may be called inside autocast, which would round what is planned in float32
         with torch.autocast(device_type, enabled=False):
-            result = call(a, b)
+            result = call(a, b, bias)
     else:
-        result = call(a, b)
+        result = call(a, b, bias)
     # a layout that is ambiguous, as with one channel, is torch's choice and not the algorithm's
     return result.contiguous(memory_format=layout)
 

@@ -29,9 +29,9 @@ def computed(monkeypatch):
     seen = []
     run = Call.__call__
 
-    def spy(self, a, b):
+    def spy(self, *operands):
         seen.append(self.problem.op)
-        return run(self, a, b)
+        return run(self, *operands)
 
     monkeypatch.setattr(Call, "__call__", spy)
     return seen
