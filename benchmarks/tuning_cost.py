@@ -4,6 +4,7 @@
     python benchmarks/tuning_cost.py replay    # lazy on every kept table (seconds)
     python benchmarks/tuning_cost.py measure   # both here and now, raced with fresh samples
     python benchmarks/tuning_cost.py again     # a second tune of ResNet-50, all cached
+    python benchmarks/tuning_cost.py disturbed # a busy process beside it, from the middle on
 
 Exhaustive means every algorithm at every size from 1 to N in every role that a chunk may have.
 Replaying answers what the tuner asks from the table, in the order in which samples were taken. The
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +37,7 @@ from ucudnn.benchmark.accuracy import Accuracy
 from ucudnn.benchmark.bench import AbstractBench, Arm, LocalBench, Look, Whole
 from ucudnn.benchmark.finals import race
 from ucudnn.benchmark.kernel import KernelMeasurer
-from ucudnn.benchmark.protocol import FINALS, Protocol, Ring, whole_plan
+from ucudnn.benchmark.protocol import FINALS, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.benchmark.session import Session
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
@@ -45,7 +48,7 @@ from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
 from ucudnn.solve import solve
-from ucudnn.tuner import Progress
+from ucudnn.tuner import Progress, tune_problems
 from ucudnn.units import format_ns
 
 N = 16
@@ -274,8 +277,10 @@ def same_twice(session: Session, problem: Problem) -> list[Measurement]:
     backend = session.backend
     ring = Ring.allocate(backend, problem)
     call = bind(backend, problem, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),)))
-    entrants = [Entrant(partial(backend.elapsed_ns, whole_plan(ring, call))) for _ in SAME]
-    results = run_rounds(backend, entrants, SAME_TWICE)
+    samplers = [Sampler(WholeLoop(ring, call).run, backend) for _ in SAME]
+    for sampler in samplers:
+        sampler.warm_up(FINALS)
+    results = run_rounds(backend, [Entrant(one.sample_ns) for one in samplers], SAME_TWICE)
     return [
         Measurement(
             session.key(problem, name),
@@ -408,22 +413,55 @@ def again() -> None:
     )
 
 
+def disturbed() -> None:
+    """Tune in peace, and with a hog that starts in the middle; race both plans in peace again."""
+    backend = open_backend("torch_cpu")
+    problems = [(f"layer {number}", problem) for number, problem in enumerate(KERNELS)]
+    hogs: list[subprocess.Popen[bytes]] = []
+
+    def disturb(progress: Progress) -> None:
+        if not hogs and progress.done >= progress.total / 2:
+            hogs.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+
+    plans = []
+    for name, on_progress in (("in peace", None), ("with a hog", disturb)):
+        start = time.monotonic()
+        config = Config(workspace_limit="12MiB", policy="all", cache=tempfile.mkdtemp())
+        try:
+            plans.append(tune_problems(problems, config, on_progress))
+        finally:
+            for hog in hogs:
+                hog.kill()
+        print(f"tuned {name} in {time.monotonic() - start:.1f} s", flush=True)
+    assert hogs, "the hog never started"
+    print("| kernel | in peace | with a hog | its plan over the other, raced in peace (95 %) |")
+    print("|---|---|---|---|")
+    sums = [0, 0]
+    for problem in KERNELS:
+        splits = [plan.split(problem) for plan in plans]
+        wholes = LocalBench(backend, BatchAxis(problem)).whole(splits)
+        samples = [whole.result.samples for whole in wholes]
+        sums = [total + median_ns(taken) for total, taken in zip(sums, samples, strict=True)]
+        ratio, low, high = ratio_interval(samples[1], samples[0])
+        said = f"{ratio:.3f} ({low:.3f} to {high:.3f})" if splits[0] != splits[1] else "the same"
+        print(f"| {problem} | {splits[0]} | {splits[1]} | {said} |", flush=True)
+    print(f"all kernels: {format_ns(sums[0])} and {format_ns(sums[1])}, {sums[1] / sums[0]:.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["record", "replay", "measure", "again"])
+    on_tables = {"record": record, "replay": replay_all}
+    here = {"measure": measure, "again": again, "disturbed": disturbed}
+    parser.add_argument("what", choices=[*on_tables, *here])
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     with torch.no_grad():
-        if arguments.what == "record":
-            record(arguments.folder)
-        elif arguments.what == "replay":
-            replay_all(arguments.folder)
-        elif arguments.what == "measure":
-            measure()
+        if arguments.what in on_tables:
+            on_tables[arguments.what](arguments.folder)
         else:
-            again()
+            here[arguments.what]()
 
 
 if __name__ == "__main__":

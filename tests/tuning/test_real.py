@@ -8,7 +8,7 @@ from torch import nn
 
 import ucudnn
 from ucudnn.backends import open_backend
-from ucudnn.benchmark.protocol import Ring, whole_plan
+from ucudnn.benchmark.protocol import Ring, WholeLoop
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execute import bind
@@ -30,9 +30,9 @@ def test_no_kernel_exceeds_the_limit_when_run():
         for batch in (8, 7, 3, 1):
             problem = kernel.problem.with_batch(batch)
             split = plan.split(problem)
-            run = whole_plan(Ring.allocate(backend, problem), bind(backend, problem, split))
-            parts = [(problem.with_batch(step.size), step.algorithm) for step in split.steps]
-            assert backend.workspace_bytes(run, parts) <= limit, f"{problem}: {split}"
+            call = bind(backend, problem, split)
+            loop = WholeLoop(Ring.allocate(backend, problem), call)
+            assert backend.workspace_bytes(loop.once, call.parts) <= limit, f"{problem}: {split}"
 
 
 def test_model_is_unchanged():

@@ -20,6 +20,7 @@ from ucudnn.backends import Executable, original
 from ucudnn.benchmark.protocol import Ring, empty_total
 from ucudnn.execute import empty_result, run_first
 from ucudnn.problem import Problem
+from ucudnn.tensors import torch_dtype
 
 _DOUBLE = torch.float64
 # What `add` begins with: an element that is written instead of added to shows.
@@ -116,8 +117,7 @@ def allowed_error(problem: Problem) -> float:
     Rounding stays far below: errors of sums of random terms grow with the root of their number,
     and what a TF32 or Winograd kernel loses is a few digits.
     """
-    dtype = getattr(torch, problem.dtype)
-    eps = torch.finfo(dtype).eps
+    eps = torch.finfo(torch_dtype(problem)).eps
     if problem.math == "tf32":  # ten bits of the operands are used
         eps = 2.0**-10
     return float(eps**0.5)

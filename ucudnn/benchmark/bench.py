@@ -5,15 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
-
-from torch import Tensor
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.accuracy import Accuracy, Check
-from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, whole_plan
+from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
 from ucudnn.errors import UnsupportedError
 from ucudnn.execute import bind
@@ -109,7 +106,7 @@ class LocalBench(AbstractBench):
         self._on_turn = on_turn
         self._protocol = protocol or Protocol()
         self._ring: Ring | None = None
-        self._loops: dict[Arm, ChunkLoop] = {}
+        self._samplers: dict[Arm, Sampler] = {}
 
     @property
     def ring(self) -> Ring:
@@ -134,8 +131,7 @@ class LocalBench(AbstractBench):
             workspace = max(workspace, self._checked(ring, arm, end)[1])
         if limit is not None and workspace > limit:
             return Look(workspace, accuracy, None)
-        loop = self._loop(arm)
-        return Look(workspace, accuracy, max(1, self._backend.elapsed_ns(loop.run)))
+        return Look(workspace, accuracy, self._sampler(arm).once_ns())
 
     def _checked(self, ring: Ring, arm: Arm, part: Problem) -> tuple[Check, int]:
         """A candidate that has run once on a part, and the workspace in bytes that it took."""
@@ -152,15 +148,15 @@ class LocalBench(AbstractBench):
         for place, arm in enumerate(arms):
             self._on_turn(place)
             try:
-                loop = self._loop(arm)  # or made anew: looked at in another session
-                loop.warm_up(self._backend, self._protocol)
+                sampler = self._sampler(arm)
+                sampler.warm_up(self._protocol)
             except RuntimeError as error:
                 if self._backend.is_broken():
                     raise
                 failures[place] = failure_of(error)
                 continue
             group = (arm.size, arm.role)
-            entrants.append(Entrant(partial(loop.sample_ns, self._backend), group))
+            entrants.append(Entrant(sampler.sample_ns, group))
         places = [place for place in range(len(arms)) if place not in failures]
         found = run_rounds(
             self._backend,
@@ -176,32 +172,34 @@ class LocalBench(AbstractBench):
             results[place] = result
         return results
 
-    def _loop(self, arm: Arm) -> ChunkLoop:
-        if arm not in self._loops:
+    def _sampler(self, arm: Arm) -> Sampler:
+        if arm not in self._samplers:  # a new one, too, where it was looked at in another session
             part = self._axis.part(arm.size)
             executable = self._backend.executable(part, arm.algorithm)
-            self._loops[arm] = ChunkLoop(self.ring, executable, part, arm.role)
-        return self._loops[arm]
+            loop = ChunkLoop(self.ring, executable, part, arm.role)
+            self._samplers[arm] = Sampler(loop.run, self._backend)
+        return self._samplers[arm]
 
     def whole(self, splits: Sequence[Split]) -> list[Whole]:
         """Time whole plans in pairs, all in every round."""
         ring = self.ring
-        calls: dict[int, Callable[[], Tensor]] = {}
+        samplers: dict[int, Sampler] = {}
         workspaces = [0] * len(splits)
         failures: dict[int, str] = {}
         for place, split in enumerate(splits):
             self._on_turn(place)
             try:
                 call = bind(self._backend, self._axis.problem, split)
-                calls[place] = run = whole_plan(ring, call)
-                workspaces[place] = self._backend.workspace_bytes(run, call.parts)
-                run()
+                loop = WholeLoop(ring, call)
+                samplers[place] = Sampler(loop.run, self._backend)
+                workspaces[place] = self._backend.workspace_bytes(loop.once, call.parts)
+                samplers[place].warm_up(FINALS)
             except (RuntimeError, UnsupportedError) as error:
                 if self._backend.is_broken():
                     raise
                 failures[place] = failure_of(error)
         places = [place for place in range(len(splits)) if place not in failures]
-        entrants = [Entrant(partial(self._backend.elapsed_ns, calls[place])) for place in places]
+        entrants = [Entrant(samplers[place].sample_ns) for place in places]
         found = run_rounds(
             self._backend, entrants, FINALS, on_turn=lambda number: self._on_turn(places[number])
         )

@@ -175,10 +175,8 @@ class ChunkLoop:
         self._role = role
         self._numbers = count()
         self._chunks_per_call = ring.chunks_per_call(part)
-        self._chunks_per_sample = 1
-        self._most_ns = 0
 
-    def run(self, times: int = 1) -> None:
+    def run(self, times: int) -> None:
         """Run the next chunks, into the memory that a call of them would allocate and free.
 
         A malloc may take large blocks from the system and give them back each time: what a chunk
@@ -203,32 +201,59 @@ class ChunkLoop:
         else:
             self._executable.write(a, b, result[out])
 
-    def warm_up(self, backend: AbstractBackend, protocol: Protocol) -> None:
-        """Run until two times agree; sets how many chunks each sample runs."""
-        before = time_ns = max(1, backend.elapsed_ns(self.run))
+
+class WholeLoop:
+    """Runs a whole plan on a ring, a batch further each time."""
+
+    def __init__(self, ring: Ring, call: Call) -> None:
+        self._ring = ring
+        self._call = call
+        self._numbers = count()
+
+    def once(self) -> Tensor:
+        """Run it and return the result."""
+        a, b, _ = self._ring.chunk(self._call.problem, next(self._numbers))
+        return self._call(a, b)
+
+    def run(self, times: int) -> None:
+        """Run it so many times; each result is freed before the next."""
+        for _ in range(times):
+            self.once()
+
+
+class Sampler:
+    """Times something, several runs at once where one is short.
+
+    Args:
+        run: runs it so many times, one after the other.
+        backend: whose clock it is timed by.
+    """
+
+    def __init__(self, run: Callable[[int], object], backend: AbstractBackend) -> None:
+        self._run = run
+        self._backend = backend
+        self._times = 1
+        self._most_ns = 0
+
+    def once_ns(self) -> int:
+        """The time of one run."""
+        return max(1, self._backend.elapsed_ns(lambda: self._run(1)))
+
+    def warm_up(self, protocol: Protocol) -> None:
+        """Run until two times agree; sets how many runs each sample is."""
+        before = time_ns = self.once_ns()
         for _ in range(protocol.warm_ups - 1):
-            time_ns = max(1, backend.elapsed_ns(self.run))
+            time_ns = self.once_ns()
             if abs(time_ns - before) <= protocol.stable * before:
                 break
             before = time_ns
-        self._chunks_per_sample = max(1, min(64, protocol.sample_ns // time_ns))
+        self._times = max(1, min(64, protocol.sample_ns // time_ns))
         self._most_ns = 4 * protocol.sample_ns
 
-    def sample_ns(self, backend: AbstractBackend) -> int:
-        """Mean time of one chunk over consecutive chunks."""
-        times = self._chunks_per_sample
-        elapsed_ns = backend.elapsed_ns(lambda: self.run(times))
+    def sample_ns(self) -> int:
+        """Mean time of a run over consecutive ones."""
+        times = self._times
+        elapsed_ns = self._backend.elapsed_ns(lambda: self._run(times))
         if elapsed_ns > self._most_ns:  # others keep the machine busy
-            self._chunks_per_sample = max(1, times // 2)
+            self._times = max(1, times // 2)
         return max(1, elapsed_ns // times)
-
-
-def whole_plan(ring: Ring, call: Call) -> Callable[[], Tensor]:
-    """A function that runs a whole plan on the ring, a batch further each time."""
-    numbers = count()
-
-    def run() -> Tensor:
-        a, b, _ = ring.chunk(call.problem, next(numbers))
-        return call(a, b)
-
-    return run
