@@ -67,7 +67,7 @@ def plan_by_hand(model: nn.Module, inputs: Tensor) -> Plan:
     backend = open_backend("auto")
     timing = Timing(time_ns=1, spread_ns=0, workspace_bytes=0, samples=1)
     kernels = {}
-    for name, problem in trace_layers(model, inputs):
+    for name, problem in trace_layers(model, inputs).layers:
         names = [candidate.algorithm for candidate in backend.candidates(problem)]
         if "onednn" in backend.algorithms() and backend.refusal(problem, "onednn") is None:
             names.append("onednn")  # left out of the candidates, being torch's own choice

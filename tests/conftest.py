@@ -88,7 +88,7 @@ def _random_plan(
     from ucudnn.tracing import trace_layers
 
     names: dict[Problem, list[str]] = {}
-    for name, problem in trace_layers(model, inputs):
+    for name, problem in trace_layers(model, inputs).layers:
         names.setdefault(problem, []).append(name)
     backend = open_backend("torch_cpu")
     return Plan(

@@ -6,9 +6,10 @@ At any moment there is a plan: finished kernels have theirs, the others run torc
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from queue import SimpleQueue
 from threading import Lock
 from time import monotonic
@@ -22,6 +23,7 @@ from ucudnn.benchmark.finals import Finalist, choose, race
 from ucudnn.benchmark.kernel import KernelMeasurer
 from ucudnn.benchmark.session import Session
 from ucudnn.cache import AbstractCache
+from ucudnn.candidate import ADDS_BIAS
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.measurement import Measurement
@@ -68,6 +70,7 @@ class Campaign:
         config: the settings.
         layers_by_problem: what to tune, and the names of the layers that run it.
         on_progress: called after every measurement.
+        biased: of the problems those to whose result a layer adds a bias.
 
     Raises:
         ConfigError: the devices are of several kinds.
@@ -80,10 +83,12 @@ class Campaign:
         config: Config,
         layers_by_problem: Mapping[Problem, tuple[str, ...]],
         on_progress: Callable[[Progress], None] | None = None,
+        biased: Collection[Problem] = (),
     ) -> None:
         _require_one_kind(backends)
         self._config = config
         self._layers = layers_by_problem
+        self._biased = frozenset(biased)
         self._on_progress = on_progress
         self._began = monotonic()
         budget = config.time_budget_s
@@ -234,10 +239,14 @@ class Campaign:
         return self._measurer_of(session, axis, axis.sizes(self._config.policy))
 
     def _measurer_of(
-        self, session: Session, axis: AbstractAxis, sizes: Iterable[int]
+        self,
+        session: Session,
+        axis: AbstractAxis,
+        sizes: Iterable[int],
+        adds_bias: bool = False,
     ) -> KernelMeasurer:
         limit, max_error = self._config.limit_bytes, self._config.max_error
-        return KernelMeasurer(session, axis, limit, sizes, max_error)
+        return KernelMeasurer(session, axis, limit, sizes, max_error, adds_bias)
 
     def _row_sizes(self, axis: RowAxis) -> tuple[int, ...]:
         """Slabs to measure: none unless torch's own convolution exceeds the workspace limit."""
@@ -251,27 +260,38 @@ class Campaign:
         self, session: Session, problem: Problem, measurer: KernelMeasurer
     ) -> KernelPlan | None:
         """The plan of a kernel by a race of whole calls; None where the time ended before any."""
-        limit, axis = self._config.limit_bytes, RowAxis(problem)
-        sizes = self._row_sizes(axis)
-        by_rows = self._measurer_of(session, axis, sizes)
-        if sizes:
-            measurer.release()  # both have the same operands
-            while by_rows.step():
+        limit, axis, rows_axis = self._config.limit_bytes, BatchAxis(problem), RowAxis(problem)
+        has_bias, row_sizes = problem in self._biased, self._row_sizes(rows_axis)
+        sizes = axis.sizes(self._config.policy)
+        fused = self._measurer_of(session, axis, sizes if has_bias else (), adds_bias=True)
+        by_rows = self._measurer_of(session, rows_axis, row_sizes)
+        measurers = [measurer, *(one for one in (fused, by_rows) if not one.is_empty)]
+        for before, after in pairwise(measurers):
+            before.release()  # all have the same operands
+            while after.step():
                 pass
             session.flush()
-        rows = SolvedRows.of(axis, sizes, by_rows.usable, session.kernel_of)
+        rows = SolvedRows.of(rows_axis, row_sizes, by_rows.usable, session.kernel_of)
         row_splits = rows.splits(limit)
-        known = measurer.measurements + by_rows.measurements
-        if not measurer.usable and not row_splits:
+        known = [entry for one in measurers for entry in one.measurements]
+        usable = [one.usable for one in (measurer, fused)]
+        if not any(usable) and not row_splits:
             if session.is_over:
                 return None
             raise self._nothing_fits(session, problem, known)
-        solved = solve(problem, measurer.usable, session.kernel_of, limit)
-        default_applies = session.kernel_of(problem, DEFAULT_ALGORITHM) is not None
-        splits = solved.finalists(default_applies) + row_splits
-        finalists = race(session, by_rows if sizes else measurer, problem, splits)
-        notes = measurer.certificate() + (by_rows.certificate() if sizes else ())
+        solved = [solve(problem, entries, session.kernel_of, limit, sizes) for entries in usable]
+        splits = self._finalists(session, problem, solved) + row_splits
+        finalists = race(session, measurers[-1], problem, splits, has_bias)
+        notes = tuple(note for one in measurers for note in one.certificate())
         return self._plan(session, solved, finalists, known, notes, rows)
+
+    def _finalists(
+        self, session: Session, problem: Problem, solved: Sequence[Solved]
+    ) -> list[Split]:
+        """Splits worth timing as wholes, torch's default first, and those that add a bias last."""
+        plain, fused = solved
+        default_applies = session.kernel_of(problem, DEFAULT_ALGORITHM) is not None
+        return plain.finalists(default_applies) + fused.finalists(default_applies=False)
 
     def _from_recording(self, session: Session, problem: Problem) -> KernelPlan:
         """The plan of a kernel that cannot be run: by its recorded race, else by prediction."""
@@ -288,34 +308,44 @@ class Campaign:
         rows = SolvedRows.of(by_rows, row_sizes, timed, session.kernel_of)
         parts = {axis.part(size) for size in axis.sizes(self._config.policy)}
         of_batch = [entry for entry in timed if entry.key.problem in parts]
-        solved = solve(problem, of_batch, session.kernel_of, limit)
-        default_applies = session.kernel_of(problem, DEFAULT_ALGORITHM) is not None
-        splits = solved.finalists(default_applies) + rows.splits(limit)
+        has_bias = problem in self._biased
+        solved = [
+            solve(problem, entries, session.kernel_of, limit, axis.sizes(self._config.policy))
+            for entries in (
+                [entry for entry in of_batch if ADDS_BIAS not in entry.notes],
+                [entry for entry in of_batch if ADDS_BIAS in entry.notes and has_bias],
+            )
+        ]
+        splits = self._finalists(session, problem, solved) + rows.splits(limit)
         measurer = KernelMeasurer(session, axis, limit)
-        finalists = recall_race(session, measurer, solved, splits)
+        finalists = recall_race(session, measurer, problem, splits, has_bias)
         if finalists is None:
-            finalists = predict(solved, rows, splits, self._default.get(problem))
+            default = self._default.get(problem)
+            finalists = predict(solved, rows, splits, default)
         return self._plan(session, solved, finalists, known, (), rows)
 
     def _plan(
         self,
         session: Session,
-        solved: Solved,
+        solved: Sequence[Solved],
         finalists: Sequence[Finalist],
         measurements: Sequence[Measurement],
         notes: tuple[str, ...],
         rows: SolvedRows | None = None,
     ) -> KernelPlan:
-        problem = solved.problem
+        problem = solved[0].problem
         winner = choose(finalists, self._config.limit_bytes)
         if winner is None:
             raise self._nothing_fits(session, problem, measurements)
         default = next((entry.timing for entry in finalists if entry.split.is_default), None)
-        known = session.backend.candidates(problem)[0].notes if default else ()
-        described = tuple(f"default {note}" for note in known)
+        of_default = session.backend.candidates(problem)[0].notes if default else ()
+        described = tuple(f"default {note}" for note in of_default)
         described += notes
         layers = self._layers[problem]
-        return solved.kernel_plan(layers, winner.split, winner.timing, default, described, rows)
+        split, timing = winner.split, winner.timing
+        known = (one for one in solved if split in one.finalists(default_applies=True))
+        of_winner = next(known, solved[0])
+        return of_winner.kernel_plan(layers, split, timing, default, described, rows)
 
     def _untuned(self, problem: Problem) -> KernelPlan | None:
         """Torch's own convolution, where it is within the limit."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ucudnn.problem import Problem
 
+# Note of a candidate that also adds a bias, in the kernel that computes the convolution.
+ADDS_BIAS = "adds bias"
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
+from ucudnn.backends.tensors import memory_format
 from ucudnn.plan import Split
 from ucudnn.problem import Problem
 from ucudnn.slabs import Rows, slabs
-from ucudnn.tensors import memory_format
 
 Slices = tuple[slice, ...]
 
@@ -59,13 +59,15 @@ class Call:
         Args:
             a: x for fprop and wgrad, dy for dgrad; contiguous in the problem's layout.
             b: w for fprop and dgrad, dy for wgrad; likewise.
-            bias: shape (K, 1, ...), added to the result of fprop or dgrad; to that of a chunk while
-                it is in the cache.
+            bias: one element per channel of the result of fprop or dgrad, added to that of each
+                chunk: by its kernel, or while it is in the cache.
         """
         if len(self.chunks) == 1:
             (only,) = self.chunks
-            alone = _owned(only.executable.alone(a[only.a], b[only.b]))
-            return alone if bias is None else alone.add_(bias)
+            operands = a[only.a], b[only.b]
+            if bias is None:
+                return _owned(only.executable.alone(*operands))
+            return _owned(only.executable.alone_biased(*operands, bias))
         is_sum = self.problem.op == "wgrad"
         result = None if is_sum else empty_result(self.problem, a)
         for chunk in self.chunks:
@@ -75,10 +77,10 @@ class Call:
                 result = first.contiguous(memory_format=memory_format(self.problem))
             elif is_sum:
                 chunk.executable.add(a[chunk.a], b[chunk.b], result)
-            else:
+            elif bias is None:
                 chunk.executable.write(a[chunk.a], b[chunk.b], result[chunk.out])
-                if bias is not None:
-                    result[chunk.out].add_(bias)
+            else:
+                chunk.executable.write_biased(a[chunk.a], b[chunk.b], result[chunk.out], bias)
         assert result is not None
         return result.to(a.dtype)
 

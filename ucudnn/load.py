@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
-from ucudnn.problem import OPS, Problem
+from ucudnn.problem import OPS
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ucudnn.tracing import Traced
 
 
 def read_config(path: Path) -> Config:
@@ -43,7 +45,7 @@ def trace_named(
     infer: bool,
     passes: tuple[str, ...] = OPS,
     device_type: str = "cpu",
-) -> list[tuple[str, Problem]]:
+) -> Traced:
     """Trace the model that a name stands for.
 
     Args:

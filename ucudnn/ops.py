@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ucudnn.backends import AbstractBackend, open_backend, original
+from ucudnn.backends.tensors import memory_format
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execute import Call, bind
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
-from ucudnn.tensors import memory_format
 from ucudnn.tracing import problem_of
 
 _aten = torch.ops.aten
@@ -97,8 +97,6 @@ class Bound:
         call = self.call("fprop")
         if call is None:
             return original.convolution(x, w, bias, *self.geometry)
-        if bias is not None:
-            bias = bias.view(-1, *[1] * (x.dim() - 2))
         return _run(call, x, w, bias)
 
     def backward(

@@ -102,24 +102,31 @@ def miss(session: Session, problem: Problem) -> PlanError:
 
 
 def recall_race(
-    session: Session, measurer: KernelMeasurer, solved: Solved, splits: Sequence[Split]
+    session: Session,
+    measurer: KernelMeasurer,
+    problem: Problem,
+    splits: Sequence[Split],
+    has_bias: bool,
 ) -> list[Finalist] | None:
     """The race of these splits where it was recorded, else None."""
     try:
-        return race(session, measurer, solved.problem, splits)
+        return race(session, measurer, problem, splits, has_bias)
     except UnsupportedError:  # it would have to be run
         return None
 
 
 def predict(
-    solved: Solved, rows: SolvedRows, splits: Sequence[Split], default: Measurement | None
+    solved: Sequence[Solved],
+    rows: SolvedRows,
+    splits: Sequence[Split],
+    default: Measurement | None,
 ) -> list[Finalist]:
     """What splits take by the sum of their steps, each marked as predicted; for `choose`.
 
     A split with a step that was not timed in its role is left out.
 
     Args:
-        solved: what chunks of samples cost.
+        solved: what chunks of samples cost, by algorithms of one sort or another.
         rows: what slabs cost.
         splits: along either axis.
         default: torch's own convolution of the whole batch, as far as it was measured.
@@ -141,16 +148,15 @@ def predict(
     return finalists
 
 
-def _items(solved: Solved, rows: SolvedRows, split: Split) -> Iterator[Item | None]:
+def _items(solved: Sequence[Solved], rows: SolvedRows, split: Split) -> Iterator[Item | None]:
     """What was measured of each step, the fastest; None where nothing was."""
-    unit = 1 if split.axis == "batch" else row_alignment(solved.problem)
+    unit = 1 if split.axis == "batch" else row_alignment(rows.axis.problem)
     for number, step in enumerate(split.steps):
         if split.axis == "spatial":
             known = rows.later if number else rows.first
-        elif len(split.steps) == 1:
-            known = solved.items["alone"]
         else:
-            known = solved.items["later" if number else "first"]
+            role = "alone" if len(split.steps) == 1 else "later" if number else "first"
+            known = tuple(item for one in solved for item in one.items[role])
         size = -(-step.size // unit)  # the last slab counts as if it had all its rows
         fitting = (item for item in known if (item.batch, item.algorithm) == (size, step.algorithm))
         yield min(fitting, key=_time_ns, default=None)

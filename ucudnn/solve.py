@@ -1,19 +1,18 @@
-"""One kernel's measurements as items for the solver, and the solver's table as a plan. Pure."""
+"""The solver's table of one kernel, by batch or by rows, as a plan. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from ucudnn.axis import RowAxis
+from ucudnn.items import KernelOf, chunk_items, items_by_role, role_of_first, with_bounded
 from ucudnn.measurement import Measurement
 from ucudnn.plan import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_alignment, slabs
 from ucudnn.solvers import Item, ReuseTable, WalkEntry, reuse
 
-KernelOf = Callable[[Problem, str], str | None]
 # On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
 # A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
 WORTHWHILE_NS = 10 * 20_000
@@ -57,7 +56,7 @@ class SolvedRows:
         size_by_part = {axis.part(size): size for size in sizes}
         first, later = (
             tuple(chunk_items(axis.problem, measurements, role, size_by_part))
-            for role in (_role_of_first(axis.problem), "later")
+            for role in (role_of_first(axis.problem), "later")
         )
         return cls(axis, first, later, kernel_of)
 
@@ -244,6 +243,7 @@ def solve(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
     limit: int | None,
+    sizes: Iterable[int] = (),
 ) -> Solved:
     """Find the fastest split of every batch up to the problem's, of what was timed.
 
@@ -252,14 +252,16 @@ def solve(
         measurements: timed candidates within the workspace limit.
         kernel_of: which kernel an algorithm runs a problem by, None where it does not.
         limit: workspace in bytes that a split may use, None for any.
+        sizes: chunks that a split may have, timed or not: a smaller batch may need them.
     """
-    items = _items_by_role(problem, measurements, kernel_of)
+    items = items_by_role(problem, measurements, kernel_of)
+    usable = with_bounded(problem, items, kernel_of, sizes)
     worthwhile = {
         role: [item for item in group if role == "alone" or item.time_ns >= WORTHWHILE_NS]
-        for role, group in items.items()
+        for role, group in usable.items()
     }
     if WalkEntry(None, None) in _walk_all(worthwhile, problem.batch, limit):
-        worthwhile = items  # nothing else fits everywhere: then short chunks are allowed
+        worthwhile = usable  # nothing else fits everywhere: then short chunks are allowed
     walks = tuple(_walk_all(worthwhile, problem.batch, limit, launch_ns) for launch_ns in CHUNK_NS)
     whole = kernel_of(problem, DEFAULT_ALGORITHM)
     like_default = frozenset(
@@ -269,6 +271,29 @@ def solve(
     )
     tuples = {role: tuple(group) for role, group in items.items()}
     return Solved(problem, tuples, walks, limit, like_default)
+
+
+def uncovered_batch(
+    problem: Problem,
+    measurements: Sequence[Measurement],
+    kernel_of: KernelOf,
+    limit: int | None,
+    sizes: Iterable[int],
+) -> int | None:
+    """The smallest batch that nothing timed computes within the limit; None where all are.
+
+    Args:
+        problem: the kernel at its largest batch.
+        measurements: as for `solve`, as are all others.
+        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        limit: workspace in bytes that a split may use, None for any.
+        sizes: chunks that a split may have.
+    """
+    items = items_by_role(problem, measurements, kernel_of)
+    walk = _walk_all(with_bounded(problem, items, kernel_of, sizes), problem.batch, limit)
+    return next(
+        (n for n, entry in enumerate(walk, start=1) if entry == WalkEntry(None, None)), None
+    )
 
 
 def smallest_workspace(
@@ -286,7 +311,7 @@ def smallest_workspace(
         rows: what is known of its slabs.
     """
     found = []
-    items = _items_by_role(problem, measurements, kernel_of)
+    items = items_by_role(problem, measurements, kernel_of)
     if any(items.values()):
         table = _table(items, problem.batch, 0)
         for least, _ in table.front(problem.batch)[:1]:
@@ -326,124 +351,6 @@ def _walk(walk: Sequence[WalkEntry]) -> Split | None:
         steps.append(Step(last.batch, last.algorithm))
         n -= last.batch
     return Split("batch", tuple(reversed(steps)))
-
-
-def _items_by_role(
-    problem: Problem,
-    measurements: Sequence[Measurement],
-    kernel_of: KernelOf,
-) -> dict[str, list[Item]]:
-    alone = _single_items(problem, measurements, kernel_of)
-    later = chunk_items(problem, measurements, "later")
-    if problem.op != "wgrad":
-        first = later
-    else:
-        first = chunk_items(problem, measurements, _role_of_first(problem))
-        alone += first  # a chunk that is returned costs no more than one that begins a sum
-    return {"alone": alone, "first": first, "later": later}
-
-
-def _single_items(
-    problem: Problem,
-    measurements: Sequence[Measurement],
-    kernel_of: KernelOf,
-) -> list[Item]:
-    """What each algorithm takes for each batch alone, or at most takes.
-
-    A batch that was not timed costs at most what the next larger one does by the same kernel, and a
-    chunk alone at most what it does when it is written into a larger result.
-    """
-    costs: dict[str, dict[int, Item]] = {}
-    for role in ("later", "alone"):  # what was timed alone replaces the bound
-        for item in chunk_items(problem, measurements, role):
-            if role == "alone" or problem.op != "wgrad":
-                costs.setdefault(item.algorithm, {})[item.batch] = item
-    items = []
-    for algorithm, by_batch in costs.items():
-        bound = None
-        for n in range(problem.batch, 0, -1):
-            bound = by_batch.get(n, bound)
-            if bound is None:
-                continue
-            kernels = (kernel_of(problem.with_batch(size), algorithm) for size in {n, bound.batch})
-            if len(set(kernels)) == 1:
-                items.append(Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank))
-    return items
-
-
-def lists_of(op: str, is_whole: bool, role: str) -> tuple[str, ...]:
-    """What of a split a chunk may be that was timed in a role.
-
-    >>> lists_of("fprop", False, "later")
-    ('first', 'later')
-
-    Args:
-        op: of the problem.
-        is_whole: whether the chunk is all of it.
-        role: in which it was timed.
-    """
-    if is_whole:
-        return ("alone",)
-    if op != "wgrad":
-        return ("first", "later") if role == "later" else ()
-    return ("later",) if role == "later" else ("first",)
-
-
-def _role_of_first(problem: Problem) -> str:
-    """The role in which the first of several chunks was timed."""
-    if problem.op != "wgrad":
-        return "later"
-    # in full precision it runs exactly as a lone one does
-    return "alone" if problem.bytes_per_element >= 4 else "first"
-
-
-def rank_of(algorithm: str, notes: Sequence[str]) -> int:
-    """What breaks ties, lower first: deterministic algorithms, and among them torch's default."""
-    return 2 * ("nondeterministic" in notes) + (algorithm != DEFAULT_ALGORITHM)
-
-
-def held_bytes(problem: Problem, role: str) -> int:
-    """What a chunk's workspace is held beside: half-precision wgrad adds up in float32."""
-    if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != "alone":
-        return 4 * prod(problem.w_shape)
-    return 0
-
-
-def chunk_items(
-    problem: Problem,
-    measurements: Sequence[Measurement],
-    role: str,
-    size_by_part: Mapping[Problem, int] | None = None,
-) -> list[Item]:
-    """Items of one role, with all that they hold.
-
-    Args:
-        problem: the kernel at its largest batch.
-        measurements: of chunks along any axis.
-        role: in which they were timed.
-        size_by_part: which measurements count, and as what size; None: those of micro-batches.
-    """
-    total = held_bytes(problem, role)
-    items = []
-    for entry in measurements:
-        part = entry.key.problem
-        if size_by_part is None:
-            size = part.batch if part.with_batch(problem.batch) == problem else None
-        else:
-            size = size_by_part.get(part)
-        if size is not None and entry.key.conditions.role == role:
-            assert entry.workspace_bytes is not None
-            algorithm = entry.key.algorithm
-            items.append(
-                Item(
-                    batch=size,
-                    workspace_bytes=entry.workspace_bytes + total,
-                    time_ns=entry.time_ns or 1,
-                    algorithm=algorithm,
-                    rank=rank_of(algorithm, entry.notes),
-                )
-            )
-    return items
 
 
 def _alone(batch: int, algorithm: str) -> Split:

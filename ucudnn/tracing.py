@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends.original import tf32_allowed
+from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
 from ucudnn.errors import ConfigError, ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
-from ucudnn.tensors import CHANNELS_LAST_BY_RANK
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -70,8 +70,20 @@ def trace(
     Raises:
         ConfigError: the model does not accept the inputs.
     """
-    layers = trace_layers(model, example_inputs, real=real, device_type=device_type)
-    return [problem for _, problem in layers]
+    traced = trace_layers(model, example_inputs, real=real, device_type=device_type)
+    return [problem for _, problem in traced.layers]
+
+
+class Traced(NamedTuple):
+    """What a model's step computes.
+
+    Args:
+        layers: each problem with the name of the module that computes it, once per call.
+        biased: of the problems those to whose result a layer adds a bias.
+    """
+
+    layers: list[tuple[str, Problem]]
+    biased: frozenset[Problem] = frozenset()
 
 
 def trace_layers(
@@ -81,7 +93,7 @@ def trace_layers(
     *,
     real: bool = False,
     device_type: str | None = None,
-) -> list[tuple[str, Problem]]:
+) -> Traced:
     """Like `trace`, each problem with the name of the module that computes it.
 
     Args:
@@ -97,7 +109,7 @@ def trace_layers(
     for inputs in several:
         with _attributes_kept(model), _module_names(recorder, names):
             _trace_one(model, inputs, recorder, real)
-    return recorder.layers
+    return Traced(recorder.layers, frozenset(recorder.biased))
 
 
 def _trace_one(model: nn.Module, inputs: Any, recorder: _Recorder, real: bool) -> None:
@@ -222,14 +234,15 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.passes = passes
         self.layers: list[tuple[str, Problem]] = []
+        self.biased: set[Problem] = set()
         self.modules: list[str] = []
         self._device_type = device_type
         self._forward_names: dict[Problem, list[str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _CONVOLUTION:
-            x, w, _, *geometry = args
-            self._record_forward(x, w, geometry)
+            x, w, bias, *geometry = args
+            self._record_forward(x, w, bias, geometry)
             result = func(*args, **(kwargs or {}))
             if self._device_type in (None, x.device.type):
                 return result
@@ -249,13 +262,17 @@ class _Recorder(TorchDispatchMode):
         arguments = [*geometry, self._device_type]
         return problem_of(which, x, w, *arguments)
 
-    def _record_forward(self, x: Tensor, w: Tensor, geometry: list[Any]) -> None:
+    def _record_forward(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, geometry: list[Any]
+    ) -> None:
         problem = self._problem("fprop", x, w, geometry)
         if problem is not None:
             name = self.modules[-1] if self.modules else ""
             self._forward_names.setdefault(problem, []).append(name)
             if "fprop" in self.passes:
                 self.layers.append((name, problem))
+                if bias is not None:
+                    self.biased.add(problem)
 
     def _record_backward(self, x: Tensor, w: Tensor, geometry: list[Any], mask: list[bool]) -> None:
         forward = self._problem("fprop", x, w, geometry)

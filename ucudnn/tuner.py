@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -77,8 +77,8 @@ def tune(
     from ucudnn.tracing import trace_layers
 
     config = config or Config()
-    layers = trace_layers(model, example_inputs, config.ops, real=real)
-    return tune_problems(layers, config, on_progress)
+    traced = trace_layers(model, example_inputs, config.ops, real=real)
+    return tune_problems(traced.layers, config, on_progress, biased=traced.biased)
 
 
 def tune_problems(
@@ -87,6 +87,7 @@ def tune_problems(
     on_progress: Callable[[Progress], None] | None = None,
     measurements: AbstractCache | None = None,
     backends: Sequence[AbstractBackend] | None = None,
+    biased: Collection[Problem] = (),
 ) -> Plan:
     """Measure and plan a list of problems; equal ones are measured once.
 
@@ -98,6 +99,7 @@ def tune_problems(
         measurements: an open cache to use, which stays open; None: that of the config.
         backends: one per device, all of one kind, each of which measures a part of the kernels in
             a process of its own; None: the device of the config.
+        biased: of the problems those to whose result a layer adds a bias, which is timed with them.
 
     Raises:
         ConfigError: there is no problem to plan, or the devices are of several kinds.
@@ -117,7 +119,7 @@ def tune_problems(
     with _measuring, opened as cache:
         devices = list(backends) if backends else [_open_backend(config, cache)]
         layers_by_problem = {problem: tuple(found) for problem, found in names.items()}
-        campaign = Campaign(devices, cache, config, layers_by_problem, on_progress)
+        campaign = Campaign(devices, cache, config, layers_by_problem, on_progress, biased)
         try:
             campaign.run()
         except KeyboardInterrupt:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
+from ucudnn.backends.cudnn.graph import View
 from ucudnn.backends.cudnn.runtime import Handles
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import OPS, Problem
@@ -64,9 +65,13 @@ class Runtime:
         order = {"fprop": "xwy", "dgrad": "ywx", "wgrad": "xyw"}[problem.op]
         a, b, out = (
             self._at(pointer, getattr(plan.views, name), shapes[name], problem.dtype)
-            for name, pointer in zip(order, pack, strict=True)
+            for name, pointer in zip(order, pack[:3], strict=True)
         )
         result = plan.alpha * self.exact(problem, a, b)
+        for pointer in pack[3:]:  # the bias of the fused pattern
+            shape = (problem.out_channels, *[1] * problem.rank)
+            view = View((1,) * len(shape), alignment_bytes=16)
+            result += self._at(pointer, view, shape, problem.dtype).double()
         out.copy_(result + plan.beta * out.double() if plan.beta else result)
 
     @staticmethod
@@ -323,3 +328,42 @@ def test_a_handle_belongs_to_one_thread_and_device_and_follows_the_stream():
         thread.join()
     assert len({id(handle) for handle in (mine, *others)}) == 5
     assert all(handle.streams == [8] for handle in others)
+
+
+@pytest.mark.parametrize("refuses", [lambda *_: False, needs_alignment])
+@pytest.mark.parametrize("place", ["aligned", "odd", "strided"])
+@pytest.mark.parametrize("identity", ["eng0", "bias_eng0"])
+def test_a_bias_is_added_wherever_it_lies(
+    backend, exact, geometry, runtime, identity, place, refuses
+):
+    runtime.refuses = refuses
+    problem = problem_of("fprop", geometry)
+    x, w = backend.operands(problem, 5)
+    memory = torch.randn(2 * problem.out_channels + 1)
+    begin, step = {"aligned": (0, 1), "odd": (1, 1), "strided": (0, 2)}[place]
+    bias = memory[begin::step][: problem.out_channels]
+    executable = EngineExecutable(runtime, problem, identity)
+    expected = exact(problem, x, w) + bias.double().view(-1, *[1] * problem.rank)
+    assert relative_error(executable.alone_biased(x, w, bias), expected) < 1e-6
+    whole = torch.full((7, *problem.result_shape[1:]), torch.nan)
+    for samples in (slice(0, 3), slice(3, 5)):
+        out = whole[1:-1][samples]
+        executable.write_biased(x[samples], w, out, bias)
+    assert relative_error(whole[1:-1], expected) < 1e-6
+    fused = identity == "bias_eng0"
+    assert {len(pointers) for pointers in runtime.packs} == {4 if fused else 3}
+
+
+def test_the_fused_pattern_computes_a_convolution_without_a_bias(backend, exact, runtime):
+    problem = Problem("fprop", 3, 4, 8, (9, 6), (3, 3))
+    x, w = backend.operands(problem, 3)
+    executable = EngineExecutable(runtime, problem, "bias_eng0")
+    executable.alone_biased(x, w, torch.ones(8))
+    assert relative_error(executable.alone(x, w), exact(problem, x, w)) < 1e-6
+
+
+def test_a_bias_of_another_dtype_is_refused(backend, runtime):
+    problem = Problem("fprop", 3, 4, 8, (9, 6), (3, 3))
+    x, w = backend.operands(problem, 3)
+    with pytest.raises(UnsupportedError, match="bias must be torch.float32 on cpu.*torch.float64"):
+        EngineExecutable(runtime, problem, "bias_eng0").alone_biased(x, w, torch.ones(8).double())

@@ -56,6 +56,25 @@ def test_write_fills_every_element_of_the_slice_and_no_other(
             assert whole[-1].isnan().all()
 
 
+@pytest.mark.parametrize("op", ["fprop", "dgrad"])
+def test_a_bias_is_added_to_every_channel_of_a_slice_and_of_a_new_result(
+    backend, exact, tolerance, geometry, op
+):
+    for problem in problems(op, geometry, 2):
+        a, b = backend.operands(problem, BATCH)
+        bias = torch.randn(problem.result_shape[1]).to(a.dtype)
+        expected = exact(problem, a, b) + bias.double().view(-1, *[1] * problem.rank)
+        for candidate in backend.candidates(problem):
+            executable = backend.executable(problem, candidate.algorithm)
+            whole = torch.full((BATCH + 2, *problem.result_shape[1:]), torch.nan, dtype=a.dtype)
+            executable.write_biased(a, b, whole[1:-1], bias)
+            for found in (whole[1:-1], executable.alone_biased(a, b, bias)):
+                error = relative_error(found, expected)
+                assert error < tolerance[problem.dtype], f"{candidate.algorithm} on {problem}"
+            assert whole[0].isnan().all()
+            assert whole[-1].isnan().all()
+
+
 def test_add_keeps_what_was_there(backend, exact, tolerance, geometry):
     for problem in problems("wgrad", geometry, 2):
         a, b = backend.operands(problem, BATCH)

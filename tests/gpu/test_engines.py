@@ -119,3 +119,27 @@ def test_an_identity_found_at_64_samples_runs_at_others(backend, exact, toleranc
             wrong += wrong_by(error, tolerance(problem), candidate.algorithm, part)
     assert not wrong
     assert refused <= 3
+
+
+def test_every_engine_that_adds_a_bias_agrees_with_float64(backend, exact, tolerance, layers):
+    wrong = []
+    for problem, x, w in layers("fprop"):
+        bias = torch.randn(problem.out_channels + 1, device=x.device).to(x.dtype)
+        expected = exact(problem, x, w)
+        # the second one is not aligned
+        cases = [(None, expected)] + [
+            (one, expected + one.double().cpu().view(-1, *[1] * problem.rank))
+            for one in (bias[:-1], bias[1:])
+        ]
+        candidates = backend.bias_candidates(problem)
+        if not candidates and len(problem.input_size) == 2 and problem.groups == 1:
+            wrong.append(f"nothing adds a bias to {problem}")
+        for candidate in candidates:
+            executable = backend.executable(problem, candidate.algorithm)
+            for one, sums in cases:
+                found = (
+                    executable.alone(x, w) if one is None else executable.alone_biased(x, w, one)
+                )
+                error = relative_error(found, sums)
+                wrong += wrong_by(error, tolerance(problem), candidate.algorithm, problem)
+    assert not wrong

@@ -91,7 +91,7 @@ def test_a_split_step_computes_what_float64_computes(
     expected = step(copy.deepcopy(model).double(), inputs.double())
     model, inputs = model.to(memory_format=layout), inputs.to(memory_format=layout)
     with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
-        layers = trace_layers(model, inputs.detach().requires_grad_())
+        layers = trace_layers(model, inputs.detach().requires_grad_()).layers
     plan = split_plan(backend, layers)
     assert not any(kernel.is_default for kernel in plan.kernels)
     ucudnn.convert_(model, plan)
@@ -111,7 +111,7 @@ def test_tuning_on_the_gpu_and_training_by_the_plan(backend, model, inputs, tmp_
     assert ucudnn.tune(reference, inputs, config, again.append).hash == plan.hash
     assert again[-1].measured == 0
     recorded = Config(workspace_limit="1MiB", cache=tmp_path, backend="recorded")
-    layers = trace_layers(reference, inputs)
+    layers = trace_layers(reference, inputs).layers
     replayed = tune_problems(layers, recorded)
     for kernel in plan.kernels:
         assert replayed.split(kernel.problem) == plan.split(kernel.problem)
@@ -122,7 +122,7 @@ def test_a_grad_scaler_sees_no_false_infinity(backend):
     layer = nn.Conv2d(1, 1, 1, bias=False).cuda().half()
     x = torch.full((2, 1, 96, 128), 8.0, device="cuda", dtype=torch.float16)
     x[1].neg_()
-    layers = trace_layers(layer, x)
+    layers = trace_layers(layer, x).layers
     ucudnn.convert_(layer, split_plan(backend, layers, chunk=1))
     layer(x).sum().backward()
     assert layer.weight.grad.isfinite().all()
@@ -130,7 +130,7 @@ def test_a_grad_scaler_sees_no_false_infinity(backend):
 
 
 def test_a_captured_training_step(backend, model, inputs):
-    plan = split_plan(backend, trace_layers(model, inputs))
+    plan = split_plan(backend, trace_layers(model, inputs).layers)
     ucudnn.convert_(model, plan)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -30,7 +30,7 @@ def _plan(
 ) -> Plan:
     backend = open_backend("torch_cpu")
     kernels = {}
-    for name, problem in trace_layers(model, inputs):
+    for name, problem in trace_layers(model, inputs).layers:
         last = tuple((min(chunk, n), 0) for n in range(1, problem.batch + 1))
         chosen = algorithm if backend.refusal(problem, algorithm) is None else "torch_default"
         kernels[problem] = KernelPlan(

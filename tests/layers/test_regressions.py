@@ -140,7 +140,7 @@ def test_backward_is_traced_through_any_nest_of_outputs(wrap):
             return wrap(super().forward(x))
 
     model = Wrapped(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1))
-    ops = [problem.op for _, problem in trace_layers(model, {"x": torch.empty(2, 3, 9, 9)})]
+    ops = [problem.op for _, problem in trace_layers(model, {"x": torch.empty(2, 3, 9, 9)}).layers]
     assert ops == ["fprop", "fprop", "dgrad", "wgrad", "wgrad"]
 
 

@@ -47,21 +47,39 @@ def test_a_fake_step_finds_what_a_real_one_computes(rank, last, dtype, autocast)
     if last in ("input", "both"):
         x = x.detach().to(memory_format=form).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        traced = trace_layers(model, x)
-        assert traced == trace_layers(model, x, real=True)
+        traced, biased = trace_layers(model, x)
+        assert (traced, biased) == trace_layers(model, x, real=True)
     assert len(traced) == 5 * 3
     assert [name for name, _ in traced[:5]] == ["stem", "shared", "shared", "", "up"]
     expected = "bfloat16" if autocast and dtype != torch.float64 else str(dtype)[6:]
     assert {problem.dtype for _, problem in traced} == {expected}
 
 
+def test_where_a_bias_is_added():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain = nn.Conv2d(3, 4, 3, bias=False)
+            self.biased = nn.Conv2d(4, 4, 3)
+            self.up = nn.ConvTranspose2d(4, 2, 2)
+
+        def forward(self, x):
+            return self.up(self.biased(self.plain(x)))
+
+    layers, biased = trace_layers(Net(), torch.empty(2, 3, 9, 9))
+    assert {(name, problem.op) for name, problem in layers if problem in biased} == {
+        ("biased", "fprop"),
+        ("up", "dgrad"),
+    }
+
+
 def test_the_passes_that_are_asked_for():
     model, x = Mixed(), torch.empty(2, 3, 8, 8)
-    forward = trace_layers(model, x, ("fprop",))
-    assert forward == trace_layers(model, x)[:5]
+    forward = trace_layers(model, x, ("fprop",)).layers
+    assert forward == trace_layers(model, x).layers[:5]
     # a transposed convolution's forward pass is the dgrad of the convolution it is the gradient of
     assert [problem.op for _, problem in forward] == ["fprop"] * 4 + ["dgrad"]
-    weights = trace_layers(model, x, ("wgrad",))
+    weights = trace_layers(model, x, ("wgrad",)).layers
     assert [problem.op for _, problem in weights] == ["wgrad"] * 5
 
 

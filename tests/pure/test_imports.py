@@ -18,7 +18,17 @@ import ucudnn
 
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
 VALUES = {
-    *("axis", "candidate", "config", "errors", "layer_table", "measurement", "plan", "problem"),
+    *(
+        "axis",
+        "candidate",
+        "closing",
+        "config",
+        "errors",
+        "layer_table",
+        "measurement",
+        "plan",
+        "problem",
+    ),
     *("slabs", "units"),
 }
 # What each inner room may use beside itself.

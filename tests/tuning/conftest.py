@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Activity, Executable
-from ucudnn.candidate import Candidate
+from ucudnn.candidate import ADDS_BIAS, Candidate
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
 
@@ -39,6 +39,14 @@ class ScriptedExecutable(Executable):
         result = self._problem.with_batch(size).result_shape
         return torch.zeros(result)
 
+    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        if self._algorithm not in self._backend.fused:
+            self._backend.clock += self._backend.bias_ns * a.shape[0]
+        return self.alone(a, b).add_(bias.view(-1, *[1] * (a.dim() - 2)))
+
+    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
+        out.copy_(self.alone_biased(a, b, bias))
+
 
 class ScriptedBackend(AbstractBackend):
     """Algorithms with a cost per chunk size: name -> (size -> (time in ns, workspace in bytes))."""
@@ -49,6 +57,8 @@ class ScriptedBackend(AbstractBackend):
         self.costs = costs
         self.clock = self.processor = self.switches = 0
         self.kernels: dict[tuple[str, int], str] = {}
+        self.fused: set[str] = set()  # algorithms that add a bias at once
+        self.bias_ns = 0  # per sample, of the others
         self.disturbance: Callable[[], float] = lambda: 1.0
         self.peak = 0
         self.runs: list[tuple[str, int]] = []
@@ -70,7 +80,14 @@ class ScriptedBackend(AbstractBackend):
         return None if algorithm in self.costs else "there is none"
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        return tuple(Candidate(problem, name) for name in self.costs)
+        return tuple(Candidate(problem, name) for name in self.costs if name not in self.fused)
+
+    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        return tuple(
+            Candidate(problem, name, notes=(ADDS_BIAS,))
+            for name in self.costs
+            if name in self.fused
+        )
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
         return self.kernels.get((algorithm, problem.batch), algorithm)

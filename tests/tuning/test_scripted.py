@@ -287,3 +287,35 @@ def test_what_the_whole_needs_alone_is_not_guessed_from_what_chunks_need(scripte
         plan, _ = tune(workspace_limit="8MiB")
     assert plan.split(FPROP).steps == (Step(16, "lean"),)
     assert {size for name, size in backend.runs if name == "torch_default"} <= {1, 2, 4, 16}
+
+
+@pytest.mark.parametrize(
+    ("has_bias", "bias_ms", "winner"),
+    [(False, 9, "plain"), (True, 0, "plain"), (True, 0.1, "plain"), (True, 0.5, "fused")],
+)
+def test_what_adds_the_bias_at_once_races_what_adds_it_afterwards(
+    scripted, has_bias, bias_ms, winner
+):
+    backend = scripted(
+        torch_default=linear(1, 4), plain=linear(0.5, 1), fused=linear(0.7, 1), fusing=linear(2, 0)
+    )
+    backend.fused, backend.bias_ns = {"fused", "fusing"}, int(bias_ms * MS)
+    config = Config(workspace_limit="8MiB")
+    biased = {FPROP} if has_bias else set()
+    (kernel,) = tune_problems([("layer", FPROP)], config, biased=biased).kernels
+    assert {step.algorithm for step in kernel.split(FPROP.batch).steps} == {winner}
+    per_sample = {"plain": 0.5 + bias_ms * has_bias, "fused": 0.7}[winner]
+    assert kernel.timing.time_ns == pytest.approx(per_sample * MS * FPROP.batch, rel=1e-3)
+    assert any(name == "fused" for name, _ in backend.runs) == has_bias
+    for batch in range(1, FPROP.batch):  # which ones were not timed there decides
+        algorithms = {step.algorithm for step in kernel.split(batch).steps}
+        assert algorithms <= (backend.fused if winner == "fused" else {"torch_default", "plain"})
+
+
+def test_a_layer_with_a_bias_is_tuned_once(scripted):
+    backend = scripted(torch_default=linear(1, 4), fused=linear(0.5, 1))
+    backend.fused, backend.bias_ns = {"fused"}, MS
+    first = tune_problems([("layer", FPROP)], Config(), biased={FPROP})
+    again = Counts()
+    assert tune_problems([("layer", FPROP)], Config(), again, biased={FPROP}) == first
+    assert again.measured == 0

@@ -19,7 +19,7 @@ class Executable(ABC):
 
     Operands are (x, w) for fprop, (dy, w) for dgrad and (x, dy) for wgrad. The number of samples
     is that of the operands. Law: `write` leaves in `out` what `alone` returns, `begin` returns it,
-    `add` adds it.
+    `add` adds it; with a bias it is added to every channel of what `alone` and `write` compute.
     """
 
     @abstractmethod
@@ -30,6 +30,15 @@ class Executable(ABC):
         """Compute into a slice of an existing result (fprop, dgrad)."""
         out.copy_(self.alone(a, b))
 
+    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        """Compute the result plus a bias of one element per channel (fprop, dgrad)."""
+        return add_bias(self.alone(a, b), bias)
+
+    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
+        """Compute that into a slice of an existing result (fprop, dgrad)."""
+        self.write(a, b, out)
+        add_bias(out, bias)
+
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute a new result that others are added to: half precision as float32 (wgrad)."""
         result = self.alone(a, b)
@@ -38,6 +47,11 @@ class Executable(ABC):
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Add to an existing result, in its precision (wgrad)."""
         out.add_(self.alone(a, b))
+
+
+def add_bias(result: Tensor, bias: Tensor) -> Tensor:
+    """Add one element of the bias to each channel of a result, in place."""
+    return result.add_(bias.view(-1, *[1] * (result.dim() - 2)))
 
 
 class Activity(NamedTuple):
@@ -95,6 +109,14 @@ class AbstractBackend(ABC):
         Raises:
             UnsupportedError: no algorithm computes the problem.
         """
+
+    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        """Candidates that compute a convolution and add a bias at once, where others take two runs.
+
+        With a bias of zeros they compute the convolution alone, too. Noted `candidate.ADDS_BIAS`.
+        """
+        del problem
+        return ()
 
     @abstractmethod
     def kernel(self, problem: Problem, algorithm: str) -> str:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ucudnn.backends import Executable, original
+from ucudnn.backends.tensors import torch_dtype
 from ucudnn.benchmark.protocol import Ring, empty_total
 from ucudnn.execute import empty_result, run_first
 from ucudnn.problem import Problem
-from ucudnn.tensors import torch_dtype
 
 _DOUBLE = torch.float64
 # What `add` begins with: an element that is written instead of added to shows.

@@ -80,8 +80,8 @@ class AbstractBench(ABC):
         """
 
     @abstractmethod
-    def whole(self, splits: Sequence[Split]) -> list[Whole]:
-        """Time whole plans in pairs, all in every round."""
+    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
+        """Time whole plans in pairs, all in every round; where there is a bias they add it."""
 
 
 class LocalBench(AbstractBench):
@@ -180,9 +180,10 @@ class LocalBench(AbstractBench):
             self._samplers[arm] = Sampler(loop.run, self._backend)
         return self._samplers[arm]
 
-    def whole(self, splits: Sequence[Split]) -> list[Whole]:
-        """Time whole plans in pairs, all in every round."""
+    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
+        """Time whole plans in pairs, all in every round; where there is a bias they add it."""
         ring = self.ring
+        bias = ring.bias() if has_bias else None
         samplers: dict[int, Sampler] = {}
         workspaces = [0] * len(splits)
         failures: dict[int, str] = {}
@@ -190,7 +191,7 @@ class LocalBench(AbstractBench):
             self._on_turn(place)
             try:
                 call = bind(self._backend, self._axis.problem, split)
-                loop = WholeLoop(ring, call)
+                loop = WholeLoop(ring, call, bias)
                 samplers[place] = Sampler(loop.run, self._backend)
                 workspaces[place] = self._backend.workspace_bytes(loop.once, call.parts)
                 samplers[place].warm_up(FINALS)

@@ -37,23 +37,35 @@ class Finalist:
 
 
 def race(
-    session: Session, measurer: KernelMeasurer, problem: Problem, splits: Sequence[Split]
+    session: Session,
+    measurer: KernelMeasurer,
+    problem: Problem,
+    splits: Sequence[Split],
+    has_bias: bool = False,
 ) -> list[Finalist]:
     """Time whole plans in interleaved rounds, or take them from the cache where all of them are.
 
     The race belongs to the name of the measurement: samples of different races are no pairs.
+
+    Args:
+        session: the device and the cache.
+        measurer: of the kernel, whose bench is used.
+        problem: the kernel at one of its batches.
+        splits: what to time.
+        has_bias: whether a layer adds a bias to the result, which then is part of every call.
 
     Raises:
         UnsupportedError: none could be run.
     """
     names = sorted(str(split) for split in splits)
     identity = hashlib.sha256(" | ".join(names).encode()).hexdigest()[:8]
-    keys = [session.key(problem, f"plan[{split}] in race {identity}") for split in splits]
+    this_race = f"race {identity}{' with a bias' if has_bias else ''}"
+    keys = [session.key(problem, f"plan[{split}] in {this_race}") for split in splits]
     known = [session.find(key) for key in keys]
     found = [session.reuse(entry) for entry in known if entry is not None]
     if len(found) < len(splits):
         notes = _notes(session, problem, splits)
-        wholes = measurer.bench.whole(splits)
+        wholes = measurer.bench.whole(splits, has_bias)
         found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, notes, strict=True)]
         session.flush()
     finalists = [

@@ -20,9 +20,10 @@ from ucudnn.benchmark.session import Session
 from ucudnn.benchmark.statistics import median_interval, median_ns, spread_ns
 from ucudnn.benchmark.worker import LostError
 from ucudnn.candidate import Candidate
+from ucudnn.items import held_bytes, lists_of, rank_of
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import DEFAULT_ALGORITHM
-from ucudnn.solve import CHUNK_NS, WORTHWHILE_NS, held_bytes, lists_of, rank_of
+from ucudnn.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batch
 from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
@@ -49,6 +50,7 @@ class KernelMeasurer:
         limit: workspace in bytes, None for any.
         sizes: of the chunks that a split may have.
         max_error: relative error (L2) that a candidate may have, None: any that is not wrong.
+        adds_bias: measure those candidates that add a bias, too, and no others.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class KernelMeasurer:
         limit: int | None,
         sizes: Iterable[int] = (),
         max_error: float | None = None,
+        adds_bias: bool = False,
     ) -> None:
         self._session = session
         self._axis = axis
@@ -65,6 +68,8 @@ class KernelMeasurer:
         self._limit = limit
         self._sizes = tuple(sorted(sizes))
         self._max_error = max_error
+        backend = session.backend
+        self._listed = backend.bias_candidates if adds_bias else backend.candidates
         self._records: dict[Arm, Measurement] = {}
         self._skipped: set[Arm] = set()
 
@@ -76,6 +81,11 @@ class KernelMeasurer:
     def release(self) -> None:
         """Give the operands back; they are made anew where something is run again."""
         self.__dict__.pop("bench", None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to measure."""
+        return not self._candidates
 
     @property
     def measurements(self) -> list[Measurement]:
@@ -141,7 +151,7 @@ class KernelMeasurer:
     def _candidates(self) -> Mapping[Arm, Candidate]:
         found: dict[Arm, Candidate] = {}
         for size in self._sizes:
-            for candidate in self._session.backend.candidates(self._axis.part(size)):
+            for candidate in self._listed(self._axis.part(size)):
                 if any(
                     self._session.backend.refusal(end, candidate.algorithm)
                     for end in self._axis.ends(size)
@@ -321,8 +331,24 @@ class KernelMeasurer:
         for launch_ns in CHUNK_NS:
             wanted = self.outlook(launch_ns).wanted
             if wanted:
-                return [Arm(option.batch, option.algorithm, option.role) for option in wanted]
-        return []
+                return _arms(wanted)
+        return self._wanted_by_smaller_batches()
+
+    def _wanted_by_smaller_batches(self) -> list[Arm]:
+        """What is missing for a batch that nothing timed adds up to."""
+        if self._axis.name != "batch" or not self.usable:
+            return []
+        problem, kernel_of = self._problem, self._session.kernel_of
+        batch = uncovered_batch(problem, self.usable, kernel_of, self._limit, self._sizes)
+        if batch is None:
+            return []
+        options = (
+            replace(option, lists=("alone", *option.lists))
+            if option.batch == batch and "first" in option.lists
+            else option
+            for option in self._options()
+        )
+        return _arms(outlook(options, batch, tolerance=1.0).wanted)
 
     def _measure(self, arms: Sequence[Arm]) -> None:
         """Look at what was never run, then race what is not hopeless."""
@@ -426,6 +452,10 @@ def _looked_at(key: MeasurementKey, candidate: Candidate, look: Look) -> Measure
     return Measurement(
         key, "screened", look.time_ns, 0, (look.time_ns,), look.workspace_bytes, error, notes=notes
     )
+
+
+def _arms(options: Iterable[Option]) -> list[Arm]:
+    return [Arm(option.batch, option.algorithm, option.role) for option in options]
 
 
 def _interval(entry: Measurement) -> Interval | None:

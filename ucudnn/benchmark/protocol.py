@@ -131,6 +131,10 @@ class Ring:
         turns = row_count(self.problem) // row_count(part)
         return turns * (self.problem.batch // part.batch)
 
+    def bias(self) -> Tensor:
+        """One element per channel of the result."""
+        return self.a.new_ones(self.problem.result_shape[1])
+
     def result(self) -> Tensor:
         """What the chunks of a call are written into: new each time, or in wgrad one sum."""
         return empty_result(self.problem, self.a) if self.total is None else self.total
@@ -203,17 +207,18 @@ class ChunkLoop:
 
 
 class WholeLoop:
-    """Runs a whole plan on a ring, a batch further each time."""
+    """Runs a whole plan on a ring, a batch further each time; with a bias where there is one."""
 
-    def __init__(self, ring: Ring, call: Call) -> None:
+    def __init__(self, ring: Ring, call: Call, bias: Tensor | None = None) -> None:
         self._ring = ring
         self._call = call
+        self._bias = bias
         self._numbers = count()
 
     def once(self) -> Tensor:
         """Run it and return the result."""
         a, b, _ = self._ring.chunk(self._call.problem, next(self._numbers))
-        return self._call(a, b)
+        return self._call(a, b, self._bias)
 
     def run(self, times: int) -> None:
         """Run it so many times; each result is freed before the next."""

@@ -164,9 +164,9 @@ class WorkerBench(AbstractBench):
                 results[place].beaten_by = kept[winner]
         return results
 
-    def whole(self, splits: Sequence[Split]) -> list[Whole]:
-        """Time whole plans in pairs, all in every round."""
-        found = self._without_the_lost("whole", list(splits))
+    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
+        """Time whole plans in pairs, all in every round; where there is a bias they add it."""
+        found = self._without_the_lost("whole", list(splits), has_bias)
         return [
             Whole(Result(failure=entry), 0) if isinstance(entry, str) else entry
             for _, entry in sorted(found.items())

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from ucudnn.errors import ConfigError
 from ucudnn.load import trace_named
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+
+if TYPE_CHECKING:
+    from ucudnn.tracing import Traced
 
 
 def tune(
@@ -51,14 +54,16 @@ def tune(
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    from ucudnn.tracing import Traced
     from ucudnn.tuner import device_type
 
     where = device_type(config)
     if model.endswith(".csv"):
         layers = _read_table(model, config, dtype, layout, math if where == "cuda" else None)
+        traced = Traced(layers)
     else:
-        layers = trace_named(model, input or [], channels_last, autocast, infer, config.ops, where)
-    _tune(layers, config, output, as_json)
+        traced = trace_named(model, input or [], channels_last, autocast, infer, config.ops, where)
+    _tune(traced, config, output, as_json)
 
 
 def _read_table(
@@ -72,17 +77,15 @@ def _read_table(
     return [(name, replace(problem, math=math)) for name, problem in layers]
 
 
-def _tune(
-    layers: list[tuple[str, Problem]], config: Config, output: Path | None, as_json: bool
-) -> None:
+def _tune(traced: Traced, config: Config, output: Path | None, as_json: bool) -> None:
     from ucudnn.tuner import TuningInterruptedError, tune_problems
 
     start = time.monotonic()
     try:
         with progress() as (on_progress, counts):
-            plan = tune_problems(layers, config, on_progress)
+            plan = tune_problems(traced.layers, config, on_progress, biased=traced.biased)
     except TuningInterruptedError as interrupted:
-        raise InterruptedCommandError(_keep(interrupted.plan, len(layers), output)) from None
+        raise InterruptedCommandError(_keep(interrupted.plan, len(traced.layers), output)) from None
     if output is not None:
         plan.save(output)
     _print_tuned(plan, counts, time.monotonic() - start, output, as_json)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -104,8 +104,8 @@ def tune(
     from ucudnn.tracing import trace_layers
 
     config = config or Config()
-    layers = trace_layers(model, example_inputs, config.ops)
-    return tune_problems(layers, config, group, on_progress, patience)
+    traced = trace_layers(model, example_inputs, config.ops)
+    return tune_problems(traced.layers, config, group, on_progress, patience, traced.biased)
 
 
 def tune_problems(
@@ -114,6 +114,7 @@ def tune_problems(
     group: Group = None,
     on_progress: Report = None,
     patience: Patience | None = None,
+    biased: Collection[Problem] = (),
 ) -> Plan:
     """Like `ucudnn.tuner.tune_problems`, in all ranks of a job at once.
 
@@ -124,6 +125,7 @@ def tune_problems(
         group: the ranks that take part; None: all.
         on_progress: called after every measurement of this rank.
         patience: how long to wait for other ranks.
+        biased: of the problems those to whose result a layer adds a bias; the same likewise.
 
     Raises:
         RankError: ranks differ, or do not come; the message names them.
@@ -136,11 +138,11 @@ def tune_problems(
         raise ConfigError("there is no convolution to plan: pass the layers of a model")
     with ExitStack() as stack:
         meeting = stack.enter_context(Meeting("tune", group, patience.timeout_s))
-        team = _form_team(meeting, listed, config)
+        team = _form_team(meeting, listed, config, biased)
         journal = stack.enter_context(Journal(meeting, config.cache))
         store = PrefixStore(team.name, meeting.store)
         pulse = stack.enter_context(Pulse(store, meeting.rank, patience.lease_s))
-        work = _Work(listed, config, journal, on_progress)
+        work = _Work(listed, config, journal, on_progress, biased)
         heads = [_relatives(part[0][1]) for part in work.parts]
         share_known(meeting, team.ranks, journal, open_backend(config.backend), heads, _relatives)
         costly_first = sorted(range(len(heads)), key=lambda item: -_flops(work.parts[item]))
@@ -149,7 +151,7 @@ def tune_problems(
         with bound_to(team.lane.processors) if team.lane.processors else nullcontext():
             _measure_all(work, board, turns)
         results = [unpacked(board.result(item)) for item in range(len(work.parts))]
-        plan, sealed = _decide(listed, config, dict(zip(heads, results, strict=True)))
+        plan, sealed = _decide(listed, config, dict(zip(heads, results, strict=True)), biased)
         require_one_plan(meeting, plan)
         journal.publish(sealed.entries(), team.ranks)
     _log.info("ranks %s agreed on plan %s", team.ranks, plan.hash)
@@ -157,7 +159,7 @@ def tune_problems(
 
 
 def _decide(
-    layers: Layers, config: Config, results: Mapping[Problem, object]
+    layers: Layers, config: Config, results: Mapping[Problem, object], biased: Collection[Problem]
 ) -> tuple[Plan, SealedCache]:
     """The plan that all records lead to, of the kernels that there was time for."""
     records = {head: one for head, one in results.items() if isinstance(one, Records)}
@@ -171,7 +173,8 @@ def _decide(
             stacklevel=3,
         )
     sealed = SealedCache(records.values())
-    plan = tuner.tune_problems(tuned, replace(config, time_budget_s=None), None, sealed)
+    untimed = replace(config, time_budget_s=None)
+    plan = tuner.tune_problems(tuned, untimed, None, sealed, biased=biased)
     return replace(plan, config=config), sealed
 
 
@@ -190,7 +193,9 @@ class _Team:
     lane: Lane
 
 
-def _form_team(meeting: Meeting, layers: Layers, config: Config) -> _Team:
+def _form_team(
+    meeting: Meeting, layers: Layers, config: Config, biased: Collection[Problem]
+) -> _Team:
     """Find the ranks of this one's kind, and make sure that they are about to do the same.
 
     Raises:
@@ -199,7 +204,10 @@ def _form_team(meeting: Meeting, layers: Layers, config: Config) -> _Team:
     backend = open_backend(config.backend)
     device, software = backend.device(), backend.software()
     conditions = asdict(backend.conditions())
-    problems = {f"problem {number}": _text(one) for number, (_, one) in enumerate(layers)}
+    problems = {
+        f"problem {number}": _text(one) + (", with a bias" if one in biased else "")
+        for number, (_, one) in enumerate(layers)
+    }
     said = {
         "kind": str(asdict(device)),
         "job": job_facts(software),
@@ -238,17 +246,23 @@ class _Work:
         config: the settings.
         journal: where measurements go.
         on_progress: told of this rank's measurements.
+        biased: of the problems those to whose result a layer adds a bias.
     """
 
     def __init__(
-        self, layers: Layers, config: Config, journal: Journal, on_progress: Report
+        self,
+        layers: Layers,
+        config: Config,
+        journal: Journal,
+        on_progress: Report,
+        biased: Collection[Problem],
     ) -> None:
         groups: dict[Problem, Layers] = {}
         for name, problem in layers:
             groups.setdefault(_relatives(problem), []).append((name, problem))
         self.parts = list(groups.values())
         self._config = replace(config, time_budget_s=None)
-        self._journal, self._on_progress = journal, on_progress
+        self._journal, self._on_progress, self._biased = journal, on_progress, biased
         budget = config.time_budget_s
         self._until = None if budget is None else time.monotonic() + budget
         self._measured = self._reused = 0
@@ -260,7 +274,8 @@ class _Work:
         recording = RecordingCache(self._journal.cache)
         kernels_done = done()
         try:
-            tuner.tune_problems(self.parts[item], self._config, self._told(kernels_done), recording)
+            told, part = self._told(kernels_done), self.parts[item]
+            tuner.tune_problems(part, self._config, told, recording, biased=self._biased)
         except (PlanError, UnsupportedError) as error:  # of the problem, not of this rank
             return packed(error)
         return packed(recording.records())

@@ -20,13 +20,13 @@ from ucudnn.backends.cudnn.graph import views_of
 from ucudnn.backends.cudnn.library import find_library
 from ucudnn.backends.cudnn.raw import empty_raw
 from ucudnn.backends.cudnn.runtime import Runtime
+from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
-from ucudnn.candidate import Candidate
+from ucudnn.candidate import ADDS_BIAS, Candidate
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
-from ucudnn.tensors import torch_dtype
 
 _MOST_ELEMENTS = 2**31 - 1  # engines index with 32 bits
 _MOST_PROBLEMS = 4096
@@ -145,9 +145,11 @@ class CudnnBackend(AbstractBackend):
         if algorithm == DEFAULT_ALGORITHM:
             return None
         try:
-            parse_identity(algorithm)
+            _, _, adds_bias = parse_identity(algorithm)
         except UnsupportedError as error:
             return str(error)
+        if adds_bias and problem.op != "fprop":
+            return "it adds a bias, which fprop alone has"
         largest = max(prod(shape) for shape in (*problem.operand_shapes, problem.result_shape))
         if largest > _MOST_ELEMENTS:
             return f"engines count elements with 32 bits and a tensor has {largest}; split further"
@@ -155,24 +157,33 @@ class CudnnBackend(AbstractBackend):
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """torch's own, then what cuDNN proposes, best first, as PyTorch's settings allow."""
-        return self._candidates(problem, _is_deterministic())
+        engines = self._candidates(problem, _is_deterministic(), False)
+        return Candidate(problem, DEFAULT_ALGORITHM), *engines
 
-    def _enumerate(self, problem: Problem, deterministic: bool) -> tuple[Candidate, ...]:
+    def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        """What cuDNN proposes for the fused pattern convolution + bias, which fprop alone has."""
+        if problem.op != "fprop":
+            return ()
+        return self._candidates(problem, _is_deterministic(), True)
+
+    def _enumerate(
+        self, problem: Problem, deterministic: bool, bias: bool
+    ) -> tuple[Candidate, ...]:
         reason = self.refusal(problem, DEFAULT_ALGORITHM)
         if reason is not None:
             raise UnsupportedError(f"no algorithm of {self.name} computes {problem}: {reason}")
         try:
-            proposed = self.runtime.configurations(self._index, problem)
+            proposed = self.runtime.configurations(self._index, problem, bias=bias)
         except UnsupportedError:  # cuDNN has nothing; torch has kernels of its own
             proposed = []
-        engines = (
-            Candidate(problem, one.identity, one.workspace_bytes, _lower(one.notes))
+        more = (ADDS_BIAS,) if bias else ()
+        return tuple(
+            Candidate(problem, one.identity, one.workspace_bytes, _lower(one.notes) + more)
             for one in proposed
             if one.is_allowed(problem, deterministic)
             and not one.is_runtime_compiled
             and self.refusal(problem, one.identity) is None
         )
-        return Candidate(problem, DEFAULT_ALGORITHM), *engines
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
         """The algorithm: an engine is one kernel, and torch's choice is not to be seen."""

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ucudnn.backends import original
 from ucudnn.backends._base import Executable
+from ucudnn.backends.cudnn.engine import parse_identity
 from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views, views_of
+from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
-from ucudnn.tensors import memory_format, torch_dtype
 
 # Addresses for which a pack is kept. A training step meets the same ones again and again; a program
 # that never does would otherwise keep one pack per call.
@@ -57,7 +58,7 @@ class AnyRuntime(Protocol):
     ) -> Any:
         """A plan."""
 
-    def pack(self, plan: Any, pointers: tuple[int, int, int], workspace: int) -> Any:
+    def pack(self, plan: Any, pointers: tuple[int, ...], workspace: int) -> Any:
         """Addresses for a launch."""
 
     def launch(self, device: int, plan: Any, pack: Any) -> None:
@@ -81,20 +82,35 @@ class EngineExecutable(Executable):
         self._runtime = runtime
         self._problem = problem
         self._identity = identity
+        self._adds_bias = parse_identity(identity)[2]
+        self._zeros: Tensor | None = None
         self._built: dict[Hashable, _Built | None] = {}
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute the result of these operands into a new tensor."""
         return self._new(a, b)
 
-    def _new(self, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        """Compute the result plus a bias of one element per channel (fprop, dgrad)."""
+        if not self._adds_bias:
+            return super().alone_biased(a, b, bias)
+        return self._new(a, b, bias=bias)
+
+    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
+        """Compute that into a slice of an existing result (fprop, dgrad)."""
+        if not self._adds_bias:
+            super().write_biased(a, b, out, bias)
+        else:
+            self._run(a, b, out, bias=bias)
+
+    def _new(self, a: Tensor, b: Tensor, alpha: float = 1.0, bias: Tensor | None = None) -> Tensor:
         shape = self._problem.result_shape
         if self._problem.op != "wgrad":
             shape = (a.shape[0], *shape[1:])
         out = torch.empty(
             shape, dtype=a.dtype, device=a.device, memory_format=memory_format(self._problem)
         )
-        self._run(a, b, out, alpha)
+        self._run(a, b, out, alpha, bias=bias)
         return out
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
@@ -118,7 +134,13 @@ class EngineExecutable(Executable):
         out.add_(self._new(a, b, alpha=1.0 / scale), alpha=scale)
 
     def _run(
-        self, a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 0.0
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        bias: Tensor | None = None,
     ) -> None:
         pointers = (a.data_ptr(), b.data_ptr(), out.data_ptr())
         place = (
@@ -131,9 +153,26 @@ class EngineExecutable(Executable):
         except KeyError:
             built = self._built[place] = self._build(a, b, out, alpha, beta)
         if built is None:
-            self._run_on_copies(a, b, out, alpha, beta)
+            self._run_on_copies(a, b, out, alpha, beta, bias)
+        elif self._adds_bias:
+            bias = self._usable_bias(a, bias)
+            built.launch(a, (*pointers, bias.data_ptr()))
         else:
             built.launch(a, pointers)
+
+    def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
+        """A bias where and as cuDNN takes it; zeros for none."""
+        if bias is None:
+            if self._zeros is None or self._zeros.device != like.device:
+                self._zeros = like.new_zeros(self._problem.out_channels)
+            return self._zeros
+        if (bias.device, bias.dtype) != (like.device, like.dtype):
+            raise RefusedError(
+                f"the bias must be {like.dtype} on {like.device} as the operands of "
+                f"{self._problem}, got {bias.dtype} on {bias.device}"
+            )
+        is_usable = bias.is_contiguous() and bias.data_ptr() % ALIGNMENT_BYTES == 0
+        return bias if is_usable else bias.clone(memory_format=torch.contiguous_format)
 
     def _build(self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float) -> _Built | None:
         """A plan for tensors that lie as these; None where it takes copies of them."""
@@ -150,13 +189,21 @@ class EngineExecutable(Executable):
             return None
         return _Built(self._runtime, device, plan)
 
-    def _run_on_copies(self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float) -> None:
+    def _run_on_copies(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        alpha: float,
+        beta: float,
+        bias: Tensor | None,
+    ) -> None:
         layout = memory_format(self._problem)
         inner = torch.empty_like(out, memory_format=layout)
         if beta:
             inner.copy_(out)
         a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
-        self._run(a, b, inner, alpha, beta)
+        self._run(a, b, inner, alpha, beta, bias)
         out.copy_(inner)
 
 
@@ -173,7 +220,7 @@ class _Built:
         self._plan = plan
         self._packs: dict[tuple[int, ...], Any] = {}
 
-    def launch(self, like: Tensor, pointers: tuple[int, int, int]) -> None:
+    def launch(self, like: Tensor, pointers: tuple[int, ...]) -> None:
         size, workspace, address = self._plan.workspace_bytes, None, 0
         if size:
             # freed as soon as the launch is enqueued: the next on this stream may have it again
@@ -240,9 +287,18 @@ class DefaultExecutable(Executable):
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute the result of these operands into a new tensor."""
+        return self._compute(a, b, None)
+
+    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        """Compute the result plus a bias as torch does (fprop), or add it afterwards (dgrad)."""
+        if self._problem.op != "fprop":
+            return super().alone_biased(a, b, bias)
+        return self._compute(a, b, bias)
+
+    def _compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         problem = self._problem
         if problem.op == "fprop":
-            return original.convolution(a, b, None, *self._geometry)
+            return original.convolution(a, b, bias, *self._geometry)
         # aten reads only the shape of the operand whose gradient is asked for
         if problem.op == "dgrad":
             x_like = a.new_empty(1).expand(a.shape[0], *problem.x_shape[1:])

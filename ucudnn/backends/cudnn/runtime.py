@@ -85,15 +85,15 @@ class Runtime:
         return handle
 
     def configurations(
-        self, device: int, problem: Problem, views: Views | None = None
+        self, device: int, problem: Problem, views: Views | None = None, bias: bool = False
     ) -> list[Configuration]:
-        """What cuDNN proposes for a problem on a device.
+        """What cuDNN proposes for a problem on a device, or for one with a bias.
 
         Raises:
             UnsupportedError: nothing.
         """
         with self._building, torch.cuda.device(device):
-            return configurations(self._target(device), problem, views=views)
+            return configurations(self._target(device), problem, views=views, bias=bias)
 
     def build(
         self,
@@ -116,10 +116,8 @@ class Runtime:
     def _target(self, device: int) -> Target:
         return Target(self.cudnn, handle=self._handle(device))
 
-    def pack(
-        self, plan: ExecutionPlan, pointers: tuple[int, int, int], workspace: int
-    ) -> Descriptor:
-        """Addresses for a launch: of both operands and the result, and of the workspace."""
+    def pack(self, plan: ExecutionPlan, pointers: tuple[int, ...], workspace: int) -> Descriptor:
+        """Addresses for a launch: of operands, result and perhaps bias, and of the workspace."""
         return self.cudnn.variant_pack(plan.uids, pointers, workspace)
 
     def launch(self, device: int, plan: ExecutionPlan, pack: Descriptor) -> None:

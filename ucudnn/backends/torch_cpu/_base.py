@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Executable
+from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
-from ucudnn.tensors import memory_format, torch_dtype
 from ucudnn.units import format_bytes
 
 

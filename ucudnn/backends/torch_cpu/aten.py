@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ucudnn.backends import original
 from ucudnn.backends._base import Executable
+from ucudnn.backends.tensors import memory_format
 from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, phantom
 from ucudnn.backends.torch_cpu.padding import padded, symmetric
 from ucudnn.problem import Problem
-from ucudnn.tensors import memory_format
 
 _aten = torch.ops.aten
 _KERNELS = {
@@ -39,7 +39,7 @@ class _Geometry(NamedTuple):
     groups: int
 
 
-_Forward = Callable[[Tensor, Tensor, _Geometry], Any]
+_Forward = Callable[[Tensor, Tensor, Tensor | None, _Geometry], Any]
 _Backward = Callable[[Tensor, Tensor, Tensor, _Geometry, list[bool]], Any]
 # aten's output mask: gradients of x, w and bias
 _DGRAD, _WGRAD = [True, False, False], [False, True, False]
@@ -182,18 +182,23 @@ class _Nhwc(Executable):
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         return self._run(a, b).contiguous()
 
-    # The two below copy the layout back and put the result in place in one pass.
+    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return self._run(a, b, bias).contiguous()
+
+    # Those below copy the layout back and put the result in place in one pass.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(self._run(a, b))
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         out.add_(self._run(a, b))
 
-    def _run(self, a: Tensor, b: Tensor) -> Tensor:
+    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
+        out.copy_(self._run(a, b, bias))
+
+    def _run(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         layout = self._layout
-        return self._inner.alone(
-            a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
-        )
+        a, b = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
+        return self._inner.alone(a, b) if bias is None else self._inner.alone_biased(a, b, bias)
 
 
 class _Aten(OpsExecutable):
@@ -217,7 +222,16 @@ class _Aten(OpsExecutable):
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         """y from x and w."""
-        return _tensor(self._forward(x, w, self._geometry))
+        return _tensor(self._forward(x, w, None, self._geometry))
+
+    # aten's forward operators begin with the bias, which takes no time of its own.
+    def alone_biased(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        if self.problem.op != "fprop":
+            return super().alone_biased(a, b, bias)
+        return _tensor(self._forward(a, b, bias, self._geometry))
+
+    def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
+        out.copy_(self.alone_biased(a, b, bias))
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
         """dx from dy and w."""
@@ -234,10 +248,10 @@ class _Aten(OpsExecutable):
         return _tensor(self._backward(dy, x, self._like, self._geometry, _WGRAD)[1])
 
 
-def _convolution(x: Tensor, w: Tensor, geometry: _Geometry) -> Any:
+def _convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> Any:
     _, stride, padding, dilation, groups = geometry
     none = [0] * len(stride)
-    return original.convolution(x, w, None, stride, padding, dilation, False, none, groups)
+    return original.convolution(x, w, bias, stride, padding, dilation, False, none, groups)
 
 
 def _convolution_backward(
@@ -250,14 +264,14 @@ def _convolution_backward(
     )
 
 
-def _onednn(x: Tensor, w: Tensor, geometry: _Geometry) -> Any:
+def _onednn(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> Any:
     _, stride, padding, dilation, groups = geometry
-    return _aten.mkldnn_convolution.default(x, w, None, padding, stride, dilation, groups)
+    return _aten.mkldnn_convolution.default(x, w, bias, padding, stride, dilation, groups)
 
 
-def _slow_conv2d(x: Tensor, w: Tensor, geometry: _Geometry) -> Any:
+def _slow_conv2d(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> Any:
     kernel_size, stride, padding, *_ = geometry
-    return _aten._slow_conv2d_forward.default(x, w, kernel_size, None, stride, padding)
+    return _aten._slow_conv2d_forward.default(x, w, kernel_size, bias, stride, padding)
 
 
 def _slow_conv2d_backward(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import AbstractBackend, Activity, Executable
+from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu import identity
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
 from ucudnn.backends.torch_cpu.aten import (
@@ -27,7 +28,6 @@ from ucudnn.candidate import Candidate
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
-from ucudnn.tensors import memory_format, torch_dtype
 
 _ALGORITHMS = {
     algorithm.name: algorithm

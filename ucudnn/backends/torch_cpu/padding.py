@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ucudnn.backends._base import Executable
+from ucudnn.backends.tensors import memory_format
 from ucudnn.problem import Problem
-from ucudnn.tensors import memory_format
 
 
 def symmetric(problem: Problem) -> Problem:

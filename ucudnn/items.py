@@ -1,0 +1,180 @@
+"""Measurements of one kernel as items for the solver: what a chunk costs in each role. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+from ucudnn.measurement import Measurement
+from ucudnn.plan import DEFAULT_ALGORITHM
+from ucudnn.problem import Problem
+from ucudnn.solvers import Item
+
+# Which kernel an algorithm runs a problem by, None where it does not.
+KernelOf = Callable[[Problem, str], str | None]
+
+
+def items_by_role(
+    problem: Problem,
+    measurements: Sequence[Measurement],
+    kernel_of: KernelOf,
+) -> dict[str, list[Item]]:
+    """What `reuse` takes, by role: "alone", "first", "later".
+
+    Args:
+        problem: the kernel at its largest batch.
+        measurements: of its micro-batches and of others.
+        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+    """
+    alone = _single_items(problem, measurements, kernel_of)
+    later = chunk_items(problem, measurements, "later")
+    if problem.op != "wgrad":
+        first = later
+    else:
+        first = chunk_items(problem, measurements, role_of_first(problem))
+        alone += first  # a chunk that is returned costs no more than one that begins a sum
+    return {"alone": alone, "first": first, "later": later}
+
+
+def _single_items(
+    problem: Problem,
+    measurements: Sequence[Measurement],
+    kernel_of: KernelOf,
+) -> list[Item]:
+    """What each algorithm takes for each batch alone, or at most takes.
+
+    A batch that was not timed costs at most what the next larger one does by the same kernel, and a
+    chunk alone at most what it does when it is written into a larger result.
+    """
+    costs: dict[str, dict[int, Item]] = {}
+    for role in ("later", "alone"):  # what was timed alone replaces the bound
+        for item in chunk_items(problem, measurements, role):
+            if role == "alone" or problem.op != "wgrad":
+                costs.setdefault(item.algorithm, {})[item.batch] = item
+    every = range(1, problem.batch + 1)
+    return [
+        item
+        for by_batch in costs.values()
+        for item in _bounded(problem, by_batch, every, kernel_of)
+    ]
+
+
+def with_bounded(
+    problem: Problem, items: Mapping[str, list[Item]], kernel_of: KernelOf, sizes: Iterable[int]
+) -> dict[str, list[Item]]:
+    """The items, and what chunks of other sizes take at most.
+
+    Args:
+        problem: the kernel at its largest batch.
+        items: of what was timed, by role.
+        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        sizes: that chunks may have.
+    """
+    sizes = tuple(sizes)
+    found = {"alone": items["alone"]}
+    for role in ("first", "later"):
+        costs: dict[str, dict[int, Item]] = {}
+        for item in items[role]:
+            costs.setdefault(item.algorithm, {})[item.batch] = item
+        more = (
+            item
+            for by_batch in costs.values()
+            for item in _bounded(problem, by_batch, sizes, kernel_of)
+            if item.batch not in by_batch
+        )
+        found[role] = [*items[role], *more]
+    return found
+
+
+def _bounded(
+    problem: Problem, by_batch: Mapping[int, Item], sizes: Iterable[int], kernel_of: KernelOf
+) -> Iterator[Item]:
+    """What one algorithm takes at some sizes, or at most takes: as the next larger timed size.
+
+    Only where both run the same kernel; one that was timed stands for itself.
+    """
+    bound = None
+    timed = sorted(by_batch, reverse=True)
+    for n in sorted({*sizes, *timed}, reverse=True):
+        bound = by_batch.get(n, bound)
+        if bound is None:
+            continue
+        algorithm = bound.algorithm
+        kernels = (kernel_of(problem.with_batch(size), algorithm) for size in {n, bound.batch})
+        if len(set(kernels)) == 1:
+            yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
+
+
+def lists_of(op: str, is_whole: bool, role: str) -> tuple[str, ...]:
+    """What of a split a chunk may be that was timed in a role.
+
+    >>> lists_of("fprop", False, "later")
+    ('first', 'later')
+
+    Args:
+        op: of the problem.
+        is_whole: whether the chunk is all of it.
+        role: in which it was timed.
+    """
+    if is_whole:
+        return ("alone",)
+    if op != "wgrad":
+        return ("first", "later") if role == "later" else ()
+    return ("later",) if role == "later" else ("first",)
+
+
+def role_of_first(problem: Problem) -> str:
+    """The role in which the first of several chunks is timed."""
+    if problem.op != "wgrad":
+        return "later"
+    # in full precision it runs exactly as a lone one does
+    return "alone" if problem.bytes_per_element >= 4 else "first"
+
+
+def rank_of(algorithm: str, notes: Sequence[str]) -> int:
+    """What breaks ties, lower first: deterministic algorithms, and among them torch's default."""
+    return 2 * ("nondeterministic" in notes) + (algorithm != DEFAULT_ALGORITHM)
+
+
+def held_bytes(problem: Problem, role: str) -> int:
+    """What a chunk's workspace is held beside: half-precision wgrad adds up in float32."""
+    if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != "alone":
+        return 4 * prod(problem.w_shape)
+    return 0
+
+
+def chunk_items(
+    problem: Problem,
+    measurements: Sequence[Measurement],
+    role: str,
+    size_by_part: Mapping[Problem, int] | None = None,
+) -> list[Item]:
+    """Items of one role, with all that they hold.
+
+    Args:
+        problem: the kernel at its largest batch.
+        measurements: of chunks along any axis.
+        role: in which they were timed.
+        size_by_part: which measurements count, and as what size; None: those of micro-batches.
+    """
+    total = held_bytes(problem, role)
+    items = []
+    for entry in measurements:
+        part = entry.key.problem
+        if size_by_part is None:
+            size = part.batch if part.with_batch(problem.batch) == problem else None
+        else:
+            size = size_by_part.get(part)
+        if size is not None and entry.key.conditions.role == role:
+            assert entry.workspace_bytes is not None
+            algorithm = entry.key.algorithm
+            items.append(
+                Item(
+                    batch=size,
+                    workspace_bytes=entry.workspace_bytes + total,
+                    time_ns=entry.time_ns or 1,
+                    algorithm=algorithm,
+                    rank=rank_of(algorithm, entry.notes),
+                )
+            )
+    return items
