@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ BACKENDS = ("auto", "torch_cpu", "cudnn", "recorded")
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
 _MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
+_MUCUDNN_MAPPED = {"UCUDNN_BATCH_SIZE_POLICY", "UCUDNN_DEFAULT_WORKSPACE_LIMIT"}
 _MUCUDNN_REFUSED = {
     "UCUDNN_TOTAL_WORKSPACE_SIZE": "dividing one pool among kernels is not available yet; "
     "use UCUDNN_WORKSPACE_LIMIT, which all kernels of a stream share",
@@ -171,6 +173,15 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     for name, reason in _MUCUDNN_REFUSED.items():
         if name in environment:
             raise ConfigError(f"environment variable {name} is not supported: {reason}")
+    known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
+    for name in sorted(name for name in environment if name.startswith("UCUDNN_")):
+        if name not in known:
+            warnings.warn(
+                f"environment variable {name} is no setting of ucudnn and has no effect; settings "
+                f"are {', '.join(sorted(known))}",
+                UserWarning,
+                stacklevel=4,
+            )
     settings: dict[str, Any] = {}
     old_policy = environment.get("UCUDNN_BATCH_SIZE_POLICY")
     if old_policy is not None:

@@ -51,6 +51,15 @@ def test_an_environment_variable_of_mu_cudnn_is_refused_in_a_sentence(ucudnn, ta
     assert "UCUDNN_DATABASE is not supported" in done.err
 
 
+def test_a_mistyped_environment_variable_is_named_once(ucudnn, table, monkeypatch):
+    monkeypatch.setenv("UCUDNN_WORKSPACE_LIMT", "8MiB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        done = ucudnn("tune", table(), "--policy", "undivided")
+    assert done.status == 0
+    assert done.err.count("UCUDNN_WORKSPACE_LIMT is no setting") == 1
+
+
 def test_help_of_every_command_is_light():
     """`ucudnn --help` loads no framework."""
     program = (
