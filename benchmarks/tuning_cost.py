@@ -135,7 +135,7 @@ class ReplayBench(AbstractBench):
             entrants.append(Entrant(partial(next, _repeated(samples)), arm[::2]))
         return run_rounds(self._backend, entrants, Protocol(), known)
 
-    def whole(self, splits: Sequence[Split]) -> list[Whole]:
+    def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
         """A table holds no whole plans."""
         raise NotImplementedError
 
