@@ -81,7 +81,7 @@ class Bound:
         self.problems = problems
         self._calls: dict[str, Call | None] = {op: None for op in OPS if op not in problems}
 
-    def call(self, which: str) -> Call | None:
+    def call(self, which: str, has_bias: bool = False) -> Call | None:
         """What computes a pass; None where torch's own convolution does.
 
         Raises:
@@ -90,11 +90,11 @@ class Bound:
         try:
             return self._calls[which]
         except KeyError:
-            return self._runner.bind(which, self.problems[which], self._calls)
+            return self._runner.bind(which, self.problems[which], self._calls, has_bias)
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """The output, without a graph."""
-        call = self.call("fprop")
+        call = self.call("fprop", bias is not None)
         if call is None:
             return original.convolution(x, w, bias, *self.geometry)
         return _run(call, x, w, bias)
@@ -122,6 +122,8 @@ class Bound:
 def _run(call: Call, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     layout = memory_format(call.problem)
     a, b = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
+    if bias is not None:  # which operators take for granted
+        bias = bias.contiguous()
     device_type = a.device.type
     if torch.is_autocast_enabled(device_type):
         # backward may be called inside autocast, which would round what is planned in float32
@@ -195,18 +197,24 @@ class Runner:
             return {}
         return problems
 
-    def bind(self, which: str, problem: Problem, calls: dict[str, Call | None]) -> Call | None:
+    def bind(
+        self,
+        which: str,
+        problem: Problem,
+        calls: dict[str, Call | None],
+        has_bias: bool = False,
+    ) -> Call | None:
         """Look up what computes a problem, and note it in `calls`."""
         with self._lock:
             if self._tuning:  # what tuning itself computes is torch's own
                 return None
             if which not in calls:
-                calls[which] = self._bind(problem)
+                calls[which] = self._bind(problem, has_bias)
             return calls[which]
 
-    def _bind(self, problem: Problem) -> Call | None:
+    def _bind(self, problem: Problem, has_bias: bool) -> Call | None:
         if self.plan is None or not self.plan.covers(problem):
-            self._unplanned(problem)
+            self._unplanned(problem, has_bias)
         if self.plan is None or not self.plan.covers(problem):
             return None
         split = self.plan.split(problem)
@@ -236,7 +244,7 @@ class Runner:
         rest = " (there may be more of these, which are not reported)" if last else ""
         warnings.warn(sentence + rest, UserWarning, stacklevel=4)
 
-    def _unplanned(self, problem: Problem) -> None:
+    def _unplanned(self, problem: Problem, has_bias: bool) -> None:
         if self.plan is not None and Layer.of(problem) not in self._layers:
             return  # of a layer that the plan was not made for
         if self.config.unplanned == "error":
@@ -251,9 +259,9 @@ class Runner:
                 f"input of this shape and at least this batch, or set unplanned='tune'",
             )
             return
-        self._tune(problem)
+        self._tune(problem, has_bias)
 
-    def _tune(self, problem: Problem) -> None:
+    def _tune(self, problem: Problem, has_bias: bool) -> None:
         from ucudnn.tuner import tune_problems  # layers that never tune need no solver
 
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -263,7 +271,8 @@ class Runner:
             )
         self._tuning = True
         try:
-            tuned = tune_problems([("", problem)], self.config)
+            biased = [problem] if has_bias else []
+            tuned = tune_problems([("", problem)], self.config, biased=biased)
         finally:
             self._tuning = False
         kernels = (*self.plan.kernels, *tuned.kernels) if self.plan else tuned.kernels
@@ -295,7 +304,7 @@ def convolution(
     graph = torch.is_grad_enabled()
     # where every pass that this call leads to is torch's own, torch's node is cheaper
     if not (
-        bound.call("fprop")
+        bound.call("fprop", bias is not None)
         or (graph and x.requires_grad and bound.call("dgrad"))
         or (graph and w.requires_grad and bound.call("wgrad"))
     ):

@@ -255,14 +255,14 @@ def solve(
         sizes: chunks that a split may have, timed or not: a smaller batch may need them.
     """
     items = items_by_role(problem, measurements, kernel_of)
-    usable = with_bounded(problem, items, kernel_of, sizes)
-    worthwhile = {
-        role: [item for item in group if role == "alone" or item.time_ns >= WORTHWHILE_NS]
-        for role, group in usable.items()
-    }
-    if WalkEntry(None, None) in _walk_all(worthwhile, problem.batch, limit):
-        worthwhile = usable  # nothing else fits everywhere: then short chunks are allowed
-    walks = tuple(_walk_all(worthwhile, problem.batch, limit, launch_ns) for launch_ns in CHUNK_NS)
+    bounded = with_bounded(problem, items, kernel_of, sizes)
+    walks = tuple(
+        _with_end_of(
+            _walk_all(bounded, problem.batch, limit, launch_ns),
+            _walk_all(items, problem.batch, limit, launch_ns),
+        )
+        for launch_ns in CHUNK_NS
+    )
     whole = kernel_of(problem, DEFAULT_ALGORITHM)
     like_default = frozenset(
         n
@@ -273,14 +273,14 @@ def solve(
     return Solved(problem, tuples, walks, limit, like_default)
 
 
-def uncovered_batch(
+def uncovered_batches(
     problem: Problem,
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
     limit: int | None,
     sizes: Iterable[int],
-) -> int | None:
-    """The smallest batch that nothing timed computes within the limit; None where all are.
+) -> list[int]:
+    """The batches that nothing timed computes within the limit, the smallest first.
 
     Args:
         problem: the kernel at its largest batch.
@@ -291,9 +291,7 @@ def uncovered_batch(
     """
     items = items_by_role(problem, measurements, kernel_of)
     walk = _walk_all(with_bounded(problem, items, kernel_of, sizes), problem.batch, limit)
-    return next(
-        (n for n, entry in enumerate(walk, start=1) if entry == WalkEntry(None, None)), None
-    )
+    return [n for n, entry in enumerate(walk, start=1) if entry == WalkEntry(None, None)]
 
 
 def smallest_workspace(
@@ -326,9 +324,36 @@ def smallest_workspace(
 def _walk_all(
     items: Mapping[str, Sequence[Item]], batch: int, limit: int | None, launch_ns: int = 0
 ) -> tuple[WalkEntry, ...]:
-    if not any(items.values()):
-        return (WalkEntry(None, None),) * batch
-    return _table(items, batch, launch_ns).walk(limit)
+    """The fastest split of every batch; of short chunks only where nothing else fits."""
+    worthwhile = {
+        role: [item for item in group if role == "alone" or item.time_ns >= WORTHWHILE_NS]
+        for role, group in items.items()
+    }
+    found = []
+    for choice in (worthwhile, items):
+        if any(choice.values()):
+            found.append(_table(choice, batch, launch_ns).walk(limit))
+    merged = []
+    for entries in zip(*found, strict=True):
+        chosen = next((entry for entry in entries if entry.alone or entry.last), entries[0])
+        # a chain goes on at the batch that its last chunk leaves, where any other one will do
+        last = next((entry.last for entry in entries if entry.last), None)
+        merged.append(WalkEntry(chosen.alone, last))
+    return tuple(merged) or (WalkEntry(None, None),) * batch
+
+
+def _with_end_of(
+    walk: tuple[WalkEntry, ...], timed: tuple[WalkEntry, ...]
+) -> tuple[WalkEntry, ...]:
+    """A walk whose largest batch is split as in another one, which holds timed chunks alone."""
+    merged, n = list(walk), len(walk)
+    if timed[n - 1].alone:
+        merged[n - 1] = WalkEntry(timed[n - 1].alone, walk[n - 1].last)
+        return tuple(merged)
+    while n and (last := timed[n - 1].last) is not None:
+        merged[n - 1] = WalkEntry(None if n == len(walk) else walk[n - 1].alone, last)
+        n -= last.batch
+    return tuple(merged)
 
 
 def _table(items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int) -> ReuseTable:

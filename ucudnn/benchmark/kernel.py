@@ -23,7 +23,7 @@ from ucudnn.candidate import Candidate
 from ucudnn.items import held_bytes, lists_of, rank_of
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import DEFAULT_ALGORITHM
-from ucudnn.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batch
+from ucudnn.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
 from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
@@ -268,7 +268,11 @@ class KernelMeasurer:
         known = self._known_workspace(arm)
         if known is not None:
             return known
-        points = self._workspace_points(arm)
+        points = [  # a larger chunk that does not fit says nothing of a smaller one
+            (size, workspace)
+            for size, workspace in self._workspace_points(arm)
+            if size <= arm.size or self._fits(arm, workspace)
+        ]
         if not points:
             return None if self._must_probe else 0
         return _on_the_line(points, arm.size, self._sizes)
@@ -313,13 +317,19 @@ class KernelMeasurer:
 
     def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
         """What to look at first of a curve's arms of one role; a second if that helps the whole."""
-        known = [arm for arm in arms if self._known_workspace(arm) is not None]
         whole = self._axis.extent
+        known = [
+            arm
+            for arm in arms
+            for workspace in [self._known_workspace(arm)]
+            if workspace is not None and (arm.size < whole or self._fits(arm, workspace))
+        ]
         if not known:
             smaller = any(arm.size < whole for arm in self._curves if self._curves[arm] == curve)
-            return None if arms[0].size == whole and smaller else arms[0]
+            is_no_probe = arms[0] in self._records or (arms[0].size == whole and smaller)
+            return None if is_no_probe else arms[0]
         last, second = arms[-1], arms[min(1, len(arms) - 1)]
-        is_open = last.size == whole and last not in known and not self._can_be_run(last)
+        is_open = last.size == whole and last not in self._records and not self._can_be_run(last)
         tells_more = len(known) == 1 and not self._lists(second) and self._can_be_run(second)
         return second if is_open and tells_more else None
 
@@ -335,20 +345,22 @@ class KernelMeasurer:
         return self._wanted_by_smaller_batches()
 
     def _wanted_by_smaller_batches(self) -> list[Arm]:
-        """What is missing for a batch that nothing timed adds up to."""
-        if self._axis.name != "batch" or not self.usable:
+        """What is missing for the first batch that lacks a split, of those that could have one."""
+        if self._axis.name != "batch":
             return []
         problem, kernel_of = self._problem, self._session.kernel_of
-        batch = uncovered_batch(problem, self.usable, kernel_of, self._limit, self._sizes)
-        if batch is None:
-            return []
-        options = (
-            replace(option, lists=("alone", *option.lists))
-            if option.batch == batch and "first" in option.lists
-            else option
-            for option in self._options()
-        )
-        return _arms(outlook(options, batch, tolerance=1.0).wanted)
+        options = list(self._options())
+        for batch in uncovered_batches(problem, self.usable, kernel_of, self._limit, self._sizes):
+            possible = (
+                replace(option, lists=("alone", *option.lists))
+                if option.batch == batch and "first" in option.lists
+                else option
+                for option in options
+            )
+            wanted = outlook(possible, batch, tolerance=1.0).wanted
+            if wanted:
+                return _arms(wanted)
+        return []
 
     def _measure(self, arms: Sequence[Arm]) -> None:
         """Look at what was never run, then race what is not hopeless."""

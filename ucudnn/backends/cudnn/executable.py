@@ -163,8 +163,7 @@ class EngineExecutable(Executable):
     def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
         """A bias where and as cuDNN takes it; zeros for none."""
         if bias is None:
-            if self._zeros is None or self._zeros.device != like.device:
-                self._zeros = like.new_zeros(self._problem.out_channels)
+            assert self._zeros is not None
             return self._zeros
         if (bias.device, bias.dtype) != (like.device, like.dtype):
             raise RefusedError(
@@ -178,6 +177,8 @@ class EngineExecutable(Executable):
         """A plan for tensors that lie as these; None where it takes copies of them."""
         problem = self._problem.with_batch(a.shape[0])
         _require_one_kind(problem, (a, b, out))
+        if self._adds_bias and (self._zeros is None or self._zeros.device != a.device):
+            self._zeros = a.new_zeros(problem.out_channels)  # now: a graph may be captured later
         tensors = _as_xwy(problem, a, b, out)
         views = Views(*(_view(tensor, problem.layout) for tensor in tensors))
         device = a.get_device()
