@@ -342,3 +342,24 @@ def test_inductor_lays_out_a_converted_model_as_it_does_torchs(plan_by_hand):
     with fresh_compiler():
         torch.compile(model, fullgraph=True, backend=backend)(x).sum().backward()
     assert decided == [True]
+
+
+@pytest.mark.parametrize("algorithm", ["onednn_nhwc", "slow_conv2d", "im2col_gemm"])
+@pytest.mark.parametrize("chunk", [2, 4])
+@pytest.mark.parametrize(
+    "bias_of",
+    [
+        lambda memory: memory[:, 2],
+        lambda memory: memory[1, ::2][:8],
+        lambda memory: memory[0, :1].expand(8),
+    ],
+    ids=["column", "every second", "expanded"],
+)
+def test_a_bias_that_is_not_contiguous(plan_by_hand, algorithm, chunk, bias_of):
+    x, w, bias = torch.randn(4, 8, 9, 9), torch.randn(8, 8, 3, 3), bias_of(torch.randn(8, 16))
+    layer = nn.Conv2d(8, 8, 3)
+    plan = plan_by_hand(layer, x, chunk, algorithm)
+    with ucudnn.installed(plan):
+        found = functional.conv2d(x, w, bias)
+    expected = functional.conv2d(x.double(), w.double(), bias.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

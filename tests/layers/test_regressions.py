@@ -148,3 +148,16 @@ def test_tracing_works_inside_inference_mode():
     model, x = nn.Conv2d(3, 4, 3), torch.empty(2, 3, 9, 9)
     with torch.inference_mode():
         assert len(ucudnn.trace(model, x)) == 2
+
+
+def test_what_is_tuned_on_the_way_is_tuned_with_its_bias(tmp_path):
+    config = Config(unplanned="tune", policy="undivided", cache=str(tmp_path))
+    for has_bias in (True, False):
+        ucudnn.nn.Conv2d(3, 4 + has_bias, 3, bias=has_bias, config=config)(torch.randn(2, 3, 9, 9))
+    with ucudnn.cache.open(tmp_path, "r") as cache:
+        races = {
+            entry.key.problem.out_channels: entry.key.algorithm.endswith("with a bias")
+            for entry in cache
+            if entry.key.algorithm.startswith("plan[") and entry.key.problem.op == "fprop"
+        }
+    assert races == {5: True, 4: False}

@@ -296,3 +296,21 @@ def test_the_table_of_a_probe_is_a_recording(tmp_path):
         assert plan.device.name == "NVIDIA H200"
         assert plan.kernels[0].timing.time_ns == 800_000
         assert plan.kernels[0].default is None
+
+
+@pytest.mark.parametrize("default_us", [None, 500, 60_000])
+def test_a_recording_with_gaps_is_planned_by_what_was_timed(tmp_path, default_us):
+    """Lazy measuring leaves gaps: 6 = 1 + 4 + 1, though chunks of 2 would do."""
+    problem = replace(FPROP, batch=6)
+    entries = [
+        entry(problem.with_batch(4), "eng1", 10_000, 0, role="later"),
+        entry(problem.with_batch(1), "eng1", 6_000, 0, role="later"),
+    ]
+    if default_us is not None:
+        over = default_us == 500
+        entries.append(entry(problem, "torch_default", default_us, 99 if over else 0))
+    folder = record(tmp_path, entries)
+    (kernel,) = replay(folder, problem, workspace_limit="1MiB").kernels
+    assert sorted(step.size for step in kernel.split(6).steps) == [1, 1, 4]
+    assert kernel.timing.time_ns == kernel.predicted_time_ns == 22_000_000
+    assert all(kernel.split(n).size == n for n in range(1, 7))

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
@@ -319,3 +320,24 @@ def test_a_layer_with_a_bias_is_tuned_once(scripted):
     again = Counts()
     assert tune_problems([("layer", FPROP)], Config(), again, biased={FPROP}) == first
     assert again.measured == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["fprop", "wgrad"])
+def test_chunks_fit_though_the_whole_does_not(scripted, op, dtype):
+    backend = scripted(torch_default=linear(1, 1), slow=linear(3, 0))
+    plain = backend.operands
+    backend.operands = lambda *asked: tuple(one.to(getattr(torch, dtype)) for one in plain(*asked))
+    plan, _ = tune(Problem(op, 8, 2, 2, (4, 4), (1, 1), dtype=dtype), workspace_limit="5MiB")
+    (kernel,) = plan.kernels
+    assert kernel.split(8).steps == (Step(4, "torch_default"),) * 2
+
+
+def test_a_batch_that_nothing_computes_does_not_keep_others_from_a_plan(scripted):
+    """At one sample torch picks a kernel with much workspace, at two a third one that fits."""
+    odd = {1: (MS, 9 * MIB), 2: (2 * MS, 0)}
+    backend = scripted(torch_default=lambda size: odd.get(size, (size * MS, MIB // 2)))
+    backend.kernels |= {("torch_default", 1): "one", ("torch_default", 2): "two"}
+    plan, _ = tune(FPROP.with_batch(4), workspace_limit="1MiB")
+    (kernel,) = plan.kernels
+    assert [kernel.covers(n) for n in range(1, 5)] == [False, True, True, True]
