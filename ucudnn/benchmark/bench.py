@@ -13,7 +13,7 @@ from ucudnn.benchmark.accuracy import Accuracy, Check
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
 from ucudnn.errors import UnsupportedError
-from ucudnn.execute import bind
+from ucudnn.execute import Call, bind
 from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
 
@@ -193,7 +193,7 @@ class LocalBench(AbstractBench):
                 call = bind(self._backend, self._axis.problem, split)
                 loop = WholeLoop(ring, call, bias)
                 samplers[place] = Sampler(loop.run, self._backend)
-                workspaces[place] = self._backend.workspace_bytes(loop.once, call.parts)
+                workspaces[place] = self._workspace_of(loop, call)
                 samplers[place].warm_up(FINALS)
             except (RuntimeError, UnsupportedError) as error:
                 if self._backend.is_broken():
@@ -207,3 +207,19 @@ class LocalBench(AbstractBench):
         results = {place: Result(failure=reason) for place, reason in failures.items()}
         results.update(zip(places, found, strict=True))
         return [Whole(results[place], workspaces[place]) for place in range(len(splits))]
+
+    def _workspace_of(self, loop: WholeLoop, call: Call) -> int:
+        """What a call takes beside its result.
+
+        A backend may not see when an algorithm takes memory of its own, and counts it for all of
+        the call; but chunks of different algorithms follow each other.
+        """
+        together = self._backend.workspace_bytes(loop.once, call.parts)
+        parts = dict.fromkeys(call.parts)
+        if call.problem.op == "wgrad" or len({algorithm for _, algorithm in parts}) == 1:
+            return together
+        each = (
+            self._checked(self.ring, Arm(part.batch, algorithm, "later"), part)[1]
+            for part, algorithm in parts
+        )
+        return min(together, max(each))
