@@ -38,7 +38,9 @@ def test_chunks_of_different_algorithms_do_not_add_up(op):
         looks = [bench.look(Arm(4, name, "later"), None) for name in names]
         mixed = Split("batch", tuple(Step(4, name) for name in names))
         (whole,) = bench.whole([mixed])
-    assert whole.workspace_bytes == max(look.workspace_bytes for look in looks)
+    most = max(look.workspace_bytes for look in looks)
+    # poisoning takes an element
+    assert whole.workspace_bytes == pytest.approx(most, abs=8)
 
 
 class Painter(Executable):
