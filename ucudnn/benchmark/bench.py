@@ -125,19 +125,19 @@ class LocalBench(AbstractBench):
 
     def _look(self, ring: Ring, arm: Arm, limit: int | None) -> Look:
         part = self._axis.part(arm.size)
-        check, workspace = self._checked(ring, arm, part)
+        check, workspace = self._checked(ring, part, arm.algorithm, arm.role)
         accuracy = check.accuracy()
         for end in self._axis.ends(arm.size):  # where padding may be copied
-            workspace = max(workspace, self._checked(ring, arm, end)[1])
+            workspace = max(workspace, self._checked(ring, end, arm.algorithm, arm.role)[1])
         if limit is not None and workspace > limit:
             return Look(workspace, accuracy, None)
         return Look(workspace, accuracy, self._sampler(arm).once_ns())
 
-    def _checked(self, ring: Ring, arm: Arm, part: Problem) -> tuple[Check, int]:
+    def _checked(self, ring: Ring, part: Problem, algorithm: str, role: str) -> tuple[Check, int]:
         """A candidate that has run once on a part, and the workspace in bytes that it took."""
-        executable = self._backend.executable(part, arm.algorithm)
-        check = Check(ring, executable, part, arm.role, arm.algorithm == DEFAULT_ALGORITHM)
-        return check, self._backend.workspace_bytes(check.run, [(part, arm.algorithm)])
+        executable = self._backend.executable(part, algorithm)
+        check = Check(ring, executable, part, role, algorithm == DEFAULT_ALGORITHM)
+        return check, self._backend.workspace_bytes(check.run, [(part, algorithm)])
 
     def rounds(
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
@@ -218,8 +218,5 @@ class LocalBench(AbstractBench):
         parts = dict.fromkeys(call.parts)
         if call.problem.op == "wgrad" or len({algorithm for _, algorithm in parts}) == 1:
             return together
-        each = (
-            self._checked(self.ring, Arm(part.batch, algorithm, "later"), part)[1]
-            for part, algorithm in parts
-        )
+        each = (self._checked(self.ring, part, algorithm, "later")[1] for part, algorithm in parts)
         return min(together, max(each))
