@@ -277,7 +277,7 @@ def same_twice(session: Session, problem: Problem) -> list[Measurement]:
     backend = session.backend
     ring = Ring.allocate(backend, problem)
     call = bind(backend, problem, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),)))
-    samplers = [Sampler(WholeLoop(ring, call).run, backend) for _ in SAME]
+    samplers = [Sampler(WholeLoop(ring, call), backend) for _ in SAME]
     for sampler in samplers:
         sampler.warm_up(FINALS)
     results = run_rounds(backend, [Entrant(one.sample_ns) for one in samplers], SAME_TWICE)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,6 +56,13 @@ def package() -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
+
+
+@pytest.fixture
+def script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A function that imports a script of benchmarks/, which import each other by name."""
+    monkeypatch.syspath_prepend(str(repository / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from math import comb
 from pathlib import Path
 
@@ -20,18 +18,10 @@ TABLES = sorted(RESULTS.rglob("exhaustive.csv"))
 TRIALS = 200
 
 
-@pytest.fixture(scope="module")
-def tuning_cost():
+@pytest.fixture
+def tuning_cost(script):
     """The script that made the tables and replays them."""
-    path = RESULTS.parent / "tuning_cost.py"
-    spec = importlib.util.spec_from_file_location("tuning_cost", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tuning_cost"] = module  # where its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["tuning_cost"]
+    return script("tuning_cost")
 
 
 def test_there_is_a_table_with_its_provenance():

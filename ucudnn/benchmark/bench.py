@@ -177,7 +177,7 @@ class LocalBench(AbstractBench):
             part = self._axis.part(arm.size)
             executable = self._backend.executable(part, arm.algorithm)
             loop = ChunkLoop(self.ring, executable, part, arm.role)
-            self._samplers[arm] = Sampler(loop.run, self._backend)
+            self._samplers[arm] = Sampler(loop, self._backend)
         return self._samplers[arm]
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
@@ -192,7 +192,7 @@ class LocalBench(AbstractBench):
             try:
                 call = bind(self._backend, self._axis.problem, split)
                 loop = WholeLoop(ring, call, bias)
-                samplers[place] = Sampler(loop.run, self._backend)
+                samplers[place] = Sampler(loop, self._backend)
                 workspaces[place] = self._workspace_of(loop, call)
                 samplers[place].warm_up(FINALS)
             except (RuntimeError, UnsupportedError) as error:
