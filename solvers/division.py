@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ucudnn.config import SOLVERS
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import AbstractDivider, Division, Front, Pool, require_int
 from ucudnn.solvers.auto import Auto
 from ucudnn.solvers.exact import Exact
 from ucudnn.solvers.integer import IntegerProgram
-
-SOLVERS = ("auto", "exact", "highs", "cbc")
 
 
 def divide(

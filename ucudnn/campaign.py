@@ -1,6 +1,7 @@
 """Tune many kernels: the costliest first, on several devices, in a time budget.
 
 At any moment there is a plan: finished kernels have theirs, the others run torch's own convolution.
+Where kernels divide one pool of workspace, what each could do with how much is measured first.
 """
 
 from __future__ import annotations
@@ -9,29 +10,25 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock
 from time import monotonic
 
 import torch
 
-from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.benchmark.finals import Finalist, choose, race
-from ucudnn.benchmark.kernel import KernelMeasurer
 from ucudnn.benchmark.session import Session
 from ucudnn.cache import AbstractCache
-from ucudnn.candidate import ADDS_BIAS
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
+from ucudnn.planning import Kernel, KernelPlanner, survey
+from ucudnn.pool import Choices, divided, require_solver
 from ucudnn.problem import Problem
-from ucudnn.replay import miss, predict, recall, recall_race
-from ucudnn.solve import Solved, SolvedRows, smallest_workspace, solve
-from ucudnn.units import format_bytes
+from ucudnn.solve import solve
 
 Task = Callable[[Session], None]
 
@@ -73,7 +70,7 @@ class Campaign:
         biased: of the problems those to whose result a layer adds a bias.
 
     Raises:
-        ConfigError: the devices are of several kinds.
+        ConfigError: the devices are of several kinds, or the solver is not installed.
     """
 
     def __init__(
@@ -86,9 +83,14 @@ class Campaign:
         biased: Collection[Problem] = (),
     ) -> None:
         _require_one_kind(backends)
+        if config.total_bytes is not None:
+            require_solver(config.solver)
         self._config = config
         self._layers = layers_by_problem
-        self._biased = frozenset(biased)
+        self._kernels = {
+            problem: Kernel(problem, layers, problem in biased)
+            for problem, layers in layers_by_problem.items()
+        }
         self._on_progress = on_progress
         self._began = monotonic()
         budget = config.time_budget_s
@@ -106,6 +108,8 @@ class Campaign:
         for session in self._sessions:
             session.on_run = self._report
         self._default: dict[Problem, Measurement] = {}
+        self._choices: dict[Problem, Choices] = {}
+        self._shares: dict[Problem, int] = {}
         self._plans: dict[Problem, KernelPlan] = {}
         self._at_work = ""
         self._done_ns = self._total_ns = 0
@@ -125,7 +129,7 @@ class Campaign:
         """Tune everything, or until the time is over.
 
         Raises:
-            PlanError: no plan of some kernel fits the workspace limit.
+            PlanError: no plan of some kernel fits the workspace limit, or all plans the pool.
         """
         try:
             with torch.no_grad():
@@ -134,6 +138,8 @@ class Campaign:
                     for session in self._sessions:  # whichever tunes a kernel, it knows of the look
                         session.flush()
                 self._tuning_began, self._total_ns = monotonic(), self._cost_ns(self._layers)
+                if self._config.total_bytes is not None:
+                    self._divide(self._config.total_bytes)
                 self._spread(map(self._tune, self._by_geometry()))
         finally:
             for session in self._sessions:
@@ -204,7 +210,7 @@ class Campaign:
         def task(session: Session) -> None:
             if not session.is_over:
                 with torch.autocast("cpu", enabled=False):
-                    found = self._measurer(session, problem).look_at_default()
+                    found = self._planner(session, problem).look_at_default()
                 if found is not None:
                     self._default[problem] = found
 
@@ -219,137 +225,91 @@ class Campaign:
             self._at_work = str(problems[0])
             self._report()
             with torch.autocast("cpu", enabled=False):
-                plans: list[KernelPlan | None]
-                if isinstance(session.backend, RecordedBackend):
-                    plans = [self._from_recording(session, problem) for problem in problems]
-                else:
-                    measurers = [self._measurer(session, problem) for problem in problems]
-                    while sum(measurer.step() for measurer in measurers):
-                        pass
-                    session.flush()
-                    pairs = zip(problems, measurers, strict=True)
-                    plans = [self._decide(session, *pair) for pair in pairs]
+                plans = [planner.decide() for planner in self._measured(session, problems)]
             self._plans |= {plan.problem: plan for plan in plans if plan is not None}
             self._done_ns = self._cost_ns(self._plans)
 
         return task
 
-    def _measurer(self, session: Session, problem: Problem) -> KernelMeasurer:
-        axis = BatchAxis(problem)
-        return self._measurer_of(session, axis, axis.sizes(self._config.policy))
-
-    def _measurer_of(
-        self,
-        session: Session,
-        axis: AbstractAxis,
-        sizes: Iterable[int],
-        adds_bias: bool = False,
-    ) -> KernelMeasurer:
-        limit, max_error = self._config.limit_bytes, self._config.max_error
-        return KernelMeasurer(session, axis, limit, sizes, max_error, adds_bias)
-
-    def _row_sizes(self, axis: RowAxis) -> tuple[int, ...]:
-        """Slabs to measure: none unless torch's own convolution exceeds the workspace limit."""
-        limit, default = self._config.limit_bytes, self._default.get(axis.problem)
-        workspace = default.workspace_bytes if default else None
-        if limit is None or (workspace is not None and workspace <= limit):
-            return ()
-        return axis.sizes(self._config.policy)
-
-    def _decide(
-        self, session: Session, problem: Problem, measurer: KernelMeasurer
-    ) -> KernelPlan | None:
-        """The plan of a kernel by a race of whole calls; None where the time ended before any."""
-        limit, axis, rows_axis = self._config.limit_bytes, BatchAxis(problem), RowAxis(problem)
-        has_bias, row_sizes = problem in self._biased, self._row_sizes(rows_axis)
-        sizes = axis.sizes(self._config.policy)
-        fused = self._measurer_of(session, axis, sizes if has_bias else (), adds_bias=True)
-        by_rows = self._measurer_of(session, rows_axis, row_sizes)
-        measurers = [measurer, *(one for one in (fused, by_rows) if not one.is_empty)]
-        for before, after in pairwise(measurers):
-            before.release()  # all have the same operands
-            while after.step():
-                pass
-            session.flush()
-        rows = SolvedRows.of(rows_axis, row_sizes, by_rows.usable, session.kernel_of)
-        row_splits = rows.splits(limit)
-        known = [entry for one in measurers for entry in one.measurements]
-        usable = [one.usable for one in (measurer, fused)]
-        if not any(usable) and not row_splits:
-            if session.is_over:
-                return None
-            raise self._nothing_fits(session, problem, known)
-        solved = [solve(problem, entries, session.kernel_of, limit, sizes) for entries in usable]
-        splits = self._finalists(session, problem, solved) + row_splits
-        finalists = race(session, measurers[-1], problem, splits, has_bias)
-        notes = tuple(note for one in measurers for note in one.certificate())
-        return self._plan(session, solved, finalists, known, notes, rows)
-
-    def _finalists(
-        self, session: Session, problem: Problem, solved: Sequence[Solved]
-    ) -> list[Split]:
-        """Splits worth timing as wholes, torch's default first, and those that add a bias last."""
-        plain, fused = solved
-        default_applies = session.kernel_of(problem, DEFAULT_ALGORITHM) is not None
-        return plain.finalists(default_applies) + fused.finalists(default_applies=False)
-
-    def _from_recording(self, session: Session, problem: Problem) -> KernelPlan:
-        """The plan of a kernel that cannot be run: by its recorded race, else by prediction."""
-        axis, by_rows, limit = BatchAxis(problem), RowAxis(problem), self._config.limit_bytes
-        known = recall(session, axis, axis.sizes(self._config.policy))
-        for entry in known:
-            if entry.key.problem == problem and entry.key.algorithm == DEFAULT_ALGORITHM:
-                self._default[problem] = entry
-        row_sizes = self._row_sizes(by_rows)
-        known += recall(session, by_rows, row_sizes)
-        if not known:
-            raise miss(session, problem)
-        timed = [entry for entry in known if entry.status == "ok"]
-        rows = SolvedRows.of(by_rows, row_sizes, timed, session.kernel_of)
-        parts = {axis.part(size) for size in axis.sizes(self._config.policy)}
-        of_batch = [entry for entry in timed if entry.key.problem in parts]
-        has_bias = problem in self._biased
-        solved = [
-            solve(problem, entries, session.kernel_of, limit, axis.sizes(self._config.policy))
-            for entries in (
-                [entry for entry in of_batch if ADDS_BIAS not in entry.notes],
-                [entry for entry in of_batch if ADDS_BIAS in entry.notes and has_bias],
-            )
+    def _measured(self, session: Session, problems: Iterable[Problem]) -> list[KernelPlanner]:
+        """Planners of kernels that share measurements, when none of them wants to know more."""
+        planners = [
+            self._planner(session, problem)
+            for problem in problems
+            if self._config.total_bytes is None or problem in self._shares
         ]
-        splits = self._finalists(session, problem, solved) + rows.splits(limit)
-        measurer = KernelMeasurer(session, axis, limit)
-        finalists = recall_race(session, measurer, problem, splits, has_bias)
-        if finalists is None:
-            default = self._default.get(problem)
-            finalists = predict(solved, rows, splits, default)
-        return self._plan(session, solved, finalists, known, (), rows)
+        while sum(planner.step() for planner in planners):
+            pass
+        session.flush()
+        return planners
 
-    def _plan(
-        self,
-        session: Session,
-        solved: Sequence[Solved],
-        finalists: Sequence[Finalist],
-        measurements: Sequence[Measurement],
-        notes: tuple[str, ...],
-        rows: SolvedRows | None = None,
-    ) -> KernelPlan:
-        problem = solved[0].problem
-        winner = choose(finalists, self._config.limit_bytes)
-        if winner is None:
-            raise self._nothing_fits(session, problem, measurements)
-        default = next((entry.timing for entry in finalists if entry.split.is_default), None)
-        of_default = session.backend.candidates(problem)[0].notes if default else ()
-        described = tuple(f"default {note}" for note in of_default)
-        described += notes
-        layers = self._layers[problem]
-        split, timing = winner.split, winner.timing
-        known = (one for one in solved if split in one.finalists(default_applies=True))
-        of_winner = next(known, solved[0])
-        return of_winner.kernel_plan(layers, split, timing, default, described, rows)
+    def _planner(
+        self, session: Session, problem: Problem, limit: int | None = None
+    ) -> KernelPlanner:
+        if limit is None:
+            limit = self._shares.get(problem, self._config.limit_bytes)
+        kernel, default = self._kernels[problem], self._default.get(problem)
+        planner = KernelPlanner(session, self._config, kernel, limit, default)
+        if planner.default is not None:  # of a recording, too
+            self._default[problem] = planner.default
+        return planner
+
+    def _divide(self, total: int) -> None:
+        """Find each kernel's part of the pool, by measurements that no longer grow.
+
+        A kernel that gets its part may want to know more, and what it finds may make another
+        division better; with the same cache a second run begins where this one ends.
+        """
+        while True:
+            before = self.measured
+            self._spread(map(self._survey, self._by_geometry()))
+            try:
+                self._shares = divided(self._choices, total, self._config.solver)
+            except PlanError:
+                if self._is_over:  # kernels that were not looked at have but torch's own
+                    return
+                if self.measured == before:
+                    raise
+                continue
+            self._spread(map(self._measure, self._by_geometry()))
+            if self.measured == before or self._is_over:
+                return
+
+    @property
+    def _is_over(self) -> bool:
+        return any(session.is_over for session in self._sessions)
+
+    def _survey(self, problems: Sequence[Problem]) -> Task:
+        """Find out what each kernel could do with how much workspace."""
+
+        def task(session: Session) -> None:
+            for problem in problems:
+                self._at_work = str(problem)
+                self._report()
+                with torch.autocast("cpu", enabled=False):
+                    self._choices[problem] = self._choices_of(session, problem)
+
+        return task
+
+    def _choices_of(self, session: Session, problem: Problem) -> Choices:
+        calls = len(self._layers[problem])
+        total, limit = self._config.total_bytes or 0, self._config.limit_bytes
+        most = total // calls if limit is None else min(limit, total // calls)
+        return Choices(calls, most, survey(partial(self._planner, session, problem), most))
+
+    def _measure(self, problems: Sequence[Problem]) -> Task:
+        def task(session: Session) -> None:
+            with torch.autocast("cpu", enabled=False):
+                for planner in self._measured(session, problems):
+                    planner.evidence()
+
+        return task
 
     def _untuned(self, problem: Problem) -> KernelPlan | None:
         """Torch's own convolution, where it is within the limit."""
         entry, limit = self._default.get(problem), self._config.limit_bytes
+        if self._config.total_bytes is not None:
+            limit = self._shares.get(problem, -1)
         if entry is None or entry.time_ns is None or entry.workspace_bytes is None:
             return None
         if limit is not None and entry.workspace_bytes > limit:
@@ -360,30 +320,6 @@ class Campaign:
         split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
         notes = ("not tuned: the time was over",)
         return solved.kernel_plan(self._layers[problem], split, timing, timing, notes)
-
-    def _nothing_fits(
-        self, session: Session, problem: Problem, measurements: Sequence[Measurement]
-    ) -> PlanError:
-        reasons = [entry.reason for entry in measurements if entry.status == "failed"]
-        known = [
-            entry
-            for entry in measurements
-            if entry.workspace_bytes is not None and entry.status != "failed"
-        ]
-        config = self._config
-        axis = RowAxis(problem)
-        rows = SolvedRows.of(axis, self._row_sizes(axis), known, session.kernel_of)
-        smallest = smallest_workspace(problem, known, session.kernel_of, rows)
-        if smallest is None:
-            return PlanError(f"no algorithm could be run on {problem}: {'; '.join(reasons)}")
-        least, what = smallest
-        return PlanError(
-            f"no plan for {problem} fits workspace_limit={format_bytes(config.limit_bytes or 0)}; "
-            f"the smallest needs {format_bytes(least)} ({what}); "
-            f"raise the limit"
-            + ("" if config.policy == "all" else " or allow more sizes by policy"),
-            least,
-        )
 
     def _report(self) -> None:
         if self._on_progress is not None:

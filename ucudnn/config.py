@@ -16,14 +16,17 @@ from ucudnn.units import parse_bytes
 POLICIES = ("undivided", "powers-of-two", "all")
 UNPLANNED = ("torch", "tune", "error")
 BACKENDS = ("auto", "torch_cpu", "cudnn", "recorded")
+SOLVERS = ("auto", "exact", "highs", "cbc")
 
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
 _MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
-_MUCUDNN_MAPPED = {"UCUDNN_BATCH_SIZE_POLICY", "UCUDNN_DEFAULT_WORKSPACE_LIMIT"}
+_MUCUDNN_BYTES = {
+    "UCUDNN_DEFAULT_WORKSPACE_LIMIT": "workspace_limit",
+    "UCUDNN_TOTAL_WORKSPACE_SIZE": "total_workspace",
+}
+_MUCUDNN_MAPPED = {"UCUDNN_BATCH_SIZE_POLICY", *_MUCUDNN_BYTES}
 _MUCUDNN_REFUSED = {
-    "UCUDNN_TOTAL_WORKSPACE_SIZE": "dividing one pool among kernels is not available yet; "
-    "use UCUDNN_WORKSPACE_LIMIT, which all kernels of a stream share",
     "UCUDNN_BENCHMARK_DEVICES": "tuning uses the device that the model runs on; unset it",
     "UCUDNN_DATABASE": "measurements are no longer kept in SQLite; "
     "set UCUDNN_CACHE to a folder instead",
@@ -32,6 +35,8 @@ _MUCUDNN_REFUSED = {
 
 _FALLBACKS: dict[str, Any] = {
     "workspace_limit": None,
+    "total_workspace": None,
+    "solver": "auto",
     "policy": "powers-of-two",
     "ops": OPS,
     "unplanned": "torch",
@@ -64,6 +69,10 @@ class Config:
 
     Args:
         workspace_limit: bytes of workspace each kernel may use, as an int or "64MiB"; None: any.
+        total_workspace: bytes of one pool of which every call of every kernel owns a part, for
+            kernels that overlap or keep their workspace: their workspaces add up; None: kernels
+            share, as those of one stream do.
+        solver: divides the pool: "auto", "exact", "highs" or "cbc" (by PuLP).
         policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
         ops: which passes to plan: "fprop" (forward), "dgrad" (gradients of inputs), "wgrad" (of
             weights).
@@ -85,6 +94,8 @@ class Config:
     """
 
     workspace_limit: int | str | None = _default("workspace_limit")
+    total_workspace: int | str | None = _default("total_workspace")
+    solver: str = _default("solver")
     policy: str = _default("policy")
     ops: tuple[str, ...] = _default("ops")
     unplanned: str = _default("unplanned")
@@ -96,31 +107,23 @@ class Config:
     time_budget_s: float | None = _default("time_budget_s", compare=False)
 
     def __post_init__(self) -> None:
-        if self.workspace_limit is not None:
-            limit = parse_bytes(self.workspace_limit, "workspace_limit")
-            object.__setattr__(self, "workspace_limit", limit)
-        for name, allowed in (
-            ("policy", POLICIES),
-            ("unplanned", UNPLANNED),
-            ("backend", BACKENDS),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-        ops = self.ops.split(",") if isinstance(self.ops, str) else self.ops
-        if not isinstance(ops, (tuple, list)) or not ops or any(op not in OPS for op in ops):
-            raise ConfigError(f"ops must name some of {', '.join(OPS)}, got {self.ops!r}")
-        object.__setattr__(self, "ops", tuple(op for op in OPS if op in ops))
-        for name, what in (("cache", "a folder's path"), ("device_profile", "a file's path")):
-            value = getattr(self, name)
-            if value is not None:
-                if not isinstance(value, (str, Path)):
-                    raise ConfigError(f"{name} must be {what} or None, got {value!r}")
-                object.__setattr__(self, name, str(value))
+        values = {
+            "workspace_limit": _bytes("workspace_limit", self.workspace_limit),
+            "total_workspace": _bytes("total_workspace", self.total_workspace),
+            "solver": _choice("solver", self.solver, SOLVERS),
+            "policy": _choice("policy", self.policy, POLICIES),
+            "ops": _passes(self.ops),
+            "unplanned": _choice("unplanned", self.unplanned, UNPLANNED),
+            "cache": _path("cache", self.cache, "a folder's path"),
+            "backend": _choice("backend", self.backend, BACKENDS),
+            "device_profile": _path("device_profile", self.device_profile, "a file's path"),
+            "max_error": _positive("max_error", self.max_error),
+            "time_budget_s": _positive("time_budget_s", self.time_budget_s),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
-        for name in ("max_error", "time_budget_s"):
-            object.__setattr__(self, name, _positive(name, getattr(self, name)))
 
     @property
     def limit_bytes(self) -> int | None:
@@ -128,10 +131,18 @@ class Config:
         assert not isinstance(self.workspace_limit, str)
         return self.workspace_limit
 
+    @property
+    def total_bytes(self) -> int | None:
+        """The pool in bytes, None where kernels share their workspace."""
+        assert not isinstance(self.total_workspace, str)
+        return self.total_workspace
+
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values (not the cache: it names a host)."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in ("cache", "device", "device_profile", "time_budget_s"):
+        # the hash of a plan without a pool stays what it was before there were any
+        pool = ("total_workspace", "solver") if self.total_workspace is None else ()
+        for name in ("cache", "device", "device_profile", "time_budget_s", *pool):
             del values[name]
         return {**values, "ops": list(self.ops)}
 
@@ -147,6 +158,29 @@ class Config:
         known = {item.name for item in fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
         return cls(**{**_FALLBACKS, **given})
+
+
+def _bytes(name: str, value: Any) -> int | None:
+    return None if value is None else parse_bytes(value, name)
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    return str(value)
+
+
+def _passes(value: Any) -> tuple[str, ...]:
+    ops = value.split(",") if isinstance(value, str) else value
+    if not isinstance(ops, (tuple, list)) or not ops or any(op not in OPS for op in ops):
+        raise ConfigError(f"ops must name some of {', '.join(OPS)}, got {value!r}")
+    return tuple(op for op in OPS if op in ops)
+
+
+def _path(name: str, value: Any, what: str) -> str | None:
+    if value is not None and not isinstance(value, (str, Path)):
+        raise ConfigError(f"{name} must be {what} or None, got {value!r}")
+    return None if value is None else str(value)
 
 
 def _positive(name: str, value: object) -> float | None:
@@ -182,21 +216,27 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
                 UserWarning,
                 stacklevel=4,
             )
-    settings: dict[str, Any] = {}
-    old_policy = environment.get("UCUDNN_BATCH_SIZE_POLICY")
-    if old_policy is not None:
-        if old_policy not in _MUCUDNN_POLICIES:
-            raise ConfigError(
-                f"UCUDNN_BATCH_SIZE_POLICY must be one of {', '.join(_MUCUDNN_POLICIES)}, "
-                f"got {old_policy!r}; or set UCUDNN_POLICY to one of {', '.join(POLICIES)}"
-            )
-        settings["policy"] = _MUCUDNN_POLICIES[old_policy]
-    if "UCUDNN_DEFAULT_WORKSPACE_LIMIT" in environment:
-        settings["workspace_limit"] = parse_bytes(
-            environment["UCUDNN_DEFAULT_WORKSPACE_LIMIT"], "UCUDNN_DEFAULT_WORKSPACE_LIMIT"
-        )
+    settings = _of_mucudnn(environment)
     for name in _FALLBACKS:
         value = environment.get(f"UCUDNN_{name.upper()}")
         if value:  # empty counts as unset, as in a shell
             settings[name] = value
     return settings
+
+
+def _of_mucudnn(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that variables of mu-cuDNN (2018) give."""
+    settings: dict[str, Any] = {
+        ours: parse_bytes(environment[name], name)
+        for name, ours in _MUCUDNN_BYTES.items()
+        if name in environment
+    }
+    policy = environment.get("UCUDNN_BATCH_SIZE_POLICY")
+    if policy is None:
+        return settings
+    if policy not in _MUCUDNN_POLICIES:
+        raise ConfigError(
+            f"UCUDNN_BATCH_SIZE_POLICY must be one of {', '.join(_MUCUDNN_POLICIES)}, got "
+            f"{policy!r}; or set UCUDNN_POLICY to one of {', '.join(POLICIES)}"
+        )
+    return {**settings, "policy": _MUCUDNN_POLICIES[policy]}

@@ -306,7 +306,9 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Largest measured workspace of any kernel: kernels of one stream share it."""
+        """Largest workspace of any kernel, which they share; of a pool the sum over all calls."""
+        if self.config.total_bytes is not None:
+            return sum(one.timing.workspace_bytes * len(one.layers) for one in self.kernels)
         return max((kernel.timing.workspace_bytes for kernel in self.kernels), default=0)
 
     @property

@@ -19,6 +19,8 @@ WORTHWHILE_NS = 10 * 20_000
 # What a chunk may cost more on a busy machine, where threads wait for each other at its end: from
 # nothing, as measured, to so much that only the number of chunks counts.
 CHUNK_NS = (0, 2_000_000, 1_000_000_000)
+# (Workspace in bytes, time in ns) of the best splits, workspace rising and time falling.
+Front = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class SolvedRows:
 
     def _table(self, first: Sequence[Item], later: Sequence[Item], launch_ns: int) -> ReuseTable:
         return reuse((), self.axis.extent, first=first, accumulate=later, launch_ns=launch_ns)
+
+    def front(self) -> Front:
+        """What the splits take within how much workspace."""
+        return _front({"alone": (), "first": self.first, "later": self.later}, self.axis.extent)
 
     def smallest(self) -> tuple[int, Split] | None:
         """The least workspace in bytes of any split, and the split; None where there is none."""
@@ -160,6 +166,10 @@ class Solved:
         if undivided:
             splits.append(_alone(batch, min(undivided, key=_cost).algorithm))
         return list(dict.fromkeys(splits))
+
+    def front(self) -> Front:
+        """What the splits of the largest batch take within how much workspace, as it was timed."""
+        return _front(self.items, self.problem.batch)
 
     def kernel_plan(
         self,
@@ -325,12 +335,8 @@ def _walk_all(
     items: Mapping[str, Sequence[Item]], batch: int, limit: int | None, launch_ns: int = 0
 ) -> tuple[WalkEntry, ...]:
     """The fastest split of every batch; of short chunks only where nothing else fits."""
-    worthwhile = {
-        role: [item for item in group if role == "alone" or item.time_ns >= WORTHWHILE_NS]
-        for role, group in items.items()
-    }
     found = []
-    for choice in (worthwhile, items):
+    for choice in (_worthwhile(items), items):
         if any(choice.values()):
             found.append(_table(choice, batch, launch_ns).walk(limit))
     merged = []
@@ -340,6 +346,40 @@ def _walk_all(
         last = next((entry.last for entry in entries if entry.last), None)
         merged.append(WalkEntry(chosen.alone, last))
     return tuple(merged) or (WalkEntry(None, None),) * batch
+
+
+def _worthwhile(items: Mapping[str, Sequence[Item]]) -> Mapping[str, Sequence[Item]]:
+    """Without chunks that are too short for what their calls cost."""
+    return {
+        role: [item for item in group if role == "alone" or item.time_ns >= WORTHWHILE_NS]
+        for role, group in items.items()
+    }
+
+
+def _front(items: Mapping[str, Sequence[Item]], extent: int) -> Front:
+    """The front of what is worthwhile, and of anything where that does not fit."""
+    points: list[tuple[int, int]] = []
+    for choice in (_worthwhile(items), items):
+        if any(choice.values()):
+            found = _table(choice, extent, 0).front(extent)
+            points += [one for one in found if not points or one[0] < points[0][0]]
+    return pareto(points)
+
+
+def pareto(points: Iterable[tuple[int, int]]) -> Front:
+    """The points that no other one beats in both, workspace rising and time falling.
+
+    >>> pareto([(4, 9), (0, 20), (8, 9), (2, 20)])
+    ((0, 20), (4, 9))
+
+    Args:
+        points: (workspace in bytes, time in ns).
+    """
+    front: list[tuple[int, int]] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return tuple(front)
 
 
 def _with_end_of(

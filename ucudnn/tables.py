@@ -21,10 +21,9 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         plan: what to show.
         width: characters in a line; below 110 a workspace stands under its time.
     """
-    limit = plan.config.limit_bytes
     table = Table(
-        title=f"workspace limit {'none' if limit is None else format_bytes(limit)}, "
-        f"{plan.device}, {plan.conditions.threads} threads, torch {plan.software.torch}",
+        title=f"{_limits(plan)}, {plan.device}, {plan.conditions.threads} threads, "
+        f"torch {plan.software.torch}",
         caption=_caption(plan),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -56,6 +55,12 @@ def _caption(plan: Plan) -> str:
     if any(kernel.timing.is_predicted for kernel in plan.kernels):
         caption += "~: predicted from parts that were measured elsewhere; "
     return caption + "gain: default over plan; predicted: sum of the parts over the plan's time"
+
+
+def _limits(plan: Plan) -> str:
+    limit, total = plan.config.limit_bytes, plan.config.total_bytes
+    said = f"workspace limit {'none' if limit is None else format_bytes(limit)}"
+    return said if total is None else f"{said}, pool of {format_bytes(total)}"
 
 
 def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str, ...]:
@@ -92,14 +97,18 @@ def plan_summary(plan: Plan) -> str:
     planned = sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
     defaults = [(kernel.default, len(kernel.layers)) for kernel in plan.kernels if kernel.default]
     default = sum(timing.time_ns * calls for timing, calls in defaults)
-    most = max((timing.workspace_bytes for timing, _ in defaults), default=0)
+    sizes = [(timing.workspace_bytes, calls) for timing, calls in defaults]
+    most = f"in up to {format_bytes(max((size for size, _ in sizes), default=0))} of workspace"
+    planned_in = f"in up to {format_bytes(plan.workspace_bytes)}"
+    if plan.config.total_bytes is not None:
+        most = f"with {format_bytes(sum(size * calls for size, calls in sizes))} of workspace"
+        planned_in = f"with {format_bytes(plan.workspace_bytes)}, each call its own"
     timed = "timed one by one"
     if any(kernel.timing.is_predicted for kernel in plan.kernels):
         timed = "of which some are predicted, not timed"
     return (
         f"{split} of {len(plan.kernels)} kernels leave torch's default. All convolutions: default "
-        f"{format_ns(default)} in up to {format_bytes(most)} of workspace, plan "
-        f"{format_ns(planned)} in up to {format_bytes(plan.workspace_bytes)} (sums of kernels "
+        f"{format_ns(default)} {most}, plan {format_ns(planned)} {planned_in} (sums of kernels "
         f"{timed}; the solver predicted {format_ns(plan.predicted_time_ns)})."
     )
 

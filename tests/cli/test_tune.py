@@ -78,6 +78,17 @@ def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
     assert shown.count("±") >= len(splits) + 1  # every default's time, and the legend
 
 
+def test_a_pool_is_divided(ucudnn, model, tmp_path):
+    output = tmp_path / "plan.json"
+    flags = ("--input", SHAPE, "--total-workspace", "150KiB", "--solver", "cbc", "-o", output)
+    tuned = ucudnn("tune", f"{model}:net", *flags)
+    assert tuned.status == 0, tuned.err
+    assert "pool of 150 KiB" in tuned.out
+    assert "each call its own" in tuned.out
+    plan = Plan.load(output)
+    assert sum(k.timing.workspace_bytes for k in plan.kernels) == plan.workspace_bytes <= 150 << 10
+
+
 def test_show_one_kernel_every_batch(ucudnn, table, tmp_path):
     output = tmp_path / "plan.json"
     ucudnn("tune", table(), "--ops", "fprop", "-o", output)
@@ -145,6 +156,21 @@ BAD_CALLS = {
     "zero batch": (("{model}:net", "--input", "0x3x9x9"), 2, "got '0x3x9x9'"),
     "no such table": (("nowhere.csv",), 2, "cannot read the table of layers nowhere.csv"),
     "bad limit": (("{model}:net", "--input", SHAPE, "--workspace-limit", "8 potatoes"), 2, "64MiB"),
+    "a pool too small": (
+        ("{model}:net", "--input", SHAPE, "--total-workspace", "1"),
+        1,
+        "fits its part of total_workspace, 1 B; the smallest needs",
+    ),
+    "a solver without a pool": (
+        ("{model}:net", "--input", SHAPE, "--solver", "exact"),
+        2,
+        "--solver divides --total-workspace",
+    ),
+    "no such solver": (
+        ("{model}:net", "--input", SHAPE, "--total-workspace", "1MiB", "--solver", "glpk"),
+        2,
+        "solver must be one of auto, exact, highs, cbc, got 'glpk'",
+    ),
     "bad policy": (("{model}:net", "--input", SHAPE, "--policy", "some"), 2, "powers-of-two"),
     "bad op": (("{model}:net", "--input", SHAPE, "--ops", "fprop,bprop"), 2, "dgrad"),
     "bad dtype": (("{table}", "--dtype", "float8"), 2, "bfloat16"),

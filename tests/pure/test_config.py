@@ -68,6 +68,8 @@ def test_refuses_a_value_and_lists_those_allowed(name: str, value: Any, sentence
 
 ENVIRONMENT = [
     ("UCUDNN_WORKSPACE_LIMIT", "8MiB", "workspace_limit", 8 << 20),
+    ("UCUDNN_TOTAL_WORKSPACE", "1GiB", "total_workspace", 1 << 30),
+    ("UCUDNN_SOLVER", "cbc", "solver", "cbc"),
     ("UCUDNN_POLICY", "all", "policy", "all"),
     ("UCUDNN_OPS", "wgrad,fprop", "ops", ("fprop", "wgrad")),
     ("UCUDNN_UNPLANNED", "error", "unplanned", "error"),
@@ -119,10 +121,15 @@ def test_mucudnn_policy_is_mapped(old: str, new: str) -> None:
     assert read_environment({"UCUDNN_BATCH_SIZE_POLICY": old}) == {"policy": new}
 
 
-def test_mucudnn_default_limit_is_mapped_in_bytes() -> None:
-    assert read_environment({"UCUDNN_DEFAULT_WORKSPACE_LIMIT": "67108864"}) == {
-        "workspace_limit": 64 << 20
-    }
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [
+        ("UCUDNN_DEFAULT_WORKSPACE_LIMIT", "workspace_limit"),
+        ("UCUDNN_TOTAL_WORKSPACE_SIZE", "total_workspace"),
+    ],
+)
+def test_mucudnn_sizes_are_mapped_in_bytes(variable: str, name: str) -> None:
+    assert read_environment({variable: "67108864"}) == {name: 64 << 20}
 
 
 def test_the_new_variable_goes_before_the_old() -> None:
@@ -140,7 +147,7 @@ def test_the_new_variable_goes_before_the_old() -> None:
     [
         ("UCUDNN_BATCH_SIZE_POLICY", "some", "must be one of undivided, powerOfTwo, all"),
         ("UCUDNN_DEFAULT_WORKSPACE_LIMIT", "much", "must be a number of bytes"),
-        ("UCUDNN_TOTAL_WORKSPACE_SIZE", "1024", "use UCUDNN_WORKSPACE_LIMIT"),
+        ("UCUDNN_TOTAL_WORKSPACE_SIZE", "much", "must be a number of bytes"),
         ("UCUDNN_BENCHMARK_DEVICES", "0,1", "unset it"),
         ("UCUDNN_DATABASE", "some.db", "set UCUDNN_CACHE"),
     ],

@@ -12,7 +12,7 @@ from ucudnn.benchmark import session
 from ucudnn.benchmark.finals import Finalist, choose
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.tables import payback, steps_to_pay_back
@@ -243,6 +243,30 @@ def kernel(default_ms: float, plan_ms: float, calls: int) -> KernelPlan:
         timing=timing,
         default=default,
     )
+
+
+@pytest.mark.parametrize("more_mib", [1, 3, 7])
+def test_where_a_call_needs_more_than_its_chunks_smaller_chunks_are_tried(
+    more_mib, scripted, monkeypatch
+):
+    backend = scripted(torch_default=linear(2.0, 1.0), fast=linear(1.0, 1.5))
+    of_chunks = backend.workspace_bytes
+
+    def workspace_bytes(run, parts):
+        parts = list(parts)
+        return of_chunks(run, parts) + (more_mib * MIB if len(parts) > 1 else 0)
+
+    monkeypatch.setattr(backend, "workspace_bytes", workspace_bytes)
+    config = Config(workspace_limit="8MiB")
+    if more_mib == 7:  # one sample needs one MiB, and 7 more
+        plan = tune_problems([("layer", NARROW)], config)
+        assert set(plan.split(NARROW).steps) == {Step(1, "torch_default")}
+    else:
+        plan = tune_problems([("layer", NARROW)], config)
+        assert {step.size for step in plan.split(NARROW).steps} == {4 if more_mib == 1 else 2}
+    assert plan.workspace_bytes <= 8 * MIB
+    with pytest.raises(PlanError, match="no plan for .* fits workspace_limit=1 MiB"):
+        tune_problems([("layer", NARROW)], Config(workspace_limit="1MiB"))
 
 
 def test_when_tuning_pays_back():

@@ -23,6 +23,12 @@ OutputOption = Annotated[Path | None, typer.Option("-o", "--output", help="Write
 WorkspaceLimitOption = Annotated[
     str | None, typer.Option(help="Workspace each kernel may use, such as 64MiB.")
 ]
+TotalWorkspaceOption = Annotated[
+    str | None, typer.Option(help="One pool of which every call owns a part, such as 512MiB.")
+]
+SolverOption = Annotated[
+    str | None, typer.Option(help="Divides the pool: auto, exact, highs or cbc.")
+]
 PolicyOption = Annotated[
     str | None, typer.Option(help="Micro-batch sizes: undivided, powers-of-two or all.")
 ]

@@ -28,6 +28,8 @@ def tune(
     input: options.InputOption = None,
     output: options.OutputOption = None,
     workspace_limit: options.WorkspaceLimitOption = None,
+    total_workspace: options.TotalWorkspaceOption = None,
+    solver: options.SolverOption = None,
     policy: options.PolicyOption = None,
     ops: options.OpsOption = None,
     dtype: options.DtypeOption = "float32",
@@ -50,8 +52,11 @@ def tune(
     """
     given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
-    given |= {"device_profile": device_profile}
+    given |= {"device_profile": device_profile, "total_workspace": total_workspace}
+    given |= {"solver": solver}
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
+    if solver is not None and config.total_workspace is None:
+        raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
     from ucudnn.tracing import Traced

@@ -133,6 +133,11 @@ def tune_problems(
         PlanError: no plan of some problem fits the workspace limit; all ranks raise it.
     """
     config, patience = config or Config(), patience or Patience()
+    if config.total_bytes is not None:
+        raise ConfigError(
+            "total_workspace is one pool of all kernels, which ranks that measure a part of them "
+            "cannot divide; tune in one process and load its plan, or set workspace_limit"
+        )
     listed = list(layers)
     if not listed:
         raise ConfigError("there is no convolution to plan: pass the layers of a model")

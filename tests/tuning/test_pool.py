@@ -1,0 +1,170 @@
+"""Kernels that each own a part of one pool: plans as good as trying every division."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import warnings
+
+import pytest
+
+from ucudnn import campaign
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
+from ucudnn.tuner import tune_problems
+
+MIB = 1 << 20
+MS = 1_000_000
+N = 8
+SIZES = (1, 2, 4, 8)
+NARROW, MIDDLE, WIDE = (Problem("fprop", N, 2, 2, (side, side), (1, 1)) for side in (4, 6, 8))
+LAYERS = [("a", NARROW), ("b", MIDDLE), ("c", WIDE), ("d", MIDDLE)]
+CALLS = {NARROW: 1, MIDDLE: 2, WIDE: 1}
+
+
+def cost(ms_per_sample, mib_per_sample, fixed_ms=0.0):
+    return lambda size: (
+        int((fixed_ms + ms_per_sample * size) * MS),
+        int(mib_per_sample * size * MIB),
+    )
+
+
+def best_times(costs) -> dict[int, int]:
+    """By workspace the least time of a whole batch, by trying every sequence of chunks."""
+
+    def splits(left):
+        if not left:
+            yield ()
+        for size in SIZES:
+            if size <= left:
+                for rest in splits(left - size):
+                    if not rest or rest[0] <= size:
+                        yield (size, *rest)
+
+    found: dict[int, int] = {}
+    for sizes in splits(N):
+        for names in itertools.product(costs, repeat=len(sizes)):
+            chunks = [costs[name](size) for name, size in zip(names, sizes, strict=True)]
+            workspace = max(workspace for _, workspace in chunks)
+            time_ns = sum(time_ns for time_ns, _ in chunks)
+            found[workspace] = min(time_ns, found.get(workspace, time_ns))
+    return found
+
+
+def best_division(costs, total) -> int | None:
+    """The least time of all calls, by trying every division; all kernels cost alike here."""
+    points = best_times(costs).items()
+    times = [
+        sum(calls * time_ns for calls, (_, time_ns) in zip(CALLS.values(), chosen, strict=True))
+        for chosen in itertools.product(points, repeat=len(CALLS))
+        if sum(n * size for n, (size, _) in zip(CALLS.values(), chosen, strict=True)) <= total
+    ]
+    return min(times, default=None)
+
+
+def time_of(plan: Plan) -> int:
+    return sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
+
+
+def random_costs(seed):
+    chance = random.Random(seed)
+    return {
+        name: cost(chance.randint(2, 9), chance.randint(0, 12) / 4, chance.randint(0, 6))
+        for name in ("torch_default", "fast", "lean")
+    }
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_is_as_fast_as_any_division(seed, scripted):
+    costs = random_costs(seed)
+    scripted(**costs)
+    for total in (4 * MIB, 11 * MIB, 30 * MIB, 200 * MIB):
+        best = best_division(costs, total)
+        config = Config(total_workspace=total)
+        if best is None:
+            with pytest.raises(PlanError, match="the smallest need"):
+                tune_problems(LAYERS, config)
+            continue
+        plan = tune_problems(LAYERS, config)
+        assert plan.workspace_bytes <= total
+        # a gap of 2 % is not measured away, and less than 2 % is not worth leaving torch's for
+        assert best <= time_of(plan) <= 1.04 * best
+
+
+def test_every_solver_divides_alike(scripted):
+    scripted(torch_default=cost(4, 0), fast=cost(2, 1), faster=cost(1, 2))
+    plans = [
+        tune_problems(LAYERS, Config(total_workspace="21MiB", solver=solver))
+        for solver in ("auto", "exact", "highs", "cbc")
+    ]
+    assert len({time_of(plan) for plan in plans}) == 1
+    assert all(plan.workspace_bytes <= 21 * MIB for plan in plans)
+
+
+def test_a_second_tune_measures_nothing_and_decides_alike(scripted):
+    layers = [*LAYERS, ("less", NARROW.with_batch(5)), ("more", NARROW.with_batch(24))]
+    config = Config(total_workspace="9MiB")
+    plans, counts = [], []
+    for _ in range(2):
+        scripted(torch_default=cost(4, 0), fast=cost(2, 1, 3), faster=cost(1, 2, 5))
+        events: list[campaign.Progress] = []
+        plans.append(tune_problems(layers, config, events.append))
+        counts.append(events[-1].measured)
+    assert counts[0] > 0
+    assert counts[1] == 0
+    assert plans[0].hash == plans[1].hash
+
+
+def test_a_pool_too_small_says_what_suffices(scripted):
+    costs = {"torch_default": cost(4, 1), "fast": cost(1, 3)}
+    scripted(**costs)
+    with pytest.raises(PlanError, match="4 calls|the smallest need 4 MiB") as caught:
+        tune_problems(LAYERS, Config(total_workspace="3MiB"))
+    assert caught.value.smallest_bytes == 4 * MIB
+    assert tune_problems(LAYERS, Config(total_workspace="4MiB")).workspace_bytes == 4 * MIB
+
+
+def test_a_limit_holds_for_each_kernel_beside_the_pool(scripted):
+    scripted(torch_default=cost(4, 1), fast=cost(1, 2))
+    config = Config(total_workspace="100MiB", workspace_limit="5MiB")
+    plan = tune_problems(LAYERS, config)
+    assert max(kernel.timing.workspace_bytes for kernel in plan.kernels) == 4 * MIB
+    assert {kernel.split(N).steps[0].algorithm for kernel in plan.kernels} == {"fast"}
+
+
+def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkeypatch):
+    ticks = itertools.count()
+    for module in ("campaign", "benchmark.session"):
+        monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: float(next(ticks)))
+    sizes = set()
+    for budget in (*range(1, 40, 3), *range(40, 400, 40)):
+        scripted(torch_default=cost(4, 1), fast=cost(1, 2))
+        config = Config(
+            total_workspace="9MiB", time_budget_s=budget, cache=f"{Config().cache}-{budget}"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", campaign.UntunedWarning)
+            plan = tune_problems(LAYERS, config)
+        assert plan.workspace_bytes <= 9 * MIB
+        sizes.add(len(plan.kernels))
+    assert {0, 3} <= sizes
+
+
+def test_a_pool_is_part_of_what_a_plan_is(scripted, tmp_path):
+    scripted(torch_default=cost(4, 1), fast=cost(1, 2))
+    plan = tune_problems(LAYERS, Config(total_workspace="9MiB", solver="exact"))
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert (again.config.total_bytes, again.config.solver) == (9 * MIB, "exact")
+    assert (again.hash, again.workspace_bytes) == (plan.hash, plan.workspace_bytes)
+
+
+def test_a_missing_solver_is_named_before_anything_is_measured(scripted, monkeypatch):
+    backend = scripted(torch_default=cost(4, 1))
+    monkeypatch.setitem(sys.modules, "pulp", None)
+    with pytest.raises(ConfigError, match="solver='highs' is not installed"):
+        tune_problems(LAYERS, Config(total_workspace="9MiB", solver="highs"))
+    assert backend.runs == []

@@ -1,0 +1,84 @@
+"""Divide one pool of workspace among the kernels of a model. Pure.
+
+Workspaces of kernels that own their part of a pool add up, so kernels can no longer be planned one
+by one: first a front of each kernel, then one choice per front by integer programming. This is the
+WD method of mu-cuDNN (Oyama et al., CLUSTER 2018, section III).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ucudnn.errors import PlanError
+from ucudnn.problem import Problem
+from ucudnn.solve import Front
+from ucudnn.solvers import divide
+from ucudnn.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a kernel may get.
+
+    Args:
+        calls: how many layers run it, each of which owns as much.
+        most: bytes that one of them may own.
+        front: (workspace in bytes, time in ns) of one call, workspace rising, time falling.
+    """
+
+    calls: int
+    most: int
+    front: Front
+
+    @property
+    def points(self) -> Front:
+        """The front of all calls together."""
+        return tuple((size * self.calls, time_ns * self.calls) for size, time_ns in self.front)
+
+
+def require_solver(solver: str) -> None:
+    """Refuse a solver that is not installed, before anything is measured for it.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    divide([[(0, 1)]], 0, solver)
+
+
+def divided(choices: Mapping[Problem, Choices], total: int, solver: str) -> dict[Problem, int]:
+    """What each call of each kernel may use, so that all of them take least.
+
+    >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
+    >>> choices = {slow: Choices(2, 4, ((0, 9), (4, 8))), fast: Choices(1, 6, ((0, 9), (6, 2)))}
+    >>> list(divided(choices, 8, "auto").values())  # 2 bytes are left over, for three calls
+    [0, 6]
+
+    Args:
+        choices: of each kernel; one without any gets nothing.
+        total: bytes of the pool.
+        solver: as `ucudnn.solvers.divide` takes it.
+
+    Raises:
+        PlanError: the pool is too small.
+    """
+    named = {problem: one for problem, one in choices.items() if one.front}
+    if not named:
+        return {}
+    try:
+        division = divide([one.points for one in named.values()], total, solver)
+    except PlanError as error:
+        if error.smallest_bytes is None:
+            raise
+        raise PlanError(
+            f"no plans of these {len(named)} kernels fit total_workspace={format_bytes(total)} "
+            f"together; the smallest need {format_bytes(error.smallest_bytes)}; raise it, or set "
+            f"workspace_limit instead if the kernels run one after the other",
+            error.smallest_bytes,
+        ) from error
+    # a call as a whole may need some bytes more than its chunks
+    left = (total - division.workspace_bytes) // sum(one.calls for one in named.values())
+    return {
+        problem: min(one.front[place][0] + left, one.most)
+        for (problem, one), place in zip(named.items(), division.choice, strict=True)
+    }
