@@ -360,7 +360,7 @@ def _front(items: Mapping[str, Sequence[Item]], extent: int) -> Front:
     """The front of what is worthwhile, and of anything where that does not fit."""
     points: list[tuple[int, int]] = []
     for choice in (_worthwhile(items), items):
-        if any(choice.values()):
+        if choice["alone"] or (choice["first"] and choice["later"]):
             found = _table(choice, extent, 0).front(extent)
             points += [one for one in found if not points or one[0] < points[0][0]]
     return pareto(points)
