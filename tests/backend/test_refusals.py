@@ -35,6 +35,37 @@ def test_refusal_names_the_reason(backend, problem, algorithm, reason):
         backend.executable(problem, algorithm)
 
 
+# Each one ended the process or read foreign memory, in bfloat16 on AVX-512.
+CRAMPED = {
+    "a filter beside the input": Problem(
+        "fprop", 2, 2, 3, (8, 1), (1, 1), (1, 2), ((2, 2), (1, 1)), dtype="bfloat16"
+    ),
+    "a filter larger than the input": Problem(
+        "wgrad", 1, 48, 48, (7, 1, 2), (3, 3, 3), (2, 2, 1), ((2, 2), (1, 1), (2, 2)), groups=3
+    ),
+    "a tap that meets no input": Problem(
+        "fprop", 4, 9, 6, (6, 6, 1), (3, 1, 1), (1, 1, 2), ((0, 0), (0, 0), (1, 1)), groups=3
+    ),
+    "a stride with one place": Problem("fprop", 3, 3, 9, (9, 4), (2, 3), (1, 2), groups=3),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("problem", CRAMPED.values(), ids=CRAMPED)
+def test_channels_last_kernels_of_onednn_that_read_foreign_memory(backend, problem, dtype):
+    half = replace(problem, dtype=dtype)
+    assert "take filters inside the input" in backend.refusal(half, "onednn_nhwc")
+    assert backend.refusal(half, "torch_default") is None
+    assert backend.refusal(replace(problem, dtype="float32"), "onednn_nhwc") is None
+
+
+def test_padding_that_is_written_out_is_inside_the_input(backend):
+    filters = Problem("fprop", 2, 4, 4, (2, 9), (3, 3), dtype="bfloat16", padding=((1, 0), (1, 1)))
+    assert "filters inside the input" not in (backend.refusal(filters, "onednn_nhwc") or "")
+    alike = replace(filters, padding=((1, 1), (1, 1)))
+    assert "filters inside the input" in backend.refusal(alike, "onednn_nhwc")
+
+
 def test_no_algorithm_at_all(backend):
     with pytest.raises(UnsupportedError, match="no algorithm of torch_cpu computes"):
         backend.candidates(replace(PLAIN, math="tf32"))

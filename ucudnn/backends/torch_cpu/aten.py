@@ -41,6 +41,7 @@ class _Geometry(NamedTuple):
 
 _Forward = Callable[[Tensor, Tensor, Tensor | None, _Geometry], Any]
 _Backward = Callable[[Tensor, Tensor, Tensor, _Geometry, list[bool]], Any]
+_HALF = ("float16", "bfloat16")
 # aten's output mask: gradients of x, w and bias
 _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 
@@ -112,6 +113,8 @@ class OneDnnNhwc(AbstractAlgorithm):
         """Needs channels-first operands and what oneDNN needs."""
         if problem.layout == "nhwc":
             return "the operands are channels-last already"
+        if problem.dtype in _HALF and _is_cramped(symmetric(problem.as_2d())):
+            return f"oneDNN's channels-last {problem.dtype} kernels take filters inside the input"
         return onednn_refusal(problem.as_2d())
 
     def executable(self, problem: Problem) -> Executable:
@@ -139,12 +142,38 @@ class SlowConv2d(AbstractAlgorithm):
         )
 
 
+def _is_cramped(problem: Problem) -> bool:
+    """Whether a filter is larger than the input along an axis, hangs over it, or has one place.
+
+    There the half-precision channels-last kernels of oneDNN read memory that is not theirs (torch
+    2.13, oneDNN 3.12, AVX-512): results change from run to run, or the process ends.
+    """
+    axes = zip(
+        problem.input_size,
+        problem.output_size,
+        problem.kernel_size,
+        problem.stride,
+        (begin for begin, _ in problem.padding),
+        problem.dilation,
+        strict=True,
+    )
+    return any(
+        dilation * (taps - 1) >= size
+        or (places == 1 and stride > 1)
+        or not all(
+            any(0 <= place * stride - begin + tap * dilation < size for place in range(places))
+            for tap in range(taps)
+        )
+        for size, places, taps, stride, begin, dilation in axes
+    )
+
+
 def onednn_refusal(problem: Problem) -> str | None:
     """Why oneDNN does not compute a problem here; None where it does."""
     if problem.dtype == "float64":
         return "oneDNN has no float64 convolution"
     kernel = chosen_kernel(problem)
-    if problem.dtype in ("float16", "bfloat16") and kernel != "onednn":
+    if problem.dtype in _HALF and kernel != "onednn":
         return f"oneDNN computes {problem.dtype} only with instructions that this processor lacks"
     if problem.op != "fprop" and kernel != "onednn":
         return f"aten runs {problem.op} of this problem by {kernel}, and names no other operator"
