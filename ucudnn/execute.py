@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.backends.tensors import memory_format
+from ucudnn.errors import UnsupportedError
 from ucudnn.plan import Split
 from ucudnn.problem import Problem
 from ucudnn.slabs import Rows, slabs
@@ -113,6 +114,20 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
             built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
         chunks.append(Chunk(part, step.algorithm, built[key], *places(problem, x, y)))
     return Call(problem, split, tuple(chunks))
+
+
+def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
+    """Like `bind`, and make sure that every step can run, which some backends find out late.
+
+    Raises:
+        UnsupportedError: a step cannot, as where the plan was made for other versions or threads.
+    """
+    call = bind(backend, problem, split)
+    refusals = (backend.build_refusal(*part) for part in dict.fromkeys(call.parts))
+    reason = next(filter(None, refusals), None)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    return call
 
 
 def _parts(

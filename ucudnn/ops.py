@@ -16,7 +16,7 @@ from ucudnn.backends import AbstractBackend, open_backend, original
 from ucudnn.backends.tensors import memory_format
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
-from ucudnn.execute import Call, bind
+from ucudnn.execute import Call, build
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 from ucudnn.tracing import problem_of
@@ -224,15 +224,10 @@ class Runner:
         if self._backend is None:
             self._backend = open_backend(self.plan.backend)
         try:
-            call = bind(self._backend, problem, split)
-            refusals = (self._backend.build_refusal(*part) for part in dict.fromkeys(call.parts))
-            reason = next(filter(None, refusals), None)
+            return build(self._backend, problem, split)
         except UnsupportedError as error:  # other threads or versions than it was planned for
-            reason = str(error)
-        if reason is None:
-            return call
-        self._warn(problem, f"{reason}: torch's own convolution computes it; tune again")
-        return None
+            self._warn(problem, f"{error}: torch's own convolution computes it; tune again")
+            return None
 
     def _warn(self, problem: Problem, sentence: str) -> None:
         """Say it once for each shape, whatever its pass and batch, and not for ever."""

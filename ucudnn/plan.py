@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UcudnnError
+from ucudnn.files import write
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
@@ -335,25 +335,7 @@ class Plan:
         Raises:
             PlanError: the file cannot be written.
         """
-        target = Path(path)
-        text = _canonical(self.to_dict())
-        # beside the target, because a rename is atomic only within a file system
-        try:
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    stream.write(text + "\n")
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                os.chmod(temporary, 0o666 & ~_umask())
-                os.replace(temporary, target)
-            except BaseException:
-                os.unlink(temporary)
-                raise
-        except OSError as error:
-            raise PlanError(
-                f"cannot write the plan to {target}: {error.strerror}; choose another path"
-            ) from error
+        write(path, f"{_canonical(self.to_dict())}\n".encode(), "the plan")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""
@@ -473,9 +455,3 @@ def _sha256(value: Any) -> str:
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -8,6 +8,7 @@ from math import ceil
 from rich import box
 from rich.table import Table
 
+from ucudnn.comparison import Comparison
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.units import format_bytes, format_ns
 
@@ -162,3 +163,49 @@ def _lone_algorithm(kernel: KernelPlan, batch: int) -> str | None:
     if len(split.steps) > 1 or not kernel.is_derived(batch):
         return None
     return split.steps[0].algorithm
+
+
+def comparison_table(found: Comparison) -> Table:
+    """One row per kernel that two plans compute differently; times are of different runs."""
+    table = Table(
+        caption="time and workspace of the whole call in each plan's own run, which may have been "
+        "a faster or slower day; gain: over torch's default in the same run; -: not planned",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("kernel", overflow="fold", min_width=16)
+    for heading in ("time", "workspace", "gain"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("split of the one", "split of the other"):
+        table.add_column(heading, overflow="fold", min_width=14)
+    for pair in found.changed:
+        kernels = (pair.one, pair.other)
+        cells = zip(*(_compared(kernel) for kernel in kernels), strict=True)
+        splits = (str(kernel.split(kernel.problem.batch)) if kernel else "-" for kernel in kernels)
+        name = str(pair.problem).replace(" at batch ", " N=")
+        table.add_row(name, *("\n".join(both) for both in cells), *splits)
+    return table
+
+
+def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
+    if kernel is None:
+        return "-", "-", "-"
+    workspace = format_bytes(kernel.timing.workspace_bytes)
+    return _time(kernel.timing), workspace, _gain(kernel) or "-"
+
+
+def comparison_summary(found: Comparison) -> str:
+    """Whether two plans decide alike, and what each takes altogether."""
+    same = len(found.pairs) - len(found.changed)
+    if not found.changed:
+        verdict = f"Both compute all {same} kernels alike"
+        verdict += (
+            "." if found.is_same else ", but were made for other devices or by other settings."
+        )
+    else:
+        verdict = f"{len(found.changed)} of {len(found.pairs)} kernels differ."
+    totals = " ".join(
+        f"The {name}: {plan_summary(plan)}"
+        for name, plan in (("one", found.one), ("other", found.other))
+    )
+    return f"{verdict} {totals}"

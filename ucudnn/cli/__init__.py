@@ -7,6 +7,7 @@ import warnings
 import typer
 
 from ucudnn.cli import cache, look
+from ucudnn.cli.check import check, compare
 from ucudnn.cli.console import (
     ENVIRONMENT,
     INTERRUPTED,
@@ -29,7 +30,10 @@ app = typer.Typer(
 app.command()(tune)
 app.command("enumerate")(look.enumerate_)
 app.command()(look.show)
+app.command()(look.report)
 app.command()(look.doctor)
+app.command()(check)
+app.command()(compare)
 app.add_typer(cache.app, name="cache")
 
 

@@ -1,4 +1,4 @@
-"""`ucudnn enumerate`, `show` and `doctor`: what could run, what is planned, what is here."""
+"""`ucudnn enumerate`, `show`, `report`, `doctor`: what could run, what is planned, what is here."""
 
 from __future__ import annotations
 
@@ -108,6 +108,21 @@ def show(
         )
         for note in entry.notes:
             say(f"note: {note}")
+
+
+def report(
+    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")],
+) -> None:
+    """Draw a plan as one HTML file: times, workspaces and splits; needs plotly.
+
+    Example: ucudnn report resnet18.plan.json -o report.html
+    """
+    from ucudnn.report import write_report
+
+    loaded = Plan.load(plan)
+    write_report(loaded, output)
+    say(f"Drew {len(loaded.kernels)} kernels; report written to {output}.")
 
 
 def doctor(

@@ -1,0 +1,111 @@
+"""`ucudnn check` and `ucudnn compare`: what they print, and their exit status."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ucudnn.plan import Plan
+from ucudnn.units import format_ns
+
+SHAPE = "8x3x12x12"
+
+
+@pytest.fixture
+def planned(ucudnn, model, tmp_path):
+    """A function that tunes the model and returns the path of the plan."""
+
+    def tune(name, *flags):
+        output = tmp_path / f"{name}.plan.json"
+        done = ucudnn("tune", f"{model}:net", "--input", SHAPE, "-o", output, *flags)
+        assert done.status == 0, done.err
+        return output
+
+    return tune
+
+
+def test_a_plan_that_was_just_made_is_true_but_for_what_is_timed(ucudnn, planned):
+    path = planned("plan", "--workspace-limit", "1MiB")
+    done = ucudnn("check", path, "--canaries", "0")
+    assert done.status == 0, done.out
+    assert "ok  device: " in done.out
+    assert "skipped  canary" in done.out
+    assert done.out.endswith("The plan is true here.\n")
+    found = json.loads(ucudnn("check", path, "--canaries", "0", "--json").out)
+    assert found["is_true"] is True
+    abouts = [one["about"] for one in found["findings"]]
+    assert abouts == ["device", "versions", "conditions", "build", "canary"]
+
+
+def test_a_plan_of_another_torch_is_not(ucudnn, planned, tmp_path):
+    plan = Plan.load(planned("plan"))
+    old = tmp_path / "old.plan.json"
+    replace(plan, software=replace(plan.software, torch="1.0")).save(old)
+    done = ucudnn("check", old, "--canaries", "0")
+    assert done.status == 1
+    assert "NO  versions: torch 1.0 there and " in done.out
+    assert done.out.endswith("The plan is not true here any more.\n")
+
+
+def test_canaries_are_timed(ucudnn, model, tmp_path, planned, one_thread):
+    del one_thread
+    path = planned("plan", "--workspace-limit", "32KiB")
+    plan = Plan.load(path)
+    leaving = sum(not kernel.is_default for kernel in plan.kernels)
+    found = json.loads(ucudnn("check", path, "--canaries", "2", "--json").out)
+    timed = [one for one in found["findings"] if one["about"].startswith("canary")]
+    assert len(timed) == max(1, min(2, leaving))
+
+
+def test_bad_calls_of_check(ucudnn, tmp_path, planned):
+    assert ucudnn("check", tmp_path / "nowhere.json").status == 1
+    done = ucudnn("check", planned("plan"), "--canaries", "-1")
+    assert done.status == 2
+    assert "canaries must be at least 0, got -1" in done.err
+
+
+def test_a_plan_is_the_same_as_itself(ucudnn, planned):
+    path = planned("one")
+    done = ucudnn("compare", path, path)
+    assert done.status == 0
+    assert "Both compute all 5 kernels alike." in done.out
+    found = json.loads(ucudnn("compare", path, path, "--json").out)
+    assert found == {"is_same": True, "differences": [], "changed": []}
+
+
+def test_in_what_two_plans_differ(ucudnn, planned):
+    paths = planned("one"), planned("other", "--workspace-limit", "32KiB", "--ops", "fprop")
+    one, other = map(Plan.load, paths)
+    done = ucudnn("compare", *paths)
+    assert done.status == 1
+    assert "config.workspace_limit: none | 32768" in done.out
+    assert "config.ops: ['fprop', 'dgrad', 'wgrad'] | ['fprop']" in done.out
+    found = json.loads(ucudnn("compare", *paths, "--json").out)
+    assert found["is_same"] is False
+    assert {d["name"] for d in found["differences"]} == {"config.workspace_limit", "config.ops"}
+    changed = {json.dumps(entry["problem"]): entry for entry in found["changed"]}
+    for kernel in one.kernels:
+        text = json.dumps(kernel.problem.to_dict())
+        counterpart = {k.problem: k for k in other.kernels}.get(kernel.problem)
+        same = counterpart is not None and counterpart.decisions() == kernel.decisions()
+        assert (text in changed) != same
+        if same:
+            continue
+        entry = changed[text]
+        assert entry["one"]["split"] == str(kernel.split(8))
+        assert entry["one"]["time_ns"] == kernel.timing.time_ns
+        assert format_ns(kernel.timing.time_ns) in done.out
+        assert (entry["other"] is None) == (counterpart is None)
+
+
+def test_plans_for_two_devices_that_decide_alike(ucudnn, planned, tmp_path):
+    path = planned("one")
+    plan = Plan.load(path)
+    elsewhere = tmp_path / "elsewhere.plan.json"
+    replace(plan, device=replace(plan.device, name="abacus")).save(elsewhere)
+    done = ucudnn("compare", path, elsewhere)
+    assert done.status == 1
+    assert f"device.name: {plan.device.name} | abacus" in done.out
+    assert "alike, but were made for other devices or by other settings" in done.out

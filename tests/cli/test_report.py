@@ -1,0 +1,358 @@
+"""`ucudnn report`: what the page says and draws, read back by the standard library's parser."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from ucudnn.config import Config
+from ucudnn.errors import PlanError
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
+from ucudnn.problem import Problem
+from ucudnn.report import report, write_report
+
+EVIL = "<script>alert(1)</script>"
+MS = 1_000_000
+
+
+class Page(HTMLParser):
+    """What a browser would read: text by tag, the table, scripts, and what is loaded."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.facts, self.scripts, self.loaded, self.texts = [], [], [], [], []
+        self._tags = []
+        self.feed(text)
+        self.close()
+        assert self._tags == [], "a tag is not closed"
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "meta":
+            return
+        self._tags.append(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href", "srcset")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        assert self._tags.pop() == tag
+
+    def handle_data(self, data):
+        tag = self._tags[-1] if self._tags else ""
+        if tag in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif tag == "script":
+            self.scripts[-1] += data
+        elif tag in ("dt", "dd"):
+            self.facts.append(data)
+        elif tag == "p":
+            self.texts.append(data)
+
+    @property
+    def figures(self):
+        """Data, layout and settings of each figure, as its call of plotly has them."""
+        found = {}
+        for script in self.scripts:
+            # plotly's own text names the function, too, but draws nothing
+            start = script.find("Plotly.newPlot(", 0, 2000)
+            if start >= 0:
+                rest = script[start + len("Plotly.newPlot(") :]
+                values = []
+                while len(values) < 4:
+                    value, end = json.JSONDecoder().raw_decode(rest.lstrip(", \n"))
+                    rest = rest.lstrip(", \n")[end:]
+                    values.append(value)
+                found[values[0]] = values[1:]
+        return found
+
+
+def kernel(*, layers=("conv1",), algorithms=("torch_default", "onednn"), chunk=16, **fields):
+    """A kernel of 32 samples and 10 rows, in chunks of one size by the last algorithm."""
+    last = tuple((min(n, chunk), len(algorithms) - 1) for n in range(1, 33))
+    values = {
+        "problem": Problem("fprop", 32, 8, 16, (12, 12), (3, 3)),
+        "layers": tuple(layers),
+        "algorithms": tuple(algorithms),
+        "alone": (BY_BATCH,) * 32,
+        "last": last,
+        "predicted_time_ns": 21 * MS,
+        "timing": Timing(20 * MS, 1 * MS, 3 << 20, 7),
+        "default": Timing(30 * MS, 2 * MS, 24 << 20, 9),
+    }
+    return KernelPlan(**{**values, **fields})
+
+
+def plan_of(*kernels, **config):
+    """A plan of a machine that does not exist; kernels differ in their channels."""
+    numbered = tuple(
+        replace(one, problem=replace(one.problem, out_channels=16 + index))
+        for index, one in enumerate(kernels)
+    )
+    device = Device("cpu", "Example CPU", "AVX2", 4)
+    software = Software("2.13.0", onednn="3.11")
+    return Plan(numbered, device, software, Conditions(threads=3), Config(**config))
+
+
+@pytest.fixture
+def drawn():
+    """A function that draws a plan and reads the page."""
+    pytest.importorskip("plotly", reason="draws a report")
+    return lambda plan: Page(report(plan))
+
+
+@pytest.fixture
+def mixed():
+    """Split, by slabs, undivided default, predicted without a default."""
+    rows = ((8, 1), (2, 0))
+    default = Timing(7 * MS, 9 * MS, 0, 9)
+    return plan_of(
+        kernel(layers=("stem", "body.0", "body.1")),
+        kernel(layers=("slabs",), alone=(BY_SLABS,) * 32, slabs=rows, notes=("a note",)),
+        kernel(layers=("same",), alone=(0,) * 32, timing=default, default=default),
+        kernel(layers=("guess",), timing=Timing(5 * MS, 0, 1 << 20, 0), default=None, chunk=8),
+        workspace_limit="4MiB",
+    )
+
+
+def trace(figure, name):
+    return next(one for one in figure[0] if one["name"] == name)
+
+
+def test_the_heading_says_what_the_plan_was_made_for(drawn, mixed):
+    page = drawn(mixed)
+    facts = dict(zip(page.facts[::2], page.facts[1::2], strict=True))
+    assert facts == {
+        "device": "Example CPU, AVX2, 4 cores",
+        "threads": "3",
+        "torch": "2.13.0",
+        "onednn": "3.11",
+        "backend": "torch_cpu",
+        "workspace limit": "4 MiB for each kernel",
+        "policy": "powers-of-two",
+        "ops": "fprop, dgrad, wgrad",
+        "plan": mixed.hash,
+    }
+    assert "3 of 4 kernels leave torch's default" in page.texts[0]
+    pool = drawn(plan_of(kernel(), total_workspace="64MiB"))
+    assert "64 MiB, every call owns its part" in pool.facts
+
+
+def test_the_table_has_every_kernel_with_notes(drawn, mixed):
+    head, *rows = drawn(mixed).rows
+    cells = [dict(zip(head, row, strict=True)) for row in rows]
+    assert head.count("workspace") == 2
+    assert [row["#"] for row in cells] == ["0", "1", "2", "3"]
+    assert [row["split"] for row in cells] == [
+        "2x16 onednn",
+        "slabs of 8 onednn + 2 torch_default",
+        "32 torch_default",
+        "4x8 onednn",
+    ]
+    assert [row["default"] for row in cells] == ["30.0 ms ±7%"] * 2 + ["7.00 ms ±129%", "-"]
+    assert [row["plan"] for row in cells] == ["20.0 ms ±5%"] * 2 + ["= default", "~5.00 ms"]
+    assert [row["layers"] for row in cells] == ["stem, body.0, body.1", "slabs", "same", "guess"]
+    assert [row["notes"] for row in cells] == ["", "a note", "", ""]
+
+
+def test_times_are_those_of_all_calls_with_their_spread(drawn, mixed):
+    figure = drawn(mixed).figures["Times"]
+    default = trace(figure, "torch's default, measured")
+    # sorted by the default's time; the first kernel runs three times
+    assert default["y"] == [0, 1, 2]
+    assert default["x"] == [0.090, 0.030, 0.007]
+    assert default["error_x"]["array"] == [0.006, 0.002, 0.009]
+    assert default["error_x"]["arrayminus"] == [0.006, 0.002, 0.007]
+    plan = trace(figure, "plan, measured")
+    assert (plan["y"], plan["x"]) == ([0, 1, 2], [0.060, 0.020, 0.007])
+    assert plan["text"] == ["60.0 ms", "20.0 ms", "7.00 ms"]
+    assert "predicted sum of the parts over measured: 1.05" in plan["hovertext"][0]
+    assert "calls: 3 (stem, body.0, body.1)" in plan["hovertext"][0]
+    assert "split: 2x16 onednn" in plan["hovertext"][0]
+    names = figure[1]["yaxis"]["ticktext"]
+    assert [name.split()[0] for name in names] == ["0", "1", "2", "3"]
+    assert "8-&gt;16" in names[0]
+
+
+def test_a_slower_kernel_stands_above_a_faster_one(drawn):
+    fast = kernel(default=Timing(1 * MS, 0, 0, 5))
+    figure = drawn(plan_of(kernel(default=None), fast, kernel())).figures["Times"]
+    assert [name.split()[0] for name in figure[1]["yaxis"]["ticktext"]] == ["2", "1", "0"]
+
+
+@pytest.mark.parametrize("chart", ["Times", "Workspaces"])
+def test_a_predicted_time_is_never_drawn_as_a_measured_one(drawn, mixed, chart):
+    figure = drawn(mixed).figures[chart]
+    predicted = trace(figure, "plan, predicted")
+    assert predicted["y"] == [3]
+    assert "~5.00 ms a call, predicted" in predicted["hovertext"][0]
+    assert "error_x" not in predicted
+    assert all(3 not in one["y"] for one in figure[0] if "measured" in one["name"])
+    if chart == "Times":
+        assert predicted["text"] == ["~5.00 ms predicted"]
+        assert predicted["marker"]["pattern"]["shape"] == "/"
+    else:
+        assert predicted["marker"]["symbol"].endswith("-open")
+
+
+def test_workspaces_and_the_limit(drawn, mixed):
+    figure = drawn(mixed).figures["Workspaces"]
+    traces, layout, _ = figure
+    left, right = layout["xaxis"]["range"]
+    default = trace(figure, "torch's default, measured")["x"]
+    assert default[:2] == [24 << 20, 24 << 20]
+    # nothing is left of 0 B, which a logarithmic axis does not have
+    labels = dict(zip(layout["xaxis"]["tickvals"], layout["xaxis"]["ticktext"], strict=True))
+    assert labels[default[2]] == "0 B" == labels[min(labels)]
+    limit = trace(figure, "workspace limit 4 MiB")
+    assert limit["x"] == [4 << 20] * 2
+    assert all(left < math.log10(x) < right for one in traces for x in one["x"])
+    free = drawn(plan_of(kernel())).figures["Workspaces"]
+    assert not [one for one in free[0] if "limit" in one["name"]]
+
+
+def test_splits_are_drawn_chunk_by_chunk(drawn, mixed):
+    figure = drawn(mixed).figures["Splits"]
+    assert pieces(figure, 0) == [(0, 0.5, "16", "onednn"), (0.5, 0.5, "16", "onednn")]
+    assert pieces(figure, 1) == [(0, 0.8, "8", "onednn"), (0.8, 0.2, "2", "torch_default")]
+    assert pieces(figure, 2) == [(0, 1, "32", "torch_default")]
+    assert [size for _, _, size, _ in pieces(figure, 3)] == ["8"] * 4
+    assert figure[1]["yaxis"]["ticktext"][1].endswith("slabs")
+    assert "8 of 10 rows" in trace(figure, "onednn")["customdata"]
+    # else each algorithm's bars would be as wide as its rows are apart
+    assert {one["width"] for one in figure[0]} == {0.8}
+    many = drawn(plan_of(kernel(chunk=1))).figures["Splits"]
+    assert pieces(many, 0) == [(0, 1, "32x1", "onednn")]
+    one = kernel(chunk=1)
+    mended = replace(one, last=(*one.last[:-1], (15, 0)))
+    assert pieces(drawn(plan_of(mended)).figures["Splits"], 0) == [
+        (0, 0.53125, "17x1", "onednn"),
+        (0.53125, 0.46875, "15", "torch_default"),
+    ]
+
+
+def pieces(figure, place):
+    """Begin, width, size and algorithm of the segments of one row, from the left."""
+    return sorted(
+        (base, x, size, one["name"])
+        for one in figure[0]
+        for y, base, x, size in zip(one["y"], one["base"], one["x"], one["text"], strict=True)
+        if y == place
+    )
+
+
+def test_any_plan_is_drawn_as_it_splits(drawn, random_plan):
+    torch = pytest.importorskip("torch", reason="traces a model")
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3, stride=2))
+    for seed in range(5):
+        plan = random_plan(model, torch.randn(5, 3, 9, 9), random.Random(seed))
+        figure = drawn(plan).figures["Splits"]
+        for place, label in enumerate(figure[1]["yaxis"]["ticktext"]):
+            one = plan.kernels[int(label.split()[0])]
+            steps = one.split(one.problem.batch).steps
+            expected = [(str(step.size), step.algorithm) for step in steps]
+            assert [piece[2:] for piece in pieces(figure, place)] == expected
+
+
+def test_plotly_knows_every_property(drawn, mixed):
+    from plotly.graph_objects import Figure
+
+    for data, layout, _ in drawn(mixed).figures.values():
+        Figure(data=data, layout=layout)  # raises ValueError with the name of an unknown one
+
+
+def test_the_page_loads_nothing(drawn, mixed):
+    page = drawn(mixed)
+    assert page.loaded == []
+    assert sum(len(script) > 1e6 for script in page.scripts) == 1
+    for _, _, settings in page.figures.values():
+        # plotly's button that uploads a figure
+        assert settings["showSendToCloud"] is False
+
+
+def test_names_are_text_not_markup(drawn):
+    one = kernel(layers=(EVIL,), algorithms=(f"fft{EVIL}",), notes=(f"note {EVIL}",))
+    text = report(plan_of(one))
+    page = Page(text)
+    assert EVIL not in text
+    assert not [script for script in page.scripts if script == "alert(1)"]
+    cells = dict(zip(*page.rows, strict=True))
+    assert cells["layers"] == EVIL
+    assert cells["split"] == f"2x16 fft{EVIL}"
+    assert cells["notes"] == f"note {EVIL}"
+    # plotly reads some HTML in what it shows
+    for data, layout, _ in page.figures.values():
+        shown = [layout["yaxis"]["ticktext"], *(one.get("hovertext", []) for one in data)]
+        shown.append([one["name"] for one in data])
+        assert not [text for texts in shown for text in texts if "<script" in text]
+
+
+@pytest.mark.parametrize("count", [0, 1, 200])
+def test_any_number_of_kernels(drawn, count):
+    plan = plan_of(*(kernel(layers=[f"layer{n}.conv", f"down{n}"]) for n in range(count)))
+    text = report(plan)
+    assert len(Page(text).rows) == 1 + count
+    assert len(Page(text).figures) == (3 if count else 0)
+    assert len(text.encode()) < 5 << 20
+    assert text == report(plan)
+
+
+def test_the_command_writes_the_page(drawn, mixed, ucudnn, tmp_path):
+    mixed.save(tmp_path / "plan.json")
+    done = ucudnn("report", tmp_path / "plan.json", "-o", tmp_path / "report.html")
+    assert done.status == 0, done.err
+    assert "Drew 4 kernels" in done.out
+    assert (tmp_path / "report.html").read_text() == report(mixed)
+    assert ucudnn("report", tmp_path / "plan.json").status == 2
+    assert ucudnn("report", tmp_path / "none.json", "-o", tmp_path / "b.html").status == 1
+
+
+def test_without_plotly_one_sentence_says_what_to_install(ucudnn, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    plan_of(kernel()).save(tmp_path / "plan.json")
+    done = ucudnn("report", tmp_path / "plan.json", "-o", tmp_path / "report.html")
+    assert done.status == 3
+    assert "pip install 'ucudnn[report]'" in done.err
+    assert done.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("target", ["nowhere/report.html", "plan.json/report.html", "folder"])
+def test_a_report_that_cannot_be_written(drawn, ucudnn, tmp_path, target):
+    plan_of(kernel()).save(tmp_path / "plan.json")
+    (tmp_path / "folder").mkdir()
+    done = ucudnn("report", tmp_path / "plan.json", "-o", tmp_path / target)
+    assert done.status == 1
+    assert f"cannot write the report to {tmp_path / target}: " in done.err
+    assert "Traceback" not in done.err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "plan.json"]
+
+
+def test_an_existing_report_survives_a_failed_write(drawn, tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "report.html"
+    target.write_text("the old one")
+    monkeypatch.setattr("ucudnn.report.os.fsync", full)
+    with pytest.raises(PlanError, match="No space left on device; choose another path"):
+        write_report(plan_of(kernel()), target)
+    assert target.read_text() == "the old one"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_half_a_character_in_a_name_is_written(drawn, tmp_path):
+    write_report(plan_of(kernel(layers=("\ud800",))), tmp_path / "report.html")
+    assert "All kernels" in (tmp_path / "report.html").read_text()

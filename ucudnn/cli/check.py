@@ -1,0 +1,70 @@
+"""`ucudnn check` and `ucudnn compare`: is a plan still true here, and is it the same as another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from ucudnn.cli.console import SAYS_NO, err, out, say
+from ucudnn.cli.options import JsonOption
+from ucudnn.plan import Plan
+
+_WORDS = {True: "ok", False: "NO", None: "skipped"}
+
+
+def check(
+    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    canaries: Annotated[
+        int, typer.Option(help="So many kernels are timed again, those that save most.")
+    ] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a plan is still true here: device, versions, builds, some times; exit 1 if not.
+
+    Example: ucudnn check resnet18.plan.json
+    """
+    loaded = Plan.load(plan)
+    from ucudnn.check import check as check_plan
+
+    with Progress(console=err, transient=True) as bar:
+        task = bar.add_task("checking", total=4 + canaries)
+        findings = check_plan(loaded, canaries, lambda _: bar.advance(task))
+    is_true = all(finding.is_true is not False for finding in findings)
+    if as_json:
+        document = {"is_true": is_true, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(document))
+    else:
+        for finding in findings:
+            say(f"{_WORDS[finding.is_true]:>7}  {finding.about}: {finding.said}")
+        say("The plan is true here." if is_true else "The plan is not true here any more.")
+    sys.exit(0 if is_true else SAYS_NO)
+
+
+def compare(
+    one: Annotated[Path, typer.Argument(help="A plan file.")],
+    other: Annotated[Path, typer.Argument(help="Another one.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Print in what two plans differ, kernel by kernel; exit 1 if they decide differently.
+
+    Example: ucudnn compare before.plan.json after.plan.json
+    """
+    from ucudnn.comparison import compare as compare_plans
+    from ucudnn.tables import comparison_summary, comparison_table
+
+    found = compare_plans(Plan.load(one), Plan.load(other))
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        for difference in found.differences:
+            say(f"{difference.name}: {difference.one} | {difference.other}")
+        if found.changed:
+            out.print(comparison_table(found))
+        say(comparison_summary(found))
+    sys.exit(0 if found.is_same else SAYS_NO)

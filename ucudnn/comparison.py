@@ -1,0 +1,141 @@
+"""In what two plans differ: made for what, from what, and which splits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ucudnn.plan import KernelPlan, Plan
+from ucudnn.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field of two plans.
+
+    Args:
+        name: such as "software.torch".
+        one: its value in the first plan, as text.
+        other: in the second.
+    """
+
+    name: str
+    one: str
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A kernel in two plans.
+
+    Args:
+        problem: the kernel, with its largest batch; another batch is another kernel.
+        one: its plan in the first, None where it is not there.
+        other: in the second.
+    """
+
+    problem: Problem
+    one: KernelPlan | None
+    other: KernelPlan | None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both compute every batch alike."""
+        if self.one is None or self.other is None:
+            return False
+        return self.one.decisions() == self.other.decisions()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two plans beside each other.
+
+    Args:
+        one: a plan.
+        other: another.
+        differences: fields in which they differ, without times.
+        pairs: every kernel of either.
+    """
+
+    one: Plan
+    other: Plan
+    differences: tuple[Difference, ...]
+    pairs: tuple[Pair, ...]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both decide alike, for one kind of device and by the same settings."""
+        return self.one.hash == self.other.hash
+
+    @property
+    def changed(self) -> tuple[Pair, ...]:
+        """The kernels that they compute differently."""
+        return tuple(pair for pair in self.pairs if not pair.is_same)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values: times in ns, workspaces in bytes."""
+        return {
+            "is_same": self.is_same,
+            "differences": [asdict(difference) for difference in self.differences],
+            "changed": [
+                {
+                    "problem": pair.problem.to_dict(),
+                    "one": _outcome(pair.one),
+                    "other": _outcome(pair.other),
+                }
+                for pair in self.changed
+            ],
+        }
+
+
+def compare(one: Plan, other: Plan) -> Comparison:
+    """Lay two plans side by side.
+
+    >>> from ucudnn.config import Config
+    >>> from ucudnn.measurement import Conditions, Device, Software
+    >>> cpu, config = Device("cpu", "any"), Config()
+    >>> before, after = (Plan((), cpu, Software(it), Conditions(), config) for it in ("1", "2"))
+    >>> compare(before, after).differences, compare(before, after).is_same
+    ((Difference(name='software.torch', one='1', other='2'),), True)
+
+    Args:
+        one: a plan.
+        other: another.
+    """
+    kernels = [{kernel.problem: kernel for kernel in plan.kernels} for plan in (one, other)]
+    problems = dict.fromkeys([*kernels[0], *kernels[1]])
+    pairs = tuple(Pair(p, kernels[0].get(p), kernels[1].get(p)) for p in problems)
+    return Comparison(one, other, tuple(_differences(one, other)), pairs)
+
+
+def _differences(one: Plan, other: Plan) -> Iterator[Difference]:
+    if one.backend != other.backend:
+        yield Difference("backend", one.backend, other.backend)
+    for room in ("device", "software", "conditions"):
+        values = [asdict(getattr(plan, room)) for plan in (one, other)]
+        yield from _of_fields(room, *values)
+    yield from _of_fields("config", one.config.to_dict(), other.config.to_dict())
+
+
+def _of_fields(room: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[Difference]:
+    for name in dict.fromkeys([*one, *other]):
+        values = [_text(fields.get(name)) for fields in (one, other)]
+        if values[0] != values[1]:
+            yield Difference(f"{room}.{name}", *values)
+
+
+def _text(value: Any) -> str:
+    return "none" if value in (None, "") else str(value)
+
+
+def _outcome(kernel: KernelPlan | None) -> dict[str, Any] | None:
+    if kernel is None:
+        return None
+    return {
+        "split": str(kernel.split(kernel.problem.batch)),
+        "time_ns": kernel.timing.time_ns,
+        "is_predicted": kernel.timing.is_predicted,
+        "workspace_bytes": kernel.timing.workspace_bytes,
+        "default_time_ns": kernel.default.time_ns if kernel.default else None,
+    }
