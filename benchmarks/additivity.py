@@ -118,12 +118,15 @@ def main() -> None:
     parser.add_argument("plan", type=Path)
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
-    backend = open_backend("auto")
+    plan = Plan.load(arguments.plan)
+    if not plan.kernels:
+        parser.error(f"{arguments.plan} has no kernels")
+    backend = open_backend(plan.backend)
     found = []
     print("| kernel: split | whole call | predicted over measured (95 %) | same twice (95 %) |")
     print("|---|---|---|---|")
     with torch.no_grad():
-        for kernel in Plan.load(arguments.plan).kernels:
+        for kernel in plan.kernels:
             one = additivity(backend, kernel, arguments.rounds)
             found.append(one)
             said = f"{as_text(one.predicted)} | {as_text(one.same)}"

@@ -110,6 +110,9 @@ class Campaign:
         self._default: dict[Problem, Measurement] = {}
         self._choices: dict[Problem, Choices] = {}
         self._shares: dict[Problem, int] = {}
+        self._surplus: dict[Problem, int] = {}
+        self._refusals: dict[Problem, PlanError] = {}
+        self._learned: dict[Problem, PlanError] = {}
         self._plans: dict[Problem, KernelPlan] = {}
         self._at_work = ""
         self._done_ns = self._total_ns = 0
@@ -138,9 +141,13 @@ class Campaign:
                     for session in self._sessions:  # whichever tunes a kernel, it knows of the look
                         session.flush()
                 self._tuning_began, self._total_ns = monotonic(), self._cost_ns(self._layers)
-                if self._config.total_bytes is not None:
-                    self._divide(self._config.total_bytes)
+                total = self._config.total_bytes
+                if total is not None:
+                    self._divide(total)
                 self._spread(map(self._tune, self._by_geometry()))
+                while total is not None and self._learn():
+                    self._divide(total)
+                    self._spread(map(self._tune, self._by_geometry()))
         finally:
             for session in self._sessions:
                 session.close()
@@ -225,11 +232,36 @@ class Campaign:
             self._at_work = str(problems[0])
             self._report()
             with torch.autocast("cpu", enabled=False):
-                plans = [planner.decide() for planner in self._measured(session, problems)]
+                plans = [self._decided(one) for one in self._measured(session, problems)]
             self._plans |= {plan.problem: plan for plan in plans if plan is not None}
             self._done_ns = self._cost_ns(self._plans)
 
         return task
+
+    def _decided(self, planner: KernelPlanner) -> KernelPlan | None:
+        try:
+            return planner.decide()
+        except PlanError as error:
+            if self._config.total_bytes is None or planner.limit == self._config.limit_bytes:
+                raise
+            self._refusals[planner.problem] = error
+            return None
+
+    def _learn(self) -> bool:
+        """Note what calls need beyond what their chunks do, where that was more than their part.
+
+        Raises:
+            PlanError: a kernel has no plan within its part for another reason.
+        """
+        for problem, error in self._refusals.items():
+            one = self._choices[problem]
+            surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
+            if surplus <= self._surplus.get(problem, 0):
+                raise error
+            self._surplus[problem], self._learned[problem] = surplus, error
+        is_news = bool(self._refusals)
+        self._refusals.clear()
+        return is_news
 
     def _measured(self, session: Session, problems: Iterable[Problem]) -> list[KernelPlanner]:
         """Planners of kernels that share measurements, when none of them wants to know more."""
@@ -260,6 +292,7 @@ class Campaign:
         A kernel that gets its part may want to know more, and what it finds may make another
         division better; with the same cache a second run begins where this one ends.
         """
+        self._shares = self._shares or self._shares_of_defaults(total)
         while True:
             before = self.measured
             self._spread(map(self._survey, self._by_geometry()))
@@ -274,6 +307,16 @@ class Campaign:
             self._spread(map(self._measure, self._by_geometry()))
             if self.measured == before or self._is_over:
                 return
+
+    def _shares_of_defaults(self, total: int) -> dict[Problem, int]:
+        """What torch's own convolutions need, where the pool holds all of them; else nothing."""
+        needs = {
+            problem: entry.workspace_bytes
+            for problem, entry in self._default.items()
+            if entry.workspace_bytes is not None
+        }
+        together = sum(size * len(self._layers[problem]) for problem, size in needs.items())
+        return needs if together <= total else {}
 
     @property
     def _is_over(self) -> bool:
@@ -295,7 +338,12 @@ class Campaign:
         calls = len(self._layers[problem])
         total, limit = self._config.total_bytes or 0, self._config.limit_bytes
         most = total // calls if limit is None else min(limit, total // calls)
-        return Choices(calls, most, survey(partial(self._planner, session, problem), most))
+        front = survey(partial(self._planner, session, problem), most)
+        surplus = self._surplus.get(problem, 0)
+        fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
+        if front and not fitting:
+            raise self._learned[problem]
+        return Choices(calls, most, fitting, surplus)
 
     def _measure(self, problems: Sequence[Problem]) -> Task:
         def task(session: Session) -> None:

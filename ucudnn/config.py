@@ -122,6 +122,11 @@ class Config:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        if self.unplanned == "tune" and self.total_workspace is not None:
+            raise ConfigError(
+                "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "
+                "among all; set unplanned='torch' or 'error', or workspace_limit instead"
+            )
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
 

@@ -267,18 +267,11 @@ class Runner:
         self._tuning = True
         try:
             biased = [problem] if has_bias else []
-            tuned = tune_problems([("", problem)], self._config_of_one(), biased=biased)
+            tuned = tune_problems([("", problem)], self.config, biased=biased)
         finally:
             self._tuning = False
         kernels = (*self.plan.kernels, *tuned.kernels) if self.plan else tuned.kernels
         self._follow(replace(self.plan or tuned, kernels=kernels))
-
-    def _config_of_one(self) -> Config:
-        """The settings for one more kernel: of a pool it gets what the others left."""
-        total = self.config.total_bytes
-        if total is None or self.plan is None:
-            return self.config
-        return replace(self.config, total_workspace=max(0, total - self.plan.workspace_bytes))
 
 
 def convolution(

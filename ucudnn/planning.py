@@ -14,10 +14,12 @@ from ucudnn.benchmark.session import Session
 from ucudnn.candidate import ADDS_BIAS
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.items import held_bytes
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split
 from ucudnn.problem import Problem
 from ucudnn.replay import miss, predict, recall, recall_race
+from ucudnn.slabs import row_alignment
 from ucudnn.solve import Front, Solved, SolvedRows, pareto, smallest_workspace, solve
 from ucudnn.units import format_bytes
 
@@ -66,6 +68,7 @@ class KernelPlanner:
         limit: workspace in bytes that a call may use, None for any.
         default: torch's own convolution of the whole batch, as far as it was measured.
         chunk_limit: workspace in bytes that a chunk may use; None: as a call.
+        surplus: bytes that a call was seen to need more than its chunks do.
     """
 
     def __init__(
@@ -76,13 +79,15 @@ class KernelPlanner:
         limit: int | None,
         default: Measurement | None,
         chunk_limit: int | None = None,
+        surplus: int = 0,
     ) -> None:
         self._session = session
         self._config = config
         self._kernel = kernel
-        self._problem = kernel.problem
-        self._limit = limit
+        self.problem = kernel.problem
+        self.limit = limit
         self._chunk_limit = limit if chunk_limit is None else chunk_limit
+        self._surplus = surplus
         self._is_recorded = isinstance(session.backend, RecordedBackend)
         self.default = self._recalled_default() if self._is_recorded else default
 
@@ -93,11 +98,11 @@ class KernelPlanner:
 
     @cached_property
     def _axis(self) -> BatchAxis:
-        return BatchAxis(self._problem)
+        return BatchAxis(self.problem)
 
     @cached_property
     def _rows_axis(self) -> RowAxis:
-        return RowAxis(self._problem)
+        return RowAxis(self.problem)
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -107,7 +112,7 @@ class KernelPlanner:
     def _row_sizes(self) -> tuple[int, ...]:
         """Slabs to measure: none unless torch's own convolution exceeds the workspace limit."""
         workspace = self.default.workspace_bytes if self.default else None
-        if self._limit is None or (workspace is not None and workspace <= self._limit):
+        if self.limit is None or (workspace is not None and workspace <= self.limit):
             return ()
         return self._rows_axis.sizes(self._config.policy)
 
@@ -150,7 +155,7 @@ class KernelPlanner:
         of_batch = recall(self._session, self._axis, self._sizes)
         of_rows = recall(self._session, self._rows_axis, self._row_sizes)
         if not of_batch and not of_rows:
-            raise miss(self._session, self._problem)
+            raise miss(self._session, self.problem)
         usable = [entry for entry in of_batch if self._is_usable(entry)]
         return Evidence(
             tuple(entry for entry in usable if ADDS_BIAS not in entry.notes),
@@ -199,21 +204,34 @@ class KernelPlanner:
         Raises:
             PlanError: none fits the limit.
         """
-        evidence = self.evidence()
-        if not self._has_split(evidence):
-            return None
-        solved, rows = self._solve(evidence), self._rows(evidence)
-        splits = self._splits(solved, rows)
-        finalists = self._finalists(splits, solved, rows)
-        winner = choose(finalists, self._limit)
-        if winner is None:
-            return self._tighter(finalists, evidence).decide()
+        planner = self
+        while True:
+            evidence = planner.evidence()
+            if not planner._has_split(evidence):
+                return None
+            solved, rows = planner._solve(evidence), planner._rows(evidence)
+            finalists = planner._finalists(planner._splits(solved, rows), solved, rows)
+            winner = choose(finalists, self.limit)
+            if winner is not None:
+                return planner._plan(winner, finalists, evidence, solved, rows)
+            planner = planner._tighter(finalists, evidence)
+
+    def _plan(
+        self,
+        winner: Finalist,
+        finalists: Sequence[Finalist],
+        evidence: Evidence,
+        solved: tuple[Solved, Solved],
+        rows: SolvedRows,
+    ) -> KernelPlan:
         default = next((entry.timing for entry in finalists if entry.split.is_default), None)
-        notes = self._session.backend.candidates(self._problem)[0].notes if default else ()
+        notes = self._session.backend.candidates(self.problem)[0].notes if default else ()
         described = (*(f"default {note}" for note in notes), *evidence.notes)
         split, layers = winner.split, self._kernel.layers
-        known = (one for one in solved if split in one.finalists(default_applies=True))
-        of_winner = next(known, solved[0])
+        plain, fused = solved
+        if split not in plain.finalists(True) and split in fused.finalists(False):
+            plain, fused = fused, plain
+        of_winner = plain.completed(fused)
         return of_winner.kernel_plan(layers, split, winner.timing, default, described, rows)
 
     def require_split(self) -> None:
@@ -236,8 +254,8 @@ class KernelPlanner:
         """What splits along the batch there are, by algorithms of one sort or the other."""
         kernel_of, limit, sizes = self._session.kernel_of, self._chunk_limit, self._sizes
         return (
-            solve(self._problem, evidence.plain, kernel_of, limit, sizes),
-            solve(self._problem, evidence.fused, kernel_of, limit, sizes),
+            solve(self.problem, evidence.plain, kernel_of, limit, sizes),
+            solve(self.problem, evidence.fused, kernel_of, limit, sizes),
         )
 
     def _rows(self, evidence: Evidence) -> SolvedRows:
@@ -247,7 +265,7 @@ class KernelPlanner:
     def _splits(self, solved: tuple[Solved, Solved], rows: SolvedRows) -> list[Split]:
         """Splits worth timing as wholes, torch's default first, and those that add a bias last."""
         plain, fused = solved
-        applies = self._session.kernel_of(self._problem, DEFAULT_ALGORITHM) is not None
+        applies = self._session.kernel_of(self.problem, DEFAULT_ALGORITHM) is not None
         splits = plain.finalists(applies) + fused.finalists(default_applies=False)
         return splits + rows.splits(self._chunk_limit)
 
@@ -257,23 +275,53 @@ class KernelPlanner:
         """Splits as whole calls: raced, or as they were, else as their chunks predict."""
         session, has_bias = self._session, self._kernel.has_bias
         if not self._is_recorded:
-            return race(session, self._working()[-1], self._problem, splits, has_bias)
-        raced = recall_race(session, self._plain, self._problem, splits, has_bias)
+            return race(session, self._working()[-1], self.problem, splits, has_bias)
+        raced = recall_race(session, self._plain, self.problem, splits, has_bias)
         return predict(solved, rows, splits, self.default) if raced is None else raced
 
     def _tighter(self, finalists: Sequence[Finalist], evidence: Evidence) -> KernelPlanner:
-        """Where every whole call needed more than its chunks were seen to: chunks of that less."""
-        needs = [one.timing.workspace_bytes for one in finalists if not one.split.is_default]
-        if not needs or self._limit is None or self._chunk_limit is None:
+        """Where every whole call needed more than its chunks were seen to: smaller chunks."""
+        assert self.limit is not None
+        assert self._chunk_limit is not None
+        needs = [
+            (one.timing.workspace_bytes, chunk)
+            for one in finalists
+            for chunk in [self._chunk_bytes(one.split, evidence)]
+            if chunk is not None and chunk <= self._chunk_limit
+        ]
+        if not needs:
             raise self._nothing_fits(evidence)
-        chunk_limit = self._chunk_limit - (min(needs) - self._limit)
+        need, chunk = min(needs)
+        # chunks that differ in their algorithm alone may each be just below the limit
+        chunk_limit = min(self._chunk_limit - (need - self.limit), chunk - 1)
+        surplus = need - chunk
         if chunk_limit < 0:
-            raise self._nothing_fits(evidence)
-        return KernelPlanner(
-            self._session, self._config, self._kernel, self._limit, self.default, chunk_limit
-        )
+            raise self._nothing_fits(evidence, surplus)
+        kernel, limits = self._kernel, (self.limit, self.default, chunk_limit)
+        return KernelPlanner(self._session, self._config, kernel, *limits, surplus)
 
-    def _nothing_fits(self, evidence: Evidence) -> PlanError:
+    def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
+        """The largest workspace of a split's chunks; None where it is not known of any."""
+        by_rows = split.axis == self._rows_axis.name
+        axis = self._rows_axis if by_rows else self._axis
+        unit = row_alignment(self.problem) if by_rows else 1
+        steps = {(axis.part(-(-step.size // unit)), step.algorithm) for step in split.steps}
+        sizes = [
+            entry.workspace_bytes + held_bytes(self.problem, entry.key.conditions.role)
+            for entry in evidence.everything
+            if (entry.key.problem, entry.key.algorithm) in steps
+            and entry.workspace_bytes is not None
+            and entry.status == "ok"
+        ]
+        return max(sizes, default=None)
+
+    def _nothing_fits(self, evidence: Evidence, surplus: int | None = None) -> PlanError:
+        """What to say of a limit that nothing fits.
+
+        Args:
+            evidence: what was tried.
+            surplus: bytes that a call was seen to need more than its chunks do.
+        """
         known = [
             entry
             for entry in evidence.everything
@@ -281,28 +329,34 @@ class KernelPlanner:
         ]
         kernel_of = self._session.kernel_of
         rows = SolvedRows.of(self._rows_axis, self._row_sizes, known, kernel_of)
-        smallest = smallest_workspace(self._problem, known, kernel_of, rows)
+        smallest = smallest_workspace(self.problem, known, kernel_of, rows)
         if smallest is None:
             reasons = (entry.reason for entry in evidence.everything if entry.status == "failed")
-            return PlanError(f"no algorithm could be run on {self._problem}: {'; '.join(reasons)}")
+            return PlanError(f"no algorithm could be run on {self.problem}: {'; '.join(reasons)}")
         least, what = smallest
-        limit = f"workspace_limit={format_bytes(self._limit or 0)}"
-        if self._config.total_bytes is not None:
-            limit = f"its part of total_workspace, {format_bytes(self._limit or 0)}"
+        least += self._surplus if surplus is None else surplus
+        more = "" if self._config.policy == "all" else " or allow more sizes by policy"
+        total, calls = self._config.total_bytes, len(self._kernel.layers)
+        if total is None or self.limit == self._config.limit_bytes:
+            return PlanError(
+                f"no plan for {self.problem} fits workspace_limit="
+                f"{format_bytes(self.limit or 0)}; the smallest needs {format_bytes(least)} "
+                f"({what}); raise the limit{more}",
+                least,
+            )
+        together = f", {format_bytes(calls * least)} for its {calls} calls" if calls > 1 else ""
         return PlanError(
-            f"no plan for {self._problem} fits {limit}; the smallest needs {format_bytes(least)} "
-            f"({what}); raise the limit"
-            + ("" if self._config.policy == "all" else " or allow more sizes by policy"),
-            least,
+            f"no plan for {self.problem} fits its part of total_workspace={format_bytes(total)}; "
+            f"the smallest needs {format_bytes(least)} ({what}){together}; raise it{more}",
+            calls * least,
         )
 
 
 def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
     """What splits of a kernel take within how much workspace, from `most` downwards.
 
-    Measured for limits of which each is at most half of the one before, and less than what the best
-    split below that one needs. So there are few, and the best split for each is on the front; what
-    is between them is made of the same measurements.
+    Measured for ever smaller limits, each a twentieth below the one before or more: just below
+    what the best split for that one needs. So each point is the best split for a limit.
 
     Args:
         planner_at: makes the planner of the kernel for a limit in bytes.
@@ -314,19 +368,23 @@ def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
     Raises:
         PlanError: nothing fits `most`.
     """
-    points: Front = ()
-    limit = most
+    front: Front = ()
+    limit, needs = most, most + 1
     while limit >= 0:
         planner = planner_at(limit)
         while planner.step():
             pass
         found = planner.front()
-        points = pareto((*points, *found))
-        needs = max((size for size, _ in found if size <= limit), default=0)
-        if not needs:
-            break
-        limit = min(needs - 1, limit // 2)
-    within = tuple(point for point in points if point[0] <= most)
+        front = pareto((*front, *found))
+        fitting = [point.workspace_bytes for point in found if point.workspace_bytes <= limit]
+        if not fitting:
+            if limit == needs - 1:
+                break
+            limit = needs - 1  # what was skipped is all that is left
+            continue
+        needs = max(fitting)
+        limit = min(needs - 1, limit * 19 // 20)
+    within = tuple(point for point in front if point.workspace_bytes <= most)
     if not within:
         planner_at(most).require_split()
     return within

@@ -24,17 +24,30 @@ class Choices:
     Args:
         calls: how many layers run it, each of which owns as much.
         most: bytes that one of them may own.
-        front: (workspace in bytes, time in ns) of one call, workspace rising, time falling.
+        front: of one call.
+        surplus: bytes that a call was seen to need more than its chunks do.
     """
 
     calls: int
     most: int
     front: Front
+    surplus: int = 0
 
     @property
-    def points(self) -> Front:
-        """The front of all calls together."""
-        return tuple((size * self.calls, time_ns * self.calls) for size, time_ns in self.front)
+    def points(self) -> list[tuple[int, int]]:
+        """(Workspace in bytes, time in ns) of all calls together."""
+        return [
+            ((point.workspace_bytes + self.surplus) * self.calls, point.time_ns * self.calls)
+            for point in self.front
+        ]
+
+    def part(self, place: int, left: int) -> int:
+        """What a call gets that is to take a point of the front, where so much is left over."""
+        point = self.front[place]
+        least = point.workspace_bytes + self.surplus
+        if point.below is not None:  # with more it would take another one
+            left = min(left, point.below - 1 - point.workspace_bytes)
+        return min(least + left, max(least, self.most))
 
 
 def require_solver(solver: str) -> None:
@@ -50,7 +63,9 @@ def divided(choices: Mapping[Problem, Choices], total: int, solver: str) -> dict
     """What each call of each kernel may use, so that all of them take least.
 
     >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
-    >>> choices = {slow: Choices(2, 4, ((0, 9), (4, 8))), fast: Choices(1, 6, ((0, 9), (6, 2)))}
+    >>> from ucudnn.solve import Point
+    >>> fronts = (Point(0, 9), Point(4, 8)), (Point(0, 9), Point(6, 2))
+    >>> choices = {slow: Choices(2, 4, fronts[0]), fast: Choices(1, 6, fronts[1])}
     >>> list(divided(choices, 8, "auto").values())  # 2 bytes are left over, for three calls
     [0, 6]
 
@@ -79,6 +94,6 @@ def divided(choices: Mapping[Problem, Choices], total: int, solver: str) -> dict
     # a call as a whole may need some bytes more than its chunks
     left = (total - division.workspace_bytes) // sum(one.calls for one in named.values())
     return {
-        problem: min(one.front[place][0] + left, one.most)
+        problem: one.part(place, left)
         for (problem, one), place in zip(named.items(), division.choice, strict=True)
     }

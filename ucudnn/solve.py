@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ucudnn.axis import RowAxis
 from ucudnn.items import KernelOf, chunk_items, items_by_role, role_of_first, with_bounded
@@ -19,8 +20,25 @@ WORTHWHILE_NS = 10 * 20_000
 # What a chunk may cost more on a busy machine, where threads wait for each other at its end: from
 # nothing, as measured, to so much that only the number of chunks counts.
 CHUNK_NS = (0, 2_000_000, 1_000_000_000)
-# (Workspace in bytes, time in ns) of the best splits, workspace rising and time falling.
-Front = tuple[tuple[int, int], ...]
+
+
+class Point(NamedTuple):
+    """The best split within some workspace.
+
+    Args:
+        workspace_bytes: that it needs.
+        time_ns: that it takes.
+        below: bytes from which on another split is taken, though a slower one: one of chunks that
+            are worth their launch; None: never.
+    """
+
+    workspace_bytes: int
+    time_ns: int
+    below: int | None = None
+
+
+# Workspace rising and time falling.
+Front = tuple[Point, ...]
 
 
 @dataclass(frozen=True)
@@ -167,6 +185,19 @@ class Solved:
             splits.append(_alone(batch, min(undivided, key=_cost).algorithm))
         return list(dict.fromkeys(splits))
 
+    def completed(self, other: Solved) -> Solved:
+        """This one, with the other's way for each batch that it has none for."""
+        walks = (
+            tuple(
+                WalkEntry(
+                    mine.alone if mine.alone or mine.last else its.alone, mine.last or its.last
+                )
+                for mine, its in zip(walk, others, strict=True)
+            )
+            for walk, others in zip(self.walks, other.walks, strict=True)
+        )
+        return replace(self, walks=tuple(walks))
+
     def front(self) -> Front:
         """What the splits of the largest batch take within how much workspace, as it was timed."""
         return _front(self.items, self.problem.batch)
@@ -198,6 +229,7 @@ class Solved:
         walk = next((walk for walk in self.walks if _walk(walk) == winner), self.walks[1])
         algorithms: dict[str, int] = {}
         alone, last = [], []
+        passed = _passed(walk, self.like_default if winner.is_default else frozenset())
         for n, entry in enumerate(walk, start=1):
             lone = entry.alone.algorithm if entry.alone else None
             as_default = winner.is_default and n in self.like_default
@@ -207,7 +239,7 @@ class Solved:
                 alone.append(BY_SLABS if n in by_slabs else BY_BATCH)
             else:
                 alone.append(algorithms.setdefault(lone, len(algorithms)))
-            if entry.last is None or as_default:
+            if entry.last is None or (as_default and n not in passed):
                 last.append((0, -1))
             else:
                 index = algorithms.setdefault(entry.last.algorithm, len(algorithms))
@@ -358,26 +390,31 @@ def _worthwhile(items: Mapping[str, Sequence[Item]]) -> Mapping[str, Sequence[It
 
 def _front(items: Mapping[str, Sequence[Item]], extent: int) -> Front:
     """The front of what is worthwhile, and of anything where that does not fit."""
-    points: list[tuple[int, int]] = []
+    points: list[Point] = []
     for choice in (_worthwhile(items), items):
         if choice["alone"] or (choice["first"] and choice["later"]):
-            found = _table(choice, extent, 0).front(extent)
-            points += [one for one in found if not points or one[0] < points[0][0]]
+            below = points[0].workspace_bytes if points else None
+            points += [
+                Point(workspace, time_ns, below)
+                for workspace, time_ns in _table(choice, extent, 0).front(extent)
+                if below is None or workspace < below
+            ]
     return pareto(points)
 
 
-def pareto(points: Iterable[tuple[int, int]]) -> Front:
+def pareto(points: Iterable[Point]) -> Front:
     """The points that no other one beats in both, workspace rising and time falling.
 
-    >>> pareto([(4, 9), (0, 20), (8, 9), (2, 20)])
-    ((0, 20), (4, 9))
+    >>> front = pareto([Point(4, 9), Point(0, 20), Point(8, 9), Point(2, 20)])
+    >>> [point[:2] for point in front]
+    [(0, 20), (4, 9)]
 
     Args:
-        points: (workspace in bytes, time in ns).
+        points: of any splits.
     """
-    front: list[tuple[int, int]] = []
-    for point in sorted(points):
-        if not front or point[1] < front[-1][1]:
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: point[:2]):
+        if not front or point.time_ns < front[-1].time_ns:
             front.append(point)
     return tuple(front)
 
@@ -401,6 +438,16 @@ def _table(items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int) -> R
     if not later:  # a first chunk alone is no split
         first = ()
     return reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)
+
+
+def _passed(walk: Sequence[WalkEntry], ended: Collection[int]) -> set[int]:
+    """The batches that splits of larger ones pass; at those of `ended` none begins."""
+    passed: set[int] = set()
+    for n in range(len(walk), 0, -1):
+        last = walk[n - 1].last
+        if last is not None and (n in passed or n not in ended):
+            passed.add(n - last.batch)
+    return passed
 
 
 def _walk(walk: Sequence[WalkEntry]) -> Split | None:

@@ -258,15 +258,84 @@ def test_where_a_call_needs_more_than_its_chunks_smaller_chunks_are_tried(
 
     monkeypatch.setattr(backend, "workspace_bytes", workspace_bytes)
     config = Config(workspace_limit="8MiB")
-    if more_mib == 7:  # one sample needs one MiB, and 7 more
-        plan = tune_problems([("layer", NARROW)], config)
-        assert set(plan.split(NARROW).steps) == {Step(1, "torch_default")}
-    else:
-        plan = tune_problems([("layer", NARROW)], config)
-        assert {step.size for step in plan.split(NARROW).steps} == {4 if more_mib == 1 else 2}
+    plan = tune_problems([("layer", NARROW)], config)
+    assert {step.size for step in plan.split(NARROW).steps} == {{1: 4, 3: 2, 7: 1}[more_mib]}
     assert plan.workspace_bytes <= 8 * MIB
-    with pytest.raises(PlanError, match="no plan for .* fits workspace_limit=1 MiB"):
-        tune_problems([("layer", NARROW)], Config(workspace_limit="1MiB"))
+    smallest = (1 + more_mib) * MIB
+    with pytest.raises(PlanError, match=f"the smallest needs {1 + more_mib} MiB") as caught:
+        tune_problems([("layer", NARROW)], Config(workspace_limit=smallest - 1))
+    assert caught.value.smallest_bytes == smallest
+    assert tune_problems([("layer", NARROW)], Config(workspace_limit=smallest))
+
+
+def test_a_little_more_than_the_limit_is_not_tried_again_and_again(scripted, monkeypatch):
+    backend = scripted(
+        torch_default=lambda size: (4 * size * MS, 20 * MIB),
+        fast=lambda size: (size * MS, 4 * MIB if size <= 4 else 20 * MIB),
+    )
+    of_chunks = backend.workspace_bytes
+    monkeypatch.setattr(
+        backend, "workspace_bytes", lambda run, parts: of_chunks(run, parts) + 4 * MIB + 512
+    )
+    with pytest.raises(PlanError, match="fits workspace_limit=8 MiB"):
+        tune_problems([("layer", NARROW.with_batch(8))], Config(workspace_limit="8MiB"))
+
+
+def test_a_default_whose_call_needs_more_than_its_chunk_is_split(scripted, monkeypatch):
+    backend = scripted(torch_default=linear(1.0, 1.0))
+    of_chunks = backend.workspace_bytes
+
+    def workspace_bytes(run, parts):
+        parts = list(parts)
+        whole = sum(problem.batch for problem, _ in parts) == 8
+        return of_chunks(run, parts) + (MIB // 4 if whole else 0)
+
+    monkeypatch.setattr(backend, "workspace_bytes", workspace_bytes)
+    plan = tune_problems([("layer", NARROW.with_batch(8))], Config(workspace_limit="8.1MiB"))
+    assert plan.workspace_bytes <= 8.1 * MIB
+
+
+@pytest.mark.parametrize("policy", ["powers-of-two", "all"])
+@pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad"])
+def test_ever_smaller_limits_on_one_cache(op, policy, scripted):
+    """What did not fit a larger limit does not keep a smaller one from finding what does."""
+    scripted(torch_default=linear(2.0, 0.1))
+    problem = Problem(op, 12, 2, 2, (4, 4), (1, 1))
+    for limit in (3_122_375, 1_258_290, 314_571, 150_000):
+        config = Config(workspace_limit=limit, policy=policy)
+        assert tune_problems([("layer", problem)], config).workspace_bytes <= limit
+    assert {step.size for step in tune_problems([("l", problem)], config).split(problem).steps} == {
+        1
+    }
+
+
+@pytest.mark.parametrize("other", range(1, 8))
+def test_batches_that_run_as_the_default_are_passed_by_chains_of_others(other, scripted):
+    backend = scripted(torch_default=linear(1.0), slow=linear(2.0))
+    backend.kernels = {("torch_default", other): "another kernel"}
+    plan = tune_problems([("layer", NARROW.with_batch(8))], Config())
+    for batch in range(1, 9):
+        assert plan.split(NARROW.with_batch(batch)).size == batch
+
+
+@pytest.mark.parametrize("op", ["fprop", "wgrad"])
+def test_what_one_batch_learns_another_of_its_geometry_knows(op, scripted):
+    costs = {
+        "torch_default": linear(1, 0.5),
+        "lean": linear(1.2, 0.25, 1),
+        "leaner": linear(1.1, 0.1, 0.5),
+    }
+    problem = Problem(op, 6, 2, 2, (4, 4), (1, 1))
+    layers = [("six", problem), ("five", problem.with_batch(5))]
+    hashes, counts = [], []
+    for _ in range(2):
+        scripted(**costs)
+        events = []
+        plan = tune_problems(layers, Config(policy="all", workspace_limit="1MiB"), events.append)
+        hashes.append(plan.hash)
+        counts.append(events[-1].measured)
+    assert hashes[0] == hashes[1]
+    assert counts[1] == 0
 
 
 def test_when_tuning_pays_back():

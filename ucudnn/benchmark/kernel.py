@@ -193,12 +193,11 @@ class KernelMeasurer:
         return self._limit is not None or most > self._session.backend.memory_bytes()
 
     def _recall(self) -> None:
-        """Take in what the cache has."""
+        """Take in what the cache has, and what was measured for a kernel that shares it."""
         for arm in self._candidates:
-            if arm not in self._records:
-                known = self._session.find(self._key(arm))
-                if known is not None:
-                    self._records[arm] = self._session.reuse(known)
+            known = self._session.find(self._key(arm))
+            if known is not None:
+                self._records[arm] = self._session.reuse(known)
 
     def _key(self, arm: Arm) -> MeasurementKey:
         return self._session.key(self._axis.part(arm.size), arm.algorithm, arm.role)
@@ -322,7 +321,7 @@ class KernelMeasurer:
             arm
             for arm in arms
             for workspace in [self._known_workspace(arm)]
-            if workspace is not None and (arm.size < whole or self._fits(arm, workspace))
+            if workspace is not None and self._fits(arm, workspace)
         ]
         if not known:
             smaller = any(arm.size < whole for arm in self._curves if self._curves[arm] == curve)
