@@ -310,10 +310,11 @@ class Campaign:
 
     def _shares_of_defaults(self, total: int) -> dict[Problem, int]:
         """What torch's own convolutions need, where the pool holds all of them; else nothing."""
+        most = total if self._config.limit_bytes is None else self._config.limit_bytes
         needs = {
             problem: entry.workspace_bytes
             for problem, entry in self._default.items()
-            if entry.workspace_bytes is not None
+            if entry.workspace_bytes is not None and entry.workspace_bytes <= most
         }
         together = sum(size * len(self._layers[problem]) for problem, size in needs.items())
         return needs if together <= total else {}
