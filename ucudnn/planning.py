@@ -297,6 +297,7 @@ class KernelPlanner:
         surplus = need - chunk
         if chunk_limit < 0:
             raise self._nothing_fits(evidence, surplus)
+        self._working()[-1].release()
         kernel, limits = self._kernel, (self.limit, self.default, chunk_limit)
         return KernelPlanner(self._session, self._config, kernel, *limits, surplus)
 
