@@ -159,7 +159,7 @@ BAD_CALLS = {
     "a pool too small": (
         ("{model}:net", "--input", SHAPE, "--total-workspace", "1"),
         1,
-        "fits its part of total_workspace, 1 B; the smallest needs",
+        "fits its part of total_workspace=1 B; the smallest needs",
     ),
     "a solver without a pool": (
         ("{model}:net", "--input", SHAPE, "--solver", "exact"),
