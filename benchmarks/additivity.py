@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 
-from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
+from ucudnn.axis import AbstractAxis, axis_of
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.protocol import (
@@ -35,7 +35,6 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.execute import bind
 from ucudnn.items import role_of_first
 from ucudnn.plan import KernelPlan, Plan, Split
-from ucudnn.slabs import row_alignment
 from ucudnn.units import format_ns
 
 NEAR = (0.95, 1.05)
@@ -65,12 +64,11 @@ class Additivity:
 
 def chunks(axis: AbstractAxis, split: Split) -> Counter[Arm]:
     """The chunks of a split as tuning times them, and how many there are of each."""
-    unit = row_alignment(axis.problem) if axis.name == "spatial" else 1
     roles = [role_of_first(axis.problem), *["later"] * (len(split.steps) - 1)]
     if len(split.steps) == 1:
         roles = ["alone"]
     return Counter(
-        Arm(-(-step.size // unit), step.algorithm, role)
+        Arm(axis.size_of(step), step.algorithm, role)
         for step, role in zip(split.steps, roles, strict=True)
     )
 
@@ -78,7 +76,7 @@ def chunks(axis: AbstractAxis, split: Split) -> Counter[Arm]:
 def additivity(backend: AbstractBackend, kernel: KernelPlan, rounds: int) -> Additivity:
     """Time the chunks of a kernel's split and the whole call, twice, in the same rounds."""
     problem, split = kernel.problem, kernel.split(kernel.problem.batch)
-    axis = RowAxis(problem) if split.axis == "spatial" else BatchAxis(problem)
+    axis = axis_of(problem, split)
     ring = Ring.allocate(backend, problem)
     counts = chunks(axis, split)
     loops: list[AbstractLoop] = []

@@ -49,6 +49,10 @@ class AbstractAxis(ABC):
     def split(self, steps: Iterable[Step]) -> Split:
         """The split whose steps are chunks of these sizes."""
 
+    @abstractmethod
+    def size_of(self, step: Step) -> int:
+        """The size of the chunk that a step of a split is; at the end it may lack some rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis(AbstractAxis):
@@ -90,6 +94,10 @@ class BatchAxis(AbstractAxis):
     def split(self, steps: Iterable[Step]) -> Split:
         """The split of the batch."""
         return Split("batch", tuple(steps))
+
+    def size_of(self, step: Step) -> int:
+        """The samples."""
+        return step.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +165,20 @@ class RowAxis(AbstractAxis):
             found.append(replace(step, size=rows))
             left -= rows
         return Split("spatial", tuple(found))
+
+    def size_of(self, step: Step) -> int:
+        """The units that its rows are, begun ones included."""
+        return -(-step.size // self._unit)
+
+
+def axis_of(problem: Problem, split: Split) -> AbstractAxis:
+    """The axis along which a split divides a problem.
+
+    >>> problem = Problem("fprop", 6, 4, 4, (9,), (3,))
+    >>> axis_of(problem, Split("spatial", (Step(7, "gemm"),))).extent
+    7
+    """
+    return RowAxis(problem) if split.axis == RowAxis.name else BatchAxis(problem)
 
 
 def _powers_of_two_below(extent: int) -> list[int]:

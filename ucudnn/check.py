@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
+from ucudnn.axis import axis_of
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.bench import Whole
 from ucudnn.benchmark.session import Session
@@ -131,13 +131,12 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
 
 def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Finding:
     problem, split = kernel.problem, kernel.split(kernel.problem.batch)
-    axis: AbstractAxis = RowAxis(problem) if split.axis == "spatial" else BatchAxis(problem)
     fused = {one.algorithm for one in session.backend.bias_candidates(problem)}
     has_bias = any(step.algorithm in fused for step in split.steps)
     default = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
     splits = [split] if kernel.default is None else [split, default]
     try:
-        wholes = session.bench(axis).whole(splits, has_bias)
+        wholes = session.bench(axis_of(problem, split)).whole(splits, has_bias)
     except UnsupportedError as error:
         return Finding(about, None, f"not timed: {error}")
     return _judged(about, plan, kernel, wholes)

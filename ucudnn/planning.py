@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
+from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis, axis_of
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.finals import Finalist, choose, race
 from ucudnn.benchmark.kernel import KernelMeasurer
@@ -19,7 +19,6 @@ from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split
 from ucudnn.problem import Problem
 from ucudnn.replay import miss, predict, recall, recall_race
-from ucudnn.slabs import row_alignment
 from ucudnn.solve import Front, Solved, SolvedRows, pareto, smallest_workspace, solve
 from ucudnn.units import format_bytes
 
@@ -303,10 +302,8 @@ class KernelPlanner:
 
     def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
         """The largest workspace of a split's chunks; None where it is not known of any."""
-        by_rows = split.axis == self._rows_axis.name
-        axis = self._rows_axis if by_rows else self._axis
-        unit = row_alignment(self.problem) if by_rows else 1
-        steps = {(axis.part(-(-step.size // unit)), step.algorithm) for step in split.steps}
+        axis = axis_of(self.problem, split)
+        steps = {(axis.part(axis.size_of(step)), step.algorithm) for step in split.steps}
         sizes = [
             entry.workspace_bytes + held_bytes(self.problem, entry.key.conditions.role)
             for entry in evidence.everything
@@ -372,10 +369,7 @@ def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
     front: Front = ()
     limit, needs = most, most + 1
     while limit >= 0:
-        planner = planner_at(limit)
-        while planner.step():
-            pass
-        found = planner.front()
+        found = planner_at(limit).front()
         front = pareto((*front, *found))
         fitting = [point.workspace_bytes for point in found if point.workspace_bytes <= limit]
         if not fitting:

@@ -24,7 +24,7 @@ class Choices:
     Args:
         calls: how many layers run it, each of which owns as much.
         most: bytes that one of them may own.
-        front: of one call.
+        front: of one call, where it fits with the surplus.
         surplus: bytes that a call was seen to need more than its chunks do.
     """
 
@@ -47,7 +47,7 @@ class Choices:
         least = point.workspace_bytes + self.surplus
         if point.below is not None:  # with more it would take another one
             left = min(left, point.below - 1 - point.workspace_bytes)
-        return min(least + left, max(least, self.most))
+        return min(least + left, self.most)
 
 
 def require_solver(solver: str) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from ucudnn import cache as cache_room
-from ucudnn.axis import AbstractAxis
+from ucudnn.axis import AbstractAxis, axis_of
 from ucudnn.backends.cudnn.deviceless import list_configurations
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.recorded import RecordedBackend
@@ -20,7 +20,6 @@ from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
-from ucudnn.slabs import row_alignment
 from ucudnn.solve import Solved, SolvedRows
 from ucudnn.solvers import Item
 
@@ -150,14 +149,14 @@ def predict(
 
 def _items(solved: Sequence[Solved], rows: SolvedRows, split: Split) -> Iterator[Item | None]:
     """What was measured of each step, the fastest; None where nothing was."""
-    unit = 1 if split.axis == "batch" else row_alignment(rows.axis.problem)
+    axis = axis_of(rows.axis.problem, split)
     for number, step in enumerate(split.steps):
         if split.axis == "spatial":
             known = rows.later if number else rows.first
         else:
             role = "alone" if len(split.steps) == 1 else "later" if number else "first"
             known = tuple(item for one in solved for item in one.items[role])
-        size = -(-step.size // unit)  # the last slab counts as if it had all its rows
+        size = axis.size_of(step)  # the last slab counts as if it had all its rows
         fitting = (item for item in known if (item.batch, item.algorithm) == (size, step.algorithm))
         yield min(fitting, key=_time_ns, default=None)
 

@@ -11,7 +11,7 @@ from ucudnn.items import KernelOf, chunk_items, items_by_role, role_of_first, wi
 from ucudnn.measurement import Measurement
 from ucudnn.plan import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.slabs import row_alignment, slabs
+from ucudnn.slabs import slabs
 from ucudnn.solvers import Item, ReuseTable, WalkEntry, reuse
 
 # On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
@@ -123,12 +123,11 @@ class SolvedRows:
 
     def predicted_ns(self, split: Split) -> int:
         """Sum of what the steps take; the last one counts as if it had all its rows."""
-        unit = row_alignment(self.axis.problem)
         return sum(
             min(
                 item.time_ns
                 for item in (self.later if number else self.first)
-                if (item.batch, item.algorithm) == (-(-step.size // unit), step.algorithm)
+                if (item.batch, item.algorithm) == (self.axis.size_of(step), step.algorithm)
             )
             for number, step in enumerate(split.steps)
         )
