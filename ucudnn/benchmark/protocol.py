@@ -66,7 +66,7 @@ FINALS = Protocol(least_rounds=5, most_rounds=9, target=0.0, enough_ns=2_000_000
 # Twice the cache, so that a chunk has left it before its turn comes again.
 _RING_CACHES = 2
 # What ran before has left the caches full of other things, and the first of several chunks pays for
-# that, here as in a call: one chunk alone takes up to a sixth more than the next ones do.
+# that, here as in a call: one chunk alone takes longer than the next ones do.
 _LEAST_CHUNKS = 4
 
 
