@@ -33,8 +33,8 @@ from ucudnn.benchmark.protocol import (
 from ucudnn.benchmark.rounds import Entrant, run_rounds
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.execute import bind
-from ucudnn.items import role_of_first
 from ucudnn.plan import KernelPlan, Plan, Split
+from ucudnn.tuning.items import role_of_first
 from ucudnn.units import format_ns
 
 NEAR = (0.95, 1.05)

@@ -54,7 +54,7 @@ from ucudnn.execute import Call, bind
 from ucudnn.layer_table import read_layers
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import OPS, Problem
-from ucudnn.tuner import tune_problems
+from ucudnn.tuning.tuner import tune_problems
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}

@@ -30,7 +30,7 @@ import ucudnn
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.layer_table import read_layers
 from ucudnn.problem import OPS, Problem
-from ucudnn.tuner import tune_problems
+from ucudnn.tuning.tuner import tune_problems
 from ucudnn.units import format_ns
 
 CLAIMED_GAIN = 1.15

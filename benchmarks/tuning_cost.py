@@ -35,11 +35,8 @@ from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.accuracy import Accuracy
 from ucudnn.benchmark.bench import AbstractBench, Arm, LocalBench, Look, Whole
-from ucudnn.benchmark.finals import race
-from ucudnn.benchmark.kernel import KernelMeasurer
 from ucudnn.benchmark.protocol import FINALS, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
-from ucudnn.benchmark.session import Session
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
@@ -47,8 +44,11 @@ from ucudnn.execute import bind
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
-from ucudnn.solve import solve
-from ucudnn.tuner import Progress, tune_problems
+from ucudnn.tuning.confirmation import race
+from ucudnn.tuning.measurer import KernelMeasurer
+from ucudnn.tuning.session import Session
+from ucudnn.tuning.solve import solve
+from ucudnn.tuning.tuner import Progress, tune_problems
 from ucudnn.units import format_ns
 
 N = 16

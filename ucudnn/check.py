@@ -10,12 +10,12 @@ import torch
 from ucudnn.axis import axis_of
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.bench import Whole
-from ucudnn.benchmark.session import Session
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.cache import MemoryCache
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.execute import build
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step
+from ucudnn.tuning.session import Session
 from ucudnn.units import format_bytes, format_ns
 
 

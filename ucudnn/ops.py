@@ -257,7 +257,7 @@ class Runner:
         self._tune(problem, has_bias)
 
     def _tune(self, problem: Problem, has_bias: bool) -> None:
-        from ucudnn.tuner import tune_problems  # layers that never tune need no solver
+        from ucudnn.tuning.tuner import tune_problems  # layers that never tune need no solver
 
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise PlanError(

@@ -159,7 +159,7 @@ def tune_alone(folder: Path, rank: int) -> dict[str, Any]:
     scripted(rank)
     config = ucudnn.Config(workspace_limit=LIMIT, cache=str(folder / f"cache-{rank}"))
     counts = Counts()
-    return counts.result(ucudnn.tuner.tune_problems(problems(), config, counts))
+    return counts.result(ucudnn.tuning.tuner.tune_problems(problems(), config, counts))
 
 
 def tune_kinds(folder: Path, rank: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import ucudnn
 from ucudnn.config import Config
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Timing
 from ucudnn.tracing import trace_layers
-from ucudnn.tuner import tune_problems
+from ucudnn.tuning.tuner import tune_problems
 
 SHAPE = (8, 16, 20, 20)
 

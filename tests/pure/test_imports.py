@@ -59,8 +59,8 @@ def test_at_most_fourteen_public_names_and_each_is_there() -> None:
         assert not name.startswith("_")
         assert getattr(ucudnn, name).__module__.startswith("ucudnn.")
         assert name in dir(ucudnn)
-    with pytest.raises(AttributeError, match="has no attribute 'tuning'"):
-        _ = ucudnn.tuning
+    with pytest.raises(AttributeError, match="has no attribute 'autotune'"):
+        _ = ucudnn.autotune
 
 
 def test_type_checkers_see_the_names_that_exist_when_it_runs(package: Path) -> None:
@@ -106,7 +106,7 @@ def test_frameworks_stay_out_of_inner_rooms(package: Path, inner: str, foreign: 
 
 def test_nothing_that_tunes_uses_layers_or_the_command_line(package: Path) -> None:
     graph = imports(package)
-    reached, todo = set(), ["ucudnn.tuner", "ucudnn.trace"]
+    reached, todo = set(), ["ucudnn.tuning.tuner", "ucudnn.trace"]
     while todo:
         name = todo.pop()
         if name in graph and name not in reached:

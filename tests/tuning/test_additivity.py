@@ -8,7 +8,7 @@ from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.config import Config
 from ucudnn.plan import Split, Step
 from ucudnn.problem import Problem
-from ucudnn.tuner import tune_problems
+from ucudnn.tuning.tuner import tune_problems
 
 MS = 1_000_000
 

@@ -7,16 +7,15 @@ import warnings
 
 import pytest
 
-from ucudnn import campaign, tuner
-from ucudnn.benchmark import session
-from ucudnn.benchmark.finals import Finalist, choose
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.tables import payback, steps_to_pay_back
-from ucudnn.tuner import TuningInterruptedError, tune_problems
+from ucudnn.tuning import scheduler, session, tuner
+from ucudnn.tuning.confirmation import Finalist, choose
+from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000
@@ -39,7 +38,7 @@ def is_default(plan: Plan, problem: Problem) -> bool:
 def clock(monkeypatch):
     """Time that passes by a second whenever the budget is looked at."""
     ticks = itertools.count()
-    for module in (campaign, session):
+    for module in (scheduler, session):
         monkeypatch.setattr(module, "monotonic", lambda: float(next(ticks)))
     return ticks
 
@@ -55,7 +54,7 @@ def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
         scripted(torch_default=linear(2.0), fast=linear(1.0))
         config = Config(time_budget_s=budget, cache=f"{Config().cache}-{budget}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", campaign.UntunedWarning)
+            warnings.simplefilter("ignore", scheduler.UntunedWarning)
             plan = tune_problems(layers, config)
         for kernel in plan.kernels:
             assert kernel.split(16).size == 16
@@ -69,7 +68,7 @@ def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
 
 def test_kernels_that_were_not_looked_at_are_named_in_a_warning(scripted, clock):
     scripted(torch_default=linear(2.0))
-    with pytest.warns(campaign.UntunedWarning, match="2 of 2 kernels are not in the plan"):
+    with pytest.warns(scheduler.UntunedWarning, match="2 of 2 kernels are not in the plan"):
         plan = tune_problems([("a", NARROW), ("b", WIDE)], Config(time_budget_s=0.5))
     assert plan.kernels == ()
 
@@ -120,7 +119,7 @@ def test_ctrl_c_keeps_the_plan_so_far(scripted, moment):
 
 def test_a_default_over_the_limit_is_no_plan_to_fall_back_to(scripted, clock):
     scripted(torch_default=linear(2.0, 1.0), fast=linear(1.0, 0.5))
-    with pytest.warns(campaign.UntunedWarning):
+    with pytest.warns(scheduler.UntunedWarning):
         plan = tune_problems([("a", NARROW)], Config(workspace_limit="4MiB", time_budget_s=3.5))
     assert plan.kernels == ()
 
@@ -356,4 +355,4 @@ def test_equal_geometries_share_measurements_and_settle_together(scripted):
     second = tune_problems(layers[::-1], Config(workspace_limit="9MiB"), events.append)
     assert events[-1].measured == 0
     assert second.hash == first.hash
-    assert tuner.Progress is campaign.Progress
+    assert tuner.Progress is scheduler.Progress

@@ -12,7 +12,7 @@ from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.measurement import Device
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuner import tune_problems
+from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000

@@ -12,12 +12,12 @@ from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.bench import Arm
-from ucudnn.benchmark.kernel import WrongResultWarning
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UcudnnError
 from ucudnn.problem import Problem
-from ucudnn.tuner import tune_problems
+from ucudnn.tuning.measurer import WrongResultWarning
+from ucudnn.tuning.tuner import tune_problems
 
 CONFIG = {"policy": "undivided", "backend": "torch_cpu"}
 FPROP = Problem("fprop", 4, 3, 5, (12, 12), (3, 3), padding=((1, 1), (1, 1)))

@@ -9,13 +9,13 @@ import warnings
 
 import pytest
 
-from ucudnn import campaign
 from ucudnn.candidate import Candidate
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuner import TuningInterruptedError, tune_problems
+from ucudnn.tuning import scheduler
+from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000
@@ -111,7 +111,7 @@ def test_a_second_tune_measures_nothing_and_decides_alike(scripted):
     plans, counts = [], []
     for _ in range(2):
         scripted(torch_default=cost(4, 0), fast=cost(2, 1, 3), faster=cost(1, 2, 5))
-        events: list[campaign.Progress] = []
+        events: list[scheduler.Progress] = []
         plans.append(tune_problems(layers, config, events.append))
         counts.append(events[-1].measured)
     assert counts[0] > 0
@@ -234,7 +234,7 @@ def test_one_shape_at_a_time_cannot_divide_a_pool():
 
 def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkeypatch):
     ticks = itertools.count()
-    for module in ("campaign", "benchmark.session"):
+    for module in ("tuning.scheduler", "tuning.session"):
         monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: float(next(ticks)))
     sizes = set()
     for budget in (*range(1, 40, 3), *range(40, 400, 40)):
@@ -243,7 +243,7 @@ def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkey
             total_workspace="9MiB", time_budget_s=budget, cache=f"{Config().cache}-{budget}"
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", campaign.UntunedWarning)
+            warnings.simplefilter("ignore", scheduler.UntunedWarning)
             plan = tune_problems(LAYERS, config)
         assert plan.workspace_bytes <= 9 * MIB
         sizes.add(len(plan.kernels))

@@ -21,7 +21,7 @@ from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, 
 from ucudnn.plan import Split, Step
 from ucudnn.problem import Problem
 from ucudnn.tables import plan_summary, plan_table
-from ucudnn.tuner import tune_problems
+from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 GPU = Device("cuda", "NVIDIA H200", cores=132, compute_capability="9.0")
@@ -195,7 +195,7 @@ def test_a_profile_restricts_a_recording_to_what_cudnn_has(tmp_path, monkeypatch
             one = SimpleNamespace(identity="eng0")
             yield SimpleNamespace(problem=problem, configurations=(one,))
 
-    monkeypatch.setattr("ucudnn.replay.list_configurations", listings)
+    monkeypatch.setattr("ucudnn.tuning.replay.list_configurations", listings)
     folder = record(tmp_path, [*alone(), entry(FPROP, "eng1", 5, 0, device=replace(GPU, name="X"))])
     profile = Path(__file__).parents[2] / "benchmarks" / "devices" / "h200.json"
     config = Config(backend="cudnn", device_profile=profile, cache=folder, workspace_limit="90MiB")

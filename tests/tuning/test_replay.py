@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ucudnn.benchmark.finals import Finalist, choose
 from ucudnn.benchmark.protocol import FINALS
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.plan import Split, Step, Timing
+from ucudnn.tuning.confirmation import Finalist, choose
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TABLES = sorted(RESULTS.rglob("exhaustive.csv"))

@@ -12,7 +12,7 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.plan import Step
 from ucudnn.problem import Problem
-from ucudnn.tuner import tune_problems
+from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000

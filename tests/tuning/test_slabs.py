@@ -23,7 +23,7 @@ from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import Plan, Split, Step
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count
-from ucudnn.tuner import tune_problems
+from ucudnn.tuning.tuner import tune_problems
 
 MIB, MS = 1 << 20, 1_000_000
 # 21 rows of y and of dx: no power of two
@@ -122,7 +122,7 @@ COSTS = {
 @pytest.fixture
 def rows(monkeypatch) -> RowBackend:
     backend = RowBackend(dict(COSTS))
-    monkeypatch.setattr("ucudnn.tuner.open_backend", lambda _: backend)
+    monkeypatch.setattr("ucudnn.tuning.tuner.open_backend", lambda _: backend)
     return backend
 
 

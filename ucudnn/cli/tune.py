@@ -60,7 +60,7 @@ def tune(
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
     from ucudnn.tracing import Traced
-    from ucudnn.tuner import device_type
+    from ucudnn.tuning.tuner import device_type
 
     where = device_type(config)
     if model.endswith(".csv"):
@@ -83,7 +83,7 @@ def _read_table(
 
 
 def _tune(traced: Traced, config: Config, output: Path | None, as_json: bool) -> None:
-    from ucudnn.tuner import TuningInterruptedError, tune_problems
+    from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
     start = time.monotonic()
     try:

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ucudnn import tuner
 from ucudnn.backends import open_backend
-from ucudnn.campaign import Progress, UntunedWarning
 from ucudnn.config import Config
 from ucudnn.distributed.agreement import (
     job_facts,
@@ -38,6 +36,8 @@ from ucudnn.distributed.recording import RecordingCache, Records, SealedCache
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.tuning import tuner
+from ucudnn.tuning.scheduler import Progress, UntunedWarning
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,7 +116,7 @@ def tune_problems(
     patience: Patience | None = None,
     biased: Collection[Problem] = (),
 ) -> Plan:
-    """Like `ucudnn.tuner.tune_problems`, in all ranks of a job at once.
+    """Like `ucudnn.tuning.tuner.tune_problems`, in all ranks of a job at once.
 
     Args:
         layers: the name of a layer and its problem, once per call; the same on all ranks whose

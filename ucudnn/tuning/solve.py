@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ucudnn.axis import RowAxis
-from ucudnn.items import KernelOf, chunk_items, items_by_role, role_of_first, with_bounded
 from ucudnn.measurement import Measurement
 from ucudnn.plan import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.slabs import slabs
 from ucudnn.solvers import Item, ReuseTable, WalkEntry, reuse
+from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, role_of_first, with_bounded
 
 # On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
 # A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).

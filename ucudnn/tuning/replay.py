@@ -10,9 +10,6 @@ from ucudnn.axis import AbstractAxis, axis_of
 from ucudnn.backends.cudnn.deviceless import list_configurations
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.benchmark.finals import Finalist, race
-from ucudnn.benchmark.kernel import KernelMeasurer
-from ucudnn.benchmark.session import Session
 from ucudnn.cache import AbstractCache, MemoryCache
 from ucudnn.cache.explain import explain, key_texts
 from ucudnn.cache.text import read_entries
@@ -20,8 +17,11 @@ from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
-from ucudnn.solve import Solved, SolvedRows
 from ucudnn.solvers import Item
+from ucudnn.tuning.confirmation import Finalist, race
+from ucudnn.tuning.measurer import KernelMeasurer
+from ucudnn.tuning.session import Session
+from ucudnn.tuning.solve import Solved, SolvedRows
 
 _ENGINE = "eng"  # how cuDNN's algorithms are called
 # A miss of a whole kernel says in which of the other fields the nearest entry differs.

@@ -19,16 +19,16 @@ import torch
 
 from ucudnn.backends import AbstractBackend
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.benchmark.session import Session
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
-from ucudnn.planning import Kernel, KernelPlanner, survey
-from ucudnn.pool import Choices, divided, require_solver
 from ucudnn.problem import Problem
-from ucudnn.solve import solve
+from ucudnn.tuning.division import Choices, divided, require_solver
+from ucudnn.tuning.planner import Kernel, KernelPlanner, survey
+from ucudnn.tuning.session import Session
+from ucudnn.tuning.solve import solve
 
 Task = Callable[[Session], None]
 

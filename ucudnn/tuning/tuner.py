@@ -13,12 +13,12 @@ from ucudnn import cache as cache_room
 from ucudnn.backends import AbstractBackend, open_backend, sees_a_gpu
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
-from ucudnn.campaign import Campaign, Progress
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.replay import open_recording, recorded_by_profile
+from ucudnn.tuning.replay import open_recording, recorded_by_profile
+from ucudnn.tuning.scheduler import Campaign, Progress
 
 if TYPE_CHECKING:
     from torch import nn

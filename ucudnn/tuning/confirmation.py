@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ucudnn.benchmark.bench import Whole
-from ucudnn.benchmark.kernel import KernelMeasurer
-from ucudnn.benchmark.session import Session
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
+from ucudnn.tuning.measurer import KernelMeasurer
+from ucudnn.tuning.session import Session
 
 # Less than this is not worth leaving torch's own call for, however certain it is.
 LEAST_GAIN = 0.02

@@ -16,15 +16,15 @@ from ucudnn.axis import AbstractAxis
 from ucudnn.benchmark.accuracy import allowed_error
 from ucudnn.benchmark.bench import AbstractBench, Arm, Look
 from ucudnn.benchmark.rounds import Result, failure_of
-from ucudnn.benchmark.session import Session
 from ucudnn.benchmark.statistics import median_interval, median_ns, spread_ns
 from ucudnn.benchmark.worker import LostError
 from ucudnn.candidate import Candidate
-from ucudnn.items import held_bytes, lists_of, rank_of
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import DEFAULT_ALGORITHM
-from ucudnn.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
 from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
+from ucudnn.tuning.items import held_bytes, lists_of, rank_of
+from ucudnn.tuning.session import Session
+from ucudnn.tuning.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
 TOLERANCE = 0.02

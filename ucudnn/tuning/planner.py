@@ -8,18 +8,18 @@ from functools import cached_property
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis, axis_of
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.benchmark.finals import Finalist, choose, race
-from ucudnn.benchmark.kernel import KernelMeasurer
-from ucudnn.benchmark.session import Session
 from ucudnn.candidate import ADDS_BIAS
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.items import held_bytes
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split
 from ucudnn.problem import Problem
-from ucudnn.replay import miss, predict, recall, recall_race
-from ucudnn.solve import Front, Solved, SolvedRows, pareto, smallest_workspace, solve
+from ucudnn.tuning.confirmation import Finalist, choose, race
+from ucudnn.tuning.items import held_bytes
+from ucudnn.tuning.measurer import KernelMeasurer
+from ucudnn.tuning.replay import miss, predict, recall, recall_race
+from ucudnn.tuning.session import Session
+from ucudnn.tuning.solve import Front, Solved, SolvedRows, pareto, smallest_workspace, solve
 from ucudnn.units import format_bytes
 
 
