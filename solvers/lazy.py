@@ -54,6 +54,7 @@ class Option:
         rank: breaks ties after that.
         is_seed: whether its size is likely to be an efficient one.
         role: the caller's name for how it runs.
+        least_ns: a lower bound of its time that the caller knows, for one that never ran.
     """
 
     batch: int
@@ -66,6 +67,7 @@ class Option:
     rank: int = 0
     is_seed: bool = False
     role: str = ""
+    least_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ def _bounds(curve: Sequence[Option], tolerance: float, least_ns: int) -> list[in
     sizes = tuple(option.batch for option in curve)
     bounds = _promises(sizes, points, tolerance)
     return [
-        max(bound, 0 if option.lists == ("alone",) else least_ns)
+        max(bound, option.least_ns, 0 if option.lists == ("alone",) else least_ns)
         if option.interval is None
         else option.interval.time_ns
         if option.is_timed

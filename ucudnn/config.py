@@ -17,6 +17,7 @@ POLICIES = ("undivided", "powers-of-two", "all")
 UNPLANNED = ("torch", "tune", "error")
 BACKENDS = ("auto", "torch_cpu", "cudnn", "recorded")
 SOLVERS = ("auto", "exact", "highs", "cbc")
+EFFORT_NAMES = ("quick", "normal", "thorough")
 
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
@@ -45,8 +46,12 @@ _FALLBACKS: dict[str, Any] = {
     "device": None,
     "device_profile": None,
     "max_error": None,
+    "effort": "normal",
     "time_budget_s": None,
+    "step_race": True,
 }
+# What tuning may cost is no part of what a plan is.
+_COSTS = ("effort", "time_budget_s", "step_race")
 
 
 def _default(name: str, compare: bool = True) -> Any:
@@ -86,8 +91,12 @@ class Config:
             Plans by what the cache has of that GPU, and this cuDNN could run on it.
         max_error: relative error (L2) against float64 that an algorithm may have; None: any that
             rounding explains.
+        effort: "quick", "normal" or "thorough": how long to look for how small a gain. The default
+            time budget is 25 steps of the model (at least 5 s), 100 steps (at least 10 s), or none.
         time_budget_s: seconds that tuning may take; what is not finished then runs torch's own
-            convolution. None: as long as it takes.
+            convolution. None: the budget of the effort.
+        step_race: end by timing whole steps of the model against torch's own, and leave out the
+            kernels that do not pay there.
 
     Raises:
         ConfigError: a value that is not allowed; the message lists those that are.
@@ -104,7 +113,9 @@ class Config:
     device: str | None = _default("device", compare=False)
     device_profile: str | None = _default("device_profile", compare=False)
     max_error: float | None = _default("max_error")
+    effort: str = _default("effort", compare=False)
     time_budget_s: float | None = _default("time_budget_s", compare=False)
+    step_race: bool = _default("step_race", compare=False)
 
     def __post_init__(self) -> None:
         values = {
@@ -118,7 +129,9 @@ class Config:
             "backend": _choice("backend", self.backend, BACKENDS),
             "device_profile": _path("device_profile", self.device_profile, "a file's path"),
             "max_error": _positive("max_error", self.max_error),
+            "effort": _choice("effort", self.effort, EFFORT_NAMES),
             "time_budget_s": _positive("time_budget_s", self.time_budget_s),
+            "step_race": _switch("step_race", self.step_race),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -147,7 +160,7 @@ class Config:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # the hash of a plan without a pool stays what it was before there were any
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
-        for name in ("cache", "device", "device_profile", "time_budget_s", *pool):
+        for name in ("cache", "device", "device_profile", *_COSTS, *pool):
             del values[name]
         return {**values, "ops": list(self.ops)}
 
@@ -173,6 +186,15 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
     return str(value)
+
+
+def _switch(name: str, value: object) -> bool:
+    """True or False, also as text from the environment."""
+    texts = {"1": True, "true": True, "0": False, "false": False}
+    found = texts.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
+    return found
 
 
 def _passes(value: Any) -> tuple[str, ...]:

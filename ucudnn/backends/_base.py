@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucudnn.candidate import Candidate
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
+from ucudnn.roofline import Cost, Roofline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,6 +154,16 @@ class AbstractBackend(ABC):
     @abstractmethod
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time it took on the device, in nanoseconds."""
+
+    def cost(self, problem: Problem, algorithm: str) -> Cost | None:
+        """Least operations, traffic and workspace of a candidate; None where nothing is known."""
+        del problem, algorithm
+        return None
+
+    def roofline(self, dtype: str) -> Roofline | None:
+        """Greatest speed of this machine with a dtype; None where nothing is known."""
+        del dtype
+        return None
 
     def is_broken(self) -> bool:
         """Whether a failure has left the device useless to this process, and to it alone."""

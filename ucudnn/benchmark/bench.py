@@ -40,6 +40,25 @@ class Look(NamedTuple):
     time_ns: int | None
 
 
+class How(NamedTuple):
+    """How candidates are timed.
+
+    Args:
+        chunks: the protocol of chunks.
+        wholes: the protocol of whole calls that race each other.
+        until: the `time.monotonic` after which no more rounds of chunks begin; None: no limit.
+        wholes_until: the same for whole calls.
+    """
+
+    chunks: Protocol = Protocol()
+    wholes: Protocol = FINALS
+    until: float | None = None
+    wholes_until: float | None = None
+
+
+THOROUGHLY = How()
+
+
 @dataclass(frozen=True, slots=True)
 class Whole:
     """What the rounds showed of a whole plan, and its workspace in bytes."""
@@ -91,7 +110,7 @@ class LocalBench(AbstractBench):
         backend: of the device.
         axis: of the kernel, along which candidates are chunks.
         on_turn: called with the place of an arm or split before each of its runs.
-        protocol: how to take times.
+        how: to take times.
     """
 
     def __init__(
@@ -99,12 +118,12 @@ class LocalBench(AbstractBench):
         backend: AbstractBackend,
         axis: AbstractAxis,
         on_turn: Callable[[int], None] = lambda _: None,
-        protocol: Protocol | None = None,
+        how: How = THOROUGHLY,
     ) -> None:
         self._backend = backend
         self._axis = axis
         self._on_turn = on_turn
-        self._protocol = protocol or Protocol()
+        self._how = how
         self._ring: Ring | None = None
         self._samplers: dict[Arm, Sampler] = {}
 
@@ -149,7 +168,7 @@ class LocalBench(AbstractBench):
             self._on_turn(place)
             try:
                 sampler = self._sampler(arm)
-                sampler.warm_up(self._protocol)
+                sampler.warm_up(self._how.chunks)
             except RuntimeError as error:
                 if self._backend.is_broken():
                     raise
@@ -161,9 +180,10 @@ class LocalBench(AbstractBench):
         found = run_rounds(
             self._backend,
             entrants,
-            self._protocol,
+            self._how.chunks,
             known,
             lambda number: self._on_turn(places[number]),
+            self._how.until,
         )
         results = [Result(failure=failures.get(place, "")) for place in range(len(arms))]
         for place, result in zip(places, found, strict=True):
@@ -194,7 +214,7 @@ class LocalBench(AbstractBench):
                 loop = WholeLoop(ring, call, bias)
                 samplers[place] = Sampler(loop, self._backend)
                 workspaces[place] = self._workspace_of(loop, call)
-                samplers[place].warm_up(FINALS)
+                samplers[place].warm_up(self._how.wholes)
             except (RuntimeError, UnsupportedError) as error:
                 if self._backend.is_broken():
                     raise
@@ -202,7 +222,11 @@ class LocalBench(AbstractBench):
         places = [place for place in range(len(splits)) if place not in failures]
         entrants = [Entrant(samplers[place].sample_ns) for place in places]
         found = run_rounds(
-            self._backend, entrants, FINALS, on_turn=lambda number: self._on_turn(places[number])
+            self._backend,
+            entrants,
+            self._how.wholes,
+            on_turn=lambda number: self._on_turn(places[number]),
+            until=self._how.wholes_until,
         )
         results = {place: Result(failure=reason) for place, reason in failures.items()}
         results.update(zip(places, found, strict=True))

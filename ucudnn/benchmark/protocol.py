@@ -46,6 +46,8 @@ class Protocol:
         lost_share: a round is disturbed in which a candidate had less than this fraction of the
             processor time per time that it had in its best round.
         repeats: so many disturbed rounds are repeated.
+        stops_when_decided: end after the least rounds as soon as every candidate is clearly faster
+            or clearly no faster than the first one.
     """
 
     least_rounds: int = 5
@@ -58,6 +60,7 @@ class Protocol:
     lapped: tuple[float, ...] = (3.0, 1.5)
     lost_share: float = 0.8
     repeats: int = 5
+    stops_when_decided: bool = False
 
 
 # Whole plans are compared in pairs: with nine a 95 % interval forgives a disturbed one at either

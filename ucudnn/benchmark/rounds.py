@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.protocol import Protocol
-from ucudnn.benchmark.statistics import median_interval, median_ns
+from ucudnn.benchmark.statistics import median_interval, median_ns, ratio_interval
+
+# A smaller gain is not worth leaving torch's own call for, however certain it is.
+WORTHWHILE_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ def run_rounds(
     protocol: Protocol,
     known: Mapping[tuple[int, str], tuple[int, int]] | None = None,
     on_turn: Callable[[int], None] = lambda _: None,
+    until: float | None = None,
 ) -> list[Result]:
     """Time entrants in turn, each round in another order, until every interval is narrow.
 
@@ -74,6 +78,7 @@ def run_rounds(
         protocol: when to stop, whom to drop, what to repeat.
         known: by group a rival that was timed before, as (median, upper end of its interval).
         on_turn: called with the number of an entrant before each of its samples.
+        until: no round but the first begins after this `time.monotonic`; None: no limit.
     """
     results = [Result() for _ in entrants]
     most_share: list[float] = [0.0] * len(entrants)
@@ -82,6 +87,8 @@ def run_rounds(
     while rounds < protocol.most_rounds:
         turns = [number for number, result in enumerate(results) if result.is_racing]
         if not turns or (rounds >= protocol.least_rounds and _is_over(results, protocol, spent)):
+            break
+        if rounds and until is not None and monotonic() >= until:
             break
         chance.shuffle(turns)
         readings: dict[int, _Reading] = {}
@@ -144,6 +151,8 @@ def _is_disturbed(
 def _is_over(results: Sequence[Result], protocol: Protocol, spent_ns: int) -> bool:
     if spent_ns >= protocol.enough_ns:
         return True
+    if protocol.stops_when_decided and _is_decided(results):
+        return True
     return all(
         high - low <= protocol.target * median_ns(result.samples)
         for result in results
@@ -190,3 +199,13 @@ def _is_beaten(
     if rounds <= len(protocol.lapped):
         return time_ns > protocol.lapped[rounds - 1] * best_ns
     return median_interval(samples)[0] > high_ns
+
+
+def _is_decided(results: Sequence[Result]) -> bool:
+    """True where every entrant is clearly faster or clearly no faster than the first one."""
+    first, *others = (result.samples for result in results if result.is_racing)
+    for samples in others:
+        _, low, high = ratio_interval(samples, first)
+        if low < 1 - WORTHWHILE_GAIN and high > 1 - WORTHWHILE_GAIN / 2:
+            return False
+    return True

@@ -18,7 +18,7 @@ import torch
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
-from ucudnn.benchmark.bench import AbstractBench, Arm, LocalBench, Look, Whole
+from ucudnn.benchmark.bench import THOROUGHLY, AbstractBench, Arm, How, LocalBench, Look, Whole
 from ucudnn.benchmark.rounds import Result, failure_of
 from ucudnn.errors import UcudnnError
 from ucudnn.plan import Split
@@ -56,7 +56,7 @@ class Worker:
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def ask(self, axis: AbstractAxis, method: str, *arguments: Any) -> Any:
+    def ask(self, axis: AbstractAxis, how: How, method: str, *arguments: Any) -> Any:
         """Call a method of a `LocalBench` of this axis in the child.
 
         Raises:
@@ -66,11 +66,11 @@ class Worker:
         """
         connection = self._started()
         try:
-            connection.send((axis, method, arguments))
+            connection.send((axis, how, method, arguments))
         except OSError:  # it ended between two questions, which is no candidate's fault
             self.close()
             connection = self._started()
-            connection.send((axis, method, arguments))
+            connection.send((axis, how, method, arguments))
         turn, patience_s = 0, self._backend.candidate_timeout_s
         while True:
             try:
@@ -138,13 +138,14 @@ class Worker:
 class WorkerBench(AbstractBench):
     """Measures one kernel in a worker's process."""
 
-    def __init__(self, worker: Worker, axis: AbstractAxis) -> None:
+    def __init__(self, worker: Worker, axis: AbstractAxis, how: How = THOROUGHLY) -> None:
         self._worker = worker
         self._axis = axis
+        self._how = how
 
     def look(self, arm: Arm, limit: int | None) -> Look:
         """Run a candidate once for its workspace and its error, and once for its time."""
-        found = self._worker.ask(self._axis, "look", arm, limit)
+        found = self._worker.ask(self._axis, self._how, "look", arm, limit)
         assert isinstance(found, Look)
         return found
 
@@ -178,9 +179,8 @@ class WorkerBench(AbstractBench):
         left = list(range(len(asked)))
         while left:
             try:
-                answers = self._worker.ask(
-                    self._axis, method, [asked[place] for place in left], *more
-                )
+                still = [asked[place] for place in left]
+                answers = self._worker.ask(self._axis, self._how, method, still, *more)
             except LostError as lost:
                 found[left.pop(lost.turn)] = str(lost)
             else:
@@ -196,15 +196,15 @@ def serve(descriptor: int) -> None:
         backend, threads = connection.recv()
         torch.set_num_threads(threads)
         connection.send(("ready", None))
-        measured: AbstractAxis | None = None
+        measured: tuple[AbstractAxis, How] | None = None
         while True:
             try:
-                axis, method, arguments = connection.recv()
+                axis, how, method, arguments = connection.recv()
             except EOFError:
                 return
-            if axis != measured:
-                bench = LocalBench(backend, axis, lambda turn: connection.send(("turn", turn)))
-                measured = axis
+            if (axis, how) != measured:
+                bench = LocalBench(backend, axis, lambda turn: connection.send(("turn", turn)), how)
+                measured = axis, how
             try:
                 answer = ("done", getattr(bench, method)(*arguments))
             except UcudnnError as error:

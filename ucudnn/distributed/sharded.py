@@ -179,7 +179,7 @@ def _decide(
         )
     sealed = SealedCache(records.values())
     untimed = replace(config, time_budget_s=None)
-    plan = tuner.tune_problems(tuned, untimed, None, sealed, biased=biased)
+    plan = tuner.tune_problems(tuned, untimed, None, sealed, biased=biased, is_whole_step=False)
     return replace(plan, config=config), sealed
 
 
@@ -280,7 +280,9 @@ class _Work:
         kernels_done = done()
         try:
             told, part = self._told(kernels_done), self.parts[item]
-            tuner.tune_problems(part, self._config, told, recording, biased=self._biased)
+            tuner.tune_problems(
+                part, self._config, told, recording, biased=self._biased, is_whole_step=False
+            )
         except (PlanError, UnsupportedError) as error:  # of the problem, not of this rank
             return packed(error)
         return packed(recording.records())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ucudnn.benchmark.bench import Whole
+from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Measurement, MeasurementKey
@@ -14,9 +15,6 @@ from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.session import Session
-
-# Less than this is not worth leaving torch's own call for, however certain it is.
-LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +41,7 @@ def race(
     splits: Sequence[Split],
     has_bias: bool = False,
 ) -> list[Finalist]:
-    """Time whole plans in interleaved rounds, or take them from the cache where all of them are.
-
-    The race belongs to the name of the measurement: samples of different races are no pairs.
+    """Time whole calls in interleaved rounds, or take them from the cache where all of them are.
 
     Args:
         session: the device and the cache.
@@ -57,25 +53,52 @@ def race(
     Raises:
         UnsupportedError: none could be run.
     """
+    recalled = recall_race(session, problem, splits, has_bias)
+    if recalled is not None:
+        return recalled
+    keys = _keys(session, problem, splits, has_bias)
+    notes = _notes(session, problem, splits)
+    wholes = measurer.bench.whole(splits, has_bias)
+    found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, notes, strict=True)]
+    session.flush()
+    finalists = _finalists(splits, found)
+    if splits and not finalists:
+        raise UnsupportedError(f"a whole call could not be run to be timed: {found[0].reason}")
+    return finalists
+
+
+def recall_race(
+    session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool = False
+) -> list[Finalist] | None:
+    """The race of these splits from the cache; None where it is not there or none could be run.
+
+    Args:
+        session: the device and the cache.
+        problem: the kernel at one of its batches.
+        splits: all that took part.
+        has_bias: whether a bias was part of every call.
+    """
+    known = [session.find(key) for key in _keys(session, problem, splits, has_bias)]
+    found = [session.reuse(entry) for entry in known if entry is not None]
+    return None if len(found) < len(splits) else _finalists(splits, found) or None
+
+
+def _keys(
+    session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool
+) -> list[MeasurementKey]:
+    """One key per split; each names the race, since samples of different races are no pairs."""
     names = sorted(str(split) for split in splits)
     identity = hashlib.sha256(" | ".join(names).encode()).hexdigest()[:8]
     this_race = f"race {identity}{' with a bias' if has_bias else ''}"
-    keys = [session.key(problem, f"plan[{split}] in {this_race}") for split in splits]
-    known = [session.find(key) for key in keys]
-    found = [session.reuse(entry) for entry in known if entry is not None]
-    if len(found) < len(splits):
-        notes = _notes(session, problem, splits)
-        wholes = measurer.bench.whole(splits, has_bias)
-        found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, notes, strict=True)]
-        session.flush()
-    finalists = [
+    return [session.key(problem, f"plan[{split}] in {this_race}") for split in splits]
+
+
+def _finalists(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Finalist]:
+    return [
         _finalist(split, entry)
         for split, entry in zip(splits, found, strict=True)
         if entry.status == "ok"
     ]
-    if splits and not finalists:
-        raise UnsupportedError(f"a whole call could not be run to be timed: {found[0].reason}")
-    return finalists
 
 
 def _notes(session: Session, problem: Problem, splits: Sequence[Split]) -> list[tuple[str, ...]]:
@@ -156,10 +179,10 @@ def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:
 
 def _ties(entry: Finalist, fastest: Finalist) -> bool:
     ratio, _, _ = ratio_interval(entry.samples, fastest.samples)
-    return ratio <= 1 + LEAST_GAIN and not _is_faster(fastest, entry)
+    return ratio <= 1 + WORTHWHILE_GAIN and not _is_faster(fastest, entry)
 
 
 def _is_faster(entry: Finalist, other: Finalist) -> bool:
     """Whether one takes less time than the other, by more than noise and more than is worth it."""
     ratio, _, high = ratio_interval(entry.samples, other.samples)
-    return high < 1 and ratio < 1 - LEAST_GAIN
+    return high < 1 and ratio < 1 - WORTHWHILE_GAIN

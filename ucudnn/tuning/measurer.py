@@ -21,10 +21,13 @@ from ucudnn.benchmark.worker import LostError
 from ucudnn.candidate import Candidate
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import DEFAULT_ALGORITHM
+from ucudnn.roofline import Cost
 from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
 from ucudnn.tuning.items import held_bytes, lists_of, rank_of
+from ucudnn.tuning.prospects import HOPELESS, LEAST_TELLING_NS, Prospects
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
+from ucudnn.units import format_bytes
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
 TOLERANCE = 0.02
@@ -32,6 +35,12 @@ TOLERANCE = 0.02
 _BEATEN = "beaten by "
 # No algorithm is expected to need more times its operands than this; columns of an 11x11 filter do.
 _MOST_COPIES = 128
+# Without a workspace limit a candidate may take this many times its operands and result, or so many
+# bytes: more would raise the peak of a step, and of tuning, far above what the model needs.
+_MOST_OPERANDS = 4
+_SMALL_BYTES = 256 << 20
+# A chunk that is expected to take so long tells about larger ones.
+_TRIAL_NS = 1_000_000
 
 
 class WrongResultWarning(UserWarning):
@@ -51,6 +60,7 @@ class KernelMeasurer:
         sizes: of the chunks that a split may have.
         max_error: relative error (L2) that a candidate may have, None: any that is not wrong.
         adds_bias: measure those candidates that add a bias, too, and no others.
+        tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class KernelMeasurer:
         sizes: Iterable[int] = (),
         max_error: float | None = None,
         adds_bias: bool = False,
+        tolerance: float = TOLERANCE,
     ) -> None:
         self._session = session
         self._axis = axis
@@ -68,6 +79,8 @@ class KernelMeasurer:
         self._limit = limit
         self._sizes = tuple(sorted(sizes))
         self._max_error = max_error
+        self._tolerance = max(tolerance, TOLERANCE)
+        self._prospects = Prospects(self._cost, session.roofline(axis.problem.dtype))
         backend = session.backend
         self._listed = backend.bias_candidates if adds_bias else backend.candidates
         self._records: dict[Arm, Measurement] = {}
@@ -115,12 +128,15 @@ class KernelMeasurer:
         self._recall()
         if self._session.is_over:
             return False
-        probes = self._probes()
-        for arm in probes:
-            self._look_at(arm, self._limit)
-        wanted = [] if probes else self._wanted()
+        first_runs = self._probes() or self._trials()
+        for arm in first_runs:
+            if self._session.is_over:
+                return False
+            if not self._is_ruled_out(arm):  # by what was learned of the others
+                self._look_at(arm, self._limit)
+        wanted = [] if first_runs else self._wanted()
         self._measure(wanted)
-        return bool(probes or wanted)
+        return bool(first_runs or wanted)
 
     def outlook(self, launch_ns: int = 0) -> Outlook:
         """How good the best split of what was timed is, and what is wanted next."""
@@ -131,7 +147,7 @@ class KernelMeasurer:
             if "alone" in option.lists or not option.is_timed or _time_ns(option) >= WORTHWHILE_NS
         ]
         extent = self._axis.extent
-        ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=TOLERANCE)
+        ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self._tolerance)
         found = ask(worthwhile, least_ns=WORTHWHILE_NS)
         if found.bound_ns is None:  # nothing else fits: then short chunks are allowed
             found = ask(options)
@@ -145,7 +161,7 @@ class KernelMeasurer:
             f"{self.outlook().gap:.1%} if the assumptions of lazy measuring hold"
         )
         options = sum(bool(self._lists(arm)) for arm in self._candidates)
-        return f"timed {timed} of {options} candidates", gap
+        return f"timed {timed} of {options} candidates", *self._ruled_out.values(), gap
 
     @cached_property
     def _candidates(self) -> Mapping[Arm, Candidate]:
@@ -220,6 +236,8 @@ class KernelMeasurer:
             entry = self._records.get(arm)
             if arm in self._skipped or (entry is not None and entry.status == "failed"):
                 continue
+            if entry is None and self._is_ruled_out(arm):
+                continue
             workspace = self._workspace(arm)
             if entry is not None and entry.workspace_bytes is not None:
                 is_allowed = self._fits_and_is_exact(arm, entry)
@@ -227,6 +245,7 @@ class KernelMeasurer:
                 is_allowed = workspace is not None and self._may_run(arm, workspace)
             lists = self._lists(arm)
             is_allowed &= entry is None or not self._has_lost(arm, entry)
+            is_allowed &= entry is None or entry.status == "ok" or not self._is_ruled_out(arm)
             is_out = not (lists and is_allowed)
             if is_out and (entry is None or entry.time_ns is None):
                 continue
@@ -241,6 +260,7 @@ class KernelMeasurer:
                 rank_of(arm.algorithm, candidate.notes),
                 arm.size in self._waves,
                 arm.role,
+                self._least_ns(arm) if entry is None else 0,
             )
 
     def _lists(self, arm: Arm) -> tuple[str, ...]:
@@ -252,7 +272,13 @@ class KernelMeasurer:
 
     @cached_property
     def _memory_bytes(self) -> int:
-        return self._session.backend.memory_bytes()
+        """Workspace that a candidate may take: with no limit, some times its operands."""
+        available = self._session.backend.memory_bytes()
+        if self._limit is not None:
+            return available
+        elements = sum(map(prod, (*self._problem.operand_shapes, self._problem.result_shape)))
+        operands = elements * self._problem.bytes_per_element
+        return min(available, max(_SMALL_BYTES, _MOST_OPERANDS * operands))
 
     def _has_lost(self, arm: Arm, entry: Measurement) -> bool:
         """Whether it lost its race against one that counts under this limit, too."""
@@ -261,6 +287,88 @@ class KernelMeasurer:
         rival = arm._replace(algorithm=entry.reason.removeprefix(_BEATEN))
         winner = self._records.get(rival)
         return winner is not None and self._is_usable(rival, winner)
+
+    def _cost(self, size: int, algorithm: str) -> Cost | None:
+        return self._session.cost(self._axis.part(size), algorithm)
+
+    def _least_ns(self, arm: Arm) -> int:
+        """A lower bound of what an arm takes, with room for an error of the expectation."""
+        return int(self._expected_ns(arm) / HOPELESS)
+
+    def _expected_ns(self, arm: Arm) -> int:
+        return self._prospects.expected_ns(arm.size, arm.algorithm, self._times_of(arm))
+
+    def _times_of(self, arm: Arm) -> Iterator[tuple[int, int]]:
+        """Sizes and times of the chunks that the same implementation computed."""
+        for other, entry in self._records.items():
+            if entry.time_ns is not None and self._curves[other] == self._curves[arm]:
+                yield other.size, min(entry.samples, default=entry.time_ns)
+
+    def _is_ruled_out(self, arm: Arm) -> bool:
+        return self._curves[arm] in self._ruled_out
+
+    @property
+    def _ruled_out(self) -> dict[str, str]:
+        """Curves that nothing more is measured of, with the reason."""
+        best_ns = self._best_ns()
+        found = {}
+        for curve, arms in self._arms_by_curve.items():
+            reason = self._reason_to_rule_out(arms, best_ns)
+            if reason:
+                found[curve] = f"{arms[0].algorithm} is ruled out: {reason}"
+        return found
+
+    def _reason_to_rule_out(self, arms: Sequence[Arm], best_ns: float | None) -> str:
+        """Why none of a curve's arms can matter, "" where one can."""
+        if any(self._records[arm].status == "ok" for arm in arms if arm in self._records):
+            return ""
+        costs = [self._cost(arm.size, arm.algorithm) for arm in arms]
+        least = min((cost.workspace_bytes for cost in costs if cost is not None), default=0)
+        if least > self._memory_bytes:
+            return (
+                f"it needs {format_bytes(least)} at least, more than the "
+                f"{format_bytes(self._memory_bytes)} that a candidate may take here"
+            )
+        if best_ns is None:
+            return ""
+        fastest = min(self._expected_ns(arm) / arm.size for arm in arms) * self._axis.extent
+        if fastest <= HOPELESS * best_ns:
+            return ""
+        return f"it takes {fastest / best_ns:.1f} times the best at least"
+
+    def _best_ns(self) -> float | None:
+        """Time of the whole at the rate of the fastest chunk that may be used, None without any."""
+        rates = (
+            entry.time_ns / arm.size
+            for arm, entry in self._records.items()
+            if entry.time_ns is not None and self._fits_and_is_exact(arm, entry)
+        )
+        fastest = min(rates, default=None)
+        return None if fastest is None else fastest * self._axis.extent
+
+    @cached_property
+    def _arms_by_curve(self) -> dict[str, list[Arm]]:
+        found: dict[str, list[Arm]] = {}
+        for arm, curve in self._curves.items():
+            if self._lists(arm):
+                found.setdefault(curve, []).append(arm)
+        return found
+
+    def _trials(self) -> list[Arm]:
+        """Small chunks, cheapest first, of curves of which no telling time is known."""
+        found = (self._trial(arms) for arms in self._arms_by_curve.values())
+        return sorted((arm for arm in found if arm is not None), key=self._expected_ns)
+
+    def _trial(self, arms: Sequence[Arm]) -> Arm | None:
+        """The smallest arm of a curve whose time tells about larger ones, if it is yet to run."""
+        if self._cost(arms[0].size, arms[0].algorithm) is None or self._is_ruled_out(arms[0]):
+            return None
+        if any(time_ns >= LEAST_TELLING_NS for _, time_ns in self._times_of(arms[0])):
+            return None
+        runnable = [arm for arm in arms if self._can_be_run(arm)]
+        best_ns = self._best_ns() or 0.0
+        telling = (arm for arm in runnable if best_ns * arm.size >= _TRIAL_NS * self._axis.extent)
+        return next(telling, runnable[-1] if runnable else None)
 
     def _workspace(self, arm: Arm) -> int | None:
         """What an arm needs, or is expected to by its curve; None where nobody knows."""

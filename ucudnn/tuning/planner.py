@@ -14,10 +14,10 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split
 from ucudnn.problem import Problem
-from ucudnn.tuning.confirmation import Finalist, choose, race
+from ucudnn.tuning.confirmation import Finalist, choose, race, recall_race
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.measurer import KernelMeasurer
-from ucudnn.tuning.replay import miss, predict, recall, recall_race
+from ucudnn.tuning.replay import miss, predict, recall
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import Front, Solved, SolvedRows, pareto, smallest_workspace, solve
 from ucudnn.units import format_bytes
@@ -68,6 +68,7 @@ class KernelPlanner:
         default: torch's own convolution of the whole batch, as far as it was measured.
         chunk_limit: workspace in bytes that a chunk may use; None: as a call.
         surplus: bytes that a call was seen to need more than its chunks do.
+        tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class KernelPlanner:
         default: Measurement | None,
         chunk_limit: int | None = None,
         surplus: int = 0,
+        tolerance: float = 0.0,
     ) -> None:
         self._session = session
         self._config = config
@@ -87,6 +89,7 @@ class KernelPlanner:
         self.limit = limit
         self._chunk_limit = limit if chunk_limit is None else chunk_limit
         self._surplus = surplus
+        self._tolerance = tolerance
         self._is_recorded = isinstance(session.backend, RecordedBackend)
         self.default = self._recalled_default() if self._is_recorded else default
 
@@ -132,7 +135,8 @@ class KernelPlanner:
         self, axis: AbstractAxis, sizes: Iterable[int], adds_bias: bool = False
     ) -> KernelMeasurer:
         limit, max_error = self._chunk_limit, self._config.max_error
-        return KernelMeasurer(self._session, axis, limit, sizes, max_error, adds_bias)
+        more = (max_error, adds_bias, self._tolerance)
+        return KernelMeasurer(self._session, axis, limit, sizes, *more)
 
     def look_at_default(self) -> Measurement | None:
         """Torch's own convolution of the whole batch, run at least once; None where it fails."""
@@ -273,9 +277,9 @@ class KernelPlanner:
     ) -> list[Finalist]:
         """Splits as whole calls: raced, or as they were, else as their chunks predict."""
         session, has_bias = self._session, self._kernel.has_bias
-        if not self._is_recorded:
+        if not self._is_recorded and session.may_race:
             return race(session, self._working()[-1], self.problem, splits, has_bias)
-        raced = recall_race(session, self._plain, self.problem, splits, has_bias)
+        raced = recall_race(session, self.problem, splits, has_bias)
         return predict(solved, rows, splits, self.default) if raced is None else raced
 
     def _tighter(self, finalists: Sequence[Finalist], evidence: Evidence) -> KernelPlanner:
@@ -298,7 +302,8 @@ class KernelPlanner:
             raise self._nothing_fits(evidence, surplus)
         self._working()[-1].release()
         kernel, limits = self._kernel, (self.limit, self.default, chunk_limit)
-        return KernelPlanner(self._session, self._config, kernel, *limits, surplus)
+        more = (surplus, self._tolerance)
+        return KernelPlanner(self._session, self._config, kernel, *limits, *more)
 
     def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
         """The largest workspace of a split's chunks; None where it is not known of any."""

@@ -13,13 +13,12 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache, MemoryCache
 from ucudnn.cache.explain import explain, key_texts
 from ucudnn.cache.text import read_entries
-from ucudnn.errors import PlanError, UnsupportedError
+from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
-from ucudnn.tuning.confirmation import Finalist, race
-from ucudnn.tuning.measurer import KernelMeasurer
+from ucudnn.tuning.confirmation import Finalist
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import Solved, SolvedRows
 
@@ -98,20 +97,6 @@ def miss(session: Session, problem: Problem) -> PlanError:
         f"the recording of {session.backend.device()} has no measurement of {problem} at any of "
         f"the micro-batches allowed; {nearest}"
     )
-
-
-def recall_race(
-    session: Session,
-    measurer: KernelMeasurer,
-    problem: Problem,
-    splits: Sequence[Split],
-    has_bias: bool,
-) -> list[Finalist] | None:
-    """The race of these splits where it was recorded, else None."""
-    try:
-        return race(session, measurer, problem, splits, has_bias)
-    except UnsupportedError:  # it would have to be run
-        return None
 
 
 def predict(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
 from threading import Lock
 from time import monotonic
@@ -26,11 +26,17 @@ from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.division import Choices, divided, require_solver
+from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.planner import Kernel, KernelPlanner, survey
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import solve
+from ucudnn.tuning.worth import Stake
 
 Task = Callable[[Session], None]
+# Of the time that a group gets, this part is kept for timing whole calls.
+_RACING = 0.4
+# However little it could gain, a group gets this part of the time that is left.
+_LEAST_PART = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class Progress:
         measured: candidates timed so far.
         reused: candidates found in the cache so far.
         seconds_left: estimated; None before there is anything to go by.
+        budget_s: the time budget in seconds; None: there is none, or it is not known yet.
     """
 
     kernel: str
@@ -52,13 +59,14 @@ class Progress:
     measured: int
     reused: int
     seconds_left: float | None = None
+    budget_s: float | None = None
 
 
 class UntunedWarning(UserWarning):
     """The time was over before some kernels were looked at, so the plan leaves them out."""
 
 
-class Campaign:
+class TuningScheduler:
     """The tuning of the kernels of one model.
 
     Args:
@@ -68,6 +76,9 @@ class Campaign:
         layers_by_problem: what to tune, and the names of the layers that run it.
         on_progress: called after every measurement.
         biased: of the problems those to whose result a layer adds a bias.
+        is_whole_step: the problems are all convolutions of a step, so that each is worth measuring
+            by its share of it.
+        reserved_steps: time to leave of the budget, in steps.
 
     Raises:
         ConfigError: the devices are of several kinds, or the solver is not installed.
@@ -81,6 +92,8 @@ class Campaign:
         layers_by_problem: Mapping[Problem, tuple[str, ...]],
         on_progress: Callable[[Progress], None] | None = None,
         biased: Collection[Problem] = (),
+        is_whole_step: bool = True,
+        reserved_steps: int = 0,
     ) -> None:
         _require_one_kind(backends)
         if config.total_bytes is not None:
@@ -93,14 +106,21 @@ class Campaign:
         }
         self._on_progress = on_progress
         self._began = monotonic()
-        budget = config.time_budget_s
+        self._effort = EFFORTS[config.effort]
+        is_recorded = isinstance(backends[0], RecordedBackend)
+        self._by_share = is_whole_step and config.total_bytes is None and not is_recorded
+        self._reserved_steps = reserved_steps
+        self._budget_s = config.time_budget_s
+        self._deadline = None if self._budget_s is None else self._began + self._budget_s
         lock = Lock()
         self._sessions = [
             Session(
                 backend,
                 cache,
-                until=None if budget is None else self._began + budget,
+                until=self._deadline,
+                race_until=self._deadline,
                 isolated=backend.in_worker or len(backends) > 1,
+                effort=self._effort if self._by_share else replace(self._effort, ignored_share=0),
                 lock=lock,
             )
             for backend in backends
@@ -137,14 +157,16 @@ class Campaign:
         try:
             with torch.no_grad():
                 if not isinstance(self._sessions[0].backend, RecordedBackend):
-                    self._spread(map(self._look, self._layers))
+                    self._spread(map(self._look, sorted(self._layers, key=self._flops)))
                     for session in self._sessions:  # whichever tunes a kernel, it knows of the look
                         session.flush()
                 self._tuning_began, self._total_ns = monotonic(), self._cost_ns(self._layers)
+                self._set_budget()
                 total = self._config.total_bytes
                 if total is not None:
                     self._divide(total)
-                self._spread(map(self._tune, self._by_geometry()))
+                self._keep_defaults()
+                self._spread(map(self._tune, self._by_worth()))
                 while total is not None and self._learn():
                     self._divide(total)
                     self._spread(map(self._tune, self._by_geometry()))
@@ -157,9 +179,9 @@ class Campaign:
         if left_out:
             warnings.warn(
                 f"{left_out} of {len(self._layers)} kernels are not in the plan: "
-                f"time_budget_s={self._config.time_budget_s} was over before they were looked at, "
-                f"or torch's own convolution exceeds the workspace limit; raise it, or tune again "
-                f"and go on from what is in the cache",
+                f"the time budget of {self._budget_s:g} s was over before they were looked at, or "
+                f"torch's own convolution exceeds the workspace limit; raise it by time_budget_s, "
+                f"or tune again and go on from what is in the cache",
                 UntunedWarning,
                 stacklevel=3,
             )
@@ -176,6 +198,78 @@ class Campaign:
         for problem in self._layers:
             groups.setdefault(problem.with_batch(1), []).append(problem)
         return sorted(groups.values(), key=self._cost_ns, reverse=True)
+
+    def _flops(self, problem: Problem) -> int:
+        """Sorts the kernels that are likely to take longest first."""
+        return -problem.flops * len(self._layers[problem])
+
+    def _set_budget(self) -> None:
+        """Derive the time budget from the step, where none is set, and say so."""
+        if self._budget_s is None and self._by_share:
+            self._budget_s = self._effort.budget_s(self._total_ns)
+        if self._budget_s is not None:
+            reserved_s = min(self._budget_s / 4, self._reserved_steps * self._total_ns / 1e9)
+            self._deadline = self._began + self._budget_s - reserved_s
+            for session in self._sessions:
+                session.until = session.race_until = self._deadline
+        self._report()
+
+    @cached_property
+    def _stakes(self) -> dict[Problem, Stake]:
+        """The parts of the kernels in the step, of those that were looked at."""
+        limit, found = self._config.limit_bytes, {}
+        for problem, entry in self._default.items():
+            calls = len(self._layers[problem])
+            is_forced = limit is not None and (entry.workspace_bytes or 0) > limit
+            least_ns = self._least_ns(problem)
+            found[problem] = Stake(calls * (entry.time_ns or 0), calls * least_ns, is_forced)
+        return found
+
+    def _least_ns(self, problem: Problem) -> int:
+        """A lower bound of a call's time by any algorithm; 0 where nothing is known."""
+        session = self._sessions[0]
+        roofline = session.roofline(problem.dtype)
+        listed = session.backend.candidates(problem)
+        costs = [session.cost(problem, candidate.algorithm) for candidate in listed]
+        if roofline is None or not all(costs):
+            return 0
+        return min(roofline.time_ns(cost) for cost in costs if cost is not None)
+
+    def _keep_defaults(self) -> None:
+        """Decide the kernels that are not worth measuring anything of."""
+        if not self._by_share:
+            return
+        for problem, stake in self._stakes.items():
+            if stake.is_ignored(self._total_ns, self._effort):
+                share = min(stake.time_ns, stake.gain_ns) / self._total_ns
+                note = (
+                    f"looked at once: it could save {share:.2%} of the convolutions' time at most"
+                )
+                plan = self._untuned(problem, note)
+                if plan is not None:
+                    self._plans[problem] = plan
+
+    def _by_worth(self) -> list[list[Problem]]:
+        """Groups of kernels that share measurements, the largest possible gain first."""
+        groups = [
+            left
+            for group in self._by_geometry()
+            if (left := [problem for problem in group if problem not in self._plans])
+        ]
+        return sorted(groups, key=self._gain_ns, reverse=True) if self._by_share else groups
+
+    def _gain_ns(self, problems: Iterable[Problem]) -> int:
+        return sum(self._stakes[p].gain_ns for p in problems if p in self._stakes)
+
+    def _allot(self, session: Session, problems: Sequence[Problem]) -> None:
+        """Give a group its part of the time that is left, by what it could gain."""
+        if not self._by_share or self._deadline is None:
+            return
+        waiting = self._gain_ns(p for p in self._layers if p not in self._plans)
+        part = max(self._gain_ns(problems) / waiting, _LEAST_PART) if waiting else 1.0
+        left_s = max(0.0, self._deadline - monotonic()) * min(1.0, part * len(self._sessions))
+        session.race_until = monotonic() + left_s
+        session.until = session.race_until - _RACING * left_s
 
     def _cost_ns(self, problems: Iterable[Problem]) -> int:
         """What torch takes for all calls of some kernels, as far as it is known."""
@@ -207,8 +301,9 @@ class Campaign:
                     future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                self._deadline = 0.0
                 for session in self._sessions:
-                    session.until = 0.0
+                    session.until = session.race_until = 0.0
                 raise
 
     def _look(self, problem: Problem) -> Task:
@@ -227,10 +322,11 @@ class Campaign:
         """Measure and plan kernels of one geometry, until none of them wants to know more."""
 
         def task(session: Session) -> None:
-            if session.is_over:
+            if self._is_over:
                 return
             self._at_work = str(problems[0])
             self._report()
+            self._allot(session, problems)
             with torch.autocast("cpu", enabled=False):
                 plans = [self._decided(one) for one in self._measured(session, problems)]
             self._plans |= {plan.problem: plan for plan in plans if plan is not None}
@@ -281,7 +377,10 @@ class Campaign:
         if limit is None:
             limit = self._shares.get(problem, self._config.limit_bytes)
         kernel, default = self._kernels[problem], self._default.get(problem)
-        planner = KernelPlanner(session, self._config, kernel, limit, default)
+        tolerance = 0.0
+        if self._total_ns and problem in self._default and self._by_share:
+            tolerance = self._stakes[problem].tolerance(self._total_ns, self._effort)
+        planner = KernelPlanner(session, self._config, kernel, limit, default, tolerance=tolerance)
         if planner.default is not None:  # of a recording, too
             self._default[problem] = planner.default
         return planner
@@ -321,7 +420,7 @@ class Campaign:
 
     @property
     def _is_over(self) -> bool:
-        return any(session.is_over for session in self._sessions)
+        return self._deadline is not None and monotonic() >= self._deadline
 
     def _survey(self, problems: Sequence[Problem]) -> Task:
         """Find out what each kernel could do with how much workspace."""
@@ -354,7 +453,9 @@ class Campaign:
 
         return task
 
-    def _untuned(self, problem: Problem) -> KernelPlan | None:
+    def _untuned(
+        self, problem: Problem, note: str = "not tuned: the time was over"
+    ) -> KernelPlan | None:
         """Torch's own convolution, where it is within the limit."""
         entry, limit = self._default.get(problem), self._config.limit_bytes
         if self._config.total_bytes is not None:
@@ -367,15 +468,16 @@ class Campaign:
         timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
         solved = solve(problem, [replace(entry, status="ok")], self._sessions[0].kernel_of, limit)
         split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
-        notes = ("not tuned: the time was over",)
-        return solved.kernel_plan(self._layers[problem], split, timing, timing, notes)
+        return solved.kernel_plan(self._layers[problem], split, timing, timing, (note,))
 
     def _report(self) -> None:
         if self._on_progress is not None:
             done, total = len(self._plans), len(self._layers)
             left = self._seconds_left()
             self._on_progress(
-                Progress(self._at_work, done, total, self.measured, self.reused, left)
+                Progress(
+                    self._at_work, done, total, self.measured, self.reused, left, self._budget_s
+                )
             )
 
     def _seconds_left(self) -> float | None:
@@ -384,7 +486,7 @@ class Campaign:
             return None
         still_ns = self._total_ns - self._done_ns
         left = (monotonic() - self._tuning_began) * still_ns / self._done_ns
-        until = self._sessions[0].until
+        until = self._deadline
         return left if until is None else min(left, max(0.0, until - monotonic()))
 
 

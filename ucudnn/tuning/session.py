@@ -10,12 +10,19 @@ from time import monotonic
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
-from ucudnn.benchmark.bench import AbstractBench, LocalBench
+from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.cache import AbstractCache
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.problem import Problem
+from ucudnn.roofline import Cost, Roofline
+from ucudnn.tuning.effort import EFFORTS, Effort
+
+# The speed of a machine is kept as the times of so many operations and bytes, under this problem.
+_UNIT = 10**12
+_UNITS = {"roofline operations": Cost(_UNIT, 0, 0), "roofline bytes": Cost(0, _UNIT, 0)}
+_SPEED_PROBLEM = Problem("fprop", 1, 1, 1, (1,), (1,))
 
 
 @dataclass
@@ -26,8 +33,10 @@ class Session:
         backend: where candidates come from.
         cache: where measurements are kept.
         on_run: called whenever something was measured or found, to show progress.
-        until: when to stop, by `time.monotonic`; None: when everything is known.
+        until: when to stop measuring chunks, by `time.monotonic`; None: when everything is known.
+        race_until: when to stop timing whole calls, likewise.
         isolated: measure in a process of its own.
+        effort: how precisely times are taken, and which gains are too small to look for.
         lock: held while the cache is used, where several sessions share it.
     """
 
@@ -35,7 +44,9 @@ class Session:
     cache: AbstractCache
     on_run: Callable[[], None] = lambda: None
     until: float | None = None
+    race_until: float | None = None
     isolated: bool = False
+    effort: Effort = EFFORTS["thorough"]
     lock: AbstractContextManager[object] = field(default_factory=nullcontext)
     measured: int = 0
     reused: int = 0
@@ -48,6 +59,7 @@ class Session:
         self._conditions = self.backend.conditions()
         self._worker = Worker(self.backend) if self.isolated else None
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
+        self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
     def key(self, problem: Problem, algorithm: str, role: str = "alone") -> MeasurementKey:
         """The key of a candidate that this session would measure."""
@@ -65,16 +77,40 @@ class Session:
             return None
         return self.backend.kernel(problem, algorithm)
 
+    def roofline(self, dtype: str) -> Roofline | None:
+        """Greatest speed of the machine, None where it is not known or gains are not judged by it.
+
+        It is kept like any other measurement, so that a second tune decides as the first did.
+        """
+        if not self.effort.ignored_share:
+            return None
+        keys = [self.key(replace(_SPEED_PROBLEM, dtype=dtype), name) for name in _UNITS]
+        known = [self.find(key) for key in keys]
+        if all(known):
+            times = [entry.time_ns for entry in known if entry is not None and entry.time_ns]
+            return Roofline(*(_UNIT * 1e9 / time_ns for time_ns in times))
+        found = self.backend.roofline(dtype)
+        if found is not None:
+            for key, unit in zip(keys, _UNITS.values(), strict=True):
+                self.keep(Measurement(key, "ok", max(1, found.time_ns(unit)), 0))
+        return found
+
     def bench(self, axis: AbstractAxis) -> AbstractBench:
         """Where candidates of a kernel run: in this process, or in the session's worker."""
+        how = How(self.effort.chunks, self.effort.wholes, self.until, self.race_until)
         if self._worker is not None:
-            return WorkerBench(self._worker, axis)
-        return LocalBench(self.backend, axis)
+            return WorkerBench(self._worker, axis, how)
+        return LocalBench(self.backend, axis, how=how)
 
     @property
     def is_over(self) -> bool:
-        """Whether the time to measure in is over."""
+        """True after the time to measure chunks in."""
         return self.until is not None and monotonic() >= self.until
+
+    @property
+    def may_race(self) -> bool:
+        """True while there is time to race whole calls."""
+        return self.race_until is None or monotonic() < self.race_until
 
     def find(self, key: MeasurementKey) -> Measurement | None:
         """What was measured, now or ever."""

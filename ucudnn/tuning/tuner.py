@@ -18,7 +18,7 @@ from ucudnn.errors import ConfigError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
-from ucudnn.tuning.scheduler import Campaign, Progress
+from ucudnn.tuning.scheduler import Progress, TuningScheduler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,6 +88,8 @@ def tune_problems(
     measurements: AbstractCache | None = None,
     backends: Sequence[AbstractBackend] | None = None,
     biased: Collection[Problem] = (),
+    is_whole_step: bool = True,
+    reserved_steps: int = 0,
 ) -> Plan:
     """Measure and plan a list of problems; equal ones are measured once.
 
@@ -100,6 +102,9 @@ def tune_problems(
         backends: one per device, all of one kind, each of which measures a part of the kernels in
             a process of its own; None: the device of the config.
         biased: of the problems those to whose result a layer adds a bias, which is timed with them.
+        is_whole_step: they are all convolutions of a training step: each is measured as carefully
+            as its share of the step is worth, within the default time budget of the effort.
+        reserved_steps: time to leave of the budget, in steps.
 
     Raises:
         ConfigError: there is no problem to plan, or the devices are of several kinds.
@@ -119,18 +124,27 @@ def tune_problems(
     with _measuring, opened as cache:
         devices = list(backends) if backends else [_open_backend(config, cache)]
         layers_by_problem = {problem: tuple(found) for problem, found in names.items()}
-        campaign = Campaign(devices, cache, config, layers_by_problem, on_progress, biased)
+        scheduler = TuningScheduler(
+            devices,
+            cache,
+            config,
+            layers_by_problem,
+            on_progress,
+            biased,
+            is_whole_step,
+            reserved_steps,
+        )
         try:
-            campaign.run()
+            scheduler.run()
         except KeyboardInterrupt:
-            raise TuningInterruptedError(_plan(campaign, devices[0], config)) from None
-    _log.info("measured %d candidates, reused %d", campaign.measured, campaign.reused)
-    return _plan(campaign, devices[0], config)
+            raise TuningInterruptedError(_plan(scheduler, devices[0], config)) from None
+    _log.info("measured %d candidates, reused %d", scheduler.measured, scheduler.reused)
+    return _plan(scheduler, devices[0], config)
 
 
-def _plan(campaign: Campaign, backend: AbstractBackend, config: Config) -> Plan:
+def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) -> Plan:
     return Plan(
-        kernels=campaign.kernels,
+        kernels=scheduler.kernels,
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),

@@ -1,0 +1,64 @@
+"""How much tuning spends before it stops: what each `Config.effort` stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ucudnn.benchmark.protocol import FINALS, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """The limits of one effort.
+
+    Args:
+        budget_steps: the default time budget, as a number of training steps; None: no budget.
+        least_budget_s: seconds that the default budget is at least.
+        ignored_share: gains below this fraction of a step's time are not looked for. A kernel may
+            use ten times as much before it is measured beyond torch's own convolution at all.
+        chunks: how chunks are timed.
+        wholes: how whole calls are timed against each other.
+    """
+
+    budget_steps: int | None
+    least_budget_s: float
+    ignored_share: float
+    chunks: Protocol
+    wholes: Protocol
+
+    def budget_s(self, step_ns: int) -> float | None:
+        """The default time budget in seconds for a step that takes so many ns.
+
+        >>> EFFORTS["normal"].budget_s(400_000_000), EFFORTS["normal"].budget_s(1_000)
+        (40.0, 10.0)
+        """
+        if self.budget_steps is None:
+            return None
+        return max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
+
+
+# Nine pairs forgive a perturbed one at either end of a 95 % interval. Fewer do not, which costs a
+# kernel its gain now and then, but invents none: the interval is then all of the samples.
+EFFORTS = {
+    "quick": Effort(
+        budget_steps=25,
+        least_budget_s=5.0,
+        ignored_share=0.005,
+        chunks=Protocol(least_rounds=2, most_rounds=3, target=0.1, enough_ns=200_000_000),
+        wholes=replace(FINALS, least_rounds=3, most_rounds=5, warm_ups=2, stops_when_decided=True),
+    ),
+    "normal": Effort(
+        budget_steps=100,
+        least_budget_s=10.0,
+        ignored_share=0.001,
+        chunks=Protocol(least_rounds=3, most_rounds=5, enough_ns=300_000_000),
+        wholes=replace(FINALS, least_rounds=3, most_rounds=7, warm_ups=2, stops_when_decided=True),
+    ),
+    "thorough": Effort(
+        budget_steps=None,
+        least_budget_s=0.0,
+        ignored_share=0.0,
+        chunks=Protocol(),
+        wholes=FINALS,
+    ),
+}

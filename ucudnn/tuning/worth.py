@@ -1,0 +1,62 @@
+"""The gain that each kernel could bring to a training step, which decides its effort. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ucudnn.tuning.effort import Effort
+
+# A kernel below this many times the ignored share of the step is not measured beyond its default.
+_LOOKED_AT_ONCE = 10
+# However small a kernel's share is, a known gain of this fraction of its time is taken.
+_MOST_TOLERANCE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Stake:
+    """The part of one kernel in a step.
+
+    Args:
+        time_ns: of all its calls by torch's own convolution.
+        least_ns: a lower bound of what these calls take by any algorithm.
+        is_forced: torch's own exceeds the workspace limit, so another plan must be found.
+    """
+
+    time_ns: int
+    least_ns: int
+    is_forced: bool
+
+    @property
+    def gain_ns(self) -> int:
+        """Time of a step that a plan may decide on; a kernel that has none yet decides on all."""
+        return self.time_ns if self.is_forced else max(0, self.time_ns - self.least_ns)
+
+    def is_ignored(self, step_ns: int, effort: Effort) -> bool:
+        """True where torch's own convolution is kept without measuring anything else.
+
+        >>> from ucudnn.tuning.effort import EFFORTS
+        >>> Stake(900, 100, False).is_ignored(100_000, EFFORTS["normal"])  # 0.9 % of the step
+        True
+
+        Args:
+            step_ns: of all kernels together.
+            effort: which gains are too small to look for.
+        """
+        ignored_ns = effort.ignored_share * step_ns
+        is_small = self.time_ns < _LOOKED_AT_ONCE * ignored_ns or self.gain_ns < ignored_ns
+        return is_small and not self.is_forced
+
+    def tolerance(self, step_ns: int, effort: Effort) -> float:
+        """The fraction of the kernel's time below which a possible gain is not looked for.
+
+        >>> from ucudnn.tuning.effort import EFFORTS
+        >>> Stake(50_000, 0, True).tolerance(1_000_000, EFFORTS["normal"])
+        0.02
+
+        Args:
+            step_ns: of all kernels together.
+            effort: which gains are too small to look for.
+        """
+        if self.time_ns == 0:
+            return 0.0
+        return min(_MOST_TOLERANCE, effort.ignored_share * step_ns / self.time_ns)
