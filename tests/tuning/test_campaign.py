@@ -46,7 +46,7 @@ def clock(monkeypatch):
 def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
     scripted(torch_default=linear(2.0), fast=linear(1.0))
     layers = [("narrow", NARROW), ("wide", WIDE)]
-    whole = tune_problems(layers, Config())
+    whole = tune_problems(layers, Config(effort="thorough"))
     assert not is_default(whole, WIDE)
     assert not is_default(whole, NARROW)
     decided = set()

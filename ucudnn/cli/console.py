@@ -26,6 +26,11 @@ def say(line: str) -> None:
     out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def say_error(line: str) -> None:
+    """Print a line as it is, where progress is shown."""
+    err.print(f"ucudnn: {line}", highlight=False, markup=False, soft_wrap=True)
+
+
 def fail(message: str, status: int) -> None:
     """End the command with one sentence."""
     err.print(f"ucudnn: {message}", style="red", highlight=False, markup=False, soft_wrap=True)
@@ -60,7 +65,12 @@ def progress() -> Iterator[tuple[Callable[[Any], None], dict[str, int]]]:
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("", total=None, counts="", left="")
 
+        said: list[float] = []
+
         def on_progress(event: Any) -> None:
+            if event.budget_s is not None and not said:
+                said.append(event.budget_s)
+                say_error(f"tuning for at most {event.budget_s:.0f} s")
             counts.update(measured=event.measured, reused=event.reused)
             bar.update(
                 task,

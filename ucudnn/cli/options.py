@@ -59,6 +59,9 @@ DeviceProfileOption = Annotated[
 MathOption = Annotated[
     str, typer.Option(help="For a CSV's float32 layers on a GPU: tf32 or strict.")
 ]
+EffortOption = Annotated[
+    str | None, typer.Option(help="How long to look for how small a gain: quick, normal, thorough.")
+]
 TimeBudgetOption = Annotated[
     float | None, typer.Option(help="Seconds; what is not finished by then runs torch's own.")
 ]

@@ -42,6 +42,7 @@ def tune(
     device: options.DeviceOption = None,
     device_profile: options.DeviceProfileOption = None,
     math: options.MathOption = "tf32",
+    effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
@@ -53,7 +54,7 @@ def tune(
     given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace}
-    given |= {"solver": solver}
+    given |= {"solver": solver, "effort": effort}
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
     if solver is not None and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")

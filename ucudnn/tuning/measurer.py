@@ -7,10 +7,9 @@ decisions, and a second tune measures nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from math import prod
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.benchmark.accuracy import allowed_error
@@ -21,26 +20,18 @@ from ucudnn.benchmark.worker import LostError
 from ucudnn.candidate import Candidate
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import DEFAULT_ALGORITHM
-from ucudnn.roofline import Cost
 from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
-from ucudnn.tuning.items import held_bytes, lists_of, rank_of
-from ucudnn.tuning.prospects import HOPELESS, LEAST_TELLING_NS, Prospects
+from ucudnn.tuning.candidates import KernelCandidates
+from ucudnn.tuning.elimination import Elimination
+from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
-from ucudnn.units import format_bytes
+from ucudnn.tuning.workspace_model import WorkspaceModel, must_be_known
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
 TOLERANCE = 0.02
 # Why a candidate was not timed in full: the reason names the algorithm that it lost against.
 _BEATEN = "beaten by "
-# No algorithm is expected to need more times its operands than this; columns of an 11x11 filter do.
-_MOST_COPIES = 128
-# Without a workspace limit a candidate may take this many times its operands and result, or so many
-# bytes: more would raise the peak of a step, and of tuning, far above what the model needs.
-_MOST_OPERANDS = 4
-_SMALL_BYTES = 256 << 20
-# A chunk that is expected to take so long tells about larger ones.
-_TRIAL_NS = 1_000_000
 
 
 class WrongResultWarning(UserWarning):
@@ -49,9 +40,6 @@ class WrongResultWarning(UserWarning):
 
 class KernelMeasurer:
     """Measures the candidates of one kernel that its best split may need.
-
-    Workspace is taken to grow on a line with the chunk: a size that would exceed the limit, judged
-    from smaller ones, is not run.
 
     Args:
         session: the device and the cache.
@@ -77,14 +65,19 @@ class KernelMeasurer:
         self._axis = axis
         self._problem = axis.problem
         self._limit = limit
-        self._sizes = tuple(sorted(sizes))
         self._max_error = max_error
         self._tolerance = max(tolerance, TOLERANCE)
-        self._prospects = Prospects(self._cost, session.roofline(axis.problem.dtype))
-        backend = session.backend
-        self._listed = backend.bias_candidates if adds_bias else backend.candidates
         self._records: dict[Arm, Measurement] = {}
         self._skipped: set[Arm] = set()
+        memory = session.backend.memory_bytes()
+        self._must_probe = must_be_known(axis.problem, limit, memory)
+        listed = KernelCandidates(session, axis, sizes, adds_bias, extrapolates=self._must_probe)
+        self._listed = listed
+        self._workspaces = WorkspaceModel(listed, self._records, limit, memory)
+        roofline = session.roofline(axis.problem.dtype)
+        self._elimination = Elimination(
+            listed, self._records, self._workspaces, self._fits_and_is_exact, roofline
+        )
 
     @cached_property
     def bench(self) -> AbstractBench:
@@ -98,7 +91,7 @@ class KernelMeasurer:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to measure."""
-        return not self._candidates
+        return not self._listed.by_arm
 
     @property
     def measurements(self) -> list[Measurement]:
@@ -106,7 +99,7 @@ class KernelMeasurer:
         return [entry for _, entry in self._by_size()]
 
     def _by_size(self) -> list[tuple[Arm, Measurement]]:
-        return [(arm, self._records[arm]) for arm in self._candidates if arm in self._records]
+        return [(arm, self._records[arm]) for arm in self._listed.by_arm if arm in self._records]
 
     @property
     def usable(self) -> list[Measurement]:
@@ -118,7 +111,7 @@ class KernelMeasurer:
         arm = Arm(self._problem.batch, DEFAULT_ALGORITHM, "alone")
         key = self._session.key(self._problem, arm.algorithm)
         known = self._session.find(key)
-        if known is None and arm in self._candidates:
+        if known is None and arm in self._listed.by_arm:
             self._look_at(arm, limit=None)
             known = self._records.get(arm)
         return known if known is not None and known.time_ns is not None else None
@@ -128,11 +121,12 @@ class KernelMeasurer:
         self._recall()
         if self._session.is_over:
             return False
-        first_runs = self._probes() or self._trials()
+        first_runs = self._first_runs()
         for arm in first_runs:
             if self._session.is_over:
                 return False
-            if not self._is_ruled_out(arm):  # by what was learned of the others
+            # the ones before it may have been that much faster
+            if self._listed.curves[arm] not in self._elimination.reasons():
                 self._look_at(arm, self._limit)
         wanted = [] if first_runs else self._wanted()
         self._measure(wanted)
@@ -160,125 +154,63 @@ class KernelMeasurer:
             f"no split along the {self._axis.name} axis is faster by more than "
             f"{self.outlook().gap:.1%} if the assumptions of lazy measuring hold"
         )
-        options = sum(bool(self._lists(arm)) for arm in self._candidates)
-        return f"timed {timed} of {options} candidates", *self._ruled_out.values(), gap
-
-    @cached_property
-    def _candidates(self) -> Mapping[Arm, Candidate]:
-        found: dict[Arm, Candidate] = {}
-        for size in self._sizes:
-            for candidate in self._listed(self._axis.part(size)):
-                if any(
-                    self._session.backend.refusal(end, candidate.algorithm)
-                    for end in self._axis.ends(size)
-                ):
-                    continue
-                for role in self._roles(size):
-                    found[Arm(size, candidate.algorithm, role)] = candidate
-        return found
-
-    def _roles(self, size: int) -> tuple[str, ...]:
-        if size == self._axis.extent:
-            return ("alone",)
-        if self._problem.op != "wgrad":
-            # a small chunk alone is no part of a split, but tells what the whole needs alone
-            tells = self._must_probe and size in self._sizes[:2]
-            return ("later", "alone") if tells and self._axis.extent in self._sizes else ("later",)
-        return ("alone" if self._problem.bytes_per_element >= 4 else "first", "later")
-
-    @cached_property
-    def _curves(self) -> Mapping[Arm, str]:
-        """Arms of one curve run the same kernel."""
-        kernel_of = self._session.kernel_of
-        return {
-            arm: f"{arm.algorithm} by {kernel_of(candidate.problem, arm.algorithm)}"
-            for arm, candidate in self._candidates.items()
-        }
-
-    @cached_property
-    def _waves(self) -> frozenset[int]:
-        powers = (1 << k for k in range(self._axis.extent.bit_length()))
-        waves = self._axis.name == "batch" and self._session.backend.wave_sizes(self._problem)
-        return frozenset(waves or powers)
-
-    @cached_property
-    def _must_probe(self) -> bool:
-        """Whether a workspace must be known before a large chunk may be run."""
-        elements = sum(map(prod, (*self._problem.operand_shapes, self._problem.result_shape)))
-        most = _MOST_COPIES * elements * self._problem.bytes_per_element
-        return self._limit is not None or most > self._session.backend.memory_bytes()
+        options = sum(bool(self._listed.lists(arm)) for arm in self._listed.by_arm)
+        ruled_out = self._elimination.reasons().values()
+        return f"timed {timed} of {options} candidates", *ruled_out, gap
 
     def _recall(self) -> None:
         """Take in what the cache has, and what was measured for a kernel that shares it."""
-        for arm in self._candidates:
+        for arm in self._listed.by_arm:
             known = self._session.find(self._key(arm))
             if known is not None:
                 self._records[arm] = self._session.reuse(known)
 
     def _key(self, arm: Arm) -> MeasurementKey:
-        return self._session.key(self._axis.part(arm.size), arm.algorithm, arm.role)
-
-    def _fits(self, arm: Arm, workspace: int) -> bool:
-        held = workspace + held_bytes(self._problem, arm.role)
-        return self._limit is None or held <= self._limit
+        return self._session.key(self._listed.part(arm.size), arm.algorithm, arm.role)
 
     def _is_usable(self, arm: Arm, entry: Measurement) -> bool:
         return entry.status == "ok" and self._fits_and_is_exact(arm, entry)
 
     def _fits_and_is_exact(self, arm: Arm, entry: Measurement) -> bool:
-        if entry.workspace_bytes is None or not self._fits(arm, entry.workspace_bytes):
+        if entry.workspace_bytes is None:
+            return False
+        if not self._workspaces.fits(arm, entry.workspace_bytes):
             return False
         return self._max_error is None or (entry.error or 0.0) <= self._max_error
 
     def _options(self) -> Iterator[Option]:
-        """What the solver may choose among, and what tells about it."""
-        for arm, candidate in self._candidates.items():
+        """Chunks that the solver may choose among, and measured ones that tell about them."""
+        ruled_out = self._elimination.reasons()
+        for arm in self._listed.by_arm:
             entry = self._records.get(arm)
-            if arm in self._skipped or (entry is not None and entry.status == "failed"):
-                continue
-            if entry is None and self._is_ruled_out(arm):
-                continue
-            workspace = self._workspace(arm)
-            if entry is not None and entry.workspace_bytes is not None:
-                is_allowed = self._fits_and_is_exact(arm, entry)
-            else:
-                is_allowed = workspace is not None and self._may_run(arm, workspace)
-            lists = self._lists(arm)
-            is_allowed &= entry is None or not self._has_lost(arm, entry)
-            is_allowed &= entry is None or entry.status == "ok" or not self._is_ruled_out(arm)
-            is_out = not (lists and is_allowed)
-            if is_out and (entry is None or entry.time_ns is None):
-                continue
-            yield Option(
-                arm.size,
-                arm.algorithm,
-                self._curves[arm],
-                () if is_out else lists,
-                None if entry is None else _interval(entry),
-                entry is not None and entry.status == "ok",
-                workspace or 0,
-                rank_of(arm.algorithm, candidate.notes),
-                arm.size in self._waves,
-                arm.role,
-                self._least_ns(arm) if entry is None else 0,
-            )
+            is_out = arm in self._skipped or (entry is not None and entry.status == "failed")
+            if self._listed.curves[arm] in ruled_out and entry is None:
+                is_out = True
+            if not is_out:
+                option = self._option(arm, entry, self._listed.curves[arm] not in ruled_out)
+                if option.lists or option.interval is not None:
+                    yield option
 
-    def _lists(self, arm: Arm) -> tuple[str, ...]:
-        """What of a split an arm may be; nothing for one that only tells about others."""
-        return lists_of(self._problem.op, arm.size == self._axis.extent, arm.role)
-
-    def _may_run(self, arm: Arm, workspace: int) -> bool:
-        return self._fits(arm, workspace) and workspace <= self._memory_bytes
-
-    @cached_property
-    def _memory_bytes(self) -> int:
-        """Workspace that a candidate may take: with no limit, some times its operands."""
-        available = self._session.backend.memory_bytes()
-        if self._limit is not None:
-            return available
-        elements = sum(map(prod, (*self._problem.operand_shapes, self._problem.result_shape)))
-        operands = elements * self._problem.bytes_per_element
-        return min(available, max(_SMALL_BYTES, _MOST_OPERANDS * operands))
+    def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> Option:
+        """An arm as the solver sees it; no part of any split where it may not be one."""
+        workspace = self._workspaces.expected(arm)
+        if entry is not None and entry.workspace_bytes is not None:
+            is_allowed = self._fits_and_is_exact(arm, entry) and not self._has_lost(arm, entry)
+        else:
+            is_allowed = workspace is not None and self._workspaces.may_run(arm, workspace)
+        return Option(
+            arm.size,
+            arm.algorithm,
+            self._listed.curves[arm],
+            self._listed.lists(arm) if is_allowed and may_matter else (),
+            None if entry is None else _interval(entry),
+            entry is not None and entry.status == "ok",
+            workspace or 0,
+            rank_of(arm.algorithm, self._listed.by_arm[arm].notes),
+            arm.size in self._listed.even_sizes,
+            arm.role,
+            self._elimination.least_ns(arm) if entry is None else 0,
+        )
 
     def _has_lost(self, arm: Arm, entry: Measurement) -> bool:
         """Whether it lost its race against one that counts under this limit, too."""
@@ -288,161 +220,42 @@ class KernelMeasurer:
         winner = self._records.get(rival)
         return winner is not None and self._is_usable(rival, winner)
 
-    def _cost(self, size: int, algorithm: str) -> Cost | None:
-        return self._session.cost(self._axis.part(size), algorithm)
-
-    def _least_ns(self, arm: Arm) -> int:
-        """A lower bound of what an arm takes, with room for an error of the expectation."""
-        return int(self._expected_ns(arm) / HOPELESS)
-
-    def _expected_ns(self, arm: Arm) -> int:
-        return self._prospects.expected_ns(arm.size, arm.algorithm, self._times_of(arm))
-
-    def _times_of(self, arm: Arm) -> Iterator[tuple[int, int]]:
-        """Sizes and times of the chunks that the same implementation computed."""
-        for other, entry in self._records.items():
-            if entry.time_ns is not None and self._curves[other] == self._curves[arm]:
-                yield other.size, min(entry.samples, default=entry.time_ns)
-
-    def _is_ruled_out(self, arm: Arm) -> bool:
-        return self._curves[arm] in self._ruled_out
-
-    @property
-    def _ruled_out(self) -> dict[str, str]:
-        """Curves that nothing more is measured of, with the reason."""
-        best_ns = self._best_ns()
-        found = {}
-        for curve, arms in self._arms_by_curve.items():
-            reason = self._reason_to_rule_out(arms, best_ns)
-            if reason:
-                found[curve] = f"{arms[0].algorithm} is ruled out: {reason}"
-        return found
-
-    def _reason_to_rule_out(self, arms: Sequence[Arm], best_ns: float | None) -> str:
-        """Why none of a curve's arms can matter, "" where one can."""
-        if any(self._records[arm].status == "ok" for arm in arms if arm in self._records):
-            return ""
-        costs = [self._cost(arm.size, arm.algorithm) for arm in arms]
-        least = min((cost.workspace_bytes for cost in costs if cost is not None), default=0)
-        if least > self._memory_bytes:
-            return (
-                f"it needs {format_bytes(least)} at least, more than the "
-                f"{format_bytes(self._memory_bytes)} that a candidate may take here"
-            )
-        if best_ns is None:
-            return ""
-        fastest = min(self._expected_ns(arm) / arm.size for arm in arms) * self._axis.extent
-        if fastest <= HOPELESS * best_ns:
-            return ""
-        return f"it takes {fastest / best_ns:.1f} times the best at least"
-
-    def _best_ns(self) -> float | None:
-        """Time of the whole at the rate of the fastest chunk that may be used, None without any."""
-        rates = (
-            entry.time_ns / arm.size
-            for arm, entry in self._records.items()
-            if entry.time_ns is not None and self._fits_and_is_exact(arm, entry)
-        )
-        fastest = min(rates, default=None)
-        return None if fastest is None else fastest * self._axis.extent
-
-    @cached_property
-    def _arms_by_curve(self) -> dict[str, list[Arm]]:
-        found: dict[str, list[Arm]] = {}
-        for arm, curve in self._curves.items():
-            if self._lists(arm):
-                found.setdefault(curve, []).append(arm)
-        return found
-
-    def _trials(self) -> list[Arm]:
-        """Small chunks, cheapest first, of curves of which no telling time is known."""
-        found = (self._trial(arms) for arms in self._arms_by_curve.values())
-        return sorted((arm for arm in found if arm is not None), key=self._expected_ns)
-
-    def _trial(self, arms: Sequence[Arm]) -> Arm | None:
-        """The smallest arm of a curve whose time tells about larger ones, if it is yet to run."""
-        if self._cost(arms[0].size, arms[0].algorithm) is None or self._is_ruled_out(arms[0]):
-            return None
-        if any(time_ns >= LEAST_TELLING_NS for _, time_ns in self._times_of(arms[0])):
-            return None
-        runnable = [arm for arm in arms if self._can_be_run(arm)]
-        best_ns = self._best_ns() or 0.0
-        telling = (arm for arm in runnable if best_ns * arm.size >= _TRIAL_NS * self._axis.extent)
-        return next(telling, runnable[-1] if runnable else None)
-
-    def _workspace(self, arm: Arm) -> int | None:
-        """What an arm needs, or is expected to by its curve; None where nobody knows."""
-        known = self._known_workspace(arm)
-        if known is not None:
-            return known
-        points = [  # a larger chunk that does not fit says nothing of a smaller one
-            (size, workspace)
-            for size, workspace in self._workspace_points(arm)
-            if size <= arm.size or self._fits(arm, workspace)
-        ]
-        if not points:
-            return None if self._must_probe else 0
-        return _on_the_line(points, arm.size, self._sizes)
-
-    def _known_workspace(self, arm: Arm) -> int | None:
-        entry = self._records.get(arm)
-        if entry is not None and entry.workspace_bytes is not None:
-            return entry.workspace_bytes
-        return self._candidates[arm].workspace_bytes
-
-    def _workspace_points(self, arm: Arm) -> list[tuple[int, int]]:
-        """Sizes and workspaces known of a curve, in the arm's role or else in another."""
-        known = [
-            (other, entry.workspace_bytes)
-            for other, entry in self._records.items()
-            if entry.workspace_bytes is not None and self._curves.get(other) == self._curves[arm]
-        ]
-        same = sorted((other.size, found) for other, found in known if other.role == arm.role)
-        if same:
-            return same
-        # a chunk that was only run as a later one is expected to need less alone: not its result
-        others = sorted(
-            (other.size, max(0, workspace - self._own_result(other.size)))
-            for other, workspace in known
-        )
-        return list(dict(others).items())  # of two roles the one that needs more
-
-    def _own_result(self, size: int) -> int:
-        return 0 if self._problem.op == "wgrad" else self._axis.part(size).result_bytes
+    def _first_runs(self) -> list[Arm]:
+        """Small chunks that must run before larger ones of their curves may."""
+        ruled_out = self._elimination.reasons()
+        probes = [arm for arm in self._probes() if self._listed.curves[arm] not in ruled_out]
+        return probes or self._elimination.trials()
 
     def _probes(self) -> list[Arm]:
         """The smallest chunks of curves of which no workspace is known though it must be."""
         if not self._must_probe:
             return []
         groups: dict[tuple[str, str], list[Arm]] = {}
-        for arm in self._candidates:
+        for arm, curve in self._listed.curves.items():
             entry = self._records.get(arm)
             if arm not in self._skipped and (entry is None or entry.status != "failed"):
-                groups.setdefault((self._curves[arm], arm.role), []).append(arm)
+                groups.setdefault((curve, arm.role), []).append(arm)
         found = (self._probe(curve, arms) for (curve, _), arms in groups.items())
         return [arm for arm in found if arm is not None]
 
     def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
-        """What to look at first of a curve's arms of one role; a second if that helps the whole."""
-        whole = self._axis.extent
+        """The first to look at of a curve's arms of one role; a second if that helps the whole."""
+        workspaces, curves, whole = self._workspaces, self._listed.curves, self._axis.extent
         known = [
             arm
             for arm in arms
-            for workspace in [self._known_workspace(arm)]
-            if workspace is not None and self._fits(arm, workspace)
+            for workspace in [workspaces.known(arm)]
+            if workspace is not None and workspaces.fits(arm, workspace)
         ]
         if not known:
-            smaller = any(arm.size < whole for arm in self._curves if self._curves[arm] == curve)
+            smaller = any(arm.size < whole for arm, name in curves.items() if name == curve)
             is_no_probe = arms[0] in self._records or (arms[0].size == whole and smaller)
             return None if is_no_probe else arms[0]
         last, second = arms[-1], arms[min(1, len(arms) - 1)]
-        is_open = last.size == whole and last not in self._records and not self._can_be_run(last)
-        tells_more = len(known) == 1 and not self._lists(second) and self._can_be_run(second)
-        return second if is_open and tells_more else None
-
-    def _can_be_run(self, arm: Arm) -> bool:
-        workspace = self._workspace(arm)
-        return arm not in self._records and workspace is not None and self._may_run(arm, workspace)
+        is_open = last.size == whole and last not in self._records
+        is_open = is_open and not workspaces.can_be_run(last)
+        tells_more = len(known) == 1 and not self._listed.lists(second)
+        return second if is_open and tells_more and workspaces.can_be_run(second) else None
 
     def _wanted(self) -> list[Arm]:
         for launch_ns in CHUNK_NS:
@@ -457,7 +270,8 @@ class KernelMeasurer:
             return []
         problem, kernel_of = self._problem, self._session.kernel_of
         options = list(self._options())
-        for batch in uncovered_batches(problem, self.usable, kernel_of, self._limit, self._sizes):
+        bounds = self._limit, self._listed.sizes
+        for batch in uncovered_batches(problem, self.usable, kernel_of, *bounds):
             possible = (
                 replace(option, lists=("alone", *option.lists))
                 if option.batch == batch and "first" in option.lists
@@ -527,7 +341,7 @@ class KernelMeasurer:
         return min(rivals, key=lambda other: rivals[other].time_ns or 0)
 
     def _look_at(self, arm: Arm, limit: int | None) -> None:
-        key, candidate = self._key(arm), self._candidates[arm]
+        key, candidate = self._key(arm), self._listed.by_arm[arm]
         try:
             look = self.bench.look(arm, limit)
         except RuntimeError as error:
@@ -582,20 +396,6 @@ def _interval(entry: Measurement) -> Interval | None:
         return None
     low, high = median_interval(entry.samples) if entry.samples else (entry.time_ns, entry.time_ns)
     return Interval(low, entry.time_ns, high)
-
-
-def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[int]) -> int:
-    """Workspace of a size by others: up to the largest the next one's, then on the line."""
-    for known, workspace in points:
-        if known >= size:
-            return workspace
-    known, workspace = points[-1]
-    if len(points) > 1:
-        less_size, less = points[-2]
-        return workspace + max(0, workspace - less) * (size - known) // (known - less_size)
-    if size == sizes[sizes.index(known) + 1]:  # it takes two for a line
-        return workspace
-    return workspace * size // known
 
 
 def _slowest_first(item: tuple[Arm, Measurement]) -> int:

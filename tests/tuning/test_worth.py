@@ -1,0 +1,82 @@
+"""Effort by worth: what is measured first, what not at all, and what a budget leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError
+from ucudnn.problem import Problem
+from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.tuner import tune_problems
+
+MS = 1_000_000
+
+
+def problem(size):
+    return Problem("fprop", 16, 2, 2, (size, size), (1, 1))
+
+
+def per_shape(scripted, ms_by_size):
+    """A device on which torch's own and a faster algorithm take times by the input's size."""
+
+    def cost(factor):
+        return lambda size: (int(factor * MS * size), 0)
+
+    backend = scripted(torch_default=cost(1.0), fast=cost(0.5))
+    original = backend.executable
+
+    def executable(one, algorithm):
+        ms = ms_by_size[one.input_size[0]]
+        made = original(one, algorithm)
+        factor = 1.0 if algorithm == "torch_default" else 0.5
+        backend.costs = {**backend.costs, f"{algorithm} {ms}": cost(factor * ms)}
+        made._algorithm = f"{algorithm} {ms}"
+        return made
+
+    backend.executable = executable
+    return backend
+
+
+def test_a_kernel_below_one_percent_of_the_step_is_looked_at_once(scripted):
+    per_shape(scripted, {8: 1.0, 4: 0.005})
+    plan = tune_problems([("large", problem(8)), ("small", problem(4))], Config())
+    assert not plan.kernel(problem(8)).is_default
+    small = plan.kernel(problem(4))
+    assert small.is_default
+    assert small.timing.samples == 1
+    assert any("looked at once" in note for note in small.notes)
+
+
+def test_thorough_measures_it_all_the_same(scripted):
+    per_shape(scripted, {8: 1.0, 4: 0.05})
+    layers = [("large", problem(8)), ("small", problem(4))]
+    plan = tune_problems(layers, Config(effort="thorough"))
+    assert not plan.kernel(problem(4)).is_default
+
+
+def test_a_small_kernel_over_the_limit_still_gets_a_plan(scripted):
+    per_shape(scripted, {8: 1.0, 4: 0.005})
+    layers = [("large", problem(8)), ("small", problem(4))]
+    plan = tune_problems(layers, Config(workspace_limit=0))
+    assert len(plan.kernels) == 2
+
+
+def test_the_default_budget_is_told_and_follows_from_the_step(scripted):
+    per_shape(scripted, {8: 10.0})
+    events = []
+    tune_problems([("layer", problem(8))], Config(), events.append)
+    (told,) = {event.budget_s for event in events if event.budget_s is not None}
+    assert told == pytest.approx(100 * 0.160)  # 16 samples of 10 ms
+    events.clear()
+    tune_problems([("layer", problem(8))], Config(effort="thorough"), events.append)
+    assert {event.budget_s for event in events} == {None}
+
+
+def test_efforts_rise():
+    quick, normal, thorough = (EFFORTS[name] for name in ("quick", "normal", "thorough"))
+    assert quick.budget_s(10**9) < normal.budget_s(10**9)
+    assert thorough.budget_s(10**9) is None
+    assert quick.ignored_share > normal.ignored_share > thorough.ignored_share
+    with pytest.raises(ConfigError, match="effort must be one of quick, normal, thorough"):
+        Config(effort="hard")

@@ -1,0 +1,99 @@
+"""Chunks of one kernel that may be measured: their sizes, algorithms and roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property, lru_cache
+
+from ucudnn.axis import AbstractAxis
+from ucudnn.benchmark.bench import Arm
+from ucudnn.candidate import Candidate
+from ucudnn.roofline import Cost
+from ucudnn.tuning.items import lists_of
+from ucudnn.tuning.session import Session
+
+
+class KernelCandidates:
+    """Candidates of one kernel along one axis.
+
+    Args:
+        session: the device.
+        axis: of the kernel, along which it is split.
+        sizes: of the chunks that a split may have.
+        adds_bias: those candidates that add a bias, too, and no others.
+        extrapolates: include two small chunks in the role "alone", which no split uses: they tell
+            what workspace the undivided call needs.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        axis: AbstractAxis,
+        sizes: Iterable[int],
+        adds_bias: bool = False,
+        extrapolates: bool = False,
+    ) -> None:
+        self._session = session
+        self.axis = axis
+        self.problem = axis.problem
+        self.sizes = tuple(sorted(sizes))
+        self._extrapolates = extrapolates
+        backend = session.backend
+        self._listed = backend.bias_candidates if adds_bias else backend.candidates
+        self.part = lru_cache(maxsize=None)(axis.part)
+
+    @cached_property
+    def by_arm(self) -> Mapping[Arm, Candidate]:
+        """All of them, the smallest sizes first."""
+        found: dict[Arm, Candidate] = {}
+        for size in self.sizes:
+            for candidate in self._listed(self.part(size)):
+                if any(
+                    self._session.backend.refusal(end, candidate.algorithm)
+                    for end in self.axis.ends(size)
+                ):
+                    continue
+                for role in self._roles(size):
+                    found[Arm(size, candidate.algorithm, role)] = candidate
+        return found
+
+    def _roles(self, size: int) -> tuple[str, ...]:
+        if size == self.axis.extent:
+            return ("alone",)
+        if self.problem.op != "wgrad":
+            tells = self._extrapolates and size in self.sizes[:2]
+            return ("later", "alone") if tells and self.axis.extent in self.sizes else ("later",)
+        return ("alone" if self.problem.bytes_per_element >= 4 else "first", "later")
+
+    def lists(self, arm: Arm) -> tuple[str, ...]:
+        """Positions of a split that an arm can fill; none if it only tells about others."""
+        return lists_of(self.problem.op, arm.size == self.axis.extent, arm.role)
+
+    @cached_property
+    def curves(self) -> Mapping[Arm, str]:
+        """A name per arm; arms of one name run the same implementation."""
+        kernel_of = self._session.kernel_of
+        return {
+            arm: f"{arm.algorithm} by {kernel_of(candidate.problem, arm.algorithm)}"
+            for arm, candidate in self.by_arm.items()
+        }
+
+    @cached_property
+    def arms_by_curve(self) -> Mapping[str, list[Arm]]:
+        """The arms of each curve that a split can hold, the smallest first."""
+        found: dict[str, list[Arm]] = {}
+        for arm, curve in self.curves.items():
+            if self.lists(arm):
+                found.setdefault(curve, []).append(arm)
+        return found
+
+    @cached_property
+    def even_sizes(self) -> frozenset[int]:
+        """Sizes that keep all processors equally busy, or powers of two where nobody knows."""
+        powers = (1 << k for k in range(self.axis.extent.bit_length()))
+        waves = self.axis.name == "batch" and self._session.backend.wave_sizes(self.problem)
+        return frozenset(waves or powers)
+
+    def cost(self, size: int, algorithm: str) -> Cost | None:
+        """The least that an algorithm does for a chunk; None where nobody knows."""
+        return self._session.cost(self.part(size), algorithm)

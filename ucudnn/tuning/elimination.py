@@ -1,0 +1,149 @@
+"""Algorithms of one kernel that are ruled out before their large chunks are run, with the reason.
+
+Two bounds, both from what an algorithm states that it does at least (`Cost`). The roofline of the
+machine bounds the time of a chunk that never ran. A small chunk that was timed bounds the larger
+ones: their time grows at least as the slower growing of operations and traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from ucudnn.benchmark.bench import Arm
+from ucudnn.measurement import Measurement
+from ucudnn.roofline import Cost, Roofline
+from ucudnn.tuning.candidates import KernelCandidates
+from ucudnn.tuning.workspace_model import WorkspaceModel
+from ucudnn.units import format_bytes
+
+# An algorithm is ruled out where it is expected to take this many times the best known, per sample.
+HOPELESS = 1.5
+# A call takes this long on the host whatever its size, which does not grow with the chunk.
+_CALL_NS = 50_000
+# Shorter times say more about the call than about the algorithm.
+_LEAST_TELLING_NS = 200_000
+# A chunk that is expected to take so long tells about larger ones.
+_TRIAL_NS = 1_000_000
+
+
+class Elimination:
+    """Which algorithms can still matter, by what is known so far.
+
+    Args:
+        candidates: of the kernel.
+        records: what was measured so far, by arm; changed by its owner as more is.
+        workspaces: what the chunks need.
+        is_allowed: whether a measured chunk may be part of a plan.
+        roofline: of the machine; None: times are bounded by smaller chunks alone.
+    """
+
+    def __init__(
+        self,
+        candidates: KernelCandidates,
+        records: Mapping[Arm, Measurement],
+        workspaces: WorkspaceModel,
+        is_allowed: Callable[[Arm, Measurement], bool],
+        roofline: Roofline | None = None,
+    ) -> None:
+        self._candidates = candidates
+        self._records = records
+        self._workspaces = workspaces
+        self._is_allowed = is_allowed
+        self._roofline = roofline
+
+    def reasons(self) -> dict[str, str]:
+        """Curves of which nothing more need be measured, with the reason."""
+        best_ns, found = self._best_ns(), {}
+        for curve, arms in self._candidates.arms_by_curve.items():
+            reason = self._reason(arms, best_ns)
+            if reason:
+                found[curve] = f"{arms[0].algorithm} is ruled out: {reason}"
+        return found
+
+    def _reason(self, arms: Sequence[Arm], best_ns: float | None) -> str:
+        """Why none of a curve's arms can matter, "" where one can."""
+        if any(self._records[arm].status == "ok" for arm in arms if arm in self._records):
+            return ""
+        costs = [self._candidates.cost(arm.size, arm.algorithm) for arm in arms]
+        least = min((cost.workspace_bytes if cost else 0 for cost in costs), default=0)
+        most = self._workspaces.most_bytes
+        if least > most:
+            return (
+                f"it needs {format_bytes(least)} at least, more than the {format_bytes(most)} that "
+                f"a candidate may take here"
+            )
+        if best_ns is None:
+            return ""
+        rate = min(self.expected_ns(arm) / arm.size for arm in arms)
+        times = rate * self._candidates.axis.extent / best_ns
+        return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
+
+    def _best_ns(self) -> float | None:
+        """Time of the whole at the rate of the fastest chunk that may be used, None without any."""
+        rates = (
+            entry.time_ns / arm.size
+            for arm, entry in self._records.items()
+            if entry.time_ns is not None and self._is_allowed(arm, entry)
+        )
+        fastest = min(rates, default=None)
+        return None if fastest is None else fastest * self._candidates.axis.extent
+
+    def least_ns(self, arm: Arm) -> int:
+        """A lower bound of what an arm takes, with room for an error of the expectation."""
+        return int(self.expected_ns(arm) / HOPELESS)
+
+    def expected_ns(self, arm: Arm) -> int:
+        """The least time that an arm is expected to take; 0 where nothing is known."""
+        cost = self._candidates.cost(arm.size, arm.algorithm)
+        if cost is None:
+            return 0
+        bounds = [0 if self._roofline is None else self._roofline.time_ns(cost)]
+        for size, time_ns in self._telling(arm):
+            smaller = self._candidates.cost(size, arm.algorithm) if size <= arm.size else None
+            if smaller is not None:
+                bounds.append(_CALL_NS + int((time_ns - _CALL_NS) * growth(smaller, cost)))
+        return max(bounds)
+
+    def _telling(self, arm: Arm) -> Iterator[tuple[int, int]]:
+        """Sizes and times that tell about other chunks of the arm's curve."""
+        curves = self._candidates.curves
+        for other, entry in self._records.items():
+            if entry.time_ns is not None and curves.get(other) == curves[arm]:
+                fastest = min(entry.samples, default=entry.time_ns)
+                if fastest >= _LEAST_TELLING_NS:
+                    yield other.size, fastest
+
+    def trials(self) -> list[Arm]:
+        """A small chunk of each curve of which no telling time is known, the cheapest first."""
+        reasons, best_ns = self.reasons(), self._best_ns()
+        found = (
+            self._trial(arms, best_ns)
+            for curve, arms in self._candidates.arms_by_curve.items()
+            if curve not in reasons
+        )
+        return sorted((arm for arm in found if arm is not None), key=self.expected_ns)
+
+    def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
+        """The smallest arm of a curve whose time tells about larger ones, if it is yet to run."""
+        first = arms[0]
+        if self._candidates.cost(first.size, first.algorithm) is None or any(self._telling(first)):
+            return None
+        runnable = [arm for arm in arms if self._workspaces.can_be_run(arm)]
+        if not runnable or best_ns is None:
+            return next(iter(runnable), None)
+        least = _TRIAL_NS * self._candidates.axis.extent
+        return next((arm for arm in runnable if best_ns * arm.size >= least), runnable[-1])
+
+
+def growth(small: Cost, large: Cost) -> float:
+    """The factor by which the time of a chunk grows at least, from one cost to a larger one.
+
+    >>> growth(Cost(100, 50, 0), Cost(400, 100, 0))
+    2.0
+    """
+    terms = ((large.operations, small.operations), (large.traffic_bytes, small.traffic_bytes))
+    return min(_ratios(terms), default=1.0)
+
+
+def _ratios(terms: Iterable[tuple[int, int]]) -> Iterator[float]:
+    return (more / less for more, less in terms if less)
