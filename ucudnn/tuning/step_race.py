@@ -1,0 +1,139 @@
+"""Whole steps of a model by its plan against torch's own, which has the last word on the plan.
+
+A plan whose kernels are all faster can still slow a step down: planned calls cost the host more,
+and caches differ. Where that is so beyond the noise, the kernels responsible are found by halving
+and given back to torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from time import monotonic
+
+from ucudnn.benchmark.statistics import median_ns, ratio_interval
+from ucudnn.plan import KernelPlan, Plan, StepRace
+
+# Rounds of one race: a 95 % interval of seven pairs is all of them.
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 7
+# Of a step's time, either way: less is no reason to give a kernel back.
+_TOLERATED = 0.01
+
+Installer = Callable[[Plan], AbstractContextManager[object]]
+
+
+class StepJudge:
+    """Races steps of one model.
+
+    Args:
+        step: computes one.
+        install: lets the convolutions of this process follow a plan while its context is open.
+        elapsed_ns: runs something once and returns the time in ns that it took on the device.
+        peak_bytes: the same for its peak of allocated memory.
+        until: the `time.monotonic` after which no more rounds begin; None: no limit.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], None],
+        install: Installer,
+        elapsed_ns: Callable[[Callable[[], None]], int],
+        peak_bytes: Callable[[Callable[[], None]], int],
+        until: float | None = None,
+    ) -> None:
+        self._step = step
+        self._install = install
+        self._elapsed_ns = elapsed_ns
+        self._peak_bytes = peak_bytes
+        self._until = until
+
+    def judge(self, plan: Plan) -> Plan:
+        """The plan with the outcome of its race, without the kernels that do not pay in a step.
+
+        A kernel whose default exceeds the workspace limit stays planned whatever it costs.
+        """
+        changed = [kernel for kernel in plan.kernels if not kernel.is_default]
+        if not changed:
+            return plan
+        peaks = self._peak(None), self._peak(plan)
+        race = self._race(plan)
+        replaceable = [kernel for kernel in changed if _has_default(plan, kernel)]
+        if race.is_loss and replaceable:
+            kept = self._kept(plan, replaceable)
+            dropped = [kernel for kernel in replaceable if kernel not in kept]
+            plan = _without(plan, dropped)
+            names = tuple(str(kernel.problem) for kernel in dropped)
+            race = replace(self._race(plan), dropped=names)
+        torch_peak, plan_peak = peaks
+        return replace(
+            plan, step=replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak)
+        )
+
+    def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
+        """Of some kernels those with which a step is no slower than without, by halving."""
+        if self._is_over:
+            return []
+        others = [kernel for kernel in plan.kernels if kernel not in kernels]
+        without = [kernel for kernel in others if _has_default(plan, kernel)]
+        if not self._race(_without(plan, without)).is_loss:
+            return list(kernels)
+        if len(kernels) == 1:
+            return []
+        middle = len(kernels) // 2
+        return self._kept(plan, kernels[:middle]) + self._kept(plan, kernels[middle:])
+
+    @property
+    def _is_over(self) -> bool:
+        return self._until is not None and monotonic() >= self._until
+
+    def _peak(self, plan: Plan | None) -> int:
+        with self._following(plan):
+            return self._peak_bytes(self._step)
+
+    def _following(self, plan: Plan | None) -> AbstractContextManager[object]:
+        return nullcontext() if plan is None else self._install(plan)
+
+    def _race(self, plan: Plan) -> StepRace:
+        """Time steps with and without a plan in turn; the first round warms up."""
+        contestants = (None, plan)
+        samples: dict[Plan | None, list[int]] = {one: [] for one in contestants}
+        chance = random.Random(0)  # noqa: S311 - an order, not a secret
+        for number in range(_MOST_ROUNDS + 1):
+            if number > 1 and self._is_over:
+                break
+            for one in chance.sample(contestants, len(contestants)):
+                with self._following(one):
+                    time_ns = self._elapsed_ns(self._step)
+                if number:
+                    samples[one].append(time_ns)
+            if number >= _LEAST_ROUNDS and _is_decided(samples[plan], samples[None]):
+                break
+        ratio, low, high = ratio_interval(samples[plan], samples[None])
+        medians = median_ns(samples[None]), median_ns(samples[plan])
+        return StepRace(*medians, ratio, low, high, len(samples[plan]))
+
+
+def _is_decided(plan: Sequence[int], torch: Sequence[int]) -> bool:
+    """True where the interval of the ratio tells a gain, a loss or neither from the others."""
+    _, low, high = ratio_interval(plan, torch)
+    return high < 1 or low > 1 + _TOLERATED or (low > 1 - _TOLERATED and high < 1 + _TOLERATED)
+
+
+def _has_default(plan: Plan, kernel: KernelPlan) -> bool:
+    """True where torch's own convolution computes a kernel within the plan's limit."""
+    limit = plan.config.limit_bytes
+    return kernel.default is not None and (
+        limit is None or kernel.default.workspace_bytes <= limit
+    )
+
+
+def _without(plan: Plan, dropped: Sequence[KernelPlan]) -> Plan:
+    """The plan with torch's own convolution for some kernels."""
+    return replace(
+        plan,
+        kernels=tuple(
+            kernel.as_default() if kernel in dropped else kernel for kernel in plan.kernels
+        ),
+    )
