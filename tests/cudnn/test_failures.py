@@ -1,4 +1,4 @@
-"""What becomes of a cuDNN that fails, by a library that does nothing else."""
+"""What becomes of a cuDNN that fails, by stand-ins that do nothing else."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,36 +22,51 @@ from ucudnn.errors import UcudnnError, UnsupportedError
 from ucudnn.problem import Problem
 
 PROBLEM = Problem("fprop", 2, 4, 4, (9, 9), (3, 3))
-# Descriptors can be made, set and destroyed, which is printed; finalizing one has a given status.
+# Says by a line that a descriptor is destroyed.
 SOURCE = """
 #include <stdlib.h>
 #include <unistd.h>
-unsigned long cudnnGetVersion(void) {{ return 91900; }}
-const char *cudnnGetErrorString(int status) {{ return "STATUS"; }}
-void cudnnGetLastErrorString(char *text, unsigned long size) {{ text[0] = 0; }}
-int cudnnCreate(void **handle) {{ *handle = malloc(1); return 0; }}
-int cudnnDestroy(void *handle) {{ return 0; }}
-int cudnnSetStream(void *handle, void *stream) {{ return 0; }}
-int cudnnBackendCreateDescriptor(int kind, void **made) {{ *made = malloc(1); return 0; }}
-int cudnnBackendDestroyDescriptor(void *made) {{ return write(1, "destroyed\\n", 10) < 0; }}
-int cudnnBackendFinalize(void *made) {{ return {status}; }}
-int cudnnBackendSetAttribute(void *made, int name, int kind, long count, void *values)
-{{ return 0; }}
-int cudnnBackendGetAttribute(void *made, int name, int kind, long most, long *count, void *values)
-{{ return 0; }}
-int cudnnBackendExecute(void *handle, void *plan, void *pack) {{ return {status}; }}
-"""
+unsigned long cudnnGetVersion(void) { return 91900; }
+int cudnnBackendCreateDescriptor(int kind, void **made) { *made = malloc(1); return 0; }
+int cudnnBackendDestroyDescriptor(void *made) { return write(1, "destroyed\\n", 10) < 0; }
+""" + "\n".join(
+    f"int {name}(void) {{ return 0; }}"
+    for name in (
+        *("cudnnGetErrorString", "cudnnGetLastErrorString", "cudnnCreate", "cudnnDestroy"),
+        *("cudnnSetStream", "cudnnBackendFinalize", "cudnnBackendSetAttribute"),
+        *("cudnnBackendGetAttribute", "cudnnBackendExecute"),
+    )
+)
+
+
+def fill(_: object, reference: Any) -> int:
+    """Make a descriptor or a handle that is no null pointer."""
+    reference._obj.value = 1
+    return 0
 
 
 @pytest.fixture
-def failing(
-    compiled: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[int], Runtime]:
-    """Make a runtime whose library fails with a status."""
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Runtime]:
+    """Make a runtime whose library finalizes nothing, but gives a status."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(runtime, "_current_stream", lambda _: 0)
-    return lambda status: Runtime(Cudnn(compiled(SOURCE.format(status=status))))
+
+    def make(status: int) -> Runtime:
+        cudnn = Cudnn.__new__(Cudnn)
+        cudnn.version = 91900
+        cudnn.functions = SimpleNamespace(
+            cudnnCreate=lambda reference: fill(None, reference),
+            cudnnSetStream=lambda *_: 0,
+            cudnnBackendCreateDescriptor=fill,
+            cudnnBackendSetAttribute=lambda *_: 0,
+            cudnnBackendFinalize=lambda _: status,
+            cudnnBackendDestroyDescriptor=lambda _: 0,
+            cudnnGetErrorString=lambda _: b"STATUS",
+            cudnnGetLastErrorString=lambda *_: None,
+        )
+        return Runtime(cudnn)
+
+    return make
 
 
 def test_a_plan_that_cannot_be_built_is_an_error_as_torch_raises_it(failing) -> None:
@@ -68,7 +85,9 @@ def test_a_plan_that_is_refused_is_a_miss(failing) -> None:
         failing(3000).build(0, PROBLEM, "eng1", 1.0, 0.0, views_of(PROBLEM))
 
 
-def test_descriptors_are_left_to_the_end_of_the_process(compiled) -> None:
+def test_descriptors_are_left_to_the_end_of_the_process(
+    compiled: Callable[[str], Path],
+) -> None:
     """The driver may be gone when Python destroys its last objects."""
     program = (
         "import sys\n"
@@ -78,6 +97,6 @@ def test_descriptors_are_left_to_the_end_of_the_process(compiled) -> None:
         "kept = [Descriptor(cudnn, Kind.ENGINE) for _ in range(3)]\n"
         "del kept[0]\n"
     )
-    command = [sys.executable, "-c", program, str(compiled(SOURCE.format(status=0)))]
+    command = [sys.executable, "-c", program, str(compiled(SOURCE))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("destroyed\n", "")
