@@ -200,17 +200,16 @@ def shapes_of(problem: Problem) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-@pytest.mark.parametrize("channels", [32, 64])
 @pytest.mark.parametrize("op", OPS)
-def test_a_large_volume_takes_little_memory(op, channels):
+def test_a_large_volume_takes_little_memory(op):
     size = (64,) * 3 if op == "wgrad" else (128,) * 3  # whose gradient takes seconds
-    problem = Problem(op, 2, channels, 32, size, (3,) * 3, padding=((1, 1),) * 3)
+    problem = Problem(op, 2, 64, 32, size, (3,) * 3, padding=((1, 1),) * 3)
     a, b = shapes_of(problem)
 
     def compute() -> None:
         Reference(problem, a, b)
 
-    assert allocated_peak_bytes(compute) < 128 * MIB
+    assert allocated_peak_bytes(compute) < 64 * MIB
 
 
 class Traffic(TorchDispatchMode):
@@ -232,10 +231,10 @@ class Traffic(TorchDispatchMode):
     [((3, 64), 224, 7, 2), ((64, 64), 56, 3, 1), ((256, 64), 56, 1, 1)],
 )
 def test_it_moves_less_than_eight_times_what_the_kernel_must(channels, size, kernel, stride):
-    """The largest weight gradients of ResNet-50 at a batch of 256."""
+    """The largest weight gradients of ResNet-50; both grow with the batch alike."""
     sides = (kernel // 2,) * 2
     problem = Problem(
-        *("wgrad", 256, *channels, (size,) * 2, (kernel,) * 2, (stride,) * 2), padding=(sides,) * 2
+        *("wgrad", 64, *channels, (size,) * 2, (kernel,) * 2, (stride,) * 2), padding=(sides,) * 2
     )
     a, b = shapes_of(problem)
     with Traffic() as traffic:

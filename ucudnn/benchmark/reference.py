@@ -6,10 +6,10 @@ first, a middle and the last sample and channel, and along each spatial axis som
 ends and in the middle. Each element is the sum that defines it, written out with gathered operands
 on the device that holds them, so nothing is shared with any convolution of torch or cuDNN.
 
-The cost is bounded for every problem. A crop takes at most `MOST_PRODUCTS` multiplications, unless
-three positions per axis take more: an element of a weight gradient sums over all samples and
-positions. At most `MOST_COLUMNS` gathered values are held at a time: 32 MiB in float64, and with
-their indices and the values as they were gathered less than 128 MiB.
+The cost is bounded for every problem. A crop takes at most 2**23 multiplications, unless three
+positions per axis take more: an element of a weight gradient sums over all samples and positions.
+At most 2**21 gathered values are held at a time: 16 MiB in float64, and with their indices and the
+values as they were gathered less than 64 MiB.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ucudnn.problem import Problem
 
-MOST_PRODUCTS = 1 << 23
-MOST_COLUMNS = 1 << 22
+_MOST_PRODUCTS = 1 << 23
+_MOST_COLUMNS = 1 << 21
 # Positions along an axis of a result with one, two or three. They are few, so that an error at one
 # of them is a large part of the whole.
 _POSITIONS_BY_RANK = {1: 11, 2: 11, 3: 5}
@@ -41,7 +41,7 @@ class Crop:
     ((0, 0), (4, 2), (7, 3))
 
     Args:
-        planes: indices of the first two axes of the result, as (sample, channel).
+        planes: indices of the first two axes, as (sample, channel) or, of wgrad, (filter, channel).
         positions: indices along each spatial axis.
     """
 
@@ -54,16 +54,12 @@ class Crop:
         rows, columns, *sizes = problem.result_shape
         ends = zip(*((0, extent // 2, extent - 1) for extent in (rows, columns)), strict=True)
         planes = tuple(dict.fromkeys(ends))
-        products_per_position = len(planes) * _terms(problem)
+        products = len(planes) * _terms(problem)
         for most in range(_POSITIONS_BY_RANK[problem.rank], _LEAST_POSITIONS, -1):
             positions = tuple(spread(size, most) for size in sizes)
-            if products_per_position * prod(map(len, positions)) <= MOST_PRODUCTS:
+            if products * prod(map(len, positions)) <= _MOST_PRODUCTS:
                 return cls(planes, positions)
         return cls(planes, tuple(spread(size, _LEAST_POSITIONS) for size in sizes))
-
-    def products(self, problem: Problem) -> int:
-        """Multiplications that the crop takes."""
-        return len(self.planes) * prod(map(len, self.positions)) * _terms(problem)
 
     def pick(self, result: Tensor) -> Tensor:
         """These elements of a result, in float64 on the CPU."""
@@ -92,10 +88,10 @@ class Reference:
         self.crop = Crop.of(problem)
         planes = [_operands(problem, a, b, plane) for plane in self.crop.planes]
         sums = a.new_zeros((len(planes), prod(map(len, self.crop.positions))), dtype=_DOUBLE)
-        for index, inside, terms in _gathers(problem, self.crop, a.device):
+        for index, outside, terms in _gathers(problem, self.crop, a.device):
             for place, (data, weights) in enumerate(planes):
-                for rows in _blocks(len(data), MOST_COLUMNS // index.numel()):
-                    sums[place] += _dot(data[rows], index, inside, weights[rows, terms])
+                for rows in _blocks(len(data), _MOST_COLUMNS // index.numel()):
+                    sums[place] += _dot(data[rows], index, outside, weights[rows, terms])
         self.expected = sums.view(len(planes), *map(len, self.crop.positions)).cpu()
 
 
@@ -155,26 +151,26 @@ def _gathers(
     """Which elements of the first operand the positions of a crop read, some terms at a time.
 
     Yields:
-        Flat indices, and whether each lies inside, both by (position, term); and the terms.
+        Flat indices, and whether each lies outside, both by (position, term); and the terms.
     """
     extents = _summed_axes(problem)
     sources = problem.output_size if problem.op == "dgrad" else problem.input_size
     count = prod(map(len, crop.positions))
-    for terms in _blocks(prod(extents), MOST_COLUMNS // count):
+    for terms in _blocks(prod(extents), _MOST_COLUMNS // count):
         left, stride = torch.arange(terms.start, terms.stop, device=device), 1
         index = torch.zeros((), dtype=torch.long, device=device)
-        inside = torch.ones((), dtype=torch.bool, device=device)
+        outside = torch.zeros((), dtype=torch.bool, device=device)
         for axis in reversed(range(problem.rank)):
             positions = torch.tensor(crop.positions[axis], device=device)
             scaled, step = _source(problem, axis, positions[:, None], left % extents[axis])
             source = scaled // step
-            is_inside = (scaled % step == 0) & (source >= 0) & (source < sources[axis])
+            is_outside = (scaled % step != 0) | (source < 0) | (source >= sources[axis])
             shape = [1] * problem.rank + [left.numel()]
             shape[axis] = len(positions)
             index = index + (source.clamp(0, sources[axis] - 1) * stride).view(shape)
-            inside = inside & is_inside.view(shape)
+            outside = outside | is_outside.view(shape)
             left, stride = left // extents[axis], stride * sources[axis]
-        yield index.view(count, -1), inside.view(count, -1), terms
+        yield index.view(count, -1), outside.view(count, -1), terms
 
 
 def _source(problem: Problem, axis: int, position: Tensor, term: Tensor) -> tuple[Tensor, int]:
@@ -190,10 +186,9 @@ def _source(problem: Problem, axis: int, position: Tensor, term: Tensor) -> tupl
     return output * stride - begin + tap * dilation, 1
 
 
-def _dot(data: Tensor, index: Tensor, inside: Tensor, weights: Tensor) -> Tensor:
+def _dot(data: Tensor, index: Tensor, outside: Tensor, weights: Tensor) -> Tensor:
     """Sums over rows and terms of gathered data times weights, one for each position."""
-    columns = data[:, index].to(_DOUBLE)
-    columns *= inside
+    columns = data[:, index].to(_DOUBLE).masked_fill_(outside, 0.0)
     columns *= weights[:, None].to(_DOUBLE)
     return columns.sum((0, 2))
 
