@@ -4,7 +4,7 @@
 #   make demo   .venv       tunes ResNet-18 on this machine
 #   make test   .venv-test  the suite and the doctests, on the installed package
 #   make bare   .venv-bare  the same without any optional dependency
-#   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches two wheels, 1 GB
+#   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches three wheels, 1.5 GB
 #   make lint, make types, make dist, make clean
 
 PYTHON ?= python3
@@ -23,8 +23,8 @@ PIP := -m pip --disable-pip-version-check install --quiet --constraint constrain
 # torch comes first and by its exact version: see constraints.txt.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-# The newest cuDNN, first, and the one that torch's wheels for CUDA 13 ship.
-CUDNNS := 9.28.0.42 9.20.0.48
+# The newest cuDNN first, then those that torch's wheels for CUDA 13 ship: 2.13's and 2.11's.
+CUDNNS := 9.28.0.42 9.20.0.48 9.19.0.56
 NOTHING :=
 COLON_LIST = $(subst $(NOTHING) $(NOTHING),:,$(1))
 

@@ -330,6 +330,43 @@ def test_a_handle_belongs_to_one_thread_and_device_and_follows_the_stream():
     assert all(handle.streams == [8] for handle in others)
 
 
+def test_one_thread_at_a_time_launches_a_plan(backend, exact, runtime):
+    """Others launch other plans meanwhile: here those of another number of samples."""
+    problem = Problem("fprop", 4, 4, 8, (9, 6), (3, 3))
+    a, b = backend.operands(problem, 4)
+    executable = EngineExecutable(runtime, problem, "eng0")
+    busy, together = set(), threading.Barrier(2)
+    launch = runtime.launch
+
+    def slow_launch(device, plan, pack):
+        assert id(plan) not in busy
+        busy.add(id(plan))
+        together.wait(timeout=60)  # two plans are in their launch at once
+        launch(device, plan, pack)
+        busy.remove(id(plan))
+
+    runtime.launch = slow_launch
+    results = {}
+
+    def work(thread):
+        samples = 1 + thread % 2
+        results[thread] = executable.alone(a[:samples], b)
+
+    for samples in (1, 2):  # built before: two threads may build one plan each
+        runtime.launch = launch
+        executable.alone(a[:samples], b)
+    runtime.launch = slow_launch
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    for result in results.values():
+        expected = exact(problem.with_batch(len(result)), a[: len(result)], b)
+        assert relative_error(result, expected) < 1e-6
+
+
 @pytest.mark.parametrize("refuses", [lambda *_: False, needs_alignment])
 @pytest.mark.parametrize("place", ["aligned", "odd", "strided"])
 @pytest.mark.parametrize("identity", ["eng0", "bias_eng0"])

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 FOLDERS = [
     Path(name) for name in os.environ.get("CUDNN_TEST_FOLDERS", "").split(os.pathsep) if name
 ]
-WITHOUT = "CUDNN_TEST_FOLDERS names no folder with an nvidia-cudnn wheel; `make cudnn` makes two"
+WITHOUT = "CUDNN_TEST_FOLDERS names no folder with an nvidia-cudnn wheel; `make cudnn` makes some"
 H200 = Path(__file__).parents[2] / "benchmarks" / "devices" / "h200.json"
 
 
@@ -84,3 +84,17 @@ def newest(stub_cache: Path) -> Iterator[Inside]:
     process = Inside(FOLDERS[0] / "nvidia/cudnn/lib/libcudnn.so.9", stub_cache)
     yield process
     process.close()
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Callable[[str], Path]:
+    """Build a libcudnn.so.9 from C."""
+
+    def build(source: str) -> Path:
+        path = tmp_path / "nvidia/cudnn/lib/libcudnn.so.9"
+        path.parent.mkdir(parents=True)
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+        subprocess.run(command, input=source, text=True, check=True)
+        return path
+
+    return build

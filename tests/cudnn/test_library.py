@@ -33,20 +33,6 @@ OLD = "\n".join(
 )
 
 
-@pytest.fixture
-def compiled(tmp_path: Path):
-    """Build a shared library from C."""
-
-    def build(source: str) -> Path:
-        path = tmp_path / "nvidia/cudnn/lib/libcudnn.so.9"
-        path.parent.mkdir(parents=True)
-        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
-        subprocess.run(command, input=source, text=True, check=True)
-        return path
-
-    return build
-
-
 def test_a_library_too_old_for_profiles_is_refused(compiled) -> None:
     path = compiled(OLD)
     cudnn = Cudnn(path)

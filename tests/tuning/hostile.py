@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable, open_backend
 from ucudnn.candidate import Candidate
+from ucudnn.errors import UcudnnError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
 
@@ -58,6 +59,9 @@ class Misbehaving(Executable):
     def _fault(self, is_late: bool) -> None:
         if self._algorithm == "faults" or (self._algorithm == "faults_later" and is_late):
             _faults.append(self._algorithm)
+        if self._algorithm == "faults_in_cudnn":
+            _faults.append(self._algorithm)
+            raise UcudnnError("cuDNN could not execute: an illegal memory access")
         if _faults:
             raise RuntimeError("an illegal memory access was encountered")
 

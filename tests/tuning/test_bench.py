@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.backends import Executable, open_backend
+from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.benchmark.bench import Arm, LocalBench
 from ucudnn.benchmark.protocol import ChunkLoop, Ring
+from ucudnn.benchmark.reference import Reference
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
 
@@ -74,3 +78,47 @@ def test_chunks_fill_a_new_result_in_each_call(scripted, op, axis):
     for result in painter.results.values():
         assert result.shape == problem.result_shape
         assert torch.equal(result, torch.ones_like(result))
+
+
+class SmallCache(TorchCpuBackend):
+    """Needs few operands, where nothing is timed."""
+
+    def cache_bytes(self) -> int:
+        return 1
+
+
+def test_all_algorithms_and_roles_of_a_size_share_one_reference(monkeypatch):
+    computed = []
+
+    def compute(problem, a, b):
+        computed.append(problem.batch)
+        return Reference(problem, a, b)
+
+    monkeypatch.setattr("ucudnn.benchmark.bench.Reference", compute)
+    problem = Problem("wgrad", 4, 4, 4, (8, 8), (3, 3), **PADDED)
+    bench = LocalBench(SmallCache(), BatchAxis(problem))
+    for algorithm in (DEFAULT_ALGORITHM, "onednn_nhwc", "im2col_gemm"):
+        for size, role in ((2, "alone"), (2, "later"), (4, "alone")):
+            assert bench.look(Arm(size, algorithm, role), None).accuracy.error < 1e-6
+    assert computed == [2, 4]
+
+
+class IgnoresPadding(SmallCache):
+    """Is right where the rows are not padded, and shifts them where they are."""
+
+    def executable(self, problem: Problem, algorithm: str) -> Executable:
+        begin, end = problem.padding[0]
+        shifted = ((begin + end, 0), *problem.padding[1:])
+        return super().executable(replace(problem, padding=shifted), algorithm)
+
+
+@pytest.mark.parametrize("op", ["fprop", "wgrad"])
+def test_slabs_at_the_ends_are_judged_too(op):
+    problem = Problem(op, 2, 4, 4, (24, 8), (3, 3), **PADDED)
+    arm = Arm(4, DEFAULT_ALGORITHM, "later")
+    right, wrong = (
+        LocalBench(backend, RowAxis(problem)).look(arm, None).accuracy.error
+        for backend in (SmallCache(), IgnoresPadding())
+    )
+    assert right < 1e-6
+    assert wrong > 0.1

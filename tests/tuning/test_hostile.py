@@ -83,10 +83,11 @@ def test_one_that_hangs_and_some_that_end_the_process_are_failed_and_the_rest_go
 
 def test_a_fault_that_spoils_the_device_ends_its_process_and_blames_nobody_else(hostile):
     """As on a GPU, where CUDA refuses everything after a kernel has faulted."""
-    backend = hostile.HostileBackend("faults", "fine", "faults_later", "good")
+    faulty = {"faults", "faults_in_cudnn", "faults_later"}
+    backend = hostile.HostileBackend("fine", *faulty, "good")
     tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
     found = failures()
-    assert set(found) == {"faults", "faults_later"}
+    assert set(found) == faulty
     assert all("illegal memory access" in reason for reason in found.values())
 
 

@@ -1,29 +1,26 @@
-"""Is a candidate right? Its error against float64, in poisoned outputs that none may leave.
+"""How far a candidate's result is from float64, in poisoned outputs that it must write wholly.
 
-Each candidate is checked once, at its own size, on the operands that it is timed with. In fprop and
-dgrad samples do not depend on each other: the first and the last one of the chunk are compared, and
-no element of any may stay poisoned. In wgrad all samples go into each element: two filters are
-compared. So the float64 convolution, many times slower than what it judges, stays small.
+Each candidate is checked once for each problem it is measured as, on the operands that it is timed
+with: a crop of its result against float64 (`Reference`), and the whole result for elements that are
+not finite, which memory full of NaN leaves where nothing was written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ucudnn.backends import Executable, original
+from ucudnn.backends import Executable
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.benchmark.protocol import Ring, empty_total
+from ucudnn.benchmark.reference import Reference
 from ucudnn.execute import empty_result, run_first
 from ucudnn.problem import Problem
 
-_DOUBLE = torch.float64
-# What `add` begins with: an element that is written instead of added to shows.
+# The value that `add` adds to: an element that is written instead shows.
 _BASE = 1.0
 
 
@@ -90,22 +87,19 @@ class Check:
         assert self._result is not None
         return self._result
 
-    def accuracy(self) -> Accuracy:
-        """Judge what `run` left."""
+    def accuracy(self, reference: Reference) -> Accuracy:
+        """Judge what `run` left.
+
+        Args:
+            reference: of the part, for the operands of its first chunk.
+        """
         found = self._total()
-        problem = self._part
-        a, b, _ = self._ring.chunk(problem, 0)
-        if problem.op == "wgrad":
-            base = _BASE if self._role == "later" else 0.0
-            picked = found[_ends(problem.out_channels)].to(_DOUBLE).cpu() - base
-            expected = _filters(problem, a, b)
-        else:
-            ends = _ends(problem.batch)
-            picked = found[ends].to(_DOUBLE).cpu()
-            expected = reference(problem.with_batch(len(ends)), a[ends], b)
-        if not bool(torch.isfinite(found).all()):
+        adds = self._role == "later" and self._part.op == "wgrad"
+        untouched = adds and bool(reference.expected.any()) and _keeps_base(found)
+        if untouched or not _is_finite(found):
             return Accuracy(float("inf"), float("inf"))
-        return compare(picked, expected, a.dtype)
+        picked = reference.crop.pick(found) - (_BASE if adds else 0.0)
+        return compare(picked, reference.expected, self._ring.a.dtype)
 
 
 def allowed_error(problem: Problem) -> float:
@@ -142,47 +136,16 @@ def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Accuracy:
     return Accuracy(float(difference.norm()) / scale, float(ulps.max()))
 
 
-def reference(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
-    """The result of a problem in float64 on the CPU, by torch, with explicit padding.
-
-    Args:
-        problem: with the operands' batch.
-        a: x for fprop and wgrad, dy for dgrad.
-        b: w for fprop and dgrad, dy for wgrad.
-    """
-    a, b = a.detach().to("cpu", _DOUBLE).contiguous(), b.detach().to("cpu", _DOUBLE).contiguous()
-    pads = [extent for pair in reversed(problem.padding) for extent in pair]
-    none = [0] * problem.rank
-    geometry = (list(problem.stride), none, list(problem.dilation), False, none, problem.groups)
-    if problem.op == "fprop":
-        y: Tensor = original.convolution(pad(a, pads), b, None, *geometry)
-        return y
-    backward = original.convolution_backward
-    if problem.op == "wgrad":
-        w = torch.empty(problem.w_shape, dtype=_DOUBLE)
-        dw: Tensor = backward(b, pad(a, pads), w, None, *geometry, [False, True, False])[1]
-        return dw
-    x = pad(torch.empty(problem.x_shape, dtype=_DOUBLE), pads)
-    dx: Tensor = backward(a, x, b, None, *geometry, [True, False, False])[0]
-    for axis, (begin, _) in enumerate(problem.padding):
-        dx = dx.narrow(2 + axis, begin, problem.input_size[axis])
-    return dx
+def _is_finite(result: Tensor) -> bool:
+    """Whether all elements are: their sum is not where one of them is not, and needs no memory."""
+    total = result.sum(dtype=torch.promote_types(result.dtype, torch.float32))
+    return bool(total.isfinite())
 
 
-def _ends(extent: int) -> list[int]:
-    return [0, extent - 1] if extent > 1 else [0]
-
-
-def _filters(problem: Problem, x: Tensor, dy: Tensor) -> Tensor:
-    """The first and the last filter of dw, each from the channels of its own group."""
-    inputs = problem.in_channels // problem.groups
-    single = replace(problem, in_channels=inputs, out_channels=1, groups=1)
-    parts = []
-    for filter_ in _ends(problem.out_channels):
-        start = filter_ // (problem.out_channels // problem.groups) * inputs
-        part = reference(single, x[:, start : start + inputs], dy[:, filter_ : filter_ + 1])
-        parts.append(part)
-    return torch.cat(parts)
+def _keeps_base(total: Tensor) -> bool:
+    """Whether nothing was added to any element of some filter or channel of a gradient."""
+    kept = (total == _BASE).flatten(2).all(2)
+    return bool((kept.all(0).any() | kept.all(1).any()).item())
 
 
 def _as_it_is(run: Callable[[], Tensor | None]) -> Tensor | None:

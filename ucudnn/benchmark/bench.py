@@ -11,6 +11,7 @@ from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.accuracy import Accuracy, Check
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
+from ucudnn.benchmark.reference import Reference
 from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
 from ucudnn.errors import UnsupportedError
 from ucudnn.execute import Call, bind
@@ -31,7 +32,7 @@ class Look(NamedTuple):
 
     Args:
         workspace_bytes: temporary memory, the most that a chunk of this size needs anywhere.
-        accuracy: against float64.
+        accuracy: against float64, the worst of the problems that a chunk of this size may be.
         time_ns: of one more run; None where the workspace is over the limit.
     """
 
@@ -126,6 +127,7 @@ class LocalBench(AbstractBench):
         self._how = how
         self._ring: Ring | None = None
         self._samplers: dict[Arm, Sampler] = {}
+        self._references: dict[Problem, Reference] = {}
 
     @property
     def ring(self) -> Ring:
@@ -143,14 +145,23 @@ class LocalBench(AbstractBench):
             raise RuntimeError(str(error)) from error
 
     def _look(self, ring: Ring, arm: Arm, limit: int | None) -> Look:
-        part = self._axis.part(arm.size)
-        check, workspace = self._checked(ring, part, arm.algorithm, arm.role)
-        accuracy = check.accuracy()
-        for end in self._axis.ends(arm.size):  # where padding may be copied
-            workspace = max(workspace, self._checked(ring, end, arm.algorithm, arm.role)[1])
+        accuracy, workspace = Accuracy(0.0, 0.0), 0
+        # at the ends padding may be copied, or be handled wrongly
+        for part in (self._axis.part(arm.size), *self._axis.ends(arm.size)):
+            reference = self._reference(ring, part)
+            check, part_workspace = self._checked(ring, part, arm.algorithm, arm.role)
+            accuracy = max(accuracy, check.accuracy(reference))
+            workspace = max(workspace, part_workspace)
         if limit is not None and workspace > limit:
             return Look(workspace, accuracy, None)
         return Look(workspace, accuracy, self._sampler(arm).once_ns())
+
+    def _reference(self, ring: Ring, part: Problem) -> Reference:
+        """Float64 values of a part's result, computed once for all algorithms and roles."""
+        if part not in self._references:
+            a, b, _ = ring.chunk(part, 0)
+            self._references[part] = Reference(part, a, b)
+        return self._references[part]
 
     def _checked(self, ring: Ring, part: Problem, algorithm: str, role: str) -> tuple[Check, int]:
         """A candidate that has run once on a part, and the workspace in bytes that it took."""
@@ -169,7 +180,7 @@ class LocalBench(AbstractBench):
             try:
                 sampler = self._sampler(arm)
                 sampler.warm_up(self._how.chunks)
-            except RuntimeError as error:
+            except (RuntimeError, UnsupportedError) as error:
                 if self._backend.is_broken():
                     raise
                 failures[place] = failure_of(error)

@@ -207,10 +207,11 @@ def serve(descriptor: int) -> None:
                 measured = axis, how
             try:
                 answer = ("done", getattr(bench, method)(*arguments))
-            except UcudnnError as error:
-                answer = ("raised", error)
-            except RuntimeError as error:  # whose class may not exist on the other side
-                kind = "lost" if backend.is_broken() else "raised"
-                failure: Any = failure_of(error)
-                answer = (kind, failure if kind == "lost" else RuntimeError(failure))
+            except (RuntimeError, UcudnnError) as error:
+                if backend.is_broken():
+                    answer = ("lost", failure_of(error))
+                elif isinstance(error, UcudnnError):
+                    answer = ("raised", error)
+                else:  # its class may not exist on the other side
+                    answer = ("raised", RuntimeError(failure_of(error)))
             connection.send(answer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from typing import Self
 
@@ -185,7 +186,9 @@ class Descriptor(AbstractClosable):
             self._parts = ()
 
     def __del__(self) -> None:
-        self.close()
+        # the driver may have gone before: PyTorch, too, leaves its plans to the end of the process
+        if not sys.is_finalizing():
+            self.close()
 
     def _set(self, attribute: Attribute, kind: Type, count: int, values: object) -> None:
         cudnn = self._cudnn

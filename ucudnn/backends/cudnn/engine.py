@@ -41,7 +41,8 @@ class Configuration:
 
     Args:
         identity: its exact, lasting name.
-        workspace_bytes: what it needs at the problem's batch.
+        workspace_bytes: what it needs at the problem's batch to write its result; to add to a
+            gradient (beta 1) it may need a copy of that and 16 bytes more.
         mode: the first heuristic that proposes it: "A", "B" or "FALLBACK".
         rank: its place among all of the problem's configurations, 0 first: those of A, then what
             B adds, then what FALLBACK adds.
@@ -75,7 +76,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """A configuration that is ready to run; threads may share it.
+    """A configuration that is ready to run, by one thread at a time.
 
     Args:
         descriptor: what `Cudnn.execute` takes.

@@ -6,6 +6,7 @@ come from its allocator on the stream that is current.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable
 from math import gcd
 from typing import Any, Protocol
@@ -213,13 +214,19 @@ def _headroom(like: Tensor) -> float:
 
 
 class _Built:
-    """A plan with the packs of addresses that it was launched on."""
+    """A plan with the packs of addresses that it was launched on; one thread launches at a time.
+
+    cuDNN does not guarantee that two threads may execute one plan at once, across all engines.
+    PyTorch keeps its plans per thread; a lock gives the same guarantee for a tenth of a
+    microsecond, where plans per thread would be built again in each, even during a capture.
+    """
 
     def __init__(self, runtime: AnyRuntime, device: int, plan: AnyPlan) -> None:
         self._runtime = runtime
         self._device = device
         self._plan = plan
         self._packs: dict[tuple[int, ...], Any] = {}
+        self._launching = threading.Lock()
 
     def launch(self, like: Tensor, pointers: tuple[int, ...]) -> None:
         size, workspace, address = self._plan.workspace_bytes, None, 0
@@ -228,12 +235,13 @@ class _Built:
             workspace = torch.empty(size, dtype=torch.uint8, device=like.device)
             address = workspace.data_ptr()
         key = (*pointers, address)
-        pack = self._packs.get(key)
-        if pack is None:
-            if len(self._packs) >= _MOST_PACKS:
-                self._packs.clear()
-            pack = self._packs[key] = self._runtime.pack(self._plan, pointers, address)
-        self._runtime.launch(self._device, self._plan, pack)
+        with self._launching:
+            pack = self._packs.get(key)
+            if pack is None:
+                if len(self._packs) >= _MOST_PACKS:
+                    self._packs.clear()
+                pack = self._packs[key] = self._runtime.pack(self._plan, pointers, address)
+            self._runtime.launch(self._device, self._plan, pack)
         del workspace
 
 

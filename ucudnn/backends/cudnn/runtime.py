@@ -1,4 +1,4 @@
-"""cuDNN on the GPUs of this process: handles, plans that all threads share, launches.
+"""cuDNN on the GPUs of this process: handles, plans, launches.
 
 A launch waits for nothing and allocates only through torch, so that it can be captured in a CUDA
 graph and follows whatever stream torch's user has made current. What cuDNN keeps per context - a
@@ -8,8 +8,8 @@ handle, a module that is loaded - is made at the first launch of a thread: run o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -104,12 +104,15 @@ class Runtime:
         beta: float,
         views: Views,
     ) -> ExecutionPlan:
-        """A plan that any thread may launch: alpha * convolution + beta * what the result holds.
+        """A plan of alpha * convolution + beta * what the result holds.
+
+        Threads may launch it one at a time.
 
         Raises:
             UnsupportedError: cuDNN does not compute it so.
+            RuntimeError: cuDNN or the device failed.
         """
-        with self._building, torch.cuda.device(device):
+        with self._building, torch.cuda.device(device), _failures():
             target = self._target(device)
             return build(target, problem, identity, alpha=alpha, beta=beta, views=views)
 
@@ -117,8 +120,13 @@ class Runtime:
         return Target(self.cudnn, handle=self._handle(device))
 
     def pack(self, plan: ExecutionPlan, pointers: tuple[int, ...], workspace: int) -> Descriptor:
-        """Addresses for a launch: of operands, result and perhaps bias, and of the workspace."""
-        return self.cudnn.variant_pack(plan.uids, pointers, workspace)
+        """Addresses for a launch: of operands, result and perhaps bias, and of the workspace.
+
+        Raises:
+            RuntimeError: cuDNN failed.
+        """
+        with _failures():
+            return self.cudnn.variant_pack(plan.uids, pointers, workspace)
 
     def launch(self, device: int, plan: ExecutionPlan, pack: Descriptor) -> None:
         """Enqueue a plan on the stream that is current on a device.
@@ -126,13 +134,24 @@ class Runtime:
         Raises:
             RuntimeError: cuDNN or the device failed, as torch would say it.
         """
-        handle = self._handle(device)
         elsewhere = torch.cuda.current_device() != device
         try:
             with torch.cuda.device(device) if elsewhere else nullcontext():
-                self.cudnn.execute(handle, plan.descriptor, pack)
-        except CudnnError as error:
+                self.cudnn.execute(self._handle(device), plan.descriptor, pack)
+        except CudnnError as error:  # without `_failures`, whose generator takes a microsecond
             raise RuntimeError(str(error)) from error
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Raise what cuDNN did not refuse, but failed to do, as the RuntimeError that torch raises.
+
+    Tuning then counts it against the candidate, and asks whether the device still works.
+    """
+    try:
+        yield
+    except CudnnError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _current_stream(device: int) -> int:

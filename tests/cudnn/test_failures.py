@@ -1,0 +1,102 @@
+"""What becomes of a cuDNN that fails, by stand-ins that do nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ucudnn.backends.cudnn import runtime
+from ucudnn.backends.cudnn.api import Cudnn
+from ucudnn.backends.cudnn.backend import CudnnBackend
+from ucudnn.backends.cudnn.graph import views_of
+from ucudnn.backends.cudnn.runtime import Runtime
+from ucudnn.errors import UcudnnError, UnsupportedError
+from ucudnn.problem import Problem
+
+PROBLEM = Problem("fprop", 2, 4, 4, (9, 9), (3, 3))
+# Says by a line that a descriptor is destroyed.
+SOURCE = """
+#include <stdlib.h>
+#include <unistd.h>
+unsigned long cudnnGetVersion(void) { return 91900; }
+int cudnnBackendCreateDescriptor(int kind, void **made) { *made = malloc(1); return 0; }
+int cudnnBackendDestroyDescriptor(void *made) { return write(1, "destroyed\\n", 10) < 0; }
+""" + "\n".join(
+    f"int {name}(void) {{ return 0; }}"
+    for name in (
+        *("cudnnGetErrorString", "cudnnGetLastErrorString", "cudnnCreate", "cudnnDestroy"),
+        *("cudnnSetStream", "cudnnBackendFinalize", "cudnnBackendSetAttribute"),
+        *("cudnnBackendGetAttribute", "cudnnBackendExecute"),
+    )
+)
+
+
+def fill(_: object, reference: Any) -> int:
+    """Make a descriptor or a handle that is no null pointer."""
+    reference._obj.value = 1
+    return 0
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Runtime]:
+    """Make a runtime whose library finalizes nothing, but gives a status."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(runtime, "_current_stream", lambda _: 0)
+
+    def make(status: int) -> Runtime:
+        cudnn = Cudnn.__new__(Cudnn)
+        cudnn.version = 91900
+        cudnn.functions = SimpleNamespace(
+            cudnnCreate=lambda reference: fill(None, reference),
+            cudnnSetStream=lambda *_: 0,
+            cudnnBackendCreateDescriptor=fill,
+            cudnnBackendSetAttribute=lambda *_: 0,
+            cudnnBackendFinalize=lambda _: status,
+            cudnnBackendDestroyDescriptor=lambda _: 0,
+            cudnnGetErrorString=lambda _: b"STATUS",
+            cudnnGetLastErrorString=lambda *_: None,
+        )
+        return Runtime(cudnn)
+
+    return make
+
+
+def test_a_plan_that_cannot_be_built_is_an_error_as_torch_raises_it(failing) -> None:
+    """EXECUTION_FAILED_CUDART: no refusal, and nothing that ends all of tuning."""
+    here = failing(5003)
+    with pytest.raises(RuntimeError, match=r"STATUS \(5003\)") as caught:
+        here.build(0, PROBLEM, "eng1", 1.0, 0.0, views_of(PROBLEM))
+    assert not isinstance(caught.value, UcudnnError)
+    backend = CudnnBackend.__new__(CudnnBackend)
+    backend.runtime, backend._index = here, 0
+    assert "5003" in (backend.build_refusal(PROBLEM, "eng1") or "")
+
+
+def test_a_plan_that_is_refused_is_a_miss(failing) -> None:
+    with pytest.raises(UnsupportedError, match=r"does not compute .* STATUS \(3000\)"):
+        failing(3000).build(0, PROBLEM, "eng1", 1.0, 0.0, views_of(PROBLEM))
+
+
+def test_descriptors_are_left_to_the_end_of_the_process(
+    compiled: Callable[[str], Path],
+) -> None:
+    """The driver may be gone when Python destroys its last objects."""
+    program = (
+        "import sys\n"
+        "from ucudnn.backends.cudnn.api import Cudnn, Descriptor\n"
+        "from ucudnn.backends.cudnn.constants import Kind\n"
+        "cudnn = Cudnn(sys.argv[1])\n"
+        "kept = [Descriptor(cudnn, Kind.ENGINE) for _ in range(3)]\n"
+        "del kept[0]\n"
+    )
+    command = [sys.executable, "-c", program, str(compiled(SOURCE))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("destroyed\n", "")
