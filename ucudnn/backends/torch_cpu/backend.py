@@ -112,7 +112,7 @@ class TorchCpuBackend(AbstractBackend):
         resized = replace(problem, batch=samples)
         generator = torch.Generator().manual_seed(0)
         a, b = (
-            torch.empty(shape, dtype=torch.float32)
+            torch.empty(shape, dtype=torch.float32, device="cpu")
             .normal_(generator=generator)
             .to(torch_dtype(problem), memory_format=memory_format(problem))
             for shape in resized.operand_shapes
