@@ -135,9 +135,17 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
     for step, (part, whole, x, y) in zip(split.steps, _parts(problem, split), strict=True):
         key = (whole, step.algorithm)
         if key not in built:
+            if split.axis == "spatial" and whole:
+                _require_slab(backend, whole, step.algorithm)
             built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
         chunks.append(Chunk(part, step.algorithm, built[key], *places(problem, x, y)))
     return Call(problem, split, tuple(chunks))
+
+
+def _require_slab(backend: AbstractBackend, problem: Problem, algorithm: str) -> None:
+    reason = backend.slab_refusal(problem, algorithm)
+    if reason is not None:
+        raise UnsupportedError(f"{algorithm} does not compute the slab {problem}: {reason}")
 
 
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:

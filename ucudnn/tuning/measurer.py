@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
 
-from ucudnn.axis import AbstractAxis
+from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.benchmark.accuracy import allowed_error
 from ucudnn.benchmark.bench import AbstractBench, Arm, Look
 from ucudnn.benchmark.rounds import Result, failure_of
@@ -149,13 +149,13 @@ class KernelMeasurer:
 
     @cached_property
     def _candidates(self) -> Mapping[Arm, Candidate]:
+        backend = self._session.backend
+        refusal = backend.slab_refusal if self._axis.name == RowAxis.name else backend.refusal
         found: dict[Arm, Candidate] = {}
         for size in self._sizes:
-            for candidate in self._listed(self._axis.part(size)):
-                if any(
-                    self._session.backend.refusal(end, candidate.algorithm)
-                    for end in self._axis.ends(size)
-                ):
+            part, ends = self._axis.part(size), self._axis.ends(size)
+            for candidate in self._listed(part):
+                if any(refusal(problem, candidate.algorithm) for problem in (part, *ends)):
                     continue
                 for role in self._roles(size):
                     found[Arm(size, candidate.algorithm, role)] = candidate
