@@ -108,11 +108,14 @@ class Bound:
         except KeyError:
             return self._runner.bind(which, self.problems[which], self._calls, has_bias)
 
+    def takes(self, bias: Tensor | None) -> bool:
+        """False for a bias that torch refuses, and that torch must see to say so."""
+        return bias is None or _signature(bias) == self._bias
+
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """The output, without a graph."""
         call = self.call("fprop", bias is not None)
-        # torch refuses other biases, and says why
-        if call is None or not (bias is None or _signature(bias) == self._bias):
+        if call is None or not self.takes(bias):
             return original.convolution(x, w, bias, *self.geometry)
         return as_kernel(_computed, call, self._strides["fprop"], x, w, bias)
 
@@ -324,11 +327,12 @@ def convolution(
     bound = runner.bound(x, w, geometry)
     graph = torch.is_grad_enabled()
     # where every pass that this call leads to is torch's own, torch's node is cheaper
-    if not (
+    is_planned = (
         bound.call("fprop", bias is not None)
         or (graph and x.requires_grad and bound.call("dgrad"))
         or (graph and w.requires_grad and bound.call("wgrad"))
-    ):
+    )
+    if not (is_planned and bound.takes(bias)):
         return _torchs(x, w, bias, geometry)
     if not graph:
         return bound.forward(x, w, bias)
