@@ -161,7 +161,7 @@ def _random_slabs(
             for index, name in enumerate(algorithms)
             if part is None
             or all(
-                backend.refusal(part.with_batch(n), name) is None
+                backend.slab_refusal(part.with_batch(n), name) is None
                 for n in range(1, planned.batch + 1)
             )
         ]

@@ -109,7 +109,7 @@ def convert_(
             revert_(module)
         else:
             # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
-            module._ucudnn_runner = runner
+            planned_nn.follow(module, runner)
             module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
     swapped = tuple(name for name, layer in matched.items() if layer in changed)
     left = tuple(name for name, layer in matched.items() if layer not in changed)
@@ -155,7 +155,7 @@ def revert_(model: nn.Module) -> nn.Module:
             module.__class__ = type(name, (torchs,), own)
         else:
             continue
-        del module._ucudnn_runner
+        planned_nn.unfollow(module)
     return model
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import DispatchKey, DispatchKeySet, Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.backends.tensors import memory_format
@@ -17,6 +18,38 @@ from ucudnn.problem import Problem
 from ucudnn.slabs import Rows, slabs
 
 Slices = tuple[slice, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _keys_from_python_up() -> DispatchKeySet:
+    """Dispatch keys of modes, subclasses, transforms, autograd and autocast."""
+    keys = torch._C._dispatch_keyset_full()
+    keys -= torch._C._dispatch_keyset_full_after(DispatchKey.Python)
+    for lazy in (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor):
+        keys = keys.remove(lazy)
+    return keys
+
+
+_INCLUDED_KEYS = DispatchKeySet(DispatchKey.BackendSelect)
+_EXCLUDED_KEYS = _keys_from_python_up()
+
+
+def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function in the dispatch state of a kernel, whatever the caller's state is.
+
+    Algorithms are sequences of torch's operators. Called from a kernel of the dispatcher they
+    inherit its state, which differs: below a dispatch mode torch does not resolve lazy conjugation
+    and negation, and results are silently wrong. In here they are resolved, and nothing else that
+    acts on operators (modes, subclasses, transforms, autograd, autocast) acts on those inside.
+
+    >>> with torch.device("meta"):
+    ...     as_kernel(torch.empty, 0).device
+    device(type='cpu')
+    """
+    guard = torch._C._ForceDispatchKeyGuard(_INCLUDED_KEYS, _EXCLUDED_KEYS)
+    with guard, torch._C.DisableTorchFunction():
+        return run(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +100,8 @@ class Call:
             (only,) = self.chunks
             operands = a[only.a], b[only.b]
             if bias is None:
-                return _owned(only.executable.alone(*operands))
-            return _owned(only.executable.alone_biased(*operands, bias))
+                return only.executable.alone(*operands)
+            return only.executable.alone_biased(*operands, bias)
         is_sum = self.problem.op == "wgrad"
         result = None if is_sum else empty_result(self.problem, a)
         for chunk in self.chunks:
@@ -91,15 +124,6 @@ class Call:
         return [(chunk.problem, chunk.algorithm) for chunk in self.chunks if chunk.problem]
 
 
-def _owned(result: Tensor) -> Tensor:
-    """The same memory as a tensor that is no view, which autograd lets a caller change in place."""
-    if not result._is_view():
-        return result
-    owner = torch.empty(0, dtype=result.dtype, device=result.device)
-    storage, offset = result.untyped_storage(), result.storage_offset()
-    return owner.set_(storage, offset, result.size(), result.stride())
-
-
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
     """Build the executables of a split, one for all chunks that differ only in their place.
 
@@ -111,9 +135,17 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
     for step, (part, whole, x, y) in zip(split.steps, _parts(problem, split), strict=True):
         key = (whole, step.algorithm)
         if key not in built:
+            if split.axis == "spatial" and whole:
+                _require_slab(backend, whole, step.algorithm)
             built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
         chunks.append(Chunk(part, step.algorithm, built[key], *places(problem, x, y)))
     return Call(problem, split, tuple(chunks))
+
+
+def _require_slab(backend: AbstractBackend, problem: Problem, algorithm: str) -> None:
+    reason = backend.slab_refusal(problem, algorithm)
+    if reason is not None:
+        raise UnsupportedError(f"{algorithm} does not compute the slab {problem}: {reason}")
 
 
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:

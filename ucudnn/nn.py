@@ -36,7 +36,7 @@ class AbstractPlanned(_Convolution):
 
     def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._ucudnn_runner = Runner(None, config)
+        follow(self, Runner(None, config))
 
 
 class AbstractConvolution(AbstractPlanned):
@@ -116,6 +116,21 @@ class ConvTranspose3d(AbstractTransposed, nn.ConvTranspose3d):
     >>> ConvTranspose3d(2, 1, 3).weight.shape
     torch.Size([2, 1, 3, 3, 3])
     """
+
+
+def follow(module: nn.Module, runner: Runner) -> None:
+    """Give a layer the attributes that the classes above need.
+
+    One of them says that it comes from torch.nn: tracers of torch.fx look there to tell the layers
+    that are leaves. On the class it would break pickling.
+    """
+    vars(module).update(_ucudnn_runner=runner, __module__=nn.Conv2d.__module__)
+
+
+def unfollow(module: nn.Module) -> None:
+    """Take them away again."""
+    for name in ("_ucudnn_runner", "__module__"):
+        vars(module).pop(name, None)
 
 
 def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geometry]:

@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ucudnn.backends import AbstractBackend, open_backend, original
-from ucudnn.backends.tensors import memory_format
+from ucudnn.backends.tensors import memory_format, strides_of
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
-from ucudnn.execute import Call, build
+from ucudnn.execute import Call, as_kernel, build
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
-from ucudnn.tracing import problem_of
+from ucudnn.tracing import problem_of, uses_channels_last
 
 _aten = torch.ops.aten
 # Shapes whose split is remembered; a training run has few, a server with free sizes may have many.
@@ -71,15 +73,29 @@ class Bound:
         runner: whose plan it follows.
         geometry: stride, padding and so on.
         problems: by pass ("fprop", "dgrad", "wgrad"); without those that only torch computes.
+        x: an input of these shapes.
+        w: a filter of these shapes.
     """
 
-    __slots__ = ("_calls", "_runner", "geometry", "problems")
+    __slots__ = ("_bias", "_calls", "_dy", "_runner", "_strides", "geometry", "problems")
 
-    def __init__(self, runner: Runner, geometry: Geometry, problems: dict[str, Problem]) -> None:
+    def __init__(
+        self, runner: Runner, geometry: Geometry, problems: dict[str, Problem], x: Tensor, w: Tensor
+    ) -> None:
         self._runner = runner
         self.geometry = geometry
         self.problems = problems
         self._calls: dict[str, Call | None] = {op: None for op in OPS if op not in problems}
+        if not problems:
+            return
+        some = next(iter(problems.values()))
+        output_shape = some.x_shape if geometry.transposed else some.y_shape
+        self._bias = (output_shape[1:2], x.dtype, x.device)
+        self._dy = (output_shape, x.dtype, x.device)
+        is_last = uses_channels_last(x, w, geometry, x.device.type)
+        self._strides = {
+            which: strides_of(problem.result_shape, is_last) for which, problem in problems.items()
+        }
 
     def call(self, which: str, has_bias: bool = False) -> Call | None:
         """What computes a pass; None where torch's own convolution does.
@@ -92,12 +108,16 @@ class Bound:
         except KeyError:
             return self._runner.bind(which, self.problems[which], self._calls, has_bias)
 
+    def takes(self, bias: Tensor | None) -> bool:
+        """False for a bias that torch refuses, and that torch must see to say so."""
+        return bias is None or _signature(bias) == self._bias
+
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """The output, without a graph."""
         call = self.call("fprop", bias is not None)
-        if call is None:
+        if call is None or not self.takes(bias):
             return original.convolution(x, w, bias, *self.geometry)
-        return _run(call, x, w, bias)
+        return as_kernel(_computed, call, self._strides["fprop"], x, w, bias)
 
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
@@ -105,6 +125,8 @@ class Bound:
         """The gradients of x, w and bias that the mask asks for, without a graph."""
         dgrad = self.call("dgrad") if mask[0] else None
         wgrad = self.call("wgrad") if mask[1] else None
+        if (dgrad or wgrad) and _signature(dy) != self._dy:
+            dgrad = wgrad = None
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
         dx = dw = db = None
         # the bias alone is torch's too where nothing is planned, to the last bit
@@ -113,26 +135,32 @@ class Bound:
         elif rest[2]:
             db = dy.sum((0, *range(2, dy.dim())))
         if dgrad is not None:
-            dx = _run(dgrad, dy, w)
+            dx = as_kernel(_computed, dgrad, self._strides["dgrad"], dy, w)
         if wgrad is not None:
-            dw = _run(wgrad, dy, x) if self.geometry.transposed else _run(wgrad, x, dy)
+            operands = (dy, x) if self.geometry.transposed else (x, dy)
+            dw = as_kernel(_computed, wgrad, self._strides["wgrad"], *operands)
         return dx, dw, db
 
 
-def _run(call: Call, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _computed(
+    call: Call, strides: tuple[int, ...], a: Tensor, b: Tensor, bias: Tensor | None = None
+) -> Tensor:
     layout = memory_format(call.problem)
     a, b = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
     if bias is not None:  # which operators take for granted
         bias = bias.contiguous()
-    device_type = a.device.type
-    if torch.is_autocast_enabled(device_type):
-        # backward may be called inside autocast, which would round what is planned in float32
-        with torch.autocast(device_type, enabled=False):
-            result = call(a, b, bias)
-    else:
-        result = call(a, b, bias)
-    # a layout that is ambiguous, as with one channel, is torch's choice and not the algorithm's
-    return result.contiguous(memory_format=layout)
+    result = call(a, b, bias)
+    found, shape = result.stride(), result.shape
+    if found == strides:
+        return result
+    # along an axis of one element any stride addresses the same memory
+    if all(n == 1 or s == t for n, s, t in zip(shape, found, strides, strict=True)):
+        return result.as_strided(shape, strides)
+    return result.new_empty_strided(shape, strides).copy_(result)
 
 
 class Runner:
@@ -173,7 +201,7 @@ class Runner:
         try:
             return self._bounds[key]
         except KeyError:
-            bound = Bound(self, geometry, self._problems(x, w, geometry))
+            bound = Bound(self, geometry, self._problems(x, w, geometry), x, w)
         with self._lock:
             if len(self._bounds) >= _MOST_SHAPES:
                 self._bounds.clear()
@@ -209,7 +237,7 @@ class Runner:
             if self._tuning:  # what tuning itself computes is torch's own
                 return None
             if which not in calls:
-                calls[which] = self._bind(problem, has_bias)
+                calls[which] = as_kernel(self._bind, problem, has_bias)
             return calls[which]
 
     def _bind(self, problem: Problem, has_bias: bool) -> Call | None:
@@ -287,9 +315,10 @@ def convolution(
         geometry: stride, padding and so on.
     """
     device_type = x.device.type
-    if device_type not in original.DISPATCH_KEYS or not _only_plain_tensors(x, w):
+    operands = (x, w) if bias is None else (x, w, bias)
+    if device_type not in original.DISPATCH_KEYS or not _only_plain_tensors(*operands):
         return _torchs(x, w, bias, geometry)
-    if x.dim() == w.dim() - 1 and x.numel() > 0:
+    if x.dim() == len(geometry.stride) + 1 and x.numel() > 0:
         return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -298,11 +327,12 @@ def convolution(
     bound = runner.bound(x, w, geometry)
     graph = torch.is_grad_enabled()
     # where every pass that this call leads to is torch's own, torch's node is cheaper
-    if not (
+    is_planned = (
         bound.call("fprop", bias is not None)
         or (graph and x.requires_grad and bound.call("dgrad"))
         or (graph and w.requires_grad and bound.call("wgrad"))
-    ):
+    )
+    if not (is_planned and bound.takes(bias)):
         return _torchs(x, w, bias, geometry)
     if not graph:
         return bound.forward(x, w, bias)
@@ -313,19 +343,28 @@ def convolution(
 def _only_plain_tensors(*tensors: Tensor) -> bool:
     """False where something looks on or transforms, to which torch's own operator must be shown.
 
-    That is: tensor subclasses and dispatch modes (fake tensors, counters, selective checkpoints),
-    torch.func, forward-mode differentiation and torch.jit.trace.
+    That is: tensor subclasses and modes (fake tensors, counters, selective checkpoints),
+    torch.func, forward-mode differentiation, torch.jit.trace, and tensors that are not simply their
+    memory's elements: negated lazily, zero without memory, sparse.
     """
     for tensor in tensors:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return False
+        if tensor.is_neg() or tensor._is_zerotensor():
             return False
     c = torch._C
     return (
         not c._len_torch_dispatch_stack()
+        and (not c._len_torch_function_stack() or _only_default_devices())
         and not c._are_functorch_transforms_active()
         and c._get_tracing_state() is None
         and forward_ad._current_level < 0
     )
+
+
+def _only_default_devices() -> bool:
+    """Whether all function modes are `with torch.device(...)`, which only acts on factories."""
+    return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -337,9 +376,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _torchs(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     stride, padding, dilation, transposed, output_padding, groups = geometry
     if transposed:
-        function = _TRANSPOSED_FUNCTIONS[w.dim() - 3]
+        function = _TRANSPOSED_FUNCTIONS[len(stride) - 1]
         return function(x, w, bias, stride, padding, output_padding, groups, dilation)
-    return _FUNCTIONS[w.dim() - 3](x, w, bias, stride, padding, dilation, groups)
+    return _FUNCTIONS[len(stride) - 1](x, w, bias, stride, padding, dilation, groups)
 
 
 class _Convolution(torch.autograd.Function):

@@ -378,7 +378,7 @@ def _problem(which: str, x: Tensor, w: Tensor, geometry: Any, where: str) -> Pro
         dilation=of_axis[2],
         groups=int(groups),
         dtype=dtype,
-        layout="nhwc" if uses_channels_last(x, w, geometry, where) else "nchw",
+        layout="nhwc" if rank > 1 and uses_channels_last(x, w, geometry, where) else "nchw",
         math="tf32" if where == "cuda" and dtype == "float32" and tf32_allowed() else "strict",
     )
     # an output_padding of a stride or more has no convolution that it is the gradient of
@@ -410,10 +410,21 @@ def uses_channels_last(
 
     Args:
         x: input.
-        w: filter.
+        w: filter; it alone decides in 1-D.
         geometry: as aten's operator takes it, from stride to groups.
         device_type: "cuda": cuDNN's rule; else that of the kernel which torch picks here.
     """
+    if x.dim() == 3:  # torch copies x, and computes in 2-D
+        x, w = x.new_empty(x.shape).unsqueeze(2), w.unsqueeze(2)
+        stride, padding, dilation, transposed, output_padding, groups = geometry
+        geometry = (
+            [1, *stride],
+            [0, *padding],
+            [1, *dilation],
+            transposed,
+            [0, *output_padding],
+            groups,
+        )
     if x.dim() not in (4, 5) or CHANNELS_LAST_BY_RANK[x.dim() - 2] not in (
         suggest_memory_format(x),
         suggest_memory_format(w),

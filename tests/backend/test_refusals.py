@@ -57,6 +57,11 @@ def test_channels_last_kernels_of_onednn_that_read_foreign_memory(backend, probl
     assert "take filters inside the input" in backend.refusal(half, "onednn_nhwc")
     assert backend.refusal(half, "torch_default") is None
     assert backend.refusal(replace(problem, dtype="float32"), "onednn_nhwc") is None
+    last = replace(half, layout="nhwc")
+    assert backend.refusal(last, "torch_default") is None
+    assert "take filters inside the input" in backend.slab_refusal(last, "torch_default")
+    for other in (half, replace(last, dtype="float32")):
+        assert backend.slab_refusal(other, "torch_default") is None
 
 
 def test_padding_that_is_written_out_is_inside_the_input(backend):

@@ -103,6 +103,14 @@ class AbstractBackend(ABC):
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Why an algorithm does not compute a problem, as a clause; None where it does."""
 
+    def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
+        """Why an algorithm does not compute a slab, as a clause; None where it does.
+
+        torch's own convolution may be refused here: of a whole problem it is what torch computes,
+        right or wrong, but torch is never given a slab.
+        """
+        return self.refusal(problem, algorithm)
+
     @abstractmethod
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """The distinct candidates of a problem, torch's own first.

@@ -120,6 +120,12 @@ class RecordedBackend(AbstractBackend):
             return None
         return f"the recording of {self.device()} has no measurement of it"
 
+    def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
+        """Why an algorithm does not compute a slab; None where it does."""
+        if self._twin is not None:
+            return self._twin.slab_refusal(problem, algorithm)
+        return self.refusal(problem, algorithm)
+
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """What was measured of a problem at this very batch, torch's own first."""
         by_name = self._entries.get(problem)

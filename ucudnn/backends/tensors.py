@@ -29,3 +29,18 @@ def torch_dtype(problem: Problem) -> torch.dtype:
     dtype = getattr(torch, problem.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def strides_of(shape: tuple[int, ...], is_channels_last: bool) -> tuple[int, ...]:
+    """Strides of a new tensor of shape (N, C, *spatial), also of one in 1-D.
+
+    >>> strides_of((2, 3, 5), False), strides_of((2, 3, 5), True)
+    ((15, 5, 1), (15, 1, 3))
+    """
+    axes = range(len(shape))
+    outer_to_inner = (0, *axes[2:], 1) if is_channels_last else axes
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(outer_to_inner):
+        strides[axis] = step
+        step *= shape[axis]
+    return tuple(strides)

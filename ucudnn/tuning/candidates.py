@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 
-from ucudnn.axis import AbstractAxis
+from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.benchmark.bench import Arm
 from ucudnn.candidate import Candidate
 from ucudnn.roofline import Cost
@@ -45,13 +45,13 @@ class KernelCandidates:
     @cached_property
     def by_arm(self) -> Mapping[Arm, Candidate]:
         """All of them, the smallest sizes first."""
+        backend = self._session.backend
+        refusal = backend.slab_refusal if self.axis.name == RowAxis.name else backend.refusal
         found: dict[Arm, Candidate] = {}
         for size in self.sizes:
-            for candidate in self._listed(self.part(size)):
-                if any(
-                    self._session.backend.refusal(end, candidate.algorithm)
-                    for end in self.axis.ends(size)
-                ):
+            part, ends = self.part(size), self.axis.ends(size)
+            for candidate in self._listed(part):
+                if any(refusal(problem, candidate.algorithm) for problem in (part, *ends)):
                     continue
                 for role in self._roles(size):
                     found[Arm(size, candidate.algorithm, role)] = candidate

@@ -55,8 +55,10 @@ class OpsExecutable(Executable):
 
 
 def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
-    """A new tensor in the problem's dtype and layout."""
-    return torch.empty(shape, dtype=torch_dtype(problem), memory_format=memory_format(problem))
+    """A new tensor in the problem's dtype and layout, whatever torch's default device is."""
+    return torch.empty(
+        shape, dtype=torch_dtype(problem), device="cpu", memory_format=memory_format(problem)
+    )
 
 
 def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:

@@ -113,9 +113,8 @@ class OneDnnNhwc(AbstractAlgorithm):
         """Needs channels-first operands and what oneDNN needs."""
         if problem.layout == "nhwc":
             return "the operands are channels-last already"
-        if problem.dtype in _HALF and _is_cramped(symmetric(problem.as_2d())):
-            return f"oneDNN's channels-last {problem.dtype} kernels take filters inside the input"
-        return onednn_refusal(problem.as_2d())
+        lifted = problem.as_2d()
+        return cramped_refusal(replace(lifted, layout="nhwc")) or onednn_refusal(lifted)
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
@@ -166,6 +165,14 @@ def _is_cramped(problem: Problem) -> bool:
         )
         for size, places, taps, stride, begin, dilation in axes
     )
+
+
+def cramped_refusal(problem: Problem) -> str | None:
+    """Why oneDNN does not compute a channels-last problem rightly; None where it does."""
+    is_half = problem.layout == "nhwc" and problem.dtype in _HALF
+    if is_half and _is_cramped(symmetric(problem)):
+        return f"oneDNN's channels-last {problem.dtype} kernels take filters inside the input"
+    return None
 
 
 def onednn_refusal(problem: Problem) -> str | None:

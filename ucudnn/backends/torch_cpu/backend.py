@@ -20,6 +20,7 @@ from ucudnn.backends.torch_cpu.aten import (
     SlowConv2d,
     TorchDefault,
     chosen_kernel,
+    cramped_refusal,
 )
 from ucudnn.backends.torch_cpu.fft import Fft
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
@@ -82,6 +83,10 @@ class TorchCpuBackend(AbstractBackend):
             return f"there is none of that name; known are {', '.join(_ALGORITHMS)}"
         return _ALGORITHMS[algorithm].refusal(problem)
 
+    def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
+        """Why an algorithm does not compute a slab; None where it does."""
+        return self.refusal(problem, algorithm) or cramped_refusal(problem)
+
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """The distinct candidates of a problem, torch's own first.
 
@@ -112,7 +117,7 @@ class TorchCpuBackend(AbstractBackend):
         resized = replace(problem, batch=samples)
         generator = torch.Generator().manual_seed(0)
         a, b = (
-            torch.empty(shape, dtype=torch.float32)
+            torch.empty(shape, dtype=torch.float32, device="cpu")
             .normal_(generator=generator)
             .to(torch_dtype(problem), memory_format=memory_format(problem))
             for shape in resized.operand_shapes

@@ -61,9 +61,9 @@ class _Fft(OpsExecutable):
         )
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        spectrum = torch.einsum(
-            "ngc...,gkc...->ngk...", self._samples(x, self._input), self._filters(w).conj()
-        )
+        # conjugated in place: a lazy view is not resolved below a dispatch mode
+        filters = self._filters(w).conj_physical_()
+        spectrum = torch.einsum("ngc...,gkc...->ngk...", self._samples(x, self._input), filters)
         return self._inverse(spectrum, self._every_stride)
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -73,11 +73,8 @@ class _Fft(OpsExecutable):
         return self._inverse(spectrum, self._input)
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
-        spectrum = torch.einsum(
-            "ngc...,ngk...->gkc...",
-            self._samples(x, self._input),
-            self._samples(dy, self._every_stride).conj(),
-        )
+        gradients = self._samples(dy, self._every_stride).conj_physical_()
+        spectrum = torch.einsum("ngc...,ngk...->gkc...", self._samples(x, self._input), gradients)
         return self._inverse(spectrum, self._every_dilation)
 
     def _samples(self, tensor: Tensor, where: tuple[slice, ...]) -> Tensor:

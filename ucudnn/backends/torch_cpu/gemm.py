@@ -78,7 +78,7 @@ class _Gemm(OpsExecutable):
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
         # float32 holds the running sum of half-precision products: rounding each would lose bits
         dtype = torch.promote_types(x.dtype, torch.float32)
-        dw = torch.zeros(self.problem.w_shape, dtype=dtype)
+        dw = x.new_zeros(self.problem.w_shape, dtype=dtype)
         self.add(x, dy, dw)
         return dw.to(x.dtype)
 
@@ -169,7 +169,7 @@ class _Im2colGemm(OpsExecutable):
         shape = (problem.in_channels, *problem.kernel_size, x.shape[0], *problem.output_size)
         # a filter position that only ever meets padding is no tap, and its columns are zero
         every_tap = len(self._taps) == prod(problem.kernel_size)
-        columns = (torch.empty if every_tap else torch.zeros)(shape, dtype=x.dtype)
+        columns = x.new_empty(shape) if every_tap else x.new_zeros(shape)
         every_output = tuple(slice(0, size) for size in problem.output_size)
         for tap, outputs, inputs in self._taps:
             where: tuple[int | slice, ...] = (_ALL, *tap)
