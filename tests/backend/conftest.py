@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 
 import pytest
@@ -53,6 +54,22 @@ GEOMETRIES = {
     },
     "3d-pointwise": {"input_size": (7, 6, 5), "kernel_size": (1, 1, 1)},
 }
+# Settings by which oneDNN, aten and MKL use no more instructions than an older processor has; a
+# processor that lacks them anyway is not changed. There are none for ARM.
+POORER_PROCESSORS = {
+    "Cooper Lake": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "Cascade Lake": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "Haswell": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "Nehalem": {
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    },
+}
 # Relative L2 error that sums of a hundred products of normal numbers stay under.
 TOLERANCE_BY_DTYPE = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 6e-3, "float16": 8e-4}
 
@@ -64,6 +81,18 @@ def backend() -> AbstractBackend:
 
 @pytest.fixture(params=GEOMETRIES.values(), ids=GEOMETRIES.keys(), scope="session")
 def geometry(request: pytest.FixtureRequest) -> dict[str, object]:
+    return request.param
+
+
+@pytest.fixture(
+    scope="session",
+    params=POORER_PROCESSORS.values(),
+    ids=POORER_PROCESSORS.keys(),
+)
+def poorer_processor(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Environment of a child process that computes as an older processor would."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("only x86 libraries imitate older processors")
     return request.param
 
 

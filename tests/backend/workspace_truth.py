@@ -1,4 +1,7 @@
-"""Run under a counting malloc: print true and reported workspace of candidates, as JSON lines."""
+"""Run under a counting malloc: print true and reported workspace of candidates, as JSON lines.
+
+Arguments: the counting malloc, then the dtypes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from functools import partial
 from ucudnn.backends import open_backend
 from ucudnn.execute import Call, bind
 from ucudnn.plan import Split, Step
-from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
+from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count
 
 # Large enough that a table or a thread's stack is small beside the workspace.
@@ -51,8 +54,8 @@ def main() -> None:
     backend = open_backend("torch_cpu")
     for name, geometry in {**GEOMETRIES, **SLABS}.items():
         for op in OPS:
-            for dtype in BYTES_BY_DTYPE:
-                batch = 2 if name in SLABS else 8
+            for dtype in sys.argv[2:]:
+                batch = 2 if name in SLABS else 4
                 problem = Problem(op, batch, 32, 64, dtype=dtype, **geometry)
                 a, b = backend.operands(problem, problem.batch)
                 for algorithm, call in calls(problem):
@@ -62,7 +65,8 @@ def main() -> None:
                     before = library.counted_live()
                     result = run()
                     true = library.counted_peak() - before - result.untyped_storage().nbytes()
-                    row = [name, op, dtype, algorithm, true, reported]
+                    kernel = backend.kernel(problem, algorithm)
+                    row = [name, op, dtype, algorithm, kernel, true, reported]
                     sys.stdout.write(json.dumps(row) + "\n")
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Executable
+from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, empty
+from ucudnn.backends.torch_cpu.instructions import has_instructions
 from ucudnn.problem import Problem
 
 Slices = tuple[slice, ...]
@@ -58,9 +60,19 @@ def channels_last_refusal(problem: Problem) -> str | None:
     return "it computes channels-first operands only" if problem.layout == "nhwc" else None
 
 
+def product_dtype(problem: Problem) -> torch.dtype:
+    """The dtype in which matrices are multiplied.
+
+    float32 instead of a half precision that the processor lacks instructions for: torch would
+    multiply element by element, or convert in memory that its allocator does not see.
+    """
+    return torch_dtype(problem) if has_instructions(problem.dtype) else torch.float32
+
+
 class _Gemm(OpsExecutable):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
+        self._dtype = product_dtype(problem)
         self._groups = problem.groups
         self._sampled = (slice(None), *(slice(None, None, step) for step in problem.stride))
         self._strided = set(problem.stride) != {1}
@@ -83,21 +95,25 @@ class _Gemm(OpsExecutable):
         return dw.to(x.dtype)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        filters = self._grouped(b)
+        filters = self._grouped(b).to(self._dtype)
         if self.problem.op == "dgrad":
             filters = filters.mT
         for source, target in zip(a, out, strict=True):
             self._write_sample(source, filters, target)
 
     def _write_sample(self, source: Tensor, filters: Tensor, target: Tensor) -> None:
-        if not self._strided:
-            torch.bmm(filters, self._grouped(source), out=self._grouped(target))
-        elif self.problem.op == "fprop":
-            sampled = source[self._sampled].contiguous()
-            torch.bmm(filters, self._grouped(sampled), out=self._grouped(target))
+        scattered = self._strided and self.problem.op == "dgrad"
+        if self._strided and not scattered:
+            source = source[self._sampled].contiguous()
+        columns = self._grouped(source.to(self._dtype))
+        if target.dtype == self._dtype and not scattered:
+            torch.bmm(filters, columns, out=self._grouped(target))
+            return
+        values = torch.bmm(filters, columns).view(target.shape[0], *source.shape[1:])
+        if scattered:
+            target.zero_()[self._sampled] = values
         else:
-            values = torch.bmm(filters, self._grouped(source))
-            target.zero_()[self._sampled] = values.view(target.shape[0], *source.shape[1:])
+            target.copy_(values)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         total = self._grouped(out)
@@ -115,10 +131,11 @@ class _Im2colGemm(OpsExecutable):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
+        self._dtype = product_dtype(problem)
         self._taps = tuple(taps(problem))
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
-        return self._y(x, w).contiguous()
+        return self._y(x, w).to(x.dtype).contiguous()
 
     def _y(self, x: Tensor, w: Tensor) -> Tensor:
         problem = self.problem
@@ -148,7 +165,7 @@ class _Im2colGemm(OpsExecutable):
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
         dw = torch.bmm(self._output_rows(dy), self._column_rows(self._columns(x)).mT)
-        return dw.view(self.problem.w_shape)
+        return dw.view(self.problem.w_shape).to(x.dtype)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         if self.problem.op == "fprop":
@@ -157,7 +174,7 @@ class _Im2colGemm(OpsExecutable):
             self._write_dx(a, b, out)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        if out.dtype != a.dtype:
+        if out.dtype != self._dtype:
             super().add(a, b, out)
             return
         rows = self._output_rows(b)
@@ -169,7 +186,8 @@ class _Im2colGemm(OpsExecutable):
         shape = (problem.in_channels, *problem.kernel_size, x.shape[0], *problem.output_size)
         # a filter position that only ever meets padding is no tap, and its columns are zero
         every_tap = len(self._taps) == prod(problem.kernel_size)
-        columns = x.new_empty(shape) if every_tap else x.new_zeros(shape)
+        new = x.new_empty if every_tap else x.new_zeros
+        columns = new(shape, dtype=self._dtype)
         every_output = tuple(slice(0, size) for size in problem.output_size)
         for tap, outputs, inputs in self._taps:
             where: tuple[int | slice, ...] = (_ALL, *tap)
@@ -187,10 +205,12 @@ class _Im2colGemm(OpsExecutable):
 
     def _output_rows(self, dy: Tensor) -> Tensor:
         rows = self.problem.out_channels // self.problem.groups
-        return dy.transpose(0, 1).reshape(self.problem.groups, rows, -1)
+        channels_first = dy.transpose(0, 1).to(self._dtype, memory_format=torch.contiguous_format)
+        return channels_first.reshape(self.problem.groups, rows, -1)
 
     def _filters(self, w: Tensor) -> Tensor:
-        return w.reshape(self.problem.groups, w.shape[0] // self.problem.groups, -1)
+        filters = w.reshape(self.problem.groups, w.shape[0] // self.problem.groups, -1)
+        return filters.to(self._dtype)
 
 
 def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ucudnn.backends.torch_cpu.instructions import onednn_isa_limit
 from ucudnn.measurement import Device, Software
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -24,11 +25,12 @@ _DEFAULT_CACHE_BYTES = 32 << 20  # a large last-level cache; too large only cost
 
 
 def cpu_device() -> Device:
-    """The processor: its model, the vector instructions that torch uses, its cores."""
+    """The processor: its model, the vector instructions that torch and oneDNN use, its cores."""
+    isa, limit = torch.backends.cpu.get_cpu_capability(), onednn_isa_limit()
     return Device(
         type="cpu",
         name=_cpu_name(),
-        isa=torch.backends.cpu.get_cpu_capability(),
+        isa=f"{isa} (oneDNN: {limit})" if limit else isa,
         cores=os.cpu_count() or 1,
     )
 

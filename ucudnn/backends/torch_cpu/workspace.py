@@ -1,7 +1,8 @@
 """How much temporary memory a call takes: what torch's allocator saw, beyond the result.
 
 torch's profiler reports every allocation of torch's CPU allocator, oneDNN's scratch included, and
-changes no state. It misses what a kernel takes from malloc itself: `unseen_bytes` is the formula.
+changes no state. It misses what a kernel takes from malloc itself and what other threads take:
+`unseen_bytes` bounds that.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from ucudnn.backends.torch_cpu.instructions import has_instructions
 from ucudnn.errors import UnsupportedError
-from ucudnn.problem import Problem
+from ucudnn.problem import OPS, Problem
+
+_PADDING = 64  # rows and columns that packing may add to a matrix
 
 
 def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
@@ -49,21 +53,60 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
 
 
 def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
-    """Bytes that a kernel takes from malloc itself, where the profiler does not see them.
+    """Upper bound of the bytes that a kernel takes where the profiler does not see them.
 
-    Two cases, both dgrad off oneDNN, held against a counting malloc by a test: slow_conv2d keeps
-    the columns of one sample per thread, and float16 matrix products keep a float32 result.
+    That is from malloc itself, or in a thread other than the caller's: aten's convolutions keep
+    the columns of one sample per thread (dgrad) and the scratch of half-precision products;
+    oneDNN keeps such scratch where the processor lacks instructions. Held against a counting
+    malloc by a test, on this processor and on poorer ones that oneDNN imitates.
 
     Args:
         problem: with the chunk as its batch.
         kernel: the kernel that runs, such as "slow_conv2d" or "im2col_gemm".
         threads: intra-operator threads.
     """
-    if problem.op != "dgrad" or kernel.startswith("onednn"):
+    native = has_instructions(problem.dtype)
+    if kernel.startswith("onednn"):
+        return 0 if native else threads * _fallback_scratch_bytes(problem)
+    if not kernel.startswith("slow_conv"):
         return 0
-    columns = problem.in_channels // problem.groups
-    columns *= prod(problem.kernel_size) * prod(problem.output_size)
-    product = 4 * columns if problem.dtype == "float16" else 0
-    if kernel == "slow_conv2d":
-        return min(threads, problem.batch) * (columns * problem.bytes_per_element + product)
-    return product * (problem.batch if kernel == "im2col_gemm" else 1)
+    unseen = 0
+    # a weight gradient is summed one sample after another
+    workers = 1 if problem.op == "wgrad" else min(threads, problem.batch)
+    if kernel == "slow_conv2d" and problem.op == "dgrad":
+        taps, _, places = _matrix_sizes(problem)
+        unseen = workers * taps * places * problem.bytes_per_element
+    if problem.bytes_per_element > 2:
+        return unseen
+    if native:  # the profiler sees what the caller's own thread takes
+        return unseen + (workers - 1) * _packed_elements(problem, 32) * 2
+    return unseen + threads * _fallback_scratch_bytes(problem)
+
+
+def _fallback_scratch_bytes(problem: Problem) -> int:
+    """Scratch of one thread that multiplies a sample's matrices without instructions for them.
+
+    The operands are packed, and half precision is computed in float32.
+    """
+    elements = _packed_elements(problem, 128)
+    if problem.bytes_per_element == 2:
+        sizes = _matrix_sizes(problem)
+        elements += prod(sizes) // sizes[OPS.index(problem.op)]
+    return 4 * elements
+
+
+def _packed_elements(problem: Problem, least: int) -> int:
+    """Elements of both operands of a sample's product, with at least so many along its sum."""
+    sizes = _matrix_sizes(problem)
+    summed = sizes[OPS.index(problem.op)]
+    return (sum(sizes) - summed + _PADDING) * max(summed, least)
+
+
+def _matrix_sizes(problem: Problem) -> tuple[int, int, int]:
+    """Per group: inputs of an output, channels, places; each op sums over the one at its index."""
+    channels = problem.in_channels // problem.groups
+    return (
+        channels * prod(problem.kernel_size),
+        problem.out_channels // problem.groups,
+        prod(problem.output_size),
+    )

@@ -1,0 +1,27 @@
+"""The backend on processors with fewer instructions than this one, imitated in child processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RUN_THERE = ("test_numerics.py", "test_execute.py", "test_refusals.py", "test_identity.py")
+
+
+def test_results_and_refusals_hold_on_a_poorer_processor(poorer_processor, pytestconfig):
+    """Another processor runs other kernels; every algorithm is as accurate there."""
+    child = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("--config-file", str(pytestconfig.inipath), "--rootdir", str(pytestconfig.rootpath)),
+            *(str(HERE / name) for name in RUN_THERE),
+        ],
+        env={**os.environ, **poorer_processor},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stdout[-5000:]

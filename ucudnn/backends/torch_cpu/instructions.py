@@ -1,0 +1,50 @@
+"""Dtypes that this processor computes in by instructions of its own, as far as oneDNN may use them.
+
+Without such instructions oneDNN and aten fall back on general matrix products, which take scratch
+from malloc that torch's allocator does not see.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+_X86 = ("x86_64", "AMD64")
+_BELOW_AVX2 = ("SSE41", "AVX")
+_BELOW_BFLOAT16 = (*_BELOW_AVX2, "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+
+
+def onednn_isa_limit() -> str:
+    """The newest instruction set that the environment allows oneDNN; "" where there is no limit.
+
+    oneDNN reads the variable itself; no function of torch tells what it found.
+    """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    return "" if limit.upper() in ("ALL", "DEFAULT") else limit.upper()
+
+
+def has_instructions(dtype: str) -> bool:
+    """Tell if convolutions and matrix products in a dtype need no such fallback here.
+
+    Args:
+        dtype: of a problem. Half precision counts only with AVX-512, where it was checked.
+    """
+    if dtype == "float16":
+        return _avx512() and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if dtype == "bfloat16":
+        return _avx512_bf16() and onednn_isa_limit() not in _BELOW_BFLOAT16
+    return platform.machine() not in _X86 or (_avx2() and onednn_isa_limit() not in _BELOW_AVX2)
+
+
+def _avx2() -> bool:
+    return bool(torch.cpu._is_avx2_supported())
+
+
+def _avx512() -> bool:
+    return bool(torch.cpu._is_avx512_supported())
+
+
+def _avx512_bf16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported())
