@@ -13,6 +13,7 @@ from ucudnn.backends import original
 from ucudnn.closing import AbstractClosable
 from ucudnn.ops import Geometry, Runner, require_same_device
 from ucudnn.plan import Plan
+from ucudnn.untraced import untraced
 
 _lock = threading.RLock()
 
@@ -89,6 +90,7 @@ class _Override:
     def _stand_in(self) -> Library:
         own_forward, own_backward = original.keep(self._device_type)
 
+        @untraced
         def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
             runner = self._runner
             # most convolutions of other models are told apart by their filter alone
@@ -96,6 +98,7 @@ class _Override:
                 return own_forward(x, w, bias, *geometry)
             return runner.bound(x, w, _frozen(*geometry)).forward(x, w, bias)
 
+        @untraced
         def convolution_backward(
             dy: Tensor, x: Tensor, w: Tensor, bias_sizes: Any, *geometry_and_mask: Any
         ) -> Any:

@@ -20,6 +20,7 @@ from ucudnn.execute import Call, build
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 from ucudnn.tracing import problem_of
+from ucudnn.untraced import untraced
 
 _aten = torch.ops.aten
 # Shapes whose split is remembered; a training run has few, a server with free sizes may have many.
@@ -274,6 +275,7 @@ class Runner:
         self._follow(replace(self.plan or tuned, kernels=kernels))
 
 
+@untraced
 def convolution(
     runner: Runner, x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> Tensor:
@@ -351,6 +353,7 @@ class _Convolution(torch.autograd.Function):
         return bound.forward(x, w, bias)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, w = ctx.saved_tensors
