@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
 
@@ -11,11 +10,12 @@ from torch.library import Library
 
 from ucudnn.backends import original
 from ucudnn.closing import AbstractClosable
+from ucudnn.forking import ForkSafeLock
 from ucudnn.ops import Geometry, Runner, require_same_device
 from ucudnn.plan import Plan
 from ucudnn.untraced import untraced
 
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 
 
 class Installation(AbstractClosable):
@@ -26,11 +26,13 @@ class Installation(AbstractClosable):
         self._override = _overrides.setdefault(plan.device.type, _Override(plan.device.type))
         self._override.add(self)
 
+    @untraced
     def close(self) -> None:
         """Convolutions follow the plan no more; closing twice does no harm."""
         self._override.remove(self)
 
 
+@untraced
 def installed(plan: Plan) -> Installation:
     """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Hashable
 from dataclasses import replace
@@ -17,6 +16,7 @@ from ucudnn.backends.tensors import memory_format
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execute import Call, build
+from ucudnn.forking import ForkSafeLock
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 from ucudnn.tracing import problem_of
@@ -148,7 +148,7 @@ class Runner:
         self.config = config or (plan.config if plan else Config())
         self._bounds: dict[Hashable, Bound] = {}
         self._backend: AbstractBackend | None = None
-        self._lock = threading.RLock()  # autograd runs backward in threads of its own
+        self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
         self._tuning = False
         self._warned: set[Problem] = set()
         self._follow(plan)
@@ -258,15 +258,16 @@ class Runner:
         self._tune(problem, has_bias)
 
     def _tune(self, problem: Problem, has_bias: bool) -> None:
-        from ucudnn.tuning.tuner import tune_problems  # layers that never tune need no solver
-
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise PlanError(
                 f"{problem} has no plan, and cannot be tuned while a CUDA graph is captured; run "
                 f"the model once before, or set unplanned='torch'"
             )
+        # a child forked from now on, where nobody tunes, keeps this and torch's own convolution
         self._tuning = True
         try:
+            from ucudnn.tuning.tuner import tune_problems  # layers that never tune need no solver
+
             biased = [problem] if has_bias else []
             tuned = tune_problems([("", problem)], self.config, biased=biased)
         finally:

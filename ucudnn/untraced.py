@@ -30,4 +30,5 @@ def untraced(function: _Function) -> _Function:
     2
     """
     eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALL)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # breaks the caller's graph
     return function

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock
 from time import monotonic
 
 import torch
@@ -22,6 +21,7 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.forking import ForkSafeLock
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
@@ -94,7 +94,7 @@ class Campaign:
         self._on_progress = on_progress
         self._began = monotonic()
         budget = config.time_budget_s
-        lock = Lock()
+        lock = ForkSafeLock()
         self._sessions = [
             Session(
                 backend,
