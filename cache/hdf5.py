@@ -6,9 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import RLock
 
 import numpy as np
 
@@ -28,6 +26,7 @@ from ucudnn.cache.values import (
     MergeReport,
 )
 from ucudnn.errors import CacheError
+from ucudnn.forking import ForkSafeLock
 from ucudnn.measurement import Device, Measurement, MeasurementKey
 
 _LOCK_WAIT_S = 10.0
@@ -59,19 +58,18 @@ class HDF5Cache(AbstractCache):
         self._use_locks = use_locks
         self._shelf_by_kind: dict[str, Shelf] = {}
         self._shelf_by_device: dict[Device, Shelf] = {}
-        self._lock = RLock()
-        self._pid = os.getpid()
+        self._lock = ForkSafeLock(self._begin_anew)
 
     def get(self, key: MeasurementKey) -> Measurement | None:
         """The latest measurement with this key, or None."""
-        with self._held():
+        with self._lock:
             return self._shelf_of(key.device).find(key)
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
         """Keep entries made elsewhere with the times at which they were stored."""
         self._require_writable()
         by_shelf: dict[Shelf, list[Entry]] = {}
-        with self._held():
+        with self._lock:
             for entry in entries:
                 shelf = self._shelf_of(entry.measurement.key.device)
                 by_shelf.setdefault(shelf, []).append(entry)
@@ -80,13 +78,13 @@ class HDF5Cache(AbstractCache):
 
     def entries(self) -> Iterator[Entry]:
         """Every entry, one per key; those of one problem are neighbours."""
-        with self._held():
+        with self._lock:
             tables = [shelf.table() for shelf in self._shelves()]
         for table in tables:
             yield from table.entries()
 
     def __len__(self) -> int:
-        with self._held():
+        with self._lock:
             return sum(len(shelf.table()) for shelf in self._shelves())
 
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
@@ -94,7 +92,7 @@ class HDF5Cache(AbstractCache):
         self._require_writable()
         other = open_existing(path)
         before = len(self)
-        with self._held():
+        with self._lock:
             for kind in kinds_in(other._path):
                 self._copy(other._shelf(kind), self._shelf(kind))
             self.refresh()
@@ -126,7 +124,7 @@ class HDF5Cache(AbstractCache):
         self._require_writable()
         texts = parse_where(where)
         removed = 0
-        with self._held():
+        with self._lock:
             for shelf in self._shelves():
                 removed += self._prune(shelf, texts, before_ns)
         return removed
@@ -160,7 +158,7 @@ class HDF5Cache(AbstractCache):
         """Read everything on the disk and say what is wrong; with `fix`, put right what can be."""
         if fix:
             self._require_writable()
-        with self._held():
+        with self._lock:
             try:
                 report = inspect(self._path, self._use_locks, fix)
             except OSError as error:
@@ -174,31 +172,27 @@ class HDF5Cache(AbstractCache):
 
     def info(self) -> CacheInfo:
         """What the cache is and holds."""
-        with self._held():
+        with self._lock:
             files = [file for shelf in self._shelves() for file in shelf.files]
             sizes = [file.stat().st_size for file in files if file.exists()]
             return info_of(str(self._path), self._is_writable(), sizes, self.entries())
 
     def refresh(self) -> None:
         """Take in what other processes have put since."""
-        with self._held():
+        with self._lock:
             for shelf in self._shelves():
                 shelf.refresh()
 
     def close(self) -> None:
         """Write what could not be written so far, and tidy up. Reading goes on to work."""
         if self._mode == "a":
-            with self._held():
+            with self._lock:
                 for shelf in self._shelf_by_kind.values():
                     shelf.close()
 
-    def _held(self) -> AbstractContextManager[object]:
-        """One thread at a time; in a child after a fork, begin anew."""
-        if os.getpid() != self._pid:
-            self._pid, self._lock = os.getpid(), RLock()
-            for shelf in self._shelf_by_kind.values():
-                shelf.after_fork()
-        return self._lock
+    def _begin_anew(self) -> None:
+        for shelf in self._shelf_by_kind.values():
+            shelf.after_fork()
 
     def _shelf_of(self, device: Device) -> Shelf:
         shelf = self._shelf_by_device.get(device)

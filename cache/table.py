@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +22,7 @@ from ucudnn.cache.records import (
     sort_keys,
 )
 from ucudnn.cache.values import Entry
+from ucudnn.forking import cached_property
 from ucudnn.measurement import STATUSES, Measurement, MeasurementKey
 from ucudnn.problem import Problem
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.forking import cached_property
 from ucudnn.plan import Step
 from ucudnn.solvers._base import Item, require_int, require_limit
 from ucudnn.solvers.bounds import split_bound_ns

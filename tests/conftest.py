@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import signal
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,6 +81,28 @@ def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test starts with an empty measurement cache."""
     monkeypatch.setenv("UCUDNN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def in_child() -> Callable[[Callable[[], object]], None]:
+    """A function that does something in a forked child, which is killed where it hangs."""
+    return _in_child
+
+
+def _in_child(work: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 - pytest's own failures too, which are none
+            os.write(2, traceback.format_exc().encode())
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status != signal.SIGALRM, "the child hangs"
+    assert status == 0, "see what the child wrote"
 
 
 @pytest.fixture(scope="session")

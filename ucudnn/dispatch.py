@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
 
@@ -11,10 +10,12 @@ from torch.library import Library
 
 from ucudnn.backends import original
 from ucudnn.closing import AbstractClosable
+from ucudnn.forking import ForkSafeLock
 from ucudnn.ops import Geometry, Runner, require_same_device
 from ucudnn.plan import Plan
+from ucudnn.untraced import untraced
 
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 
 
 class Installation(AbstractClosable):
@@ -25,11 +26,13 @@ class Installation(AbstractClosable):
         self._override = _overrides.setdefault(plan.device.type, _Override(plan.device.type))
         self._override.add(self)
 
+    @untraced
     def close(self) -> None:
         """Convolutions follow the plan no more; closing twice does no harm."""
         self._override.remove(self)
 
 
+@untraced
 def installed(plan: Plan) -> Installation:
     """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
 
@@ -89,6 +92,7 @@ class _Override:
     def _stand_in(self) -> Library:
         own_forward, own_backward = original.keep(self._device_type)
 
+        @untraced
         def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
             runner = self._runner
             # most convolutions of other models are told apart by their filter alone
@@ -96,6 +100,7 @@ class _Override:
                 return own_forward(x, w, bias, *geometry)
             return runner.bound(x, w, _frozen(*geometry)).forward(x, w, bias)
 
+        @untraced
         def convolution_backward(
             dy: Tensor, x: Tensor, w: Tensor, bias_sizes: Any, *geometry_and_mask: Any
         ) -> Any:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ucudnn.config import Config
 from ucudnn.ops import Geometry, Layer, Runner, convolution
+from ucudnn.untraced import untraced
 
 if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attributes they read
 
@@ -133,6 +134,7 @@ def unfollow(module: nn.Module) -> None:
         vars(module).pop(name, None)
 
 
+@untraced
 def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geometry]:
     """What a layer pads its input by beforehand, as torch does, and what it then computes.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Hashable
 from dataclasses import replace
@@ -19,9 +18,11 @@ from ucudnn.backends.tensors import memory_format, strides_of
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execute import Call, as_kernel, build
+from ucudnn.forking import ForkSafeLock
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 from ucudnn.tracing import problem_of, uses_channels_last
+from ucudnn.untraced import untraced
 
 _aten = torch.ops.aten
 # Shapes whose split is remembered; a training run has few, a server with free sizes may have many.
@@ -175,7 +176,7 @@ class Runner:
         self.config = config or (plan.config if plan else Config())
         self._bounds: dict[Hashable, Bound] = {}
         self._backend: AbstractBackend | None = None
-        self._lock = threading.RLock()  # autograd runs backward in threads of its own
+        self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
         self._tuning = False
         self._warned: set[Problem] = set()
         self._follow(plan)
@@ -285,15 +286,16 @@ class Runner:
         self._tune(problem, has_bias)
 
     def _tune(self, problem: Problem, has_bias: bool) -> None:
-        from ucudnn.tuning.tuner import tune_problems  # layers that never tune need no solver
-
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise PlanError(
                 f"{problem} has no plan, and cannot be tuned while a CUDA graph is captured; run "
                 f"the model once before, or set unplanned='torch'"
             )
+        # a child forked from now on, where nobody tunes, keeps this and torch's own convolution
         self._tuning = True
         try:
+            from ucudnn.tuning.tuner import tune_problems  # layers that never tune need no solver
+
             biased = [problem] if has_bias else []
             tuned = tune_problems([("", problem)], self.config, biased=biased)
         finally:
@@ -302,6 +304,7 @@ class Runner:
         self._follow(replace(self.plan or tuned, kernels=kernels))
 
 
+@untraced
 def convolution(
     runner: Runner, x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> Tensor:
@@ -390,6 +393,7 @@ class _Convolution(torch.autograd.Function):
         return bound.forward(x, w, bias)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, w = ctx.saved_tensors

@@ -7,13 +7,13 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UcudnnError
 from ucudnn.files import write
+from ucudnn.forking import cached_property
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count

@@ -41,7 +41,7 @@ class Stepper:
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self._copies = {id(tensor): self._own(tensor) for tensor in self._buffers.values()}
         if isinstance(example_inputs, Mapping):
-            args, kwargs = (), dict(example_inputs)
+            args, kwargs = tuple[Any, ...](), dict(example_inputs)
         else:
             is_tuple = isinstance(example_inputs, tuple)
             args, kwargs = example_inputs if is_tuple else (example_inputs,), {}

@@ -15,6 +15,10 @@ from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+# `suggest_memory_format` imports it when it is first called, which takes seconds: of a process that
+# forks meanwhile in another thread, the child would wait for that import for ever
+import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -26,6 +26,7 @@ VALUES = {
         "config",
         "errors",
         "files",
+        "forking",
         "layer_table",
         "measurement",
         "plan",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.benchmark.bench import Arm
 from ucudnn.candidate import Candidate
+from ucudnn.forking import cached_property
 from ucudnn.roofline import Cost
 from ucudnn.tuning.items import lists_of
 from ucudnn.tuning.session import Session

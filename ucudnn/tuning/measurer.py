@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.benchmark.accuracy import allowed_error
@@ -18,6 +18,7 @@ from ucudnn.benchmark.rounds import Result, failure_of
 from ucudnn.benchmark.statistics import median_interval, median_ns, spread_ns
 from ucudnn.benchmark.worker import LostError
 from ucudnn.candidate import Candidate
+from ucudnn.forking import cached_property
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook

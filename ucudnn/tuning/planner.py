@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis, axis_of
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.candidate import ADDS_BIAS
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.forking import cached_property
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split
 from ucudnn.problem import Problem

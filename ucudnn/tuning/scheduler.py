@@ -10,9 +10,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from queue import SimpleQueue
-from threading import Lock
 from time import monotonic
 
 import torch
@@ -22,6 +21,7 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.forking import ForkSafeLock, cached_property
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
@@ -112,7 +112,7 @@ class TuningScheduler:
         self._reserved_steps = reserved_steps
         self._budget_s = config.time_budget_s
         self._deadline = None if self._budget_s is None else self._began + self._budget_s
-        lock = Lock()
+        lock = ForkSafeLock()
         self._sessions = [
             Session(
                 backend,

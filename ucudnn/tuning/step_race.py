@@ -124,9 +124,7 @@ def _is_decided(plan: Sequence[int], torch: Sequence[int]) -> bool:
 def _has_default(plan: Plan, kernel: KernelPlan) -> bool:
     """True where torch's own convolution computes a kernel within the plan's limit."""
     limit = plan.config.limit_bytes
-    return kernel.default is not None and (
-        limit is None or kernel.default.workspace_bytes <= limit
-    )
+    return kernel.default is not None and (limit is None or kernel.default.workspace_bytes <= limit)
 
 
 def _without(plan: Plan, dropped: Sequence[KernelPlan]) -> Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,6 +14,7 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
+from ucudnn.forking import ForkSafeLock
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
@@ -27,7 +27,7 @@ __all__ = ["Progress", "TuningInterruptedError", "tune", "tune_problems"]
 
 _log = logging.getLogger("ucudnn")
 # Threads that measure would time each other, and torch has one profiler per process.
-_measuring = threading.RLock()
+_measuring = ForkSafeLock()
 
 
 class TuningInterruptedError(KeyboardInterrupt):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from math import prod
 
 from ucudnn.benchmark.bench import Arm
+from ucudnn.forking import cached_property
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.tuning.candidates import KernelCandidates

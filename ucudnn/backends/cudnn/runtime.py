@@ -17,6 +17,7 @@ import torch
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.engine import Configuration, ExecutionPlan, build, configurations
 from ucudnn.backends.cudnn.graph import Target, Views
+from ucudnn.forking import ForkSafeLock
 from ucudnn.problem import Problem
 
 
@@ -73,7 +74,7 @@ class Runtime:
     def __init__(self, cudnn: Cudnn) -> None:
         self.cudnn = cudnn
         self._handles = Handles(self._open_handle, _current_stream)
-        self._building = threading.Lock()  # cuDNN builds one plan at a time anyway
+        self._building = ForkSafeLock()  # cuDNN builds one plan at a time anyway
 
     def _open_handle(self, device: int) -> Handle:
         with torch.cuda.device(device):

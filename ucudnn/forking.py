@@ -1,0 +1,92 @@
+"""Locks for a library whose users fork, as PyTorch's DataLoader does.
+
+A child of `os.fork` has one thread, the one that forked, and a copy of every lock. One that another
+thread of the parent held at that moment would never be released in the child.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from threading import RLock
+from typing import Any, Generic, Self, TypeVar, overload
+from weakref import WeakSet
+
+_Value = TypeVar("_Value")
+
+
+class ForkSafeLock:
+    """A reentrant lock, which in a forked child is free unless the thread that forked holds it.
+
+    >>> with (lock := ForkSafeLock()), lock:
+    ...     print("held twice")
+    held twice
+
+    Args:
+        in_child: called in every forked child before anything else happens there; what the lock
+            guards may have been left in the middle of a change.
+    """
+
+    def __init__(self, in_child: Callable[[], object] = lambda: None) -> None:
+        self._lock = RLock()
+        self._in_child = in_child
+        _locks.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def renew(self) -> None:
+        """Call this in a child with a single thread: it gets the lock at once or never."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self._lock = RLock()
+        self._in_child()
+
+
+class cached_property(Generic[_Value]):  # noqa: N801 - it stands in for functools' own
+    """functools.cached_property as it is from Python 3.12 on.
+
+    That of 3.11 computes a value under a lock which all instances share, and which a fork copies.
+
+    >>> class Circle:
+    ...     radius = 2
+    ...
+    ...     @cached_property
+    ...     def area(self) -> float:
+    ...         return 3 * self.radius**2
+    >>> Circle().area
+    12
+    """
+
+    def __init__(self, compute: Callable[[Any], _Value]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> _Value: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | _Value:
+        if instance is None:
+            return self
+        # found there before this method from now on, because the class defines no `__set__`
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
+
+
+def _renew_all() -> None:
+    for lock in _locks:
+        lock.renew()
+
+
+_locks: WeakSet[ForkSafeLock] = WeakSet()
+os.register_at_fork(after_in_child=_renew_all)

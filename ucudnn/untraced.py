@@ -1,0 +1,34 @@
+"""Functions that torch.compile leaves alone.
+
+While a compiled function runs in which Dynamo found something that it cannot compile, Dynamo looks
+at every Python frame of that thread, those among them that torch's dispatcher or autograd calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+# part of torch's own library: torch._dynamo, which takes seconds to import, is not needed
+from torch._C._dynamo import eval_frame
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_SKIP = eval_frame._FrameAction.SKIP
+_SKIP_ALL = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+
+
+def untraced(function: _Function) -> _Function:
+    """Decorate a function that Dynamo shall never compile, nor anything that it calls.
+
+    `torch.compiler.disable` does the same by a wrapper, which costs a microsecond per call and
+    imports torch._dynamo; this marks the code object, and calls cost what they did.
+
+    >>> @untraced
+    ... def kernel(x):
+    ...     return x + 1
+    >>> kernel(1)
+    2
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALL)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # breaks the caller's graph
+    return function
