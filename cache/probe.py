@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any
 from ucudnn.cache.text import read_text
 from ucudnn.cache.values import Entry
 from ucudnn.errors import CacheError, UcudnnError
+from ucudnn.files import parse_json
 from ucudnn.layer_table import read_layers
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -75,7 +75,7 @@ def read_probe(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(read_text(path))
+        values = parse_json(read_text(path))
     except ValueError as error:
         raise CacheError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
