@@ -457,16 +457,17 @@ def _require_count(name: str, value: object) -> None:
 
 
 def _require_ints(name: str, rows: Iterable[Iterable[int]]) -> None:
-    # a float or a bool that equals an int would pass every comparison and fail as an index
-    other = next((value for row in rows for value in row if type(value) is not int), None)
-    if other is not None:
-        raise PlanError(f"{name} must hold ints, got {other!r}")
+    for row in rows:
+        for value in row:
+            # a float or a bool that equals an int would pass comparisons and fail as an index
+            if type(value) is not int:
+                raise PlanError(f"{name} must hold ints, got {value!r}")
 
 
-def _require_strings(name: str, values: tuple[str, ...]) -> None:
-    other = next((value for value in values if not isinstance(value, str)), None)
-    if other is not None:
-        raise PlanError(f"{name} must hold strings, got {other!r}")
+def _require_strings(name: str, values: Iterable[str]) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise PlanError(f"{name} must hold strings, got {value!r}")
 
 
 def _sha256(value: Any) -> str:

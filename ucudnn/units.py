@@ -30,13 +30,12 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
     if isinstance(text, int) and not isinstance(text, bool) and 0 <= text < TOO_LARGE:
         return text
     match = _BYTES_PATTERN.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match[2].upper() not in _BYTES_PER_UNIT:
+    factor = _BYTES_PER_UNIT.get(match[2].upper()) if match else None
+    size = float(match[1]) * factor if match and factor else TOO_LARGE
+    if size >= TOO_LARGE:
         raise ConfigError(
             f"{name} must be a number of bytes such as 8388608, '64MiB' or '1.5GiB', got {text!r}"
         )
-    size = float(match[1]) * _BYTES_PER_UNIT[match[2].upper()]
-    if size >= TOO_LARGE:
-        raise ConfigError(f"{name} must be below 2^63 bytes, got {text!r}")
     return int(size)
 
 
