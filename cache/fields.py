@@ -16,6 +16,7 @@ from typing import Any
 
 from ucudnn.cache.values import Entry
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
+from ucudnn.files import parse_json
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -39,6 +40,10 @@ def _is_int(value: Any) -> bool:
     return type(value) is int and -(2**63) < value < 2**63
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float) or _is_int(value)
+
+
 def _is_ints(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(_is_int, value))
 
@@ -49,8 +54,13 @@ def _load_bool(text: str) -> bool:
     return text == "true"
 
 
-def _load_texts(text: str) -> tuple[str, ...]:
-    values = json.loads(text) if text else []
+def load_texts(text: str) -> tuple[str, ...]:
+    """Read a JSON array of strings; nothing is an empty one.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    values = parse_json(text) if text else []
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError(text)
     return tuple(values)
@@ -65,7 +75,7 @@ def _optional(kind: Kind) -> Kind:
 
 
 _INT = Kind(str, int, _is_int)
-_FLOAT = Kind(repr, float, lambda value: type(value) in (int, float))
+_FLOAT = Kind(repr, float, _is_float)
 _INTS = Kind(
     lambda value: "x".join(map(str, value)),
     lambda text: tuple(map(int, text.split("x"))) if text else (),
@@ -78,7 +88,7 @@ _PAIRS = Kind(
 )
 _TEXTS = Kind(
     lambda value: json.dumps(value, ensure_ascii=False) if value else "",
-    _load_texts,
+    load_texts,
     lambda value: isinstance(value, list | tuple) and all(isinstance(v, str) for v in value),
 )
 # By annotation, as the dataclasses write it.

@@ -1,22 +1,29 @@
-"""Files as a cache needs them: whole or not there, never half, and never in the way.
+"""Files as a cache needs them: whole or not there, never half, and never somebody else's.
 
-Nothing here relies on locks or on what a file system does beyond an atomic rename.
+Nothing here relies on locks or on what a file system does beyond an atomic rename. A file is
+renamed or removed only where its contents or its name show that a cache made it: people have HDF5
+files of their own, and may name a folder of them by mistake.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from contextlib import suppress
 from pathlib import Path
 
-from ucudnn.cache.frame import FRAME_BYTES, DamagedError
+from ucudnn.cache.frame import FRAME_BYTES, HEAD_BYTES, DamagedError, was_framed
 
 SUFFIX = ".h5"
 SEGMENTS = ".h5.d"
 _TEMPORARY = ".new-"
 _DAMAGED, _SALVAGED = ".damaged-", ".salvaged-"
+# Names that nobody else makes: of segments, of files in the making, of files that were set aside.
+_SEGMENT_NAME = re.compile(r"\d{20}-\d+-[0-9a-f]{8}\.h5")
+_TEMPORARY_NAME = re.compile(r"\.new-\d+-[0-9a-f]{8}")
+_SET_ASIDE_NAME = re.compile(r"(.+)\.h5(\.d)?\.damaged-[0-9a-f]{8}")
 # A symbolic link that leads nowhere, or round in a circle; a device without a driver.
 _NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR}
 
@@ -116,15 +123,49 @@ def names_in(folder: Path) -> list[str]:
         raise
 
 
+def is_ours(path: Path) -> bool:
+    """True for a file that a cache certainly wrote, be it damaged since.
+
+    A segment is known by its name, X.h5 only by its contents.
+
+    Raises:
+        OSError: it cannot be read, or is not there.
+    """
+    try:
+        head = read_file(path, HEAD_BYTES)
+    except DamagedError:
+        return False
+    is_segment = path.parent.name.endswith(SEGMENTS) and _SEGMENT_NAME.fullmatch(path.name)
+    return bool(is_segment) or was_framed(head)
+
+
 def kinds_in(root: Path) -> list[str]:
     """The kinds of device that a cache's folder has files of, be they set aside."""
-    return sorted(
-        {
-            name.partition(SUFFIX)[0]
-            for name in names_in(root)
-            if name.endswith((SUFFIX, SEGMENTS)) or is_set_aside(name)
-        }
-    )
+    kinds = set()
+    for name in names_in(root):
+        aside = _SET_ASIDE_NAME.fullmatch(name)
+        if aside:
+            kinds.add(aside[1])
+        elif name.endswith(SEGMENTS) and (root / name).is_dir():
+            kinds.add(name.removesuffix(SEGMENTS))
+        elif name.endswith(SUFFIX) and may_be_ours(root / name):
+            kinds.add(name.removesuffix(SUFFIX))
+    return sorted(kinds)
+
+
+def may_be_ours(path: Path) -> bool:
+    """True also for a file that cannot be read, of which its reader will say so."""
+    try:
+        return is_ours(path)
+    except OSError:
+        return True
+
+
+def foreign_in(root: Path) -> list[Path]:
+    """HDF5 files of somebody else's, which share a cache's folder."""
+    kinds = kinds_in(root)
+    names = [name for name in names_in(root) if name.endswith(SUFFIX)]
+    return [root / name for name in names if name.removesuffix(SUFFIX) not in kinds]
 
 
 def set_aside(path: Path) -> Path:
@@ -139,8 +180,8 @@ def set_aside(path: Path) -> Path:
 
 
 def is_set_aside(name: str) -> bool:
-    """Whether `set_aside` made this name."""
-    return _DAMAGED in name
+    """True for a name that `set_aside` made."""
+    return _SET_ASIDE_NAME.fullmatch(name) is not None
 
 
 def mark_salvaged(path: Path) -> None:
@@ -149,5 +190,5 @@ def mark_salvaged(path: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether this is the name of a file in the making."""
-    return name.startswith(_TEMPORARY)
+    """True for the name of a file in the making."""
+    return _TEMPORARY_NAME.fullmatch(name) is not None

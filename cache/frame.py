@@ -20,7 +20,12 @@ from ucudnn.errors import CacheError
 
 VERSION = 1
 FRAME_BYTES = 512
+FORMAT = "ucudnn-cache"
+# Enough of a file for `was_framed`: the attributes of the root stand near the beginning.
+HEAD_BYTES = 1 << 16
+_MARK = FORMAT.encode()
 _FIRST_LINE = re.compile(rb"ucudnn-cache ([1-9]\d{0,8})\n")
+_HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 class DamagedError(CacheError):
@@ -31,13 +36,29 @@ class NewerError(CacheError):
     """A sound file in a format of a later version."""
 
 
+def was_framed(head: bytes) -> bool:
+    """True for the first bytes of a file that only a cache can have written, damaged or not.
+
+    Either the frame's first word is there, or, behind a frame that was destroyed, HDF5 data with
+    the attribute that a cache gives its root.
+
+    >>> was_framed(framed(b"anything")), was_framed(bytes(600)), was_framed(b"")
+    (True, False, False)
+
+    Args:
+        head: up to `HEAD_BYTES` from the beginning of the file.
+    """
+    is_behind_a_block = head[FRAME_BYTES : FRAME_BYTES + len(_HDF5)] == _HDF5
+    return head.startswith(_MARK) or (is_behind_a_block and _MARK in head[FRAME_BYTES:])
+
+
 def framed(image: bytes, version: int = VERSION) -> bytes:
     """HDF5 data with its frame, as it stands in a file."""
     return _frame(image, version) + image
 
 
 def _frame(image: bytes | memoryview, version: int) -> bytes:
-    first = f"ucudnn-cache {version}\n".encode()
+    first = f"{FORMAT} {version}\n".encode()
     digest = sha256(first)
     digest.update(image)
     return (first + f"bytes {len(image)}\nsha256 {digest.hexdigest()}\n".encode()).ljust(

@@ -12,9 +12,10 @@ import numpy as np
 
 from ucudnn.cache._base import AbstractCache
 from ucudnn.cache.fields import matches, parse_where
-from ucudnn.cache.folder import kinds_in, read_file
+from ucudnn.cache.folder import foreign_in, kinds_in, read_file
 from ucudnn.cache.frame import DamagedError, NewerError, verify
 from ucudnn.cache.inspect import inspect
+from ucudnn.cache.reader import Severity
 from ucudnn.cache.report import info_of
 from ucudnn.cache.shelf import Shelf
 from ucudnn.cache.tabulate import only
@@ -58,6 +59,7 @@ class HDF5Cache(AbstractCache):
         self._use_locks = use_locks
         self._shelf_by_kind: dict[str, Shelf] = {}
         self._shelf_by_device: dict[Device, Shelf] = {}
+        self._foreign: set[Path] = set()  # that were named
         self._lock = ForkSafeLock(self._begin_anew)
 
     def get(self, key: MeasurementKey) -> Measurement | None:
@@ -151,7 +153,9 @@ class HDF5Cache(AbstractCache):
                     f"cannot write to the cache {self._path}: {error.strerror}; nothing was removed"
                 ) from error
             for file in shelf.partial_files:
-                self._say(f"{file} was left as it is: a later version of ucudnn wrote it", False)
+                self._say(
+                    f"{file} was left as it is: a later version of ucudnn wrote it", Severity.NOTE
+                )
             return int((~stays).sum())
 
     def check(self, fix: bool = False) -> CheckReport:
@@ -210,9 +214,15 @@ class HDF5Cache(AbstractCache):
     def _shelves(self) -> list[Shelf]:
         """One per kind of device, those on the disk among them."""
         try:
-            kinds = kinds_in(self._path)
+            kinds, foreign = kinds_in(self._path), foreign_in(self._path)
         except OSError as error:
             raise CacheError(f"cannot read the cache {self._path}: {error.strerror}") from error
+        for path in foreign:
+            if path not in self._foreign:
+                self._foreign.add(path)
+                self._say(
+                    f"{path} is not a file of this cache: it was left as it is", Severity.NOTE
+                )
         for kind in kinds:
             self._shelf(kind)
         return [self._shelf_by_kind[kind] for kind in sorted(self._shelf_by_kind)]
@@ -229,7 +239,7 @@ class HDF5Cache(AbstractCache):
             folder = folder.parent
         return self._mode == "a" and folder.is_dir() and os.access(folder, os.W_OK)
 
-    def _say(self, sentence: str, wrong: bool) -> None:  # noqa: ARG002 - as Say has it
+    def _say(self, sentence: str, severity: Severity) -> None:  # noqa: ARG002 - as Say has it
         warnings.warn(sentence, CacheWarning, stacklevel=2)
 
 

@@ -1,4 +1,4 @@
-"""Tables as HDF5 in memory: the only module that uses h5py.
+"""Tables as HDF5 in memory; with `datasets`, the only module that uses h5py.
 
 Files are read and written whole by the operating system, and libhdf5 sees memory alone: it takes no
 file locks (which network file systems may lack), opens only what has passed its checksum, and holds
@@ -20,8 +20,9 @@ from typing import Any, cast
 import h5py
 import numpy as np
 
-from ucudnn.cache.fields import CONTEXT_FIELDS, PROBLEM_FIELDS
-from ucudnn.cache.frame import VERSION, DamagedError
+from ucudnn.cache.datasets import read_numbers, read_texts
+from ucudnn.cache.fields import CONTEXT_FIELDS, PROBLEM_FIELDS, load_texts
+from ucudnn.cache.frame import FORMAT, VERSION, DamagedError
 from ucudnn.cache.records import (
     MEASUREMENT_ROW,
     NONE,
@@ -32,13 +33,16 @@ from ucudnn.cache.records import (
     contexts_from_rows,
     foreign_rows,
     from_bytes,
+    require_columns,
     sort_keys,
     to_bytes,
 )
 from ucudnn.cache.table import Table
 from ucudnn.cache.tabulate import merged
+from ucudnn.cache.validity import possible_numbers, possible_problems
 from ucudnn.measurement import STATUSES
 from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS
+from ucudnn.units import TOO_LARGE
 
 _TEXTS = ("algorithms", "reasons", "notes", "device_uuids")
 _POINTERS = ("problem", "context", "algorithm", "reason", "notes", "device_uuid")
@@ -113,9 +117,9 @@ def to_image(table: Table) -> bytes:
         "samples": _narrow(table.samples),
     }
     with h5py.File("image", "w", driver="core", backing_store=False) as file:
-        file.attrs.update({"format": "ucudnn-cache", "version": VERSION, "about": _ABOUT})
+        file.attrs.update({"format": FORMAT, "version": VERSION, "about": _ABOUT})
         for name, array in arrays.items():
-            dataset = file.create_dataset(name, data=array, **_storage(array))
+            dataset = file.create_dataset(name, data=array, **_storage(name, array))
             dataset.attrs["units"] = "\n".join(f"{k}: {v}" for k, v in _UNITS[name].items())
         for name, values in texts.items():
             encoded = [to_bytes(value) for value in values]
@@ -146,58 +150,75 @@ def _narrow_rows(rows: Array) -> Array:
     return narrow
 
 
-def _storage(array: Array) -> Mapping[str, Any]:
-    # Times hardly compress; rows do, being much alike.
-    if len(array) < _COMPRESSED_ROWS or array.dtype.names is None:
+def _storage(name: str, array: Array) -> Mapping[str, Any]:
+    # times hardly compress; rows of contexts are few, and may hold texts that shrink beyond what a
+    # reader believes
+    if len(array) < _COMPRESSED_ROWS or name not in ("problems", "measurements"):
         return {}
     chunks = (min(len(array), _CHUNK_ROWS),)
     return {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
 
 
-def from_data(data: bytes) -> tuple[Table, bool]:
+def from_data(data: bytes, only_possible: bool = False) -> tuple[Table, bool]:
     """The table of an HDF5 file, with or without a frame, and whether that is all of it.
 
     Not all: it has columns or values of a later version. Such a file is read as far as this version
     understands it, and must not be replaced by what was read.
 
+    Args:
+        data: the file.
+        only_possible: leave entries out that cannot be, as damage makes them.
+
     Raises:
-        DamagedError: it is not HDF5, lacks a table or a column, or its tables do not fit together.
+        DamagedError: it is not HDF5, lacks a table or a column, claims more than it can hold, its
+            tables do not fit together, or it has an entry that cannot be.
+        NewerError: a later version wrote something that cannot be passed over.
     """
     try:
-        return _interpret(_load(data))
+        return _interpret(*_load(data), only_possible)
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"it is no table of measurements: {error}") from error
 
 
-def _load(data: bytes) -> dict[str, Array]:
+def _load(data: bytes) -> tuple[dict[str, Array], dict[str, list[bytes]], bool]:
+    """Tables of numbers, tables of texts, and whether there is nothing else in the file."""
     # libhdf5 reads these very bytes, which outlive the file; a copy takes as long as inflating.
     with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
-        arrays = {name: file[name][()] for name in file}
-    missing = _KNOWN.keys() - arrays.keys()
-    if missing:
-        raise DamagedError(f"it has no table {min(missing)}")
-    return arrays
+        texts = {name: read_texts(file, name, len(data)) for name in _TEXTS}
+        arrays = {
+            name: read_numbers(file, name, len(data)) for name in _KNOWN if name not in _TEXTS
+        }
+        is_known = set(file) == set(_KNOWN)
+    return arrays, texts, is_known
 
 
-def _interpret(arrays: dict[str, Array]) -> tuple[Table, bool]:
+def _interpret(
+    arrays: dict[str, Array], encoded: dict[str, list[bytes]], is_known: bool, only_possible: bool
+) -> tuple[Table, bool]:
     contexts = contexts_from_rows(arrays["contexts"])
     problems, foreign_problems = _read_problems(arrays["problems"])
     rows = _cast(arrays["measurements"], MEASUREMENT_ROW, {})
-    texts = {name: [from_bytes(value) for value in arrays[name].tolist()] for name in _TEXTS}
+    texts = {name: list(map(from_bytes, encoded[name])) for name in _TEXTS}
     _require_fit(rows, [problems, contexts, *texts.values()], arrays["samples"])
     foreign = foreign_problems[rows["problem"]] | ~np.isin(rows["status"], _encoded(STATUSES))
     foreign |= np.array([context is None for context in contexts], bool)[rows["context"]]
+    possible = possible_numbers(rows) & possible_problems(problems)[rows["problem"]]
+    if not only_possible and not (possible | foreign).all():
+        raise DamagedError("it has an entry that cannot be")
+    stays = possible & ~foreign
     table = Table(
         problems,
         cast(list[Context], contexts),  # no row that stays points to None
         texts["algorithms"],
         texts["reasons"],
-        [tuple(json.loads(notes)) for notes in texts["notes"]],
+        list(map(load_texts, texts["notes"])),
         texts["device_uuids"],
-        rows[~foreign] if foreign.any() else rows,
+        rows if stays.all() else rows[stays],
         arrays["samples"],
     )
-    complete = {name: arrays[name].dtype.names for name in arrays} == _KNOWN and not foreign.any()
+    columns = {name: arrays[name].dtype.names for name in arrays}
+    is_known &= columns == {name: _KNOWN[name] for name in arrays}
+    complete = is_known and not foreign.any()
     return (table if complete and _is_sorted(table) else merged([table])), complete
 
 
@@ -213,6 +234,7 @@ def _read_problems(stored: Array) -> tuple[Array, Array]:
 
 def _cast(stored: Array, layout: np.dtype[Any], defaults: Mapping[str, Any]) -> Array:
     """The columns of this version; one that is missing gets its default."""
+    require_columns(stored, {name: layout[name] for name in layout.names or ()})
     if stored.dtype.names == layout.names and all(
         np.can_cast(stored.dtype[name], layout[name], "safe") for name in layout.names or ()
     ):
@@ -233,9 +255,12 @@ def _encoded(words: Sequence[str]) -> Array:
 
 
 def _require_fit(rows: Array, tables: Sequence[Sequence[Any] | Array], samples: Array) -> None:
-    first, count = rows["first_sample"].astype("<i8"), rows["samples"]
+    first, count = rows["first_sample"].astype("<i8"), rows["samples"].astype("<i8")
     fits = samples.dtype.kind in "iu" and first.min(initial=0) >= 0
-    fits &= (first + count).max(initial=0) <= len(samples)
+    fits &= (first <= len(samples) - count).all()
+    # every sample is one row's, or a small file could stand for any number of them
+    fits &= count.sum() <= len(samples)
+    fits &= samples.min(initial=0) >= 0 and samples.max(initial=0) < TOO_LARGE
     for name, table in zip(_POINTERS, tables, strict=True):
         fits &= len(rows) == 0 or rows[name].max() < len(table)
     if not fits:

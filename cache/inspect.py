@@ -8,7 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ucudnn.cache.folder import is_set_aside, is_temporary, kinds_in, mark_salvaged, names_in
+from ucudnn.cache.folder import (
+    foreign_in,
+    is_set_aside,
+    is_temporary,
+    kinds_in,
+    mark_salvaged,
+    names_in,
+)
+from ucudnn.cache.reader import Severity
 from ucudnn.cache.salvage import salvage
 from ucudnn.cache.shelf import Shelf
 from ucudnn.cache.table import Table
@@ -25,13 +33,13 @@ class _Findings:
     notes: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
 
-    def say(self, sentence: str, wrong: bool) -> None:
+    def say(self, sentence: str, severity: Severity) -> None:
         """Take a sentence from a look that changes nothing."""
-        (self.problems if wrong else self.notes).append(sentence)
+        (self.notes if severity is Severity.NOTE else self.problems).append(sentence)
 
-    def say_fixed(self, sentence: str, wrong: bool) -> None:
-        """Take a sentence from a shelf that sets damaged files aside."""
-        if wrong:
+    def say_fixed(self, sentence: str, severity: Severity) -> None:
+        """Take a sentence from a shelf that sets damaged files aside; a look says the others."""
+        if severity is Severity.FIXED:
             self.fixed.append(sentence)
 
 
@@ -62,6 +70,9 @@ def inspect(root: Path, use_locks: bool, fix: bool) -> CheckReport:
                 f"{path} "
                 + ("is a damaged file, set aside" if damaged else "was left by a killed writer")
             )
+    findings.notes += [
+        f"{path} is not a file of this cache: it was left as it is" for path in foreign_in(root)
+    ]
     return CheckReport(
         records, files, tuple(findings.problems), tuple(findings.notes), tuple(findings.fixed)
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,7 +17,8 @@ from typing import Any
 
 from ucudnn.cache.text import read_text
 from ucudnn.cache.values import Entry
-from ucudnn.errors import CacheError, UcudnnError
+from ucudnn.errors import CacheError, UcudnnError, shortened
+from ucudnn.files import parse_json
 from ucudnn.layer_table import read_layers
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -28,6 +28,7 @@ COLUMNS = (
     *("name", "op", "dtype", "layout", "batch", "algorithm", "workspace_bytes", "mode", "rank"),
     *("notes", "median_us", "min_us", "samples", "error", "beta1_error"),
 )
+_PROFILE = {"deviceVer": int, "deviceName": str, "multiProcessorCount": int, "totalGlobalMem": int}
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 _KEPT_AS_NOTES = ("mode", "rank", "min_us", "samples", "beta1_error")
 _FIRST_WITH_TF32 = 800
@@ -49,33 +50,40 @@ def read_probe(
     path = Path(timings)
     profile = _read_json(path.with_name("profile.json"))
     answers = _read_json(path.with_name("answers.json"))
-    try:
-        device = _device(profile)
-    except KeyError as error:
-        raise CacheError(f"{path.with_name('profile.json')} lacks {error}") from error
+    _require_profile(path.with_name("profile.json"), profile)
+    device = _device(profile)
     software = Software(torch=str(answers.get("torch", "")), cudnn=_version(answers.get("cudnn")))
-    has_tf32 = profile.get("deviceVer", 0) >= _FIRST_WITH_TF32
+    has_tf32 = profile["deviceVer"] >= _FIRST_WITH_TF32
     problems = _layer_problems(layers)
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise CacheError(f"{path} line 1: a probe's table has the columns {', '.join(missing)} too")
     entries = []
-    for row in reader:
-        try:
+    try:
+        for row in reader:
             problem = _problem(row, problems, has_tf32)
             key = MeasurementKey(
                 problem, row["algorithm"], device, software, Conditions(), PROTOCOL
             )
             entries.append(Entry(_measurement(key, row)))
-        except (ValueError, TypeError, KeyError, UcudnnError) as error:
-            raise CacheError(f"{path} line {reader.line_num}: {error}") from error
+    except (ValueError, TypeError, KeyError, OverflowError, csv.Error, UcudnnError) as error:
+        raise CacheError(f"{path} line {reader.line_num}: {shortened(str(error))}") from error
     return entries
+
+
+def _require_profile(path: Path, profile: Mapping[str, Any]) -> None:
+    for name, kind in _PROFILE.items():
+        if name not in profile:
+            raise CacheError(f"{path} lacks {name!r}")
+        if type(profile[name]) is not kind:
+            given = shortened(repr(profile[name]))
+            raise CacheError(f"{path}: {name} must be of type {kind.__name__}, got {given}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(read_text(path))
+        values = parse_json(read_text(path))
     except ValueError as error:
         raise CacheError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
@@ -84,13 +92,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _device(profile: Mapping[str, Any]) -> Device:
-    major, minor = divmod(int(profile["deviceVer"]) // 10, 10)
+    major, minor = divmod(profile["deviceVer"] // 10, 10)
     return Device(
         type="cuda",
-        name=str(profile["deviceName"]),
-        cores=int(profile["multiProcessorCount"]),
+        name=profile["deviceName"],
+        cores=profile["multiProcessorCount"],
         compute_capability=f"{major}.{minor}",
-        memory_bytes=int(profile["totalGlobalMem"]),
+        memory_bytes=profile["totalGlobalMem"],
     )
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from time import time_ns
 from typing import TypeAlias
@@ -13,6 +14,8 @@ from typing import TypeAlias
 from ucudnn.cache.folder import (
     SEGMENTS,
     SUFFIX,
+    is_ours,
+    may_be_ours,
     names_in,
     read_file,
     read_frame,
@@ -24,8 +27,16 @@ from ucudnn.cache.image import from_data
 from ucudnn.cache.table import Table
 from ucudnn.cache.tabulate import EMPTY, merged
 
-# Told a sentence, and whether it tells of something wrong.
-Say: TypeAlias = Callable[[str, bool], None]
+
+class Severity(Enum):
+    """How a check counts what a sentence tells."""
+
+    NOTE = "worth knowing"
+    WRONG = "wrong"
+    FIXED = "wrong, and put right"
+
+
+Say: TypeAlias = Callable[[str, Severity], None]
 _ROUNDS = 8
 _GONE = (errno.ENOENT, errno.ESTALE)
 
@@ -71,8 +82,8 @@ class Reader:
 
     def files(self) -> list[Path]:
         """The files with measurements, as they are now."""
-        segments = [self.segments / name for name in self._segment_names()]
-        return [self.compacted, *segments] if self.compacted.is_file() else segments
+        paths = [self.compacted, *(self.segments / name for name in self._segment_names())]
+        return [path for path in paths if path.is_file() and may_be_ours(path)]
 
     def partial_files(self) -> list[Path]:
         """Files that hold more than this version understands; they must stay."""
@@ -88,7 +99,11 @@ class Reader:
         Compaction may move data between two looks, so it ends with two looks that show the same.
         """
         if not self._listed and os.path.lexists(self.segments) and not self.segments.is_dir():
-            self._put_aside(self.segments, DamagedError("it is not a folder"))
+            self._say(
+                f"{self.segments} is not a folder: it was left as it is; move it elsewhere, so "
+                f"that measurements can be kept there",
+                Severity.WRONG,
+            )
         self._listed = True
         seen = None
         for _ in range(_ROUNDS):
@@ -105,7 +120,10 @@ class Reader:
         try:
             return [name for name in names_in(self.segments) if name.endswith(SUFFIX)]
         except OSError as error:
-            self._say(f"{self.segments} cannot be read ({error.strerror}): it is not used", True)
+            self._say(
+                f"{self.segments} cannot be read ({error.strerror}): it is not used",
+                Severity.WRONG,
+            )
             return []
 
     def _read_compacted(self, frame: bytes | None) -> None:
@@ -128,18 +146,22 @@ class Reader:
     def _load(self, path: Path) -> tuple[Table, bytes] | None:
         """The table of a file and its frame, None where not all of it can be used."""
         try:
+            if not is_ours(path):
+                self._leave(path)
+                return None
             data = read_file(path)
             verify(data)
             table, complete = from_data(data)
         except NewerError as error:
             self._partial_paths.append(path)
-            self._say(f"{path} was left alone: {error}; upgrade ucudnn to use it", False)
+            self._say(f"{path} was left alone: {error}; upgrade ucudnn to use it", Severity.NOTE)
         except DamagedError as error:
             self._put_aside(path, error)
         except OSError as error:
             if error.errno not in _GONE:  # moved by a compaction: the next look shows where to
                 self._say(
-                    f"{path} cannot be read ({error.strerror}): its measurements are not used", True
+                    f"{path} cannot be read ({error.strerror}): its measurements are not used",
+                    Severity.WRONG,
                 )
         else:
             if complete:
@@ -160,7 +182,14 @@ class Reader:
         self._say(
             f"{path} is damaged ({error}) and is not used: {where}; "
             f"`ucudnn cache check --fix` recovers what it can",
-            True,
+            Severity.FIXED if aside else Severity.WRONG,
+        )
+
+    def _leave(self, path: Path) -> None:
+        self._say(
+            f"{path} is not a file of this cache, or is damaged beyond recognition: it was left as "
+            f"it is and is not used; move it elsewhere",
+            Severity.WRONG,
         )
 
     def _was_replaced(self, aside: Path) -> bool:

@@ -7,7 +7,7 @@ bytes: a query becomes a row and is found by bisection, without building a milli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -55,6 +55,9 @@ MEASUREMENT_ROW = np.dtype(
         ("checksum", "<u8"),
     ]
 )
+# Texts are as wide as the longest of them.
+_CONTEXT_TYPES = {"str": "S1", "int": "<i8", "bool": "?"}
+_CONTEXT_KINDS = {field.name: np.dtype(_CONTEXT_TYPES[field.type]) for field in CONTEXT_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,7 @@ def contexts_from_rows(table: Array) -> list[Context | None]:
         DamagedError: a column is missing.
     """
     names = table.dtype.names or ()
+    require_columns(table, _CONTEXT_KINDS)
     columns: dict[str, list[Any]] = {}
     for field in CONTEXT_FIELDS:
         if field.name in names:
@@ -191,12 +195,35 @@ def contexts_from_rows(table: Array) -> list[Context | None]:
     ]
 
 
+def require_columns(rows: Array, kinds: Mapping[str, np.dtype[Any]]) -> None:
+    """Refuse a table whose columns have the right names and other kinds of values.
+
+    Args:
+        rows: a table.
+        kinds: by column; one that the table lacks is passed over.
+
+    Raises:
+        DamagedError: a column holds something else, or numbers that need more bits.
+    """
+    for name in kinds.keys() & set(rows.dtype.names or ()):
+        stored, kind = rows.dtype[name], kinds[name]
+        alike = {stored.base.kind, kind.base.kind} <= {"i", "u"} or (
+            stored.base.kind == kind.base.kind
+        )
+        if not alike or stored.shape != kind.shape:
+            raise DamagedError(f"its column {name} holds something else")
+        if kind.base.kind in "iu" and rows[name].size:
+            limits = np.iinfo(kind.base)
+            if not limits.min <= int(rows[name].min()) <= int(rows[name].max()) <= limits.max:
+                raise DamagedError(f"numbers of its column {name} are too large")
+
+
 def foreign_rows(table: Array, known: Iterable[str]) -> Array:
     """Rows that a column of a later version tells apart: it is not at its empty value."""
     foreign = np.zeros(len(table), bool)
     for name in set(table.dtype.names or ()) - set(known):
-        empty = np.zeros((), table.dtype[name])
-        foreign |= (table[name] != empty).reshape(len(table), -1).any(axis=1)
+        is_set = table[name] != np.zeros((), table.dtype[name])
+        foreign |= is_set.any(axis=tuple(range(1, is_set.ndim)))
     return foreign
 
 

@@ -13,15 +13,12 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-
 from ucudnn.cache.folder import read_file
-from ucudnn.cache.frame import DamagedError, framed, verify
+from ucudnn.cache.frame import framed, verify
 from ucudnn.cache.image import from_data, to_image
-from ucudnn.cache.records import Array, problem_from_row
 from ucudnn.cache.table import Table
 from ucudnn.cache.tabulate import checksums, only
-from ucudnn.errors import ProblemError
+from ucudnn.errors import CacheError
 
 _SECONDS = 60
 _MEMORY_BYTES = 4 << 30
@@ -62,25 +59,12 @@ def main(source: Path, target: Path) -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     try:
-        table, _ = from_data(read_file(source))
-    except (DamagedError, ValueError, OverflowError):
+        table, _ = from_data(read_file(source), only_possible=True)
+    except CacheError:
         return 1
-    table = only(table, _possible_problems(table))
     table = only(table, checksums(table) == table.rows["checksum"])
     target.write_bytes(framed(to_image(table)))
     return 0
-
-
-def _possible_problems(table: Table) -> Array:
-    """Rows whose problem can be read as one."""
-    possible = np.ones(len(table.problems), bool)
-    for index, row in enumerate(table.problems):
-        try:
-            problem_from_row(row)
-        except (ProblemError, ValueError):
-            possible[index] = False
-    rows: Array = possible[table.rows["problem"]]
-    return rows
 
 
 if __name__ == "__main__":

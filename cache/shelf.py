@@ -22,10 +22,10 @@ from filelock import FileLock, Timeout
 from ucudnn.cache.folder import read_frame, sync_folder, unique_name, write_file
 from ucudnn.cache.frame import framed
 from ucudnn.cache.image import to_image
-from ucudnn.cache.reader import Reader, Say
+from ucudnn.cache.reader import Reader, Say, Severity
 from ucudnn.cache.table import Table, stored_ns
 from ucudnn.cache.tabulate import merged, tabulate
-from ucudnn.cache.values import Entry
+from ucudnn.cache.values import LATEST_NS, Entry
 from ucudnn.measurement import Measurement, MeasurementKey
 
 _MANY_SEGMENTS = 64
@@ -106,9 +106,10 @@ class Shelf:
             CacheError: a number needs more than 64 bits; nothing was kept then.
         """
         self._tables()  # so that the newest entry is known, whatever clock stamped it
-        now = max(time_ns(), self._reader.newest_ns + 1)
+        # no later than a reader believes: another machine's clock may have been far ahead
+        now = min(max(time_ns(), self._reader.newest_ns + 1), LATEST_NS)
         table = tabulate(
-            entry if entry.stored_ns else replace(entry, stored_ns=now + index)
+            entry if entry.stored_ns else replace(entry, stored_ns=min(now + index, LATEST_NS))
             for index, entry in enumerate(entries)
         )
         waiting = table if self._pending is None else merged([self._pending, table])
@@ -131,7 +132,7 @@ class Shelf:
                     f"measurements cannot be written to {self.segments} ({error.strerror}) and "
                     f"are kept in memory until this process ends; set UCUDNN_CACHE to a folder "
                     f"with room that can be written",
-                    True,
+                    Severity.WRONG,
                 )
             return
         self._reader.note_own(name)
@@ -230,7 +231,8 @@ class Shelf:
 
     def _retire_compacted(self) -> None:
         frame = self._reader.base_frame
-        if frame is None:
+        # what stands there now may be newer, or somebody else's
+        if frame is None or read_frame(self.compacted) != frame:
             return
         moved = self.segments / unique_name(time_ns())
         with suppress(FileNotFoundError):

@@ -18,7 +18,8 @@ from typing import Any
 from ucudnn.cache.fields import FIELD_BY_NAME, FIELDS, entry_from_values
 from ucudnn.cache.folder import write_file
 from ucudnn.cache.values import Entry
-from ucudnn.errors import CacheError
+from ucudnn.errors import CacheError, shortened
+from ucudnn.files import parse_json
 
 FORMAT = "ucudnn-measurements"
 VERSION = 1
@@ -124,13 +125,13 @@ def _values(where: str, texts: Mapping[str, str]) -> dict[str, Any]:
             values[name] = text if field is None else field.kind.load(text)
         except ValueError:
             kind = field.type if field else "text"
-            raise CacheError(f"{where}: {name} must be {kind}, got {text!r}") from None
+            raise CacheError(f"{where}: {name} must be {kind}, got {shortened(text)!r}") from None
     return values
 
 
 def _from_json(path: Path, text: str) -> list[Entry]:
     try:
-        document = json.loads(text)
+        document = parse_json(text)
     except ValueError as error:
         raise CacheError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -156,4 +157,4 @@ def _entry(where: str, values: Mapping[str, Any]) -> Entry:
     try:
         return entry_from_values(values)
     except CacheError as error:
-        raise CacheError(f"{where}: {error}") from error
+        raise CacheError(f"{where}: {shortened(str(error))}") from error

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ucudnn.errors import CacheError
 from ucudnn.measurement import Device, Measurement, MeasurementKey
+
+LATEST_NS = 2**62  # in the year 2116: a later time was never read from a clock
 
 
 class CacheWarning(UserWarning):
@@ -20,11 +23,18 @@ class Entry:
         stored_ns: when it was stored, in ns since 1970 (UTC); of two for one key the later counts.
             0: not yet, it becomes the time at which it is put.
         device_uuid: product UUID of the very GPU it was taken on, "" where unknown; not in the key.
+
+    Raises:
+        CacheError: the time is before 1970 or after 2116.
     """
 
     measurement: Measurement
     stored_ns: int = 0
     device_uuid: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.stored_ns <= LATEST_NS:
+            raise CacheError(f"stored_ns must be from 0 to 2^62, got {self.stored_ns}")
 
 
 @dataclass(frozen=True, slots=True)

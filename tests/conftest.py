@@ -39,6 +39,17 @@ settings.register_profile(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long tests/fuzz goes on."""
+    group = parser.getgroup("ucudnn")
+    group.addoption(
+        "--mutations", type=int, default=60, help="of each kind of file (default: %(default)s)"
+    )
+    group.addoption(
+        "--mutation-seed", type=int, default=0, help="another one gives other mutations"
+    )
+
+
 def pytest_report_header() -> str:
     """Say which ucudnn is under test: the checkout's or an installed one."""
     spec = find_spec("ucudnn")

@@ -50,8 +50,10 @@ _FALLBACKS: dict[str, Any] = {
     "time_budget_s": None,
     "step_race": True,
 }
-# What tuning may cost is no part of what a plan is.
-_COSTS = ("effort", "time_budget_s", "step_race")
+# Fields that say where a process looks and what tuning may cost there, not what a plan is.
+_OF_THE_PROCESS = frozenset(
+    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race"}
+)
 
 
 def _default(name: str, compare: bool = True) -> Any:
@@ -160,7 +162,7 @@ class Config:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # the hash of a plan without a pool stays what it was before there were any
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
-        for name in ("cache", "device", "device_profile", *_COSTS, *pool):
+        for name in (*_OF_THE_PROCESS, *pool):
             del values[name]
         return {**values, "ops": list(self.ops)}
 
@@ -168,12 +170,13 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """Build a Config from JSON values, whatever the environment says.
 
-        Fields of later versions are left out, missing ones take their plain default.
+        Fields of later versions and those that `to_dict` leaves out are ignored, so that no file
+        names a folder to write to; missing ones take their plain default.
 
         >>> Config.from_dict(Config(policy="all").to_dict()).policy
         'all'
         """
-        known = {item.name for item in fields(cls)}
+        known = {item.name for item in fields(cls)} - _OF_THE_PROCESS
         given = {name: value for name, value in values.items() if name in known}
         return cls(**{**_FALLBACKS, **given})
 
@@ -217,7 +220,7 @@ def _positive(name: str, value: object) -> float | None:
             return None
         if isinstance(value, (int, float, str)) and value is not True and float(value) > 0:
             return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or an int beyond the range of a float
         pass
     raise ConfigError(f"{name} must be a number above 0 or None, got {value!r}")
 

@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+_LONGEST_QUOTE = 300
+
+
+def shortened(sentence: str) -> str:
+    """Cut the middle out of a sentence that quotes a long part of a file.
+
+    >>> len(shortened("got " + "9" * 5000)), shortened("got 9")
+    (300, 'got 9')
+    """
+    if len(sentence) <= _LONGEST_QUOTE:
+        return sentence
+    half = (_LONGEST_QUOTE - 5) // 2
+    return f"{sentence[: half + 1]} ... {sentence[-half:]}"
+
 
 class UcudnnError(Exception):
     """Base of every error that ucudnn raises on purpose."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ucudnn.errors import ConfigError, ProblemError
+from ucudnn.errors import ConfigError, ProblemError, shortened
 from ucudnn.problem import OPS, Problem
 
 _AXES = ("d", "h", "w")
@@ -68,7 +68,8 @@ def _problem(
     except (TypeError, ValueError):
         bad = [name for name in COLUMNS[1:] if not _is_int(row[name])]
         raise ConfigError(
-            f"{path} line {line}: every column but name holds an int; {bad[0]} is {row[bad[0]]!r}"
+            f"{path} line {line}: every column but name holds an int; "
+            f"{shortened(f'{bad[0]} is {row[bad[0]]!r}')}"
         ) from None
     axes = _AXES if value["d"] > 1 or value["kd"] > 1 else _AXES[1:]
     try:
@@ -87,7 +88,8 @@ def _problem(
             layout=layout,
         )
     except ProblemError as error:
-        raise ConfigError(f"{path} line {line} ({row['name']}): {error}") from error
+        reason = shortened(f"{row['name']}: {error}")
+        raise ConfigError(f"{path} line {line}, layer {reason}") from error
 
 
 def _is_int(text: str | None) -> bool:

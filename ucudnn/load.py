@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
+from ucudnn.files import parse_json
 from ucudnn.problem import OPS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def read_config(path: Path) -> Config:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config must be a JSON file with settings: {path}: {error}") from error
     known = {item.name for item in fields(Config)}

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
+from ucudnn.units import TOO_LARGE
 
 ROLES = ("alone", "first", "later")
 STATUSES = ("ok", "screened", "untimed", "failed")
+_TYPES = {"str": str, "bool": bool}
+
+
+def _require_fields(value: Any) -> None:
+    """Refuse a dataclass whose strings, numbers and flags are not of the types it declares."""
+    for item in fields(value):
+        given = getattr(value, item.name)
+        if item.type == "int":
+            _require_count(item.name, given)
+        elif not isinstance(given, _TYPES[str(item.type)]):
+            raise UcudnnError(f"{item.name} must be a {item.type}, got {given!r}")
+
+
+def _require_count(name: str, value: object) -> None:
+    if type(value) is not int or not 0 <= value < TOO_LARGE:
+        raise UcudnnError(f"{name} must be an int from 0 to 2^63 - 1, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +42,9 @@ class Device:
         memory_bytes: of a GPU, 0 on a CPU (its size does not change a time).
         power_limit_w: of a GPU, 0 on a CPU.
         mig: the MIG profile of a GPU, "" where there is none.
+
+    Raises:
+        UcudnnError: a value of another type, or a negative number.
     """
 
     type: str
@@ -34,6 +55,9 @@ class Device:
     memory_bytes: int = 0
     power_limit_w: int = 0
     mig: str = ""
+
+    def __post_init__(self) -> None:
+        _require_fields(self)
 
     def __str__(self) -> str:
         cores = f"{self.cores} cores" if self.cores else ""
@@ -51,6 +75,9 @@ class Software:
         cudnn: version of cuDNN, "" on a CPU.
         cuda: version of the CUDA runtime, "" on a CPU.
         driver: version of the NVIDIA driver, "" on a CPU.
+
+    Raises:
+        UcudnnError: a value of another type, or a negative number.
     """
 
     torch: str
@@ -58,6 +85,9 @@ class Software:
     cudnn: str = ""
     cuda: str = ""
     driver: str = ""
+
+    def __post_init__(self) -> None:
+        _require_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +102,9 @@ class Conditions:
         captured: inside a CUDA graph.
         ranks_per_device: processes that share the device.
         mps_percent: share of a GPU's processors that MPS grants, 100 without MPS.
+
+    Raises:
+        UcudnnError: a value of another type, or a negative number.
     """
 
     role: str = "alone"
@@ -82,6 +115,7 @@ class Conditions:
     mps_percent: int = 100
 
     def __post_init__(self) -> None:
+        _require_fields(self)
         if self.role not in ROLES:
             raise UcudnnError(f"role must be one of {', '.join(ROLES)}, got {self.role!r}")
 
@@ -122,6 +156,9 @@ class Measurement:
         error: relative error (L2) against a float64 reference, None where it was not measured.
         reason: why it failed, else "".
         notes: such as "kernel=onednn", the kernel that the framework picked.
+
+    Raises:
+        UcudnnError: an unknown status, a time that does not go with it, or a negative number.
     """
 
     key: MeasurementKey
@@ -139,3 +176,6 @@ class Measurement:
             raise UcudnnError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
         if (self.time_ns is not None) != (self.status in ("ok", "screened")):
             raise UcudnnError(f"time_ns={self.time_ns} does not go with status {self.status!r}")
+        numbers = (self.time_ns, self.spread_ns, self.workspace_bytes, *self.samples)
+        if min((number for number in numbers if number is not None), default=0) < 0:
+            raise UcudnnError(f"times and workspaces must not be negative, got {numbers}")

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ucudnn.config import Config
-from ucudnn.errors import PlanError, UcudnnError
-from ucudnn.files import write
+from ucudnn.errors import PlanError, UcudnnError, shortened
+from ucudnn.files import parse_json, write
 from ucudnn.forking import cached_property
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
+from ucudnn.units import TOO_LARGE
 
 FORMAT = "ucudnn-plan"
 # A plan is written in the first version that can hold it: 2 has slabs.
@@ -150,6 +151,10 @@ class KernelPlan:
 
     def __post_init__(self) -> None:
         _require_count("predicted_time_ns", self.predicted_time_ns)
+        for name in ("layers", "algorithms", "notes"):
+            _require_strings(name, getattr(self, name))
+        for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
+            _require_ints(name, rows)
         self._require_slabs()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
@@ -253,6 +258,9 @@ class Plan:
         conditions: threads, allocator and so on.
         config: the settings it was made with.
         backend: name of the backend that runs it.
+
+    Raises:
+        PlanError: the name of the backend is no string.
     """
 
     kernels: tuple[KernelPlan, ...]
@@ -261,6 +269,9 @@ class Plan:
     conditions: Conditions
     config: Config
     backend: str = "torch_cpu"
+
+    def __post_init__(self) -> None:
+        _require_strings("backend", (self.backend,))
 
     def split(self, problem: Problem) -> Split:
         """The split of a problem at its own batch, which may be any up to the planned one.
@@ -375,8 +386,8 @@ class Plan:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise PlanError(f"cannot read the plan {path}: {reason}") from error
         try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            document = parse_json(text)
+        except ValueError as error:
             raise PlanError(f"{path} is not a plan: it is not valid JSON ({error})") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise PlanError(f"{path} is not a plan: it has no field format={FORMAT!r}")
@@ -391,7 +402,9 @@ class Plan:
             return cls.from_dict(document)
         except (KeyError, TypeError, AttributeError, ValueError, UcudnnError) as error:
             detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise PlanError(f"{path} is a damaged plan: {detail}; make it anew") from error
+            raise PlanError(
+                f"{path} is a damaged plan: {shortened(detail)}; make it anew"
+            ) from error
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Plan:
@@ -409,7 +422,7 @@ class Plan:
             software=Software(**document["software"]),
             conditions=Conditions(**document["conditions"]),
             config=Config.from_dict(document["config"]),
-            backend=_string(document["backend"]),
+            backend=document["backend"],
         )
 
 
@@ -435,18 +448,26 @@ def _pairs(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
 def _strings(values: object) -> tuple[str, ...]:
     if not isinstance(values, list):
         raise PlanError(f"names must be a list, got {values!r}")
-    return tuple(_string(value) for value in values)
-
-
-def _string(value: object) -> str:
-    if not isinstance(value, str):
-        raise PlanError(f"a name must be a string, got {value!r}")
-    return value
+    return tuple(values)
 
 
 def _require_count(name: str, value: object) -> None:
-    if type(value) is not int or value < 0:
-        raise PlanError(f"{name} must be an int of at least 0, got {value!r}")
+    if type(value) is not int or not 0 <= value < TOO_LARGE:
+        raise PlanError(f"{name} must be an int from 0 to 2^63 - 1, got {value!r}")
+
+
+def _require_ints(name: str, rows: Iterable[Iterable[int]]) -> None:
+    for row in rows:
+        for value in row:
+            # a float or a bool that equals an int would pass comparisons and fail as an index
+            if type(value) is not int:
+                raise PlanError(f"{name} must hold ints, got {value!r}")
+
+
+def _require_strings(name: str, values: Iterable[str]) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise PlanError(f"{name} must hold strings, got {value!r}")
 
 
 def _sha256(value: Any) -> str:

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from ucudnn.errors import ProblemError
+from ucudnn.units import TOO_LARGE
 
 OPS = ("fprop", "dgrad", "wgrad")
 LAYOUTS = ("nchw", "nhwc")
@@ -260,14 +261,18 @@ def _pairs(padding: object, rank: int) -> tuple[tuple[int, int], ...]:
                 f"padding must be one (begin, end) pair per spatial axis, got {padding!r}"
             )
         for value in pair:
-            if type(value) is not int or value < 0:
-                raise ProblemError(f"padding must hold ints of at least 0, got {padding!r}")
+            if type(value) is not int or not 0 <= value < TOO_LARGE:
+                raise ProblemError(
+                    f"padding must hold ints of at least 0 and below 2^63, got {padding!r}"
+                )
     return tuple((begin, end) for begin, end in padding) or ((0, 0),) * rank
 
 
 def _require_positive(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
         raise ProblemError(f"{name} must be an int of at least 1, got {value!r}")
+    if value >= TOO_LARGE:
+        raise ProblemError(f"{name} must be below 2^63, got {value!r}")
 
 
 def _sizes(sizes: tuple[int, ...], squeeze: bool = False) -> str:

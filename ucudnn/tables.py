@@ -146,7 +146,8 @@ def kernel_table(kernel: KernelPlan) -> Table:
     table.add_column("batch", justify="right")
     table.add_column("split")
     table.add_column("")
-    rows = [(n, kernel.split(n)) for n in range(1, kernel.problem.batch + 1)]
+    every = range(1, kernel.problem.batch + 1)
+    rows = [(n, kernel.split(n)) for n in every if kernel.covers(n)]
     for lone, group in groupby(rows, lambda row: _lone_algorithm(kernel, row[0])):
         entries = list(group)
         if lone is not None and len(entries) > 1:

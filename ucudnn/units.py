@@ -6,6 +6,8 @@ import re
 
 from ucudnn.errors import ConfigError
 
+# Sizes of tensors, and the numbers in a cache, are 64-bit integers.
+TOO_LARGE = 2**63
 _BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _BYTES_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
@@ -23,16 +25,18 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
         name: what the value is called in the error message.
 
     Raises:
-        ConfigError: not a size, or negative.
+        ConfigError: not a size, negative, or of 2^63 bytes and more.
     """
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+    if isinstance(text, int) and not isinstance(text, bool) and 0 <= text < TOO_LARGE:
         return text
     match = _BYTES_PATTERN.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match[2].upper() not in _BYTES_PER_UNIT:
+    factor = _BYTES_PER_UNIT.get(match[2].upper()) if match else None
+    size = float(match[1]) * factor if match and factor else TOO_LARGE
+    if size >= TOO_LARGE:
         raise ConfigError(
             f"{name} must be a number of bytes such as 8388608, '64MiB' or '1.5GiB', got {text!r}"
         )
-    return int(float(match[1]) * _BYTES_PER_UNIT[match[2].upper()])
+    return int(size)
 
 
 def format_bytes(count: int) -> str:

@@ -1,10 +1,11 @@
-"""Damage: a bad file is named, set aside and given up; nothing else is, and no number is wrong."""
+"""Damage: a bad file is named, and set aside if it is a cache's; no number is wrong."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -79,14 +80,29 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-@pytest.mark.parametrize("victim", ["segment", "compacted"])
+# What nobody can tell from something that is not a cache's: a segment's name says that it is.
+ANYBODYS = {
+    "segment": ("folder", "symlink loop", "pipe"),
+    "compacted": ("empty", "all zero", "foreign HDF5", "folder", "symlink loop", "pipe"),
+}
+CASES = [(victim, damage) for victim in ANYBODYS for damage in DAMAGES]
+
+
+def damaged(segment: Path, victim: str, damage: str) -> tuple[Path, list[Measurement]]:
+    """Damage a file; its path, and the measurements of the other one."""
+    path, safe = (segment, OLD) if victim == "segment" else (root_of(segment) / "cpu-one.h5", NEW)
+    DAMAGES[damage](path)
+    return path, safe
+
+
+@pytest.mark.parametrize(
+    ("victim", "damage"), [case for case in CASES if case[1] not in ANYBODYS[case[0]]]
+)
 def test_damage_is_named_once_and_costs_that_file_alone(
-    damage: Callable[[Path], None], victim: str, segment: Path
+    victim: str, damage: str, segment: Path
 ) -> None:
     root = root_of(segment)
-    path, safe = (segment, OLD) if victim == "segment" else (root / "cpu-one.h5", NEW)
-    damage(path)
+    path, safe = damaged(segment, victim, damage)
     with caches.open(root, "r") as cache:
         with pytest.warns(CacheWarning) as caught:
             assert texts(cache) == texts(safe)
@@ -111,14 +127,86 @@ def test_damage_is_named_once_and_costs_that_file_alone(
         assert texts(cache) == texts(SAMPLES)
 
 
-def test_a_folder_of_segments_that_is_none_is_set_aside(tmp_path: Path) -> None:
-    (tmp_path / "cpu-one.h5.d").symlink_to("cpu-one.h5.d")
-    with caches.open(tmp_path) as cache:
-        with pytest.warns(CacheWarning, match="it is not a folder"):
+def identity(path: Path) -> tuple[int, ...]:
+    """Something that changes when a file is replaced, moved or written."""
+    found = path.lstat()
+    return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns
+
+
+@pytest.mark.parametrize(
+    ("victim", "damage"), [case for case in CASES if case[1] in ANYBODYS[case[0]]]
+)
+def test_what_may_be_anybodys_is_named_and_left(victim: str, damage: str, segment: Path) -> None:
+    root = root_of(segment)
+    path, safe = damaged(segment, victim, damage)
+    before = identity(path)
+    with caches.open(root) as cache:
+        with pytest.warns(CacheWarning, match="left as it is") as caught:
+            assert texts(cache) == texts(safe)
+        assert len(caught) == 1
+        assert str(path) in str(caught[0].message)
+        cache.put(SAMPLES)
+        report = cache.check(fix=True)
+        assert not report.fixed
+        assert [str(path) in problem for problem in report.problems] == [True]
+        cache.prune({"protocol": 99})
+    assert identity(path) == before
+    assert not list(root.rglob("*.damaged-*"))
+    with pytest.warns(CacheWarning, match="left as it is"), caches.open(root) as cache:
+        assert texts(cache) == texts(SAMPLES)
+
+
+def test_a_users_own_files_in_the_folder_are_named_and_left(segment: Path) -> None:
+    root = root_of(segment)
+    own = [root / "train.h5", segment.parent / "data.h5", segment.parent / ".new-idea"]
+    for path in own:
+        write_foreign(path)
+        os.utime(path, (1, 1))
+    (root / "notes.damaged-by-water").write_text("mine")
+    before = [(identity(path), path.read_bytes()) for path in own]
+    names = sorted(root.iterdir())  # the lock is one of them
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with caches.open(root) as cache:
+            assert texts(cache) == texts(SAMPLES)
             cache.put(OLD)
-        assert cache.check().clean
-    with caches.open(tmp_path) as cache:
-        assert texts(cache) == texts(OLD)
+            cache.merge(root)
+            report = cache.check(fix=True)
+            cache.prune({"status": "failed"})
+    assert not report.fixed
+    said = [str(one.message) for one in caught]
+    for path in own[:2]:
+        assert any(str(path) in sentence for sentence in said)
+        assert any(str(path) in sentence for sentence in (*report.notes, *report.problems))
+    assert [(identity(path), path.read_bytes()) for path in own] == before
+    assert sorted(root.iterdir()) == names
+
+
+def test_a_file_that_took_the_place_of_ours_is_not_moved(segment: Path) -> None:
+    """Another process may have read X.h5 before somebody replaced it."""
+    root = root_of(segment)
+    with caches.open(root) as cache:
+        assert len(cache) == len(SAMPLES)
+        swap_with(write_foreign)(root / "cpu-one.h5")
+        foreign = (root / "cpu-one.h5").read_bytes()
+        cache.put(OLD)
+        with pytest.warns(CacheWarning, match="left as it is"):
+            cache.close()
+    assert (root / "cpu-one.h5").read_bytes() == foreign
+
+
+def test_something_in_place_of_the_folder_of_segments_is_left(tmp_path: Path) -> None:
+    (tmp_path / "cpu-one.h5.d").symlink_to("cpu-one.h5.d")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with caches.open(tmp_path) as cache:
+            cache.put(OLD)
+            assert texts(cache) == texts(OLD)
+    said = [str(one.message) for one in caught]
+    assert "is not a folder: it was left as it is; move it elsewhere" in said[0]
+    assert "are kept in memory" in said[1]
+    assert len(said) == 2
+    assert (tmp_path / "cpu-one.h5.d").is_symlink()
 
 
 def test_what_was_read_before_the_damage_is_written_again(segment: Path) -> None:
@@ -230,7 +318,7 @@ def test_salvaging_ends_when_its_time_is_up(segment: Path) -> None:
 
 
 def test_leftovers_of_killed_writers_are_noted_and_removed_when_old(segment: Path) -> None:
-    young, old = (segment.parent / f".new-{name}" for name in ("young", "old"))
+    young, old = (segment.parent / f".new-{name}" for name in ("7-0123abcd", "8-0123abcd"))
     for path in (young, old):
         path.write_bytes(b"half a fi")
     os.utime(old, (1, 1))

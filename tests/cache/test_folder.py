@@ -16,7 +16,8 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn import testing
-from ucudnn.cache import CacheWarning, hdf5, reader, shelf
+from ucudnn.cache import CacheWarning, Entry, hdf5, reader, shelf
+from ucudnn.cache.values import LATEST_NS
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Device, Measurement
 
@@ -355,3 +356,15 @@ def test_a_clock_that_runs_behind_does_not_hide_what_is_put(
         cache.put([newer])
     with caches.open(tmp_path) as cache:
         assert cache.get(newer.key) == newer
+
+
+def test_a_clock_far_ahead_hides_nothing_and_stops_nobody(tmp_path: Path) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put_entries([Entry(MEASUREMENTS[0], LATEST_NS - 1)])
+    newer = [replace(one, notes=("newer",)) for one in MEASUREMENTS]
+    with caches.open(tmp_path) as cache:
+        cache.put(newer)
+        cache.put(newer[1:])
+    with caches.open(tmp_path) as cache:
+        assert texts(cache) == texts(newer)
+        assert cache.check().clean

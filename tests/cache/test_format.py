@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,12 @@ import numpy as np
 import pytest
 
 from ucudnn import cache as caches
+from ucudnn import testing
 from ucudnn.cache import CacheWarning
 from ucudnn.cache.frame import FRAME_BYTES, framed, verify
+from ucudnn.cache.records import PROBLEM_ROW, problem_from_row, problem_row, problem_rows
+from ucudnn.cache.validity import possible_problems
+from ucudnn.errors import ProblemError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -229,6 +235,124 @@ def test_sound_bytes_with_senseless_tables_are_set_aside(
             assert cache.get(KEYS[0]) is None
         assert cache.check().clean
     assert len(list(file.parent.glob("*.damaged-*"))) == 1
+
+
+def claims(name: str, **storage: Any) -> Callable[[h5py.File], None]:
+    """A table in place of another one, of which nothing or little is in the file."""
+
+    def change(file: h5py.File) -> None:
+        kind = storage.pop("dtype", file[name].dtype)
+        del file[name]
+        file.create_dataset(name, dtype=kind, **storage)
+
+    return change
+
+
+def linked(link: Any) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        del file["samples"]
+        file["samples"] = link
+
+    return change
+
+
+def repeated_text(file: h5py.File) -> None:
+    """One long text, to which every row refers."""
+    file["algorithms"][0] = "a" * 20_000
+    reference = file["algorithms"].id.get_offset()
+    path = Path(file.filename)
+    file.flush()
+    data = bytearray(path.read_bytes())
+    data[reference + 16 : reference + 32] = data[reference : reference + 16]
+    file.close()
+    path.write_bytes(data)
+
+
+def twice_compressed(file: h5py.File) -> None:
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_chunk((10**6,))
+    for _ in range(2):
+        properties.set_deflate(9)
+    del file["samples"]
+    kind, space = h5py.h5t.NATIVE_INT64, h5py.h5s.create_simple((10**6,))
+    dataset = h5py.h5d.create(file.id, b"samples", kind, space, properties)
+    dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.zeros(10**6, "i8"))
+
+
+def shared_samples(file: h5py.File) -> None:
+    for column, value in (("samples", len(file["samples"])), ("first_sample", 0)):
+        set_column(column, "measurements", value)(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (claims("samples", shape=(10**12,), chunks=(1 << 16,), compression="gzip"), "claims more"),
+        (claims("samples", shape=(10**12,)), "claims more"),
+        (claims("problems", shape=(10**9,), chunks=(1 << 10,), shuffle=True), "claims more"),
+        (claims("algorithms", shape=(10**9,), chunks=(1 << 10,)), "claims more"),
+        (claims("samples", data=np.zeros(10**6, "i8"), compression="gzip"), "claims more"),
+        (claims("samples", data=np.zeros(9, "i8"), chunks=(9,), fletcher32=True), "claims more"),
+        (
+            claims("samples", shape=(64,), dtype="i1", external=[("/dev/zero", 0, 64)]),
+            "claims more",
+        ),
+        (twice_compressed, "claims more"),
+        (repeated_text, "algorithms claims more"),
+        (shared_samples, "do not fit together"),
+        (linked(h5py.ExternalLink("/dev/null", "x")), "no table samples"),
+        (linked(h5py.SoftLink("/samples")), "no table samples"),
+        (lambda file: [file.pop("samples"), file.create_group("samples")], "samples is no table"),
+        (claims("reasons", data=np.zeros(9, "i8"), dtype="i8"), "reasons holds no texts"),
+        (claims("notes", data=[b"[" * 900] * 9), "nested deeper than 32 levels"),
+        (claims("notes", data=[b"[[1]]"] * 9), "no table of measurements"),
+        (set_column("time_ns", "measurements", -5), "an entry that cannot be"),
+        (set_column("time_ns", "measurements", 1.5), "time_ns holds something else"),
+        (set_column("workspace_bytes", "measurements", np.uint64(2**63)), "are too large"),
+        (set_column("stored_ns", "measurements", 2**62 + 1), "an entry that cannot be"),
+        (set_column("status", "measurements", b"failed"), "an entry that cannot be"),
+        (set_column("groups", "problems", 2), "an entry that cannot be"),
+        (set_column("batch", "problems", 0), "an entry that cannot be"),
+        (set_column("out_channels", "problems", 2**62), None),
+    ],
+)
+def test_no_table_is_larger_than_its_file_or_holds_what_cannot_be(
+    file: Path, change: Callable[[h5py.File], None], reason: str | None
+) -> None:
+    edit(file, change)
+    tracemalloc.start()
+    try:
+        with caches.open(file.parent, "r") as cache:
+            if reason is None:  # an odd size that a convolution may have
+                assert len(list(cache)) == len(KEYS)
+                return
+            with pytest.warns(CacheWarning, match=reason):
+                assert not list(cache)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 * file.stat().st_size
+
+
+def test_rows_are_possible_where_problems_are() -> None:
+    """The rule for a million rows against the constructor, for sizes around every limit."""
+    chance = random.Random(0)
+    problems = [one.key.problem for one in testing.sample_measurements(50)]
+    rows = np.repeat(problem_rows(problems), 40)
+    sizes = (*range(-1, 8), 2**31 - 1, 2**31, 2**32 + 1, 2**62, 2**63 - 1)
+    numbers = [name for name in PROBLEM_ROW.names or () if PROBLEM_ROW[name].base.kind == "i"]
+    for index in range(len(rows)):
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            cells = rows[chance.choice(numbers)][index : index + 1].reshape(-1)
+            cells[chance.randrange(len(cells))] = chance.choice(sizes)
+    wanted = []
+    for row in rows:
+        try:
+            wanted.append(problem_row(problem_from_row(row)) == row.tobytes())
+        except ProblemError:
+            wanted.append(False)
+    assert possible_problems(rows).tolist() == wanted
+    assert 100 < sum(wanted) < len(wanted) - 100
 
 
 def test_the_checksum_is_the_documented_one(file: Path) -> None:

@@ -121,6 +121,8 @@ def test_what_an_older_version_lacks_gets_its_default(file: Path) -> None:
         ("status", "guessed", "status must be one of ok, screened, untimed, failed, got 'guessed'"),
         ("problem.op", "conv", "op must be one of fprop, dgrad, wgrad, got 'conv'"),
         ("status", "failed", "time_ns=1500 does not go with status 'failed'"),
+        ("stored_ns", str(2**62 + 1), "stored_ns must be"),
+        ("problem.batch", str(2**63), "batch must be"),
         ("device.l2_bytes", "5", "its key has the unknown field device.l2_bytes"),
     ],
 )
@@ -167,6 +169,10 @@ def test_a_missing_value_is_named(file: Path) -> None:
         ("x.json", b"[]", "no format='ucudnn-measurements'"),
         ("x.json", b'{"format": "ucudnn-measurements", "version": 2}', "format version 2"),
         ("x.json", b'{"format": "ucudnn-measurements", "version": 1}', "a list of objects"),
+        ("x.json", b"[" * 100_000, "nested deeper than 32 levels"),
+        ("x.csv", b"problem.op,notes\nfprop," + b"[" * 5000, "line 2: notes must be tuple[str"),
+        ("x.csv", b"problem.op,time_ns\nfprop," + b"9" * 5000, "line 2: time_ns must be int"),
+        ("x.csv", b"problem.op,status\nfprop," + b"x" * 200_000, "line 2: field larger than"),
     ],
 )
 def test_another_file_is_refused(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
@@ -174,6 +180,7 @@ def test_another_file_is_refused(name: str, content: bytes, reason: str, tmp_pat
     with pytest.raises(CacheError) as error:
         imported(tmp_path / name)
     assert reason in str(error.value)
+    assert len(str(error.value)) < 1000 + len(str(tmp_path))
 
 
 def test_files_that_cannot_be_reached_are_named(tmp_path: Path) -> None:

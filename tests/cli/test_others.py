@@ -6,8 +6,12 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import torch
+
+from ucudnn import cache as caches
+from ucudnn import testing
 
 
 def test_doctor_says_what_a_plan_depends_on(ucudnn, tmp_path):
@@ -123,3 +127,15 @@ def test_a_damaged_cache_is_said_and_put_right(ucudnn, table, tmp_path):
         again = ucudnn(*arguments, "--cache", tmp_path / "cache")
         assert json.loads(again.out)["kernels"] == 1
         assert ucudnn("cache", "check", "--cache", tmp_path / "cache").status == 0
+
+
+def test_a_name_that_no_terminal_can_show_is_printed_all_the_same(ucudnn, tmp_path):
+    one = testing.sample_measurements(2)[1]
+    odd = replace(
+        one, key=replace(one.key, device=replace(one.key.device, name="half \ud800 of it"))
+    )
+    with caches.open(tmp_path) as cache:
+        cache.put([odd])
+    found = ucudnn("cache", "info", "--cache", tmp_path)
+    assert found.status == 0, found.err
+    assert "half \\ud800 of it" in found.out

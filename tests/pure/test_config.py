@@ -172,3 +172,9 @@ def test_json_round_trip_leaves_out_the_cache_which_names_a_host() -> None:
 
 def test_fields_of_later_versions_are_left_out() -> None:
     assert Config.from_dict({**Config(policy="all").to_dict(), "colour": "red"}).policy == "all"
+
+
+def test_a_file_does_not_say_where_this_process_writes() -> None:
+    hostile = {"cache": "elsewhere", "device_profile": "x", "device": "y", "time_budget_s": 1}
+    config = Config.from_dict({**Config().to_dict(), **hostile})
+    assert [getattr(config, name) for name in hostile] == [None] * 4

@@ -52,6 +52,31 @@ def test_refuses_an_unknown_status() -> None:
         Measurement(KEY, "slow", time_ns=1)
 
 
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("device", {"cores": -1}),
+        ("device", {"cores": 2.0}),
+        ("device", {"cores": 2**63}),
+        ("device", {"name": None}),
+        ("software", {"torch": ["2.13"]}),
+        ("conditions", {"captured": 1}),
+        ("conditions", {"threads": True}),
+    ],
+)
+def test_refuses_values_of_another_type(part: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(UcudnnError, match=f"{next(iter(changes))} must be"):
+        replace(getattr(KEY, part), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"time_ns": -1}, {"spread_ns": -1}, {"samples": (5, -1)}, {"workspace_bytes": -1}]
+)
+def test_refuses_negative_numbers(changes: dict[str, Any]) -> None:
+    with pytest.raises(UcudnnError, match="must not be negative"):
+        Measurement(KEY, "ok", **{"time_ns": 1, **changes})
+
+
 def test_refuses_an_unknown_role() -> None:
     with pytest.raises(UcudnnError, match="role must be one of alone, first, later, got 'last'"):
         Conditions(role="last")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,6 +120,28 @@ def test_other_batches_are_refused(batch: int) -> None:
 )
 def test_a_table_without_a_split_of_every_batch_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="the plan of fprop conv2d"):
+        kernel(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"alone": (1, 0, -1, -1, 1.0)},
+        {"alone": (1, 0, -1, -1, True)},
+        {"alone": (1, 0, -1, -1, None)},
+        {"last": ((1, 2), (2, 1), (1, 2), (2, 1), (1.0, 2))},
+        {"last": ((1, 2), (2, 1), (1, 2), (2, True), (1, 2))},
+        {"slabs": ((7, 1.0),)},
+        {"algorithms": ("torch_default", "onednn", 3)},
+        {"layers": (None,)},
+        {"notes": (["kernel=onednn"],)},
+        {"predicted_time_ns": 2**63},
+        {"predicted_time_ns": 800.0},
+    ],
+    ids=str,
+)
+def test_values_of_another_type_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=f"{next(iter(changes))} must"):
         kernel(**changes)
 
 
@@ -350,6 +373,7 @@ NOT_PLANS = [
     (b'{"format": "other"}', "is not a plan: it has no field format='ucudnn-plan'"),
     (b"null", "is not a plan: it has no field format"),
     (b"[" * 100_000, "is not a plan: it is not valid JSON"),
+    (b'{"format": "ucudnn-plan", "deep": ' + b"[" * 50 + b"]" * 50 + b"}", "deeper than 32 levels"),
     (b'{"format": "ucudnn-plan"}', "is a plan of format version None, this ucudnn reads 1 and 2"),
 ]
 
@@ -414,6 +438,12 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "layers of another type": lambda document: first(document).update(layers="stem"),
     "a layer of another type": lambda document: first(document).update(layers=[3]),
     "a backend of another type": lambda document: document.update(backend=3),
+    "a device of another type": lambda document: document["device"].update(name=3),
+    "a number of cores of another type": lambda document: document["device"].update(cores=2.0),
+    "versions of another type": lambda document: document["software"].update(torch=["2.13"]),
+    "a flag of another type": lambda document: document["conditions"].update(captured=1),
+    "an endless limit": lambda document: document["config"].update(workspace_limit="9" * 400),
+    "an error beyond all floats": lambda document: document["config"].update(max_error=10**400),
     "an unknown role": lambda document: document["conditions"].update(role="last"),
 }
 
@@ -430,6 +460,20 @@ def test_a_damaged_file_is_refused(
     path = rewritten(tmp_path, damage)
     with pytest.raises(PlanError, match=r"a\.plan\.json is a damaged plan: .*; make it anew"):
         Plan.load(path)
+
+
+def test_a_signed_value_of_another_type_is_refused_in_a_short_sentence(tmp_path: Path) -> None:
+    """As by one who works out the checksum, too."""
+
+    def change(document: dict[str, Any]) -> None:
+        document["device"]["name"] = list(range(10_000))
+        rest = {name: value for name, value in document.items() if name != "checksum"}
+        text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+        document["checksum"] = hashlib.sha256(text.encode()).hexdigest()
+
+    with pytest.raises(PlanError, match="name must be a str, got") as caught:
+        Plan.load(rewritten(tmp_path, change))
+    assert len(str(caught.value)) < 500 + len(str(tmp_path))
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:

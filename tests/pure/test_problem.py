@@ -142,6 +142,8 @@ REFUSED = [
     ({"math": "fast"}, "math must be one of strict, tf32, got 'fast'"),
     ({"batch": 0}, "batch must be an int of at least 1, got 0"),
     ({"batch": -4}, "batch must be an int of at least 1, got -4"),
+    ({"batch": 2**63}, "batch must be below 2\\^63, got 9223372036854775808"),
+    ({"padding": ((0, 0), (0, 2**63))}, "padding must hold ints of at least 0 and below 2\\^63"),
     ({"batch": True}, "batch must be an int of at least 1, got True"),
     ({"batch": 4.0}, r"batch must be an int of at least 1, got 4\.0"),
     ({"batch": "4"}, "batch must be an int of at least 1, got '4'"),

@@ -36,9 +36,12 @@ def test_reads_every_number_of_bytes_exactly(count: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "MiB", "-1", "-1MiB", "64MB", "64 M", "1,5GiB", "1e6", "nan", "inf", "64MiB each"],
+    [
+        *("", "MiB", "-1", "-1MiB", "64MB", "64 M", "1,5GiB", "1e6", "nan", "inf", "64MiB each"),
+        *(2**63, "8589934592 GiB", "9" * 400),
+    ],
 )
-def test_refuses_other_text(text: str) -> None:
+def test_refuses_other_text(text: int | str) -> None:
     with pytest.raises(ConfigError, match="workspace must be a number of bytes such as") as caught:
         parse_bytes(text, "workspace")
     assert repr(text) in str(caught.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from io import TextIOWrapper
 
 import typer
 
@@ -43,6 +45,9 @@ def main() -> None:
     Exit status: 0 done, 1 the answer is no, 2 wrong usage, 3 the environment does not allow it,
     130 interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # files may hold names that no terminal can show
+            stream.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show_warning

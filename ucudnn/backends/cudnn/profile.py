@@ -11,6 +11,7 @@ from pathlib import Path
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.constants import DEVICELESS_SINCE, Attribute, Kind
 from ucudnn.errors import ConfigError, UnsupportedError
+from ucudnn.files import parse_json
 
 # As cuDNN writes them; it may write others too.
 _COUNTS = (
@@ -70,7 +71,7 @@ class DeviceProfile:
             ConfigError: as for `load`.
         """
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
         except ValueError as error:
             raise ConfigError(f"the device profile {source} is no JSON: {error}") from None
         if not isinstance(fields, dict):
