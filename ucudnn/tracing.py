@@ -10,7 +10,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from ucudnn.backends.original import tf32_allowed
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
 from ucudnn.errors import ConfigError, ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
+from ucudnn.snapshot import unchanged
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -107,14 +107,17 @@ def trace_layers(
     names = {id(module): name for name, module in model.named_modules()}
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     for inputs in several:
-        with _attributes_kept(model), _module_names(recorder, names):
-            _trace_one(model, inputs, recorder, real)
+        # tensors that a model keeps outside its parameters and buffers are made fake on the way
+        fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        with unchanged(model, fake_mode), _module_names(recorder, names):
+            _trace_one(model, inputs, recorder, fake_mode)
     return Traced(recorder.layers, frozenset(recorder.biased))
 
 
-def _trace_one(model: nn.Module, inputs: Any, recorder: _Recorder, real: bool) -> None:
-    # tensors that a model keeps outside its parameters and buffers are made fake on the way
-    fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+def _trace_one(
+    model: nn.Module, inputs: Any, recorder: _Recorder, fake_mode: FakeTensorMode | None
+) -> None:
+    real = fake_mode is None
     if not real:
         _let_hooks_fail(model)
     try:
@@ -179,26 +182,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, (tuple, list)):
         return [tensor for branch in tree for tensor in _tensors(branch)]
     return []
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back what forward assigns to a module, which would be fake tensors here."""
-    modules = list(model.modules())
-    holders = [vars(module) for module in modules]
-    # the same containers with what was in them: handles of hooks, for one, refer to their dict
-    held = [value for holder in holders for value in holder.values()]
-    containers = [*holders, *(value for value in held if isinstance(value, (dict, list, set)))]
-    before = [copy(container) for container in containers]
-    try:
-        yield
-    finally:
-        for container, contents in zip(containers, before, strict=True):
-            container.clear()
-            if isinstance(container, list):
-                container.extend(contents)
-            else:
-                container.update(contents)
 
 
 def _let_hooks_fail(model: nn.Module) -> None:
@@ -299,15 +282,11 @@ def _module_names(recorder: _Recorder, names: dict[int, str]) -> Iterator[None]:
         del module, inputs, output
         recorder.modules.pop()
 
-    handles = (
+    with (
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave, always_call=True),
-    )
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def problem_of(
