@@ -49,10 +49,10 @@ def trace(
 ) -> list[Problem]:
     """List every convolution that one training step would compute, in order, without computing it.
 
-    Runs the model on fake tensors: no memory, no device; parameters, buffers, attributes and
-    torch's random state are as before. Hooks see the fake tensors; one that needs values is left
-    out with a warning. A model none of whose parameters or inputs requires a gradient has no
-    backward problems.
+    Runs the model on fake tensors: no memory, no device; parameters, buffers, gradients, torch's
+    random state and whatever else forward stores, wherever it does, are as before. Hooks see the
+    fake tensors; one that needs values is left out with a warning. A model none of whose parameters
+    or inputs requires a gradient has no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
@@ -63,12 +63,14 @@ def trace(
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
             of such for several input sizes.
         real: compute one step on the tensors themselves, for a model whose course depends on
-            values; gradients, buffers and random state are as before.
+            values; all is as before but what forward stores in globals or in tensors that are no
+            parameters, buffers or inputs.
         device_type: "cpu" or "cuda": layouts and TF32 as torch has them there; default: where the
             tensors are.
 
     Raises:
-        ConfigError: the model does not accept the inputs.
+        ConfigError: the model does not accept the inputs, or keeps fake tensors where what was
+            there before cannot be put back.
     """
     traced = trace_layers(model, example_inputs, real=real, device_type=device_type)
     return [problem for _, problem in traced.layers]
@@ -142,7 +144,8 @@ def _step(
     model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode | None, backward: bool
 ) -> None:
     def own(tensor: Tensor) -> Tensor:
-        copied = tensor.detach().clone() if fake_mode is None else fake_mode.from_tensor(tensor)
+        alone = tensor.detach()
+        copied = alone.clone() if fake_mode is None else fake_mode.from_tensor(alone)
         return copied.detach().requires_grad_(tensor.requires_grad)
 
     def share(tensor: Tensor) -> Tensor:
