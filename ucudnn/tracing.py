@@ -144,8 +144,7 @@ def _step(
     model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode | None, backward: bool
 ) -> None:
     def own(tensor: Tensor) -> Tensor:
-        alone = tensor.detach()
-        copied = alone.clone() if fake_mode is None else fake_mode.from_tensor(alone)
+        copied = tensor.detach().clone() if fake_mode is None else fake_mode.from_tensor(tensor)
         return copied.detach().requires_grad_(tensor.requires_grad)
 
     def share(tensor: Tensor) -> Tensor:

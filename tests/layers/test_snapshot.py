@@ -8,6 +8,7 @@ import gc
 import pickle
 import sys
 from types import FunctionType
+from typing import ClassVar
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ COUNTER = collections.Counter()
 class Frozen(collections.OrderedDict):
     """A configuration that refuses changes by whatever method."""
 
-    def _refuse(self, *args, **kwargs):
-        raise Exception(f"a {type(self).__name__} cannot be changed")
+    def _refuse(self, *_, **__):
+        raise Exception("this configuration cannot be changed")  # noqa: TRY002 - as diffusers does
 
     clear = pop = popitem = setdefault = update = __delitem__ = _refuse
 
@@ -66,8 +67,8 @@ class Slots:
 class Keeper(nn.Module):
     """Keeps its outputs in every place there is, and adds what it finds to the next one."""
 
-    shared = None
-    table = {}
+    shared: ClassVar = None
+    table: ClassVar = {}
 
     def __init__(self):
         super().__init__()
@@ -84,7 +85,7 @@ class Keeper(nn.Module):
             y = y + self.average.detach()
         self.calls += 1
         self.average = y.detach().clone()
-        self.register_buffer("late", y)
+        self.register_buffer("late", y.detach().clone())
         self.nested["list"].append(y)
         self.nested["deque"].extend([y, y])
         self.nested["new"] = {"y": (y,)}
@@ -219,7 +220,7 @@ def test_interrupted_anywhere_in_putting_back():
 
 
 def lines_put_back(model: nn.Module, x: torch.Tensor, stop_at: int | None) -> int:
-    """Trace; raise KeyboardInterrupt at one of the lines that put state back. How many there are."""
+    """Trace, interrupt one of the lines that put state back, and count them."""
     count = 0
 
     def on_line(frame, event, arg):

@@ -135,7 +135,8 @@ class Campaign:
             PlanError: no plan of some kernel fits the workspace limit, or all plans the pool.
         """
         try:
-            with torch.no_grad():
+            # function modes such as `with torch.device("meta")` act on what makes operands
+            with torch.no_grad(), torch._C.DisableTorchFunction():
                 if not isinstance(self._sessions[0].backend, RecordedBackend):
                     self._spread(map(self._look, self._layers))
                     for session in self._sessions:  # whichever tunes a kernel, it knows of the look

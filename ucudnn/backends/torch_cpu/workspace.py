@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
-from ucudnn.errors import UnsupportedError
+from ucudnn.errors import BusyError
 from ucudnn.problem import Problem
 
 
@@ -27,9 +27,12 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
     >>> import torch
     >>> allocated_peak_bytes(lambda: torch.ones(1 << 20).add(1).sum()) // (1 << 20)
     8
+
+    Raises:
+        BusyError: torch's profiler is in use.
     """
     if torch._C._autograd._profiler_enabled():  # there is one per process, and it is the user's
-        raise UnsupportedError(
+        raise BusyError(
             "workspace is measured with torch's profiler, which is in use; tune outside it"
         )
     with profile(use_kineto=True, profile_memory=True, use_cpu=True) as profiler:
