@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends.original import tf32_allowed
@@ -34,6 +34,8 @@ _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 # Their fake kernels forget channels-last, which the real ones keep (torch 2.13).
 _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad3d.default)
+# Its fake kernel gives an axis of one element another stride, by which torch picks a layout.
+_VIEW = torch.ops.aten.view.default
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # A transposed convolution is the gradient of one: its forward pass computes dgrad, and so on.
 _TRANSPOSED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
@@ -241,6 +243,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _PADS:
             return result.contiguous(memory_format=suggest_memory_format(args[0]))
+        if func is _VIEW and 1 in result.shape:
+            return result.as_strided(result.shape, _strides_of_view(args[0], result.shape))
         return result
 
     def _problem(self, which: str, x: Tensor, w: Tensor, geometry: list[Any]) -> Problem | None:
@@ -270,6 +274,11 @@ class _Recorder(TorchDispatchMode):
             problem = self._problem(which, x, w, geometry)
             if wanted and which in self.passes and problem is not None:
                 self.layers.append((name, problem))
+
+
+def _strides_of_view(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    with _disable_current_modes():
+        return torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
 
 
 @contextmanager
