@@ -33,6 +33,10 @@ class UnsupportedError(UcudnnError):
     """A valid problem that this backend or this algorithm cannot compute."""
 
 
+class BusyError(UcudnnError):
+    """Nothing can be measured at the moment, for a reason that passes; nothing is noted of it."""
+
+
 class CacheError(UcudnnError):
     """A measurement cache that cannot be read or written."""
 

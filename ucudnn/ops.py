@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 from ucudnn.backends import AbstractBackend, open_backend, original
 from ucudnn.backends.tensors import memory_format, strides_of
 from ucudnn.config import Config
-from ucudnn.errors import PlanError, UnsupportedError
+from ucudnn.errors import BusyError, PlanError, UcudnnError, UnsupportedError
 from ucudnn.execute import Call, as_kernel, build
 from ucudnn.forking import ForkSafeLock
 from ucudnn.plan import Plan
@@ -238,7 +238,11 @@ class Runner:
             if self._tuning:  # what tuning itself computes is torch's own
                 return None
             if which not in calls:
-                calls[which] = as_kernel(self._bind, problem, has_bias)
+                try:
+                    calls[which] = as_kernel(self._bind, problem, has_bias)
+                except BusyError as error:  # the next call tries again
+                    self._warn(problem, f"{error}: torch's own convolution computes it until then")
+                    return None
             return calls[which]
 
     def _bind(self, problem: Problem, has_bias: bool) -> Call | None:
@@ -286,11 +290,7 @@ class Runner:
         self._tune(problem, has_bias)
 
     def _tune(self, problem: Problem, has_bias: bool) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise PlanError(
-                f"{problem} has no plan, and cannot be tuned while a CUDA graph is captured; run "
-                f"the model once before, or set unplanned='torch'"
-            )
+        _require_idle(problem)
         # a child forked from now on, where nobody tunes, keeps this and torch's own convolution
         self._tuning = True
         try:
@@ -298,10 +298,33 @@ class Runner:
 
             biased = [problem] if has_bias else []
             tuned = tune_problems([("", problem)], self.config, biased=biased)
+        except BusyError:
+            raise
+        except (UcudnnError, OSError, RuntimeError) as error:  # which must not end a training step
+            self._warn(
+                problem,
+                f"torch's own convolution computes {problem}, because tuning failed: {error}",
+            )
+            return
         finally:
             self._tuning = False
         kernels = (*self.plan.kernels, *tuned.kernels) if self.plan else tuned.kernels
         self._follow(replace(self.plan or tuned, kernels=kernels))
+
+
+def _require_idle(problem: Problem) -> None:
+    """Refuse to tune what would get into somebody's recording.
+
+    Raises:
+        BusyError: a CUDA graph is captured or torch's profiler runs.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        what = "a CUDA graph is captured"
+    elif torch._C._autograd._profiler_enabled():
+        what = "torch's profiler runs"
+    else:
+        return
+    raise BusyError(f"{problem} has no plan and cannot be tuned while {what}")
 
 
 @untraced

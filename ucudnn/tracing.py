@@ -10,7 +10,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -26,18 +25,21 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends.original import tf32_allowed
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
 from ucudnn.errors import ConfigError, ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
+from ucudnn.snapshot import unchanged
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 # Their fake kernels forget channels-last, which the real ones keep (torch 2.13).
 _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad3d.default)
+# Its fake kernel gives an axis of one element another stride, by which torch picks a layout.
+_VIEW = torch.ops.aten.view.default
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # A transposed convolution is the gradient of one: its forward pass computes dgrad, and so on.
 _TRANSPOSED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
@@ -53,10 +55,10 @@ def trace(
 ) -> list[Problem]:
     """List every convolution that one training step would compute, in order, without computing it.
 
-    Runs the model on fake tensors: no memory, no device; parameters, buffers, attributes and
-    torch's random state are as before. Hooks see the fake tensors; one that needs values is left
-    out with a warning. A model none of whose parameters or inputs requires a gradient has no
-    backward problems.
+    Runs the model on fake tensors: no memory, no device; parameters, buffers, gradients, torch's
+    random state and whatever else forward stores, wherever it does, are as before. Hooks see the
+    fake tensors; one that needs values is left out with a warning. A model none of whose parameters
+    or inputs requires a gradient has no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
@@ -67,12 +69,14 @@ def trace(
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
             of such for several input sizes.
         real: compute one step on the tensors themselves, for a model whose course depends on
-            values; gradients, buffers and random state are as before.
+            values; all is as before but what forward stores in globals or in tensors that are no
+            parameters, buffers or inputs.
         device_type: "cpu" or "cuda": layouts and TF32 as torch has them there; default: where the
             tensors are.
 
     Raises:
-        ConfigError: the model does not accept the inputs.
+        ConfigError: the model does not accept the inputs, or keeps fake tensors where what was
+            there before cannot be put back.
     """
     traced = trace_layers(model, example_inputs, real=real, device_type=device_type)
     return [problem for _, problem in traced.layers]
@@ -111,14 +115,17 @@ def trace_layers(
     names = {id(module): name for name, module in model.named_modules()}
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     for inputs in several:
-        with _attributes_kept(model), _module_names(recorder, names):
-            _trace_one(model, inputs, recorder, real)
+        # tensors that a model keeps outside its parameters and buffers are made fake on the way
+        fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        with unchanged(model, fake_mode), _module_names(recorder, names):
+            _trace_one(model, inputs, recorder, fake_mode)
     return Traced(recorder.layers, frozenset(recorder.biased))
 
 
-def _trace_one(model: nn.Module, inputs: Any, recorder: _Recorder, real: bool) -> None:
-    # tensors that a model keeps outside its parameters and buffers are made fake on the way
-    fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+def _trace_one(
+    model: nn.Module, inputs: Any, recorder: _Recorder, fake_mode: FakeTensorMode | None
+) -> None:
+    real = fake_mode is None
     if not real:
         _let_hooks_fail(model)
     try:
@@ -185,26 +192,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return []
 
 
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back what forward assigns to a module, which would be fake tensors here."""
-    modules = list(model.modules())
-    holders = [vars(module) for module in modules]
-    # the same containers with what was in them: handles of hooks, for one, refer to their dict
-    held = [value for holder in holders for value in holder.values()]
-    containers = [*holders, *(value for value in held if isinstance(value, (dict, list, set)))]
-    before = [copy(container) for container in containers]
-    try:
-        yield
-    finally:
-        for container, contents in zip(containers, before, strict=True):
-            container.clear()
-            if isinstance(container, list):
-                container.extend(contents)
-            else:
-                container.update(contents)
-
-
 def _let_hooks_fail(model: nn.Module) -> None:
     """Hooks are part of a model, but one that needs values must not end a trace."""
     for module in model.modules():
@@ -260,6 +247,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _PADS:
             return result.contiguous(memory_format=suggest_memory_format(args[0]))
+        if func is _VIEW and 1 in result.shape:
+            return result.as_strided(result.shape, _strides_of_view(args[0], result.shape))
         return result
 
     def _problem(self, which: str, x: Tensor, w: Tensor, geometry: list[Any]) -> Problem | None:
@@ -291,6 +280,11 @@ class _Recorder(TorchDispatchMode):
                 self.layers.append((name, problem))
 
 
+def _strides_of_view(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    with _disable_current_modes():
+        return torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
+
+
 @contextmanager
 def _module_names(recorder: _Recorder, names: dict[int, str]) -> Iterator[None]:
     """Keep the stack of modules that are running, for as long as the context lasts."""
@@ -303,15 +297,11 @@ def _module_names(recorder: _Recorder, names: dict[int, str]) -> Iterator[None]:
         del module, inputs, output
         recorder.modules.pop()
 
-    handles = (
+    with (
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave, always_call=True),
-    )
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def problem_of(

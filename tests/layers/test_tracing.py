@@ -55,6 +55,28 @@ def test_a_fake_step_finds_what_a_real_one_computes(rank, last, dtype, autocast)
     assert {problem.dtype for _, problem in traced} == {expected}
 
 
+class Sequence(nn.Module):
+    """Convolutions between linear layers, as in a transformer that reads images."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.reduction = nn.Linear(4, 4), nn.Conv2d(4, 4, 2, stride=2)
+
+    def forward(self, x):
+        n, c, *size = x.shape
+        sequence = self.linear(x.flatten(2).transpose(1, 2))
+        return self.reduction(sequence.transpose(1, 2).reshape(n, c, *size))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_of_one_has_the_layout_that_torch_gives_it(batch):
+    model, x = Sequence(), torch.randn(batch, 4, 8, 8)
+    fake = ucudnn.trace(model, x)
+    assert fake == ucudnn.trace(model, x, real=True)
+    # the strides of a single sample say nothing, and torch takes them for those of channels first
+    assert {problem.layout for problem in fake} == {"nchw" if batch == 1 else "nhwc"}
+
+
 def test_where_a_bias_is_added():
     class Net(nn.Module):
         def __init__(self):

@@ -155,7 +155,8 @@ class TuningScheduler:
             PlanError: no plan of some kernel fits the workspace limit, or all plans the pool.
         """
         try:
-            with torch.no_grad():
+            # function modes such as `with torch.device("meta")` act on what makes operands
+            with torch.no_grad(), torch._C.DisableTorchFunction():
                 if not isinstance(self._sessions[0].backend, RecordedBackend):
                     self._spread(map(self._look, sorted(self._layers, key=self._flops)))
                     for session in self._sessions:  # whichever tunes a kernel, it knows of the look

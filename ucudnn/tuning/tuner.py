@@ -109,6 +109,7 @@ def tune_problems(
     Raises:
         ConfigError: there is no problem to plan, or the devices are of several kinds.
         PlanError: no plan of some problem fits the workspace limit.
+        BusyError: workspace must be measured, and torch's profiler is in use.
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
     config = config or Config()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from ucudnn.backends.torch_cpu.instructions import has_instructions
-from ucudnn.errors import UnsupportedError
+from ucudnn.errors import BusyError
 from ucudnn.problem import OPS, Problem
 
 _PADDING = 64  # rows and columns that packing may add to a matrix
@@ -31,9 +31,12 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
     >>> import torch
     >>> allocated_peak_bytes(lambda: torch.ones(1 << 20).add(1).sum()) // (1 << 20)
     8
+
+    Raises:
+        BusyError: torch's profiler is in use.
     """
     if torch._C._autograd._profiler_enabled():  # there is one per process, and it is the user's
-        raise UnsupportedError(
+        raise BusyError(
             "workspace is measured with torch's profiler, which is in use; tune outside it"
         )
     with profile(use_kineto=True, profile_memory=True, use_cpu=True) as profiler:

@@ -1,0 +1,308 @@
+"""Tracing leaves no mark: whatever a model's code stores, wherever, and however a trace ends."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import pickle
+import sys
+from types import FunctionType
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import ucudnn
+from ucudnn.errors import ConfigError
+
+LOG, LATEST = [], {"y": None}
+LAST = None
+COUNTER = collections.Counter()
+
+
+class Frozen(collections.OrderedDict):
+    """A configuration that refuses changes by whatever method."""
+
+    def _refuse(self, *_, **__):
+        raise Exception("this configuration cannot be changed")  # noqa: TRY002 - as diffusers does
+
+    clear = pop = popitem = setdefault = update = __delitem__ = _refuse
+
+    def __setitem__(self, name, value):
+        if getattr(self, "_is_complete", False):
+            self._refuse()
+        super().__setitem__(name, value)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._is_complete = True
+
+
+class Configured(nn.Module):
+    """Looks up in its configuration what it does not have, as the models of diffusers do."""
+
+    def __init__(self):
+        super().__init__()
+        self._internal = Frozen(channels=4, scale=2.0)
+        self.layer = nn.Conv2d(3, self._internal["channels"], 3)
+
+    def __getattr__(self, name):
+        internal = vars(self)["_internal"]
+        return internal[name] if name in internal else super().__getattr__(name)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+class Slots:
+    __slots__ = ("first", "second")
+
+    def __init__(self):
+        self.first = None
+
+
+class Keeper(nn.Module):
+    """Keeps its outputs in every place there is, and adds what it finds to the next one."""
+
+    shared: ClassVar = None
+    table: ClassVar = {}
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Conv2d(3, 3, 3, padding=1), 0
+        self.nested, self.pair = {"list": [1], "deque": collections.deque([2], 3)}, ([],)
+        self.slots, self.seen, self.odd = Slots(), set(), Frozen(kept=[])
+        self.free = nn.ParameterList([torch.ones(3, 3, 1, 1)])
+        self.hidden = [torch.ones(3, 3, 1, 1, requires_grad=True)]
+        self.average = self.last = None
+
+    def forward(self, x):
+        y = self.layer(x) + nn.functional.conv2d(x, self.hidden[0])
+        if self.average is not None:
+            y = y + self.average.detach()
+        self.calls += 1
+        self.average = y.detach().clone()
+        self.register_buffer("late", y.detach().clone())
+        self.nested["list"].append(y)
+        self.nested["deque"].extend([y, y])
+        self.nested["new"] = {"y": (y,)}
+        self.pair[0].append(y)
+        self.slots.first = self.slots.second = y
+        self.seen.add(y)
+        self.odd["kept"].append(y)
+        type(self).shared = y
+        self.table["y"] = [y]
+        self._remember(y)
+        return y
+
+    @staticmethod
+    def _remember(y):
+        global LAST  # noqa: PLW0603 - scripts do
+        LAST = y
+        LOG.append(y)
+        LATEST["y"] = (y,)
+        COUNTER["calls"] += 1
+
+
+def hooked(model: nn.Module) -> list[object]:
+    """Collect features as is usual: in closures of hooks. Returns where they go."""
+    seen, by_name, latest = [], {}, None
+
+    def hook(module, inputs, output):
+        nonlocal latest
+        latest = output
+        seen.append(output)
+
+    def named(name, module, inputs, output):
+        by_name[name] = output
+
+    model.layer.register_forward_hook(hook)
+    model.layer.register_forward_hook(functools.partial(named, "layer"))
+    return [seen, by_name, hook.__closure__]
+
+
+def marks(model: nn.Module) -> bytes:
+    """Everything of a model, hooks aside, in an order."""
+    hooks = model.layer._forward_hooks
+    model.layer._forward_hooks = collections.OrderedDict()
+    try:
+        return pickle.dumps(model)
+    finally:
+        model.layer._forward_hooks = hooks
+
+
+def fakes() -> list[FakeTensor]:
+    """All fake tensors of this process."""
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is FakeTensor]
+
+
+def test_a_configuration_that_refuses_changes():
+    model, x = Configured(), torch.randn(2, 3, 6, 6)
+    config, truth = model._internal, model(x)
+    assert len(ucudnn.trace(model, x)) == 2
+    assert model._internal is config
+    assert dict(config) == {"channels": 4, "scale": 2.0}
+    assert torch.equal(model(x), truth)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_what_forward_stores_is_put_back_wherever_it_is(real):
+    model, x = Keeper(), torch.randn(2, 3, 5, 5)
+    seen, by_name, closure = hooked(model)
+    gradient = model.hidden[0].grad = torch.ones(3, 3, 1, 1)
+    before, contents = marks(model), [cell.cell_contents for cell in closure]
+    ucudnn.trace(model, [x, x], real=real)
+    assert marks(model) == before
+    assert (seen, by_name) == ([], {})
+    now = [cell.cell_contents for cell in closure]
+    assert all(ours is theirs for ours, theirs in zip(now, contents, strict=True))
+    assert model.hidden[0].grad is gradient
+    assert torch.equal(gradient, torch.ones(3, 3, 1, 1))
+    if not real:
+        assert (LAST, LOG, LATEST, Keeper.shared, Keeper.table) == (None, [], {"y": None}, None, {})
+    assert not fakes()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_global():
+    yield
+    globals()["LAST"], LATEST["y"], Keeper.shared = None, None, None
+    LOG.clear()
+    COUNTER.clear()
+    Keeper.table.clear()
+
+
+def test_a_model_that_was_trained_before_goes_on_from_there():
+    model, x = Keeper(), torch.randn(2, 3, 5, 5)
+    model(x)
+    kept = [model.average, model.nested["list"], LOG[0], Keeper.shared, LAST]
+    before, expected = marks(model), model.average.clone()
+    ucudnn.trace(model, x)
+    now = [model.average, model.nested["list"], LOG[0], Keeper.shared, LAST]
+    assert all(ours is theirs for ours, theirs in zip(now, kept, strict=True))
+    assert marks(model) == before
+    assert len(LOG) == 1
+    assert torch.equal(model.average, expected)
+
+
+@pytest.mark.parametrize("error", [ValueError, Exception, KeyboardInterrupt])
+@pytest.mark.parametrize("real", [False, True])
+def test_a_trace_that_fails_leaves_all_as_it_was(error, real):
+    class Failing(Keeper):
+        def forward(self, x):
+            super().forward(super().forward(x))
+            raise error("as you wish")
+
+    model = Failing()
+    seen, *_ = hooked(model)
+    before = [list(map(id, vars(one).values())) for one in model.modules()]
+    with pytest.raises(ConfigError if error is ValueError else error, match="as you wish"):
+        ucudnn.trace(model, torch.randn(2, 3, 5, 5), real=real)
+    assert [list(map(id, vars(one).values())) for one in model.modules()] == before
+    assert (seen, model.pair, model.nested["list"], model.calls) == ([], ([],), [1], 0)
+    assert model.hidden[0].grad is None
+    assert not fakes()
+
+
+def test_interrupted_anywhere_in_putting_back():
+    model, x = Keeper(), torch.empty(1, 3, 3, 3)
+    hooked(model)
+    before = marks(model)
+    total = lines_put_back(model, x, stop_at=None)
+    for stop_at in range(1, total, 1 + total // 12):
+        with pytest.raises(KeyboardInterrupt):
+            lines_put_back(model, x, stop_at)
+        assert marks(model) == before
+
+
+def lines_put_back(model: nn.Module, x: torch.Tensor, stop_at: int | None) -> int:
+    """Trace, interrupt one of the lines that put state back, and count them."""
+    count = 0
+
+    def on_line(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        if count == stop_at:
+            raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame, event, arg):
+        is_ours = frame.f_code.co_filename == ucudnn.snapshot.__file__
+        return on_line if is_ours and frame.f_code.co_name in ("put_back", "write") else None
+
+    previous = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        ucudnn.trace(model, x)
+    finally:
+        sys.settrace(previous)
+    return count
+
+
+@functools.lru_cache(maxsize=4)
+def grid(size: int) -> tuple[torch.Tensor]:
+    return (torch.ones(size, size),)
+
+
+class Cached(nn.Module):
+    """Its grid is made once, by a function that it does not call itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return self.layer(x) * size_of(x)
+
+
+def size_of(x: torch.Tensor) -> torch.Tensor:
+    return grid(x.shape[-1])[0]
+
+
+def test_a_cached_function_computes_again():
+    grid.cache_clear()
+    model, x = Cached(), torch.randn(2, 3, 5, 5)
+    ucudnn.trace(model, x)
+    assert not fakes()
+    assert type(model(x)) is torch.Tensor
+
+
+def test_a_place_that_nobody_expects_is_emptied_and_named():
+    elsewhere = {"log": [7], "torch": torch}
+    exec("def keep(y):\n    log.append((y, 1))\n    return y", elsewhere)
+    keep: FunctionType = elsewhere["keep"]
+
+    class Far(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            return through(self.layer(x))
+
+    def through(y):
+        return indirect["keep"](y)
+
+    indirect = Opaque(keep)
+    model = Far()
+    with pytest.raises(ConfigError, match=r"forward keeps tensors .* \(a list of 2\).*real=True"):
+        ucudnn.trace(model, torch.randn(2, 3, 5, 5))
+    assert elsewhere["log"] == [7]
+    assert len(ucudnn.trace(model, torch.randn(2, 3, 5, 5), real=True)) == 2
+
+
+class Opaque:
+    """Says how it is copied, as things do that many share."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __reduce__(self):
+        return Opaque, (self._function,)
+
+    def __getitem__(self, name):
+        return self._function

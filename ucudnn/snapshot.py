@@ -1,0 +1,400 @@
+"""Python state that a model's forward can change, recorded and put back after a trace.
+
+Tracing runs the model's own code, mostly on fake tensors, and that code stores what it computes in
+attributes, in containers and objects at any depth, in closures of hooks, in classes and in globals.
+What the run left alone is not touched; what it changed is put back by the methods of the built-in
+types, so that a subclass which refuses changes is restored like any other.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ucudnn.errors import ConfigError
+
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
+_TRANSPARENT = (
+    *(*_CONTAINERS, tuple, frozenset, nn.Module, Tensor),
+    *(FunctionType, MethodType, partial, CellType),
+)
+_ATOMS = (NoneType, bool, int, float, str, bytes)
+_LRU_CACHE: type = type(lru_cache(int))
+# A cached result may be a tuple in a list in a link of the cache.
+_DEPTH_OF_CACHE = 5
+_MISSING = object()
+
+
+@contextmanager
+def unchanged(model: nn.Module, fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Put back all Python state that forward changes within the context, however it ends.
+
+    Args:
+        model: whose forward is run.
+        fake_mode: of the tensors that it is run on; None where they are real. Those stay in
+            containers that only globals lead to, as after any other step.
+
+    Raises:
+        ConfigError: forward stored a fake tensor where it was not expected; it was removed.
+    """
+    snapshot = _Snapshot(model)
+    try:
+        snapshot.take_gradients_off()
+        yield
+    finally:
+        try:
+            snapshot.put_back()
+        except KeyboardInterrupt:  # it may have come between emptying a container and filling it
+            snapshot.put_back()
+            raise
+        strays = [] if fake_mode is None else _remove(fake_mode)
+    if strays:
+        raise ConfigError(
+            f"forward keeps tensors where tracing cannot put back what was there "
+            f"({', '.join(strays)}); they were removed again; use real=True"
+        )
+
+
+class _Contents(NamedTuple):
+    """What is in a container.
+
+    Args:
+        container: an OrderedDict, dict, list, set or deque.
+        base: which of them; its methods are used, whatever a subclass overrides.
+        items: in order; of a dict (key, value).
+    """
+
+    container: Any
+    base: Any
+    items: list[Any]
+
+    @classmethod
+    def of(cls, container: object) -> _Contents | None:
+        """The contents of a container; None of anything else."""
+        base: Any = next((base for base in _CONTAINERS if issubclass(type(container), base)), None)
+        if base is None:
+            return None
+        is_dict = issubclass(base, dict)
+        items = base.items(container) if is_dict else base.__iter__(container)
+        return cls(container, base, list(items))
+
+    @property
+    def values(self) -> list[Any]:
+        """Everything in the container but the keys."""
+        return [value for _, value in self.items] if issubclass(self.base, dict) else self.items
+
+    def now(self) -> _Contents:
+        """What is in the same container now."""
+        contents = _Contents.of(self.container)
+        assert contents is not None
+        return contents
+
+    def put_back(self) -> None:
+        """Give the container these contents, where it has others."""
+        if self.now()._identities() != self._identities():
+            self.write(self.items)
+
+    def _identities(self) -> Any:
+        if issubclass(self.base, dict):
+            return [(id(key), id(value)) for key, value in self.items]
+        return (set if self.base is set else list)(map(id, self.items))
+
+    def write(self, items: list[Any]) -> None:
+        """Give the container other contents."""
+        self.base.clear(self.container)
+        if issubclass(self.base, dict):
+            for key, value in items:
+                self.base.__setitem__(self.container, key, value)
+        elif self.base is set:
+            set.update(self.container, items)
+        else:
+            self.base.extend(self.container, items)
+
+
+class _Attribute(NamedTuple):
+    """What a slot, a variable of a closure or a tensor's gradient refers to."""
+
+    holder: Any
+    name: str
+    value: Any
+
+    @classmethod
+    def of(cls, holder: object, name: str) -> _Attribute:
+        """An attribute as it is, or `_MISSING`."""
+        try:
+            return cls(holder, name, object.__getattribute__(holder, name))
+        except (AttributeError, ValueError):  # an empty cell raises the latter
+            return cls(holder, name, _MISSING)
+
+    @property
+    def values(self) -> list[Any]:
+        """The value, unless there is none."""
+        return [] if self.value is _MISSING else [self.value]
+
+    def now(self) -> _Attribute:
+        """The same attribute as it is now."""
+        return _Attribute.of(self.holder, self.name)
+
+    def put_back(self) -> None:
+        """Give the attribute this value, where it has another."""
+        if self.now().value is self.value:
+            return
+        if self.value is _MISSING:
+            object.__delattr__(self.holder, self.name)
+        else:
+            object.__setattr__(self.holder, self.name, self.value)
+
+
+class _Names(NamedTuple):
+    """The names of a class or of a Python module, which belong to others than the model, too."""
+
+    names: Any
+    before: dict[str, Any]
+    assign: Callable[[str, Any], None]
+    delete: Callable[[str], None]
+
+    def put_back(self, is_stray: Callable[[Iterable[object]], bool]) -> None:
+        """Put back those that refer to fake tensors."""
+        for name, value in list(self.names.items()):
+            before = self.before.get(name, _MISSING)
+            if value is before or not is_stray([value]):
+                continue
+            if before is _MISSING:
+                self.delete(name)
+            else:
+                self.assign(name, before)
+
+
+class _Snapshot:
+    """Everything that a model's forward could change.
+
+    Attributes, containers and closures that the model leads to are its own: they are put back as
+    they were. What its code reaches through classes and globals is shared, with caches of
+    libraries for example: only where a fake tensor was stored it is put back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: dict[int, object] = {}
+        self._own: list[_Contents | _Attribute] = []
+        self._shared: list[_Contents | _Attribute] = []
+        self._gradients: list[_Attribute] = []
+        self._functions: list[FunctionType] = []
+        self._names: list[_Names] = []
+        self._record([model], self._own)
+        classes = {cls for module in model.modules() for cls in type(module).__mro__}
+        for cls in classes:
+            if not _is_foreign(cls):
+                self._record_class(cls)
+        self._record_globals()
+
+    def take_gradients_off(self) -> None:
+        """Let backward add to none of the gradients that there are."""
+        for gradient in self._gradients:
+            gradient.holder.grad = None
+
+    def put_back(self) -> None:
+        """Put back what was changed since; doing so twice does no harm."""
+        for gradient in self._gradients:
+            gradient.put_back()
+        for record in self._own:
+            record.put_back()
+        for names in self._names:
+            names.put_back(self._has_strays)
+        for record in self._shared:
+            if self._has_strays(record.now().values):
+                record.put_back()
+
+    def _has_strays(self, values: Iterable[object]) -> bool:
+        """True where something that was not there before leads to a fake tensor."""
+        met = dict(self._seen)
+        pending = list(values)
+        while pending:
+            one = pending.pop()
+            if issubclass(type(one), FakeTensor):
+                return True
+            if id(one) not in met:
+                met[id(one)] = one
+                pending += [value for record in _records_of(one) for value in record.values]
+                pending += _others_in(one)
+        return False
+
+    def _record(self, roots: Iterable[object], records: list[_Contents | _Attribute]) -> None:
+        pending = list(roots)
+        while pending:
+            one = pending.pop()
+            if type(one) in _ATOMS or id(one) in self._seen:
+                continue
+            self._seen[id(one)] = one
+            if isinstance(one, Tensor) and one.is_leaf and one.requires_grad:
+                self._gradients.append(_Attribute(one, "grad", one.grad))
+            if type(one) is FunctionType:
+                self._functions.append(one)
+            for record in _records_of(one):
+                records.append(record)
+                pending += record.values
+            pending += _others_in(one)
+
+    def _record_class(self, cls: type) -> None:
+        names = vars(cls)
+        assign, delete = partial(type.__setattr__, cls), partial(type.__delattr__, cls)
+        self._names.append(_Names(names, dict(names), assign, delete))
+        self._record(map(_function_of, names.values()), self._shared)
+
+    def _record_globals(self) -> None:
+        """What functions name, but not what functions name that these call."""
+        namespaces: dict[int, dict[str, Any]] = {}
+        named: dict[int, object] = {}
+        for function in self._functions:
+            namespace = namespaces.setdefault(id(function.__globals__), function.__globals__)
+            values = [namespace.get(name) for name in _names_in(function.__code__)]
+            named |= {id(value): value for value in values if type(value) is not FunctionType}
+        for namespace in namespaces.values():
+            assign, delete = namespace.__setitem__, namespace.__delitem__
+            self._names.append(_Names(namespace, dict(namespace), assign, delete))
+        for value in named.values():
+            if isinstance(value, type) and not _is_foreign(value):
+                self._record_class(value)
+        self._record(named.values(), self._shared)
+
+
+def _is_foreign(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("builtins", "torch")
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function and those inside it use, of globals among others."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _function_of(member: object) -> object:
+    """The function of a method of any sort; what is not one is returned as it is."""
+    if isinstance(member, (staticmethod, classmethod)):
+        return member.__func__
+    return member.fget if isinstance(member, property) else member
+
+
+def _records_of(one: object) -> Iterator[_Contents | _Attribute]:
+    """What can change in one object: the contents of a container, slots, a closure's variable."""
+    if _is_opaque(type(one)):
+        return
+    contents = _Contents.of(one)
+    if contents is not None:
+        yield contents
+    if type(one) is CellType:
+        yield _Attribute.of(one, "cell_contents")
+    for cls in type(one).__mro__:
+        if "__slots__" in vars(cls):
+            for name, member in vars(cls).items():
+                if type(member) is MemberDescriptorType:
+                    yield _Attribute.of(one, name)
+
+
+def _others_in(one: object) -> list[Any]:
+    """What else an object leads to."""
+    kind = type(one)
+    if _is_opaque(kind):
+        return []
+    found: list[Any] = []
+    if issubclass(kind, (tuple, frozenset)):
+        found += one  # type: ignore[arg-type]
+    elif isinstance(one, FunctionType):
+        found += [one.__closure__, one.__defaults__, one.__kwdefaults__]
+    elif isinstance(one, MethodType):
+        found += [one.__self__, one.__func__]
+    elif isinstance(one, partial):
+        found += [one.func, one.args, one.keywords]
+    with suppress(AttributeError):
+        found.append(object.__getattribute__(one, "__dict__"))
+    return found
+
+
+def _is_opaque(kind: type) -> bool:
+    """True of objects that have a way of their own to be copied: mostly they are never changed.
+
+    Such as arrays, enumerations and loggers; the last, like classes, belong to others, too.
+    """
+    if issubclass(kind, (type, ModuleType)):
+        return True
+    if issubclass(kind, _TRANSPARENT):
+        return False
+    reduce = (kind.__reduce__, kind.__reduce_ex__)
+    return reduce != (object.__reduce__, object.__reduce_ex__)
+
+
+def _remove(fake_mode: FakeTensorMode) -> list[str]:
+    """Remove the fake tensors that somebody still refers to.
+
+    Returns:
+        A word for each thing that they were found in; caches of functions are not among them,
+        because a cache may be empty.
+    """
+    if not _alive(fake_mode):
+        return []
+    gc.collect()
+    strays = _alive(fake_mode)
+    caches: list[Any] = [one for one in gc.get_objects() if type(one) is _LRU_CACHE]
+    for cache in caches:
+        if _leads_to(cache, set(map(id, strays))):
+            cache.cache_clear()
+    strays.clear()
+    strays += _alive(fake_mode)
+    return _take_out(strays) if strays else []
+
+
+def _alive(fake_mode: FakeTensorMode) -> list[FakeTensor]:
+    return [
+        one
+        for one in gc.get_objects()
+        if type(one) is FakeTensor and getattr(one, "fake_mode", None) is fake_mode
+    ]
+
+
+def _leads_to(cache: object, strays: set[int]) -> bool:
+    level = [cache]
+    for _ in range(_DEPTH_OF_CACHE):
+        level = [
+            one
+            for one in gc.get_referents(*level)
+            if isinstance(one, (FakeTensor, dict, list, tuple)) or "lru_list" in type(one).__name__
+        ]
+        if not strays.isdisjoint(map(id, level)):
+            return True
+    return False
+
+
+def _take_out(strays: list[FakeTensor]) -> list[str]:
+    """Take tensors out of whatever containers hold them, by themselves or in tuples."""
+    found: list[str] = []
+    doomed: list[Any] = strays
+    while doomed:
+        ids, tuples = set(map(id, doomed)), []
+        for holder in gc.get_referrers(*doomed):
+            contents = _Contents.of(holder)
+            if isinstance(holder, tuple):
+                tuples.append(holder)
+            elif contents is not None and holder is not doomed:
+                values = contents.values
+                pairs = zip(contents.items, values, strict=True)
+                contents.write([item for item, value in pairs if id(value) not in ids])
+                found.append(f"a {type(holder).__name__} of {len(values)}")
+        doomed = tuples
+    return found
