@@ -46,9 +46,10 @@ from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
 from ucudnn.tuning.confirmation import race
 from ucudnn.tuning.measurer import KernelMeasurer
+from ucudnn.tuning.scheduler import Progress
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import solve
-from ucudnn.tuning.tuner import Progress, tune_problems
+from ucudnn.tuning.tuner import tune_problems
 from ucudnn.units import format_ns
 
 N = 16

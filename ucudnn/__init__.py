@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ucudnn.plan import Step as Step
     from ucudnn.problem import Problem as Problem
     from ucudnn.tracing import trace as trace
-    from ucudnn.tuning.tuner import tune as tune
+    from ucudnn.tuning.model import tune as tune
 
 _MODULE_BY_NAME = {
     "Config": "config",
@@ -36,7 +36,7 @@ _MODULE_BY_NAME = {
     "installed": "dispatch",
     "revert_": "convert",
     "trace": "tracing",
-    "tune": "tuning.tuner",
+    "tune": "tuning.model",
     "tune_": "convert",
 }
 _SUBMODULES = ("cache", "distributed", "nn", "solvers")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,68 +17,17 @@ from ucudnn.forking import cached_property
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
+from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.step_race import StepRace
 from ucudnn.units import TOO_LARGE
+
+__all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
 FORMAT = "ucudnn-plan"
 # A plan is written in the first version that can hold it: 2 has slabs.
 VERSIONS = (1, 2)
-DEFAULT_ALGORITHM = "torch_default"
 # In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
 BY_BATCH, BY_SLABS = -1, -2
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One chunk of a split: its extent along the split axis, and the algorithm that computes it.
-
-    >>> Step(32, "onednn").size
-    32
-    """
-
-    size: int
-    algorithm: str
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The steps of one call, in order, along one axis: "batch" or the outermost "spatial" one.
-
-    Along the spatial axis a step's size is a number of rows (planes in 3-D) of the result; of dy
-    for wgrad.
-
-    >>> Split("batch", (Step(4, "gemm"), Step(2, "gemm"))).size
-    6
-    >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn"))))
-    slabs of 2x8 onednn
-    """
-
-    axis: str
-    steps: tuple[Step, ...]
-
-    @property
-    def size(self) -> int:
-        """The extent of the axis: the sum of the steps' sizes."""
-        return sum(step.size for step in self.steps)
-
-    @property
-    def is_default(self) -> bool:
-        """True where the split is torch's own convolution on the undivided batch."""
-        return len(self.steps) == 1 and self.steps[0].algorithm == DEFAULT_ALGORITHM
-
-    def __str__(self) -> str:
-        runs: list[tuple[Step, int]] = []
-        for step in self.steps:
-            if runs and runs[-1][0] == step:
-                runs[-1] = (step, runs[-1][1] + 1)
-            else:
-                runs.append((step, 1))
-        described = " + ".join(
-            f"{count}x{step.size} {step.algorithm}"
-            if count > 1
-            else f"{step.size} {step.algorithm}"
-            for step, count in runs
-        )
-        return f"slabs of {described}" if self.axis == "spatial" else described
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +167,25 @@ class KernelPlan:
             batch -= size
         return Split("batch", tuple(reversed(steps)))
 
+    def by_default(self, every_batch: bool) -> KernelPlan:
+        """The same kernel by torch's own undivided convolution, which must have been measured.
+
+        Args:
+            every_batch: smaller ones, too; else they keep their splits.
+        """
+        assert self.default is not None
+        algorithms = (*self.algorithms, DEFAULT_ALGORITHM)
+        index = len(self.algorithms)
+        return replace(
+            self,
+            algorithms=(DEFAULT_ALGORITHM,) if every_batch else algorithms,
+            alone=(0,) * self.problem.batch if every_batch else (*self.alone[:-1], index),
+            last=((0, -1),) * self.problem.batch if every_batch else self.last,
+            slabs=() if every_batch or BY_SLABS not in self.alone[:-1] else self.slabs,
+            timing=self.default,
+            predicted_time_ns=self.default.time_ns,
+        )
+
     def decisions(self) -> list[Any]:
         """Problem and tables with the algorithms' names in place, as JSON values."""
         names = {BY_BATCH: None, BY_SLABS: BY_SLABS, **dict(enumerate(self.algorithms))}
@@ -258,6 +226,8 @@ class Plan:
         conditions: threads, allocator and so on.
         config: the settings it was made with.
         backend: name of the backend that runs it.
+        step_race: whole steps of the model by the plan against torch's own; None where the plan was
+            made without its model.
 
     Raises:
         PlanError: the name of the backend is no string.
@@ -269,6 +239,7 @@ class Plan:
     conditions: Conditions
     config: Config
     backend: str = "torch_cpu"
+    step_race: StepRace | None = None
 
     def __post_init__(self) -> None:
         _require_strings("backend", (self.backend,))
@@ -350,7 +321,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""
-        document = {
+        document: dict[str, Any] = {
             "format": FORMAT,
             "version": 2 if any(kernel.slabs for kernel in self.kernels) else 1,
             "hash": self.hash,
@@ -369,6 +340,8 @@ class Plan:
                 for kernel in self.kernels
             ],
         }
+        if self.step_race is not None:
+            document["step_race"] = self.step_race.to_dict()
         return {**document, "checksum": _sha256(document)}
 
     @classmethod
@@ -416,6 +389,7 @@ class Plan:
         rest = {name: value for name, value in document.items() if name != "checksum"}
         if document["checksum"] != _sha256(rest):
             raise PlanError("its checksum does not agree with its contents")
+        race = document.get("step_race")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
@@ -423,6 +397,7 @@ class Plan:
             conditions=Conditions(**document["conditions"]),
             config=Config.from_dict(document["config"]),
             backend=document["backend"],
+            step_race=None if race is None else StepRace.from_dict(race),
         )
 
 

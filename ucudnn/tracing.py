@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +25,13 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends.original import tf32_allowed
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
 from ucudnn.errors import ConfigError, ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
 from ucudnn.snapshot import unchanged
+from ucudnn.stepping import Stepper, tensors_of
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -136,60 +135,15 @@ def _trace_one(
             fake_mode or nullcontext(),
             recorder,
         ):
-            _step(model, inputs, fake_mode, backward=set(recorder.passes) != {"fprop"})
+            backward = set(recorder.passes) != {"fprop"}
+            Stepper(model, inputs, fake_mode, backward).run()
     except _MODEL_ERRORS as error:
-        shapes = [tuple(leaf.shape) for leaf in _tensors(inputs)]
+        shapes = [tuple(leaf.shape) for leaf in tensors_of(inputs)]
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "" if real else "; if it needs values and not shapes alone, use real=True"
         raise ConfigError(
             f"the model does not accept example inputs of shapes {shapes}: {reason}{remedy}"
         ) from error
-
-
-def _step(
-    model: nn.Module, example_inputs: Any, fake_mode: FakeTensorMode | None, backward: bool
-) -> None:
-    def own(tensor: Tensor) -> Tensor:
-        copied = tensor.detach().clone() if fake_mode is None else fake_mode.from_tensor(tensor)
-        return copied.detach().requires_grad_(tensor.requires_grad)
-
-    def share(tensor: Tensor) -> Tensor:
-        # a real step needs no second copy of the weights: nothing is written to them
-        return tensor.detach().requires_grad_(tensor.requires_grad)
-
-    # functional_call swaps these in for the call, so the model's own tensors stay untouched
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    of_parameter = share if fake_mode is None else own
-    copies = {id(tensor): of_parameter(tensor) for tensor in parameters.values()}
-    copies |= {id(tensor): own(tensor) for tensor in buffers.values()}
-    state = {name: copies[id(tensor)] for name, tensor in (parameters | buffers).items()}
-    if isinstance(example_inputs, Mapping):
-        args, kwargs = (), tree_map_only(Tensor, own, dict(example_inputs))
-    else:
-        inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        args, kwargs = tree_map_only(Tensor, own, inputs), {}
-    outputs = torch.func.functional_call(model, state, args, kwargs)
-    losses = [tensor.abs().sum() for tensor in _tensors(outputs) if tensor.requires_grad]
-    if losses and backward:
-        torch.autograd.backward(losses)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors of nested outputs: sequences, mappings such as a ModelOutput, dataclasses.
-
-    >>> len(_tensors({"loss": torch.zeros(1), "rest": [torch.zeros(2), None]}))
-    2
-    """
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        tree = list(vars(tree).values())
-    if isinstance(tree, (tuple, list)):
-        return [tensor for branch in tree for tensor in _tensors(branch)]
-    return []
 
 
 def _let_hooks_fail(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ VALUES = {
         "plan",
         "problem",
     ),
-    *("slabs", "units"),
+    *("roofline", "slabs", "split", "step_race", "units"),
 }
 # What each inner room may use beside itself.
 INWARD = {"solvers": VALUES, "cache": VALUES, "backends": VALUES}

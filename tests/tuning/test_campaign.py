@@ -13,7 +13,7 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.tables import payback, steps_to_pay_back
-from ucudnn.tuning import scheduler, session, tuner
+from ucudnn.tuning import scheduler, session
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
@@ -356,4 +356,3 @@ def test_equal_geometries_share_measurements_and_settle_together(scripted):
     second = tune_problems(layers[::-1], Config(workspace_limit="9MiB"), events.append)
     assert events[-1].measured == 0
     assert second.hash == first.hash
-    assert tuner.Progress is scheduler.Progress

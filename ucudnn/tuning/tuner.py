@@ -1,4 +1,4 @@
-"""From a model to a plan: trace it, open the cache and the device, and tune what it computes."""
+"""From a list of convolutions to a plan: open the cache and the device, and tune."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from ucudnn import cache as cache_room
 from ucudnn.backends import AbstractBackend, open_backend, sees_a_gpu
@@ -19,11 +18,6 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
 from ucudnn.tuning.scheduler import Progress, TuningScheduler
-
-if TYPE_CHECKING:
-    from torch import nn
-
-__all__ = ["Progress", "TuningInterruptedError", "tune", "tune_problems"]
 
 _log = logging.getLogger("ucudnn")
 # Threads that measure would time each other, and torch has one profiler per process.
@@ -41,44 +35,6 @@ class TuningInterruptedError(KeyboardInterrupt):
     def __init__(self, plan: Plan) -> None:
         super().__init__("tuning was interrupted")
         self.plan = plan
-
-
-def tune(
-    model: nn.Module,
-    example_inputs: Any,
-    config: Config | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
-    *,
-    real: bool = False,
-) -> Plan:
-    """Measure the convolutions of a model's training step and plan each; the model is unchanged.
-
-    >>> import tempfile
-    >>> import torch
-    >>> model = torch.nn.Conv2d(3, 8, 3)
-    >>> config = Config(workspace_limit="1MiB", policy="undivided", cache=tempfile.mkdtemp())
-    >>> plan = tune(model, torch.empty(2, 3, 9, 9), config)
-    >>> sorted(kernel.problem.op for kernel in plan.kernels)
-    ['fprop', 'wgrad']
-
-    Args:
-        model: any module.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
-            of such for several input sizes. Their batch is the largest planned, every smaller one
-            is planned with it.
-        config: the settings; default: `Config()`.
-        on_progress: called after every measurement.
-        real: compute one step to find the convolutions, for a model whose course depends on values.
-
-    Raises:
-        ConfigError: the model does not accept the inputs or computes no convolution.
-        PlanError: no plan of some kernel fits the workspace limit.
-    """
-    from ucudnn.tracing import trace_layers
-
-    config = config or Config()
-    traced = trace_layers(model, example_inputs, config.ops, real=real)
-    return tune_problems(traced.layers, config, on_progress, biased=traced.biased)
 
 
 def tune_problems(
@@ -150,7 +106,7 @@ def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) 
         software=backend.software(),
         conditions=backend.conditions(),
         config=replace(config, backend=backend.name, device=None, device_profile=None)
-        if _is_replayed(config)  # a plan from a recording is for the backend that runs it
+        if is_replayed(config)  # a plan from a recording is for the backend that runs it
         else config,
         backend=backend.name,
     )
@@ -173,12 +129,17 @@ def device_type(config: Config) -> str:
     return {"torch_cpu": "cpu", "cudnn": "cuda"}[config.backend]
 
 
-def _is_replayed(config: Config) -> bool:
+def is_replayed(config: Config) -> bool:
+    """True where nothing is measured: a recording says what a device would.
+
+    >>> is_replayed(Config(backend="recorded"))
+    True
+    """
     return config.backend == "recorded" or config.device_profile is not None
 
 
 def _open_cache(config: Config) -> AbstractContextManager[AbstractCache]:
-    if _is_replayed(config):
+    if is_replayed(config):
         return open_recording(config.cache)
     return cache_room.open(config.cache)
 

@@ -14,12 +14,11 @@ from dataclasses import replace
 from time import monotonic
 
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
-from ucudnn.plan import KernelPlan, Plan, StepRace
+from ucudnn.plan import KernelPlan, Plan
+from ucudnn.step_race import TOLERATED, StepRace
 
 # Rounds of one race: a 95 % interval of seven pairs is all of them.
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 7
-# Of a step's time, either way: less is no reason to give a kernel back.
-_TOLERATED = 0.01
 
 Installer = Callable[[Plan], AbstractContextManager[object]]
 
@@ -68,7 +67,7 @@ class StepJudge:
             race = replace(self._race(plan), dropped=names)
         torch_peak, plan_peak = peaks
         return replace(
-            plan, step=replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak)
+            plan, step_race=replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak)
         )
 
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
@@ -118,7 +117,7 @@ class StepJudge:
 def _is_decided(plan: Sequence[int], torch: Sequence[int]) -> bool:
     """True where the interval of the ratio tells a gain, a loss or neither from the others."""
     _, low, high = ratio_interval(plan, torch)
-    return high < 1 or low > 1 + _TOLERATED or (low > 1 - _TOLERATED and high < 1 + _TOLERATED)
+    return high < 1 or low > 1 + TOLERATED or (low > 1 - TOLERATED and high < 1 + TOLERATED)
 
 
 def _has_default(plan: Plan, kernel: KernelPlan) -> bool:
@@ -129,9 +128,8 @@ def _has_default(plan: Plan, kernel: KernelPlan) -> bool:
 
 def _without(plan: Plan, dropped: Sequence[KernelPlan]) -> Plan:
     """The plan with torch's own convolution for some kernels."""
-    return replace(
-        plan,
-        kernels=tuple(
-            kernel.as_default() if kernel in dropped else kernel for kernel in plan.kernels
-        ),
+    every_batch = plan.config.limit_bytes is None
+    kernels = (
+        kernel.by_default(every_batch) if kernel in dropped else kernel for kernel in plan.kernels
     )
+    return replace(plan, kernels=tuple(kernels))

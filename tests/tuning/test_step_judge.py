@@ -1,0 +1,242 @@
+"""The last word on a plan: whole steps, on a device with a scripted clock and on real models."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import ucudnn
+from ucudnn.config import Config
+from ucudnn.errors import PlanError
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.problem import Problem
+from ucudnn.step_race import StepRace
+from ucudnn.tuning.step_judge import StepJudge
+from ucudnn.tuning.tuner import TuningInterruptedError
+
+MIB = 1 << 20
+STEP_NS = 1_000_000
+
+
+def kernel(size, workspace=0):
+    """A kernel by gemm, two samples of it, whose default takes 4 MiB."""
+    return KernelPlan(
+        problem=Problem("fprop", 2, 2, 2, (size, size), (1, 1)),
+        layers=("layer",),
+        algorithms=("gemm",),
+        alone=(0, 0),
+        last=((0, -1), (0, -1)),
+        predicted_time_ns=10,
+        timing=Timing(10, 0, workspace, 5),
+        default=Timing(20, 0, 4 * MIB, 5),
+    )
+
+
+def plan_of(*kernels, limit=None):
+    config = Config(workspace_limit=limit)
+    return Plan(kernels, Device("cpu", "scripted"), Software("0"), Conditions(), config)
+
+
+class Machine:
+    """Steps take a base time and what each planned kernel adds to it or saves, with noise."""
+
+    def __init__(self, saved_ns_by_size, noise=0.001):
+        self.saved, self.noise = saved_ns_by_size, noise
+        self.chance, self.plan, self.races = random.Random(1), None, []
+
+    @contextmanager
+    def install(self, plan):
+        self.plan = plan
+        self.races.append(self.sizes(plan))
+        yield
+        self.plan = None
+
+    @staticmethod
+    def sizes(plan):
+        return {k.problem.input_size[0] for k in plan.kernels if not k.is_default}
+
+    def elapsed_ns(self, run):
+        run()
+        saved = sum(self.saved[size] for size in self.sizes(self.plan)) if self.plan else 0
+        return int((STEP_NS - saved) * self.chance.uniform(1 - self.noise, 1 + self.noise))
+
+    def judge(self, plan, until=None):
+        judge = StepJudge(lambda: None, self.install, self.elapsed_ns, self.peak_bytes, until)
+        return judge.judge(plan)
+
+    def peak_bytes(self, run):
+        run()
+        return 7 if self.plan else 9
+
+
+def test_a_plan_that_wins_stays_and_says_by_how_much():
+    machine = Machine({4: 100_000, 8: 200_000})
+    plan = plan_of(kernel(4), kernel(8))
+    judged = machine.judge(plan)
+    assert judged.kernels == plan.kernels
+    assert judged.hash == plan.hash
+    race = judged.step_race
+    assert race.is_win
+    assert race.ratio == pytest.approx(0.7, abs=0.01)
+    assert (race.torch_peak_bytes, race.plan_peak_bytes) == (9, 7)
+
+
+@pytest.mark.parametrize("guilty", [{4}, {8, 32}, {4, 8, 16, 32, 64}, {64}])
+def test_kernels_that_slow_a_step_down_are_found_by_halving(guilty):
+    saved = {size: -90_000 if size in guilty else 10_000 for size in (4, 8, 16, 32, 64)}
+    machine = Machine(saved)
+    judged = machine.judge(plan_of(*map(kernel, saved)))
+    assert machine.sizes(judged) == set(saved) - guilty
+    assert len(judged.step_race.dropped) == len(guilty)
+    assert not judged.step_race.is_loss
+    for one in judged.kernels:
+        if one.problem.input_size[0] in guilty:
+            assert one.split(1).is_default
+            assert one.timing == one.default
+
+
+def test_a_limit_that_torchs_own_exceeds_is_kept_whatever_it_costs():
+    machine = Machine({4: -500_000, 8: -100_000})
+    frugal, free = kernel(4), replace(kernel(8), default=Timing(20, 0, MIB, 5))
+    judged = machine.judge(plan_of(frugal, free, limit="2MiB"))
+    assert machine.sizes(judged) == {4}
+    assert judged.step_race.is_loss
+
+
+def test_a_difference_within_the_noise_drops_nothing():
+    machine = Machine({4: -2_000, 8: 1_000}, noise=0.02)
+    plan = plan_of(kernel(4), kernel(8))
+    assert machine.judge(plan).kernels == plan.kernels
+
+
+def test_where_the_time_is_over_nothing_undecided_stays():
+    machine = Machine({4: -300_000, 8: 100_000})
+    judged = machine.judge(plan_of(kernel(4), kernel(8)), until=0.0)
+    assert machine.sizes(judged) == set()
+
+
+def test_a_plan_that_changes_nothing_runs_no_step():
+    machine = Machine({})
+    plan = plan_of(kernel(4).by_default(every_batch=True))
+    assert machine.judge(plan) == plan
+    assert not machine.races
+
+
+def test_the_outcome_is_in_the_file_and_not_in_the_hash(tmp_path):
+    race = StepRace(100, 90, 0.9, 0.88, 0.93, 7, 5, 4, ("fprop conv2d",))
+    plan = replace(plan_of(kernel(4)), step_race=race)
+    plan.save(tmp_path / "a.json")
+    assert ucudnn.Plan.load(tmp_path / "a.json") == plan
+    assert plan.hash == plan_of(kernel(4)).hash
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["version"] == 1
+
+
+@pytest.mark.parametrize(
+    "values", [{"ratio": 0.0}, {"torch_ns": -1}, {"low": float("nan")}, {"reason": 3}]
+)
+def test_a_race_holds_what_it_may(values):
+    with pytest.raises(PlanError, match="race of steps"):
+        StepRace(**values)
+
+
+class Model(nn.Module):
+    """With what a step would disturb: statistics, dropout, gradients, tied and frozen weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.tied = nn.Conv2d(8, 8, 3, padding=1)
+        self.again = nn.Conv2d(8, 8, 3, padding=1)
+        self.again.weight = self.tied.weight
+        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = nn.functional.dropout(self.norm(self.first(x)), 0.1)
+        return self.frozen(self.again(self.tied(x)))
+
+
+def state_of(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore::ucudnn.tuning.scheduler.UntunedWarning")
+def test_judging_leaves_a_model_as_it_was():
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 3, 12, 12)
+    model(x).sum().backward()
+    before, gradients = state_of(model), [copy.deepcopy(p.grad) for p in model.parameters()]
+    random_state = torch.random.get_rng_state()
+    plan = ucudnn.tune(model, x, Config(workspace_limit="64KiB"))
+    assert plan.step_race.rounds >= 3, plan.step_race
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert model.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"step_race": False}, "step_race is off"), ({}, "it changes nothing")],
+)
+def test_a_race_that_was_not_run_says_why(settings, reason, monkeypatch):
+    model, x = nn.Conv2d(2, 2, 3), torch.ones(1, 2, 8, 8)
+    if not settings:
+        original = ucudnn.tuning.model.tune_problems
+
+        def by_default(*args, **kwargs):
+            plan = original(*args, **kwargs)
+            return replace(plan, kernels=tuple(k.by_default(True) for k in plan.kernels))
+
+        monkeypatch.setattr("ucudnn.tuning.model.tune_problems", by_default)
+    plan = ucudnn.tune(model, x, Config(policy="undivided", **settings))
+    assert plan.step_race.reason == reason
+    assert reason in str(plan.step_race)
+
+
+def test_a_model_that_cannot_run_a_step_is_planned_all_the_same(monkeypatch):
+    class Fails(nn.Conv2d):
+        def forward(self, x):
+            y = super().forward(x)
+            if type(y) is torch.Tensor:
+                raise RuntimeError("only on real tensors\nof which it says more")
+            return y
+
+    monkeypatch.setattr("ucudnn.tuning.model._reason_against", lambda *_: "")
+    plan = ucudnn.tune(Fails(2, 2, 3), torch.ones(1, 2, 8, 8), Config(policy="undivided"))
+    assert plan.kernels
+    assert plan.step_race.reason == "a step could not be computed (only on real tensors)"
+
+
+def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
+    moments = itertools.count()
+
+    class Interrupted(nn.Conv2d):
+        def forward(self, x):
+            y = super().forward(x)
+            if type(y) is torch.Tensor and next(moments) == 2:
+                raise KeyboardInterrupt
+            return y
+
+    monkeypatch.setattr("ucudnn.tuning.model._reason_against", lambda *_: "")
+    plan_of_one = plan_of(kernel(4))
+    monkeypatch.setattr("ucudnn.tuning.model.tune_problems", lambda *_, **__: plan_of_one)
+    monkeypatch.setattr("ucudnn.tuning.model.installed", lambda _: torch.no_grad())
+    with pytest.raises(TuningInterruptedError) as caught:
+        ucudnn.tune(Interrupted(2, 2, 3), torch.ones(1, 2, 8, 8))
+    assert caught.value.plan == plan_of_one
