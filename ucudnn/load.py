@@ -5,20 +5,17 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.files import parse_json
-from ucudnn.problem import OPS
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from ucudnn.tracing import Traced
+    from torch import Tensor, nn
 
 
 def read_config(path: Path) -> Config:
@@ -37,32 +34,47 @@ def read_config(path: Path) -> Config:
     return Config(**values)
 
 
-def trace_named(
-    model: str,
-    inputs: list[str],
-    channels_last: bool,
-    autocast: bool,
-    infer: bool,
-    passes: tuple[str, ...] = OPS,
-    device_type: str = "cpu",
-) -> Traced:
-    """Trace the model that a name stands for.
+class NamedModel(NamedTuple):
+    """A model that a command line names, ready to be traced and run.
+
+    Args:
+        module: in the layout and mode asked for.
+        inputs: one per positional input; memory is taken when they are filled.
+        autocast: to trace and run it under bfloat16 autocast.
+    """
+
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    autocast: bool
+
+    def fill(self) -> None:
+        """Give the inputs random values, which a step that is really run needs."""
+        for tensor in self.inputs:
+            tensor.normal_()
+
+    def context(self) -> AbstractContextManager[object]:
+        """What it is traced and run in."""
+        import torch
+
+        return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+
+
+def name_model(
+    model: str, inputs: list[str], channels_last: bool, autocast: bool, infer: bool
+) -> NamedModel:
+    """Make the model that a name stands for.
 
     Args:
         model: `module:callable` or `file.py:callable`.
         inputs: shapes such as "64x3x224x224", one per positional input.
         channels_last: convert the model and its inputs to channels-last.
-        autocast: trace under bfloat16 autocast.
-        infer: trace without gradients, in evaluation mode.
-        passes: which to list.
-        device_type: "cpu" or "cuda": where the model will run; nothing is moved there.
+        autocast: run it under bfloat16 autocast.
+        infer: without gradients, in evaluation mode.
 
     Raises:
-        ConfigError: there is no such model, or it does not accept such inputs.
+        ConfigError: there is no such model.
     """
     import torch
-
-    from ucudnn.tracing import trace_layers
 
     if not inputs:
         raise ConfigError(f"a model needs --input with a shape such as 64x3x224x224, for {model}")
@@ -76,8 +88,7 @@ def trace_named(
         )
     if infer:
         module = module.eval().requires_grad_(False)
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        return trace_layers(module, tensors, passes, device_type=device_type)
+    return NamedModel(module, tensors, autocast)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

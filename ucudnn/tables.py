@@ -114,6 +114,57 @@ def plan_summary(plan: Plan) -> str:
     )
 
 
+def plan_verdict(plan: Plan) -> list[str]:
+    """What the plan changes, in sentences: faster and slower kernels apart, the limit, the step."""
+    changed = [kernel for kernel in plan.kernels if kernel.default and not kernel.is_default]
+    saved = [_saved_ns(kernel) for kernel in changed]
+    faster, slower = [one for one in saved if one > 0], [one for one in saved if one < 0]
+    sentences = []
+    if faster:
+        sentences.append(f"{len(faster)} kernels are faster, by {format_ns(sum(faster))} in all.")
+    if slower:
+        sentences.append(
+            f"{len(slower)} kernels are slower, by {format_ns(-sum(slower))} in all: "
+            f"torch's own exceeds the workspace limit there."
+        )
+    limits = larger_limits(plan)
+    if limits:
+        offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
+        sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
+    if plan.step_race is not None:
+        sentences.append(f"Whole steps: {plan.step_race}.")
+    return sentences
+
+
+def _saved_ns(kernel: KernelPlan) -> int:
+    assert kernel.default is not None
+    return (kernel.default.time_ns - kernel.timing.time_ns) * len(kernel.layers)
+
+
+def larger_limits(plan: Plan) -> list[tuple[float, int]]:
+    """Workspace limits in bytes at which the convolutions take no more than some times torch's own.
+
+    Nothing where they take less than 1.2 times as long now. A kernel counts as torch's own as soon
+    as the limit holds that, and as planned until then.
+
+    Args:
+        plan: with the default and the plan of every kernel, each measured.
+    """
+    known = [(kernel, kernel.default) for kernel in plan.kernels if kernel.default]
+    default_ns = sum(default.time_ns * len(kernel.layers) for kernel, default in known)
+    if default_ns - sum(_saved_ns(kernel) for kernel, _ in known) < 1.2 * default_ns:
+        return []
+    limits = sorted({default.workspace_bytes for _, default in known})
+    found = []
+    for times in (1.1, 1.02):
+        for limit in limits:
+            over = [kernel for kernel, default in known if default.workspace_bytes > limit]
+            if default_ns - sum(map(_saved_ns, over)) <= times * default_ns:
+                found.append((times, limit))
+                break
+    return found
+
+
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
     """Steps after which the time that a plan saves is what tuning took; None where it saves none.
 

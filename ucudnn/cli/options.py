@@ -66,6 +66,13 @@ TimeBudgetOption = Annotated[
     float | None, typer.Option(help="Seconds; what is not finished by then runs torch's own.")
 ]
 
+StepRaceOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--step-race/--no-step-race", help="End by timing whole steps of the model. Default: yes."
+    ),
+]
+
 
 def settings(file: Path | None, given: dict[str, Any]) -> Config:
     """Settings of a file, or the environment's, with flags over them."""

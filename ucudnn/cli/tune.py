@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,12 +16,13 @@ from ucudnn.cli.console import InterruptedCommandError, out, progress, say
 from ucudnn.cli.options import CacheOption, JsonOption, settings
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
-from ucudnn.load import trace_named
+from ucudnn.load import NamedModel, name_model
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 
 if TYPE_CHECKING:
     from ucudnn.tracing import Traced
+    from ucudnn.tuning.scheduler import Progress
 
 
 def tune(
@@ -44,6 +46,7 @@ def tune(
     math: options.MathOption = "tf32",
     effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
+    step_race: options.StepRaceOption = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,22 +57,24 @@ def tune(
     given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace}
-    given |= {"solver": solver, "effort": effort}
+    given |= {"solver": solver, "effort": effort, "step_race": step_race}
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
     if solver is not None and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
-    from ucudnn.tracing import Traced
+    from ucudnn.tracing import Traced, trace_layers
     from ucudnn.tuning.tuner import device_type
 
     where = device_type(config)
     if model.endswith(".csv"):
         layers = _read_table(model, config, dtype, layout, math if where == "cuda" else None)
-        traced = Traced(layers)
-    else:
-        traced = trace_named(model, input or [], channels_last, autocast, infer, config.ops, where)
-    _tune(traced, config, output, as_json)
+        _tune(Traced(layers), None, config, output, as_json)
+        return
+    named = name_model(model, input or [], channels_last, autocast, infer)
+    with named.context():
+        traced = trace_layers(named.module, named.inputs, config.ops, device_type=where)
+    _tune(traced, named, config, output, as_json)
 
 
 def _read_table(
@@ -83,18 +88,46 @@ def _read_table(
     return [(name, replace(problem, math=math)) for name, problem in layers]
 
 
-def _tune(traced: Traced, config: Config, output: Path | None, as_json: bool) -> None:
-    from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
+def _tune(
+    traced: Traced, named: NamedModel | None, config: Config, output: Path | None, as_json: bool
+) -> None:
+    from ucudnn.tuning.tuner import TuningInterruptedError
 
     start = time.monotonic()
     try:
         with progress() as (on_progress, counts):
-            plan = tune_problems(traced.layers, config, on_progress, biased=traced.biased)
+            plan = _plan(traced, named, config, on_progress)
     except TuningInterruptedError as interrupted:
         raise InterruptedCommandError(_keep(interrupted.plan, len(traced.layers), output)) from None
     if output is not None:
         plan.save(output)
     _print_tuned(plan, counts, time.monotonic() - start, output, as_json)
+
+
+def _plan(
+    traced: Traced,
+    named: NamedModel | None,
+    config: Config,
+    on_progress: Callable[[Progress], None],
+) -> Plan:
+    """Tune, and judge the plan by whole steps where there is a model to run."""
+    from ucudnn.tuning.model import RESERVED_STEPS, judged
+    from ucudnn.tuning.tuner import is_replayed, tune_problems
+
+    races = named is not None and config.step_race and not is_replayed(config)
+    plan = tune_problems(
+        traced.layers,
+        config,
+        on_progress,
+        biased=traced.biased,
+        reserved_steps=RESERVED_STEPS if races else 0,
+    )
+    if named is None:
+        return plan
+    if races:
+        named.fill()
+    with named.context():
+        return judged(named.module, named.inputs, plan, config)
 
 
 def _keep(plan: Plan, calls: int, output: Path | None) -> str:
@@ -113,7 +146,13 @@ def _keep(plan: Plan, calls: int, output: Path | None) -> str:
 def _print_tuned(
     plan: Plan, counts: dict[str, int], seconds: float, output: Path | None, as_json: bool
 ) -> None:
-    from ucudnn.tables import payback, plan_summary, plan_table, steps_to_pay_back
+    from ucudnn.tables import (
+        payback,
+        plan_summary,
+        plan_table,
+        plan_verdict,
+        steps_to_pay_back,
+    )
 
     if as_json:
         summary = {
@@ -124,12 +163,15 @@ def _print_tuned(
             "workspace_bytes": plan.workspace_bytes,
             "predicted_time_ns": plan.predicted_time_ns,
             "pays_back_steps": steps_to_pay_back(plan, seconds),
+            "step_race": plan.step_race.to_dict() if plan.step_race else None,
             "output": None if output is None else str(output),
         }
         print(json.dumps(summary))
         return
     out.print(plan_table(plan, out.width))
     out.print(plan_summary(plan), highlight=False)
+    for sentence in plan_verdict(plan):
+        say(sentence)
     if counts["measured"]:
         say(payback(plan, seconds))
         said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"

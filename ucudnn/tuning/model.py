@@ -26,7 +26,7 @@ from ucudnn.tuning.step_judge import StepJudge
 from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed, tune_problems
 
 # Time to leave of the budget: both contestants in two rounds more than decide a clear race.
-_RESERVED_STEPS = 10
+RESERVED_STEPS = 10
 # What a step may raise where it was traced but cannot be computed here.
 _STEP_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
@@ -69,7 +69,7 @@ def tune(
     """
     config, began = config or Config(), monotonic()
     traced = trace_layers(model, example_inputs, config.ops, real=real)
-    reserved = _RESERVED_STEPS if config.step_race else 0
+    reserved = RESERVED_STEPS if config.step_race else 0
     plan = tune_problems(
         traced.layers, config, on_progress, biased=traced.biased, reserved_steps=reserved
     )
@@ -84,7 +84,7 @@ def judged(model: nn.Module, example_inputs: Any, plan: Plan, config: Config, be
         example_inputs: that it was traced with.
         plan: not judged yet.
         config: with the time budget.
-        began: the `time.monotonic` from which the budget counts.
+        began: the `time.monotonic` from which the budget counts; None: now.
     """
     reason = _reason_against(model, example_inputs, plan, config)
     if reason:
@@ -101,6 +101,7 @@ def judged(model: nn.Module, example_inputs: Any, plan: Plan, config: Config, be
         ):
             steppers = [Stepper(model, inputs, backward=backward) for inputs in several]
             step = _Steps(steppers)
+            began = monotonic() if began is None else began
             until = _until(config, began, backend.elapsed_ns(step))
             judge = StepJudge(
                 step,
