@@ -76,7 +76,9 @@ def tune(
     return judged(model, example_inputs, plan, config, began)
 
 
-def judged(model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float) -> Plan:
+def judged(
+    model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float | None = None
+) -> Plan:
     """The plan after a race of whole steps, or with the reason why there was none.
 
     Args:
