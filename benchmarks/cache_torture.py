@@ -251,6 +251,13 @@ def sample_cache(root: Path) -> dict[str, set[str]]:
     return held
 
 
+def is_known_by(path: Path) -> bool:
+    """Whether a damaged file can still be told from somebody's own, which would be left."""
+    data = path.read_bytes()
+    behind = data[512:520] == b"\x89HDF\r\n\x1a\n" and b"ucudnn-cache" in data[512:]
+    return path.parent.suffix == ".d" or data[:12] == b"ucudnn-cache" or behind
+
+
 def damage_once(root: Path, held: dict[str, set[str]], trial: int, seed: int) -> str:
     """Damage one file of a cache and read it; what went wrong, "" for nothing."""
     chance = random.Random(seed * 1_000_003 + trial)
@@ -260,8 +267,7 @@ def damage_once(root: Path, held: dict[str, set[str]], trial: int, seed: int) ->
     damage(root / victim, chance)
     regular = stat.S_ISREG((root / victim).lstat().st_mode)
     harmless = regular and (root / victim).read_bytes() == whole
-    # anything else may be somebody's own, and is left
-    ours = regular and ("/" in victim or (root / victim).read_bytes()[:12] == b"ucudnn-cache")
+    ours = regular and is_known_by(root / victim)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with caches.open(root) as cache:

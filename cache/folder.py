@@ -146,7 +146,7 @@ def kinds_in(root: Path) -> list[str]:
         aside = _SET_ASIDE_NAME.fullmatch(name)
         if aside:
             kinds.add(aside[1])
-        elif name.endswith(SEGMENTS) and (root / name).is_dir():
+        elif name.endswith(SEGMENTS):
             kinds.add(name.removesuffix(SEGMENTS))
         elif name.endswith(SUFFIX) and may_be_ours(root / name):
             kinds.add(name.removesuffix(SUFFIX))

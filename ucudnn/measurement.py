@@ -176,6 +176,6 @@ class Measurement:
             raise UcudnnError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
         if (self.time_ns is not None) != (self.status in ("ok", "screened")):
             raise UcudnnError(f"time_ns={self.time_ns} does not go with status {self.status!r}")
-        numbers = (self.time_ns, self.spread_ns, self.workspace_bytes, *self.samples)
-        if min((number for number in numbers if number is not None), default=0) < 0:
-            raise UcudnnError(f"times and workspaces must not be negative, got {numbers}")
+        numbers = (self.time_ns or 0, self.spread_ns or 0, self.workspace_bytes or 0)
+        if min(*numbers, *self.samples) < 0:
+            raise UcudnnError(f"times and workspaces must not be negative, got {self}")

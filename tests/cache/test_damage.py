@@ -202,6 +202,7 @@ def test_something_in_place_of_the_folder_of_segments_is_left(tmp_path: Path) ->
         with caches.open(tmp_path) as cache:
             cache.put(OLD)
             assert texts(cache) == texts(OLD)
+            assert [f"{tmp_path}" in one for one in cache.check().problems] == [True]
     said = [str(one.message) for one in caught]
     assert "is not a folder: it was left as it is; move it elsewhere" in said[0]
     assert "are kept in memory" in said[1]
