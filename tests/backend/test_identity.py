@@ -2,7 +2,7 @@
 
 import pytest
 
-from ucudnn.backends.torch_cpu.identity import available_memory_bytes
+from ucudnn.backends.torch_cpu.identity import available_memory_bytes, cpu_device
 
 GIB = 1 << 30
 
@@ -32,3 +32,14 @@ def test_a_containers_limit_counts(tmp_path, names, limit, expected):
 
 def test_this_machine_has_memory():
     assert available_memory_bytes() > 1 << 20
+
+
+def test_a_limit_of_onednns_instructions_makes_another_device(monkeypatch):
+    """Times taken with it are not those without."""
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    unlimited = cpu_device()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "all")
+    assert cpu_device() == unlimited
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx2")
+    assert cpu_device() != unlimited
