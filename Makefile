@@ -52,7 +52,8 @@ test: .venv-test/.installed
 
 bare: .venv-bare/.installed
 	.venv-bare/bin/python -c 'from importlib.util import find_spec; \
-	names = ("cupy", "mpi4py", "plotly", "transformers", "monai", "pytorch_lightning"); \
+	names = ("cupy", "mpi4py", "plotly", "transformers", "monai", "diffusers", \
+	"pytorch_lightning"); \
 	there = [name for name in names if find_spec(name)]; \
 	assert not there, f"optional dependencies are installed: {there}"'
 	$(call outside,.venv-bare,$(PYTEST))

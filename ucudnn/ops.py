@@ -212,7 +212,7 @@ class Runner:
         here = x.device.type
         found = {which: problem_of(which, x, w, *geometry) for which in OPS}
         problems = {
-            which: problem
+            which: self._as_planned(problem, x)
             for which, problem in found.items()
             if problem is not None and which in self.config.ops
         }
@@ -225,6 +225,17 @@ class Runner:
             )
             return {}
         return problems
+
+    def _as_planned(self, problem: Problem, x: Tensor) -> Problem:
+        """The problem channels-last, where that is planned and how its input lies in memory.
+
+        Strides of a single sample do not show it: torch takes some for channels first, though it
+        takes larger batches of the same layer for channels-last.
+        """
+        last = replace(problem, layout="nhwc") if problem.rank > 1 else problem
+        if self.plan is None or self.plan.covers(problem) or not self.plan.covers(last):
+            return problem
+        return last if x.is_contiguous(memory_format=memory_format(last)) else problem
 
     def bind(
         self,

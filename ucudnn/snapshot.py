@@ -36,7 +36,7 @@ _TRANSPARENT = (
 )
 _ATOMS = (NoneType, bool, int, float, str, bytes)
 _LRU_CACHE: type = type(lru_cache(int))
-# A cached result may be a tuple in a list in a link of the cache.
+# From a cache to a tensor: by its dict, a link of its list, a tuple and containers in that.
 _DEPTH_OF_CACHE = 5
 _MISSING = object()
 
@@ -222,13 +222,13 @@ class _Snapshot:
 
     def _has_strays(self, values: Iterable[object]) -> bool:
         """True where something that was not there before leads to a fake tensor."""
-        met = dict(self._seen)
+        met: dict[int, object] = {}
         pending = list(values)
         while pending:
             one = pending.pop()
             if issubclass(type(one), FakeTensor):
                 return True
-            if id(one) not in met:
+            if type(one) not in _ATOMS and id(one) not in self._seen and id(one) not in met:
                 met[id(one)] = one
                 pending += [value for record in _records_of(one) for value in record.values]
                 pending += _others_in(one)
