@@ -79,13 +79,15 @@ def _summands(problem: Problem) -> int:
 def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: list[int]) -> int:
     """The peak over the transform of the second operand, the product and the inverse transform."""
     first, second, product = spectra
-    *leading, result_bytes = *problem.result_shape[:2], problem.result_bytes
     cut = {"fprop": problem.output_size, "dgrad": problem.input_size, "wgrad": problem.kernel_size}
-    values = padded[2]
-    # where nothing is cut away, what the inverse transform returns is the result
-    is_cut = cut[problem.op] != tuple(sizes) and prod(leading) > 1
-    result = result_bytes if is_cut else values
-    peaks = [first + second + product - result, product + (values if is_cut else 0)]
+    is_cut = cut[problem.op] != tuple(sizes) and prod(problem.result_shape[:2]) > 1
+    # where nothing is cut away, the result is what the inverse transform returns
+    result = problem.result_bytes if is_cut else padded[2]
+    # torch transforms all axes but the last into a copy
+    inverse = product * min(problem.rank, 2) + padded[2] - result
+    peaks = [first + second + product - result, inverse]
+    if is_cut:
+        peaks.append(product + padded[2])
     if first >= result:  # else it shrinks with the batch
         peaks.append(first + padded[1] + second - result)
     return max(peaks)
