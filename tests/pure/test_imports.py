@@ -32,7 +32,7 @@ VALUES = {
         "plan",
         "problem",
     ),
-    *("roofline", "slabs", "split", "step_race", "units"),
+    *("slabs", "split", "step_race", "units"),
 }
 # What each inner room may use beside itself.
 INWARD = {"solvers": VALUES, "cache": VALUES, "backends": VALUES}

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import pytest
 
+from ucudnn.backends import Cost, Roofline
 from ucudnn.config import Config
 from ucudnn.problem import Problem
-from ucudnn.roofline import Cost, Roofline
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20

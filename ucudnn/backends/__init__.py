@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ucudnn.backends._base import AbstractBackend as AbstractBackend
 from ucudnn.backends._base import Activity as Activity
+from ucudnn.backends._base import Cost as Cost
 from ucudnn.backends._base import Executable as Executable
+from ucudnn.backends._base import Roofline as Roofline
 from ucudnn.errors import ConfigError
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucudnn.candidate import Candidate
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
-from ucudnn.roofline import Cost, Roofline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +66,52 @@ class Activity(NamedTuple):
     clock_ns: int
     processor_ns: int
     switches: int
+
+
+class Cost(NamedTuple):
+    """The least that a candidate does, whatever implementation a library picks for it.
+
+    Args:
+        operations: floating-point operations; a multiply-add is two.
+        traffic_bytes: bytes read from and written to memory: operands, result, and temporaries
+            that hold the whole chunk, once per pass over them.
+        workspace_bytes: temporary memory at the same time, beyond the result.
+    """
+
+    operations: int
+    traffic_bytes: int
+    workspace_bytes: int
+
+
+class Roofline(NamedTuple):
+    """The fastest that a machine computes and moves data, which bounds times from below.
+
+    Source: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model for
+    Multicore Architectures" (CACM 52(4), 2009).
+
+    >>> roofline = Roofline(operations_per_s=1e9, bytes_per_s=1e8, cached_bytes=400)
+    >>> roofline.time_ns(Cost(2000, 500, 0)), roofline.time_ns(Cost(2000, 1000, 0))
+    (2000, 6000)
+
+    Args:
+        operations_per_s: floating-point operations per second, of all processors in use together.
+        bytes_per_s: bytes read from and written to memory per second.
+        cached_bytes: traffic of one candidate that caches may keep from memory.
+    """
+
+    operations_per_s: float
+    bytes_per_s: float
+    cached_bytes: int = 0
+
+    def time_ns(self, cost: Cost) -> int:
+        """The shortest time in which a cost can be met.
+
+        A caller that extrapolates from one batch to a larger one by the ratio of two such times
+        must not take more than the ratio of the batches: caches serve the smaller one better.
+        """
+        computing = cost.operations / self.operations_per_s
+        moving = max(0, cost.traffic_bytes - self.cached_bytes) / self.bytes_per_s
+        return int(1e9 * max(computing, moving))
 
 
 class AbstractBackend(ABC):
@@ -131,6 +176,16 @@ class AbstractBackend(ABC):
     def kernel(self, problem: Problem, algorithm: str) -> str:
         """Name of the kernel that an algorithm runs a problem by; it may depend on the batch."""
 
+    def cost(self, problem: Problem, algorithm: str) -> Cost | None:
+        """The least that a candidate does; None where nothing is known of it."""
+        del problem, algorithm
+        return None
+
+    def roofline(self, dtype: str) -> Roofline | None:
+        """The fastest that this process can compute in a dtype; None where it is not known."""
+        del dtype
+        return None
+
     @abstractmethod
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         """Build a candidate.
@@ -162,16 +217,6 @@ class AbstractBackend(ABC):
     @abstractmethod
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time it took on the device, in nanoseconds."""
-
-    def cost(self, problem: Problem, algorithm: str) -> Cost | None:
-        """Least operations, traffic and workspace of a candidate; None where nothing is known."""
-        del problem, algorithm
-        return None
-
-    def roofline(self, dtype: str) -> Roofline | None:
-        """Greatest speed of this machine with a dtype; None where nothing is known."""
-        del dtype
-        return None
 
     def is_broken(self) -> bool:
         """Whether a failure has left the device useless to this process, and to it alone."""

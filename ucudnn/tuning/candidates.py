@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from ucudnn.axis import AbstractAxis, RowAxis
+from ucudnn.backends import Cost
 from ucudnn.benchmark.bench import Arm
 from ucudnn.candidate import Candidate
 from ucudnn.forking import cached_property
-from ucudnn.roofline import Cost
 from ucudnn.tuning.items import lists_of
 from ucudnn.tuning.session import Session
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from ucudnn.backends import Cost, Roofline
 from ucudnn.benchmark.bench import Arm
 from ucudnn.measurement import Measurement
-from ucudnn.roofline import Cost, Roofline
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.workspace_model import WorkspaceModel
 from ucudnn.units import format_bytes

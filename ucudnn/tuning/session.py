@@ -9,19 +9,18 @@ from functools import lru_cache
 from time import monotonic
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.backends import AbstractBackend
+from ucudnn.backends import AbstractBackend, Cost, Roofline
 from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.cache import AbstractCache
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.problem import Problem
-from ucudnn.roofline import Cost, Roofline
 from ucudnn.tuning.effort import EFFORTS, Effort
 
-# The speed of a machine is kept as the times of so many operations and bytes, under this problem.
+# A roofline is kept under this problem: the times of so many operations and bytes, and as workspace
+# the bytes that caches keep from memory.
 _UNIT = 10**12
-_UNITS = {"roofline operations": Cost(_UNIT, 0, 0), "roofline bytes": Cost(0, _UNIT, 0)}
 _SPEED_PROBLEM = Problem("fprop", 1, 1, 1, (1,), (1,))
 
 
@@ -84,16 +83,21 @@ class Session:
         """
         if not self.effort.ignored_share:
             return None
-        keys = [self.key(replace(_SPEED_PROBLEM, dtype=dtype), name) for name in _UNITS]
+        speed = replace(_SPEED_PROBLEM, dtype=dtype)
+        keys = [self.key(speed, name) for name in ("roofline operations", "roofline bytes")]
         known = [self.find(key) for key in keys]
-        if all(known):
-            times = [entry.time_ns for entry in known if entry is not None and entry.time_ns]
-            return Roofline(*(_UNIT * 1e9 / time_ns for time_ns in times))
-        found = self.backend.roofline(dtype)
-        if found is not None:
-            for key, unit in zip(keys, _UNITS.values(), strict=True):
-                self.keep(Measurement(key, "ok", max(1, found.time_ns(unit)), 0))
-        return found
+        if not all(known):
+            found = self.backend.roofline(dtype)
+            if found is None:
+                return None
+            times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
+            known = [
+                self.keep(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
+                for key, time_ns in zip(keys, times, strict=True)
+            ]
+        operations, moved = (entry for entry in known if entry is not None)
+        per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
+        return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
 
     def bench(self, axis: AbstractAxis) -> AbstractBench:
         """Where candidates of a kernel run: in this process, or in the session's worker."""

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import Executable
+from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
@@ -24,6 +24,10 @@ class AbstractAlgorithm(ABC):
     @abstractmethod
     def refusal(self, problem: Problem) -> str | None:
         """Why this algorithm does not apply, as a clause; None where it does."""
+
+    @abstractmethod
+    def cost(self, problem: Problem) -> Cost:
+        """The least that it does for a problem that is not refused."""
 
     @abstractmethod
     def executable(self, problem: Problem) -> Executable:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ucudnn.backends import original
-from ucudnn.backends._base import Executable
+from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import memory_format
 from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, phantom
 from ucudnn.backends.torch_cpu.padding import padded, symmetric
+from ucudnn.backends.torch_cpu.taps import columns_bytes, direct_cost
 from ucudnn.problem import Problem
 
 _aten = torch.ops.aten
@@ -82,6 +85,10 @@ class TorchDefault(AbstractAlgorithm):
         del problem
         return None
 
+    def cost(self, problem: Problem) -> Cost:
+        """That of the kernel that aten picks."""
+        return _kernel_cost(problem, chosen_kernel(problem))
+
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
         return padded(problem, partial(_Aten, forward=_convolution, backward=_convolution_backward))
@@ -99,6 +106,10 @@ class OneDnn(AbstractAlgorithm):
         """Needs a dtype oneDNN computes here, and for dgrad and wgrad aten's own choice."""
         return onednn_refusal(problem)
 
+    def cost(self, problem: Problem) -> Cost:
+        """That of a direct convolution where oneDNN has no other."""
+        return _kernel_cost(problem, self.name)
+
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
         return padded(problem, partial(_Aten, forward=_onednn, backward=_convolution_backward))
@@ -115,6 +126,20 @@ class OneDnnNhwc(AbstractAlgorithm):
             return "the operands are channels-last already"
         lifted = problem.as_2d()
         return cramped_refusal(replace(lifted, layout="nhwc")) or onednn_refusal(lifted)
+
+    def cost(self, problem: Problem) -> Cost:
+        """That of oneDNN, and the copies of operands and result, written once and read once."""
+        inner = _kernel_cost(problem, "onednn")
+        *operands, result = (
+            0 if _is_both(shape) else prod(shape) * problem.bytes_per_element
+            for shape in (*problem.operand_shapes, problem.result_shape)
+        )
+        # the operands' copies are freed before the result is copied
+        return Cost(
+            inner.operations,
+            inner.traffic_bytes + 2 * (sum(operands) + result),
+            max(sum(operands), result),
+        )
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
@@ -134,11 +159,48 @@ class SlowConv2d(AbstractAlgorithm):
             return "it computes channels-first operands only"
         return None
 
+    def cost(self, problem: Problem) -> Cost:
+        """Products of columns, padding included."""
+        return _kernel_cost(problem, self.name)
+
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
         return _lifted(
             problem, partial(_Aten, forward=_slow_conv2d, backward=_slow_conv2d_backward)
         )
+
+
+def _is_both(shape: tuple[int, ...]) -> bool:
+    """Whether channels first and channels last are the same order of elements."""
+    return shape[1] == 1 or prod(shape[2:]) == 1
+
+
+def _kernel_cost(problem: Problem, kernel: str) -> Cost:
+    if kernel.startswith("slow"):
+        return _columns_cost(problem, kernel)
+    direct = direct_cost(problem)
+    is_direct = kernel == "onednn" and platform.machine() in ("x86_64", "AMD64")
+    if is_direct or {*problem.stride, *problem.dilation} != {1}:
+        return direct
+    # Tiles that are transformed (Winograd, Fourier: NNPACK, oneDNN on ARM) take at least one
+    # product per output and pair of channels.
+    tiled = problem.flops // prod(problem.kernel_size)
+    return direct._replace(operations=min(direct.operations, tiled))
+
+
+def _columns_cost(problem: Problem, kernel: str) -> Cost:
+    """Columns of the whole batch or of one sample, and of one group after the other."""
+    geometry = zip(problem.kernel_size, problem.stride, problem.padding, strict=True)
+    if all(axis == (1, 1, (0, 0)) for axis in geometry):
+        return direct_cost(problem)  # the input is its columns
+    traffic, columns = direct_cost(problem).traffic_bytes, columns_bytes(problem)
+    if kernel == "slow_conv3d" or (kernel == "slow_conv2d" and problem.op != "dgrad"):
+        workspace = columns // problem.groups
+        # those of a group may stay in a cache from the one before
+        traffic += 2 * columns if problem.groups == 1 else 0
+    else:
+        workspace = columns // problem.groups // problem.batch
+    return Cost(problem.flops, traffic, workspace)
 
 
 def _is_cramped(problem: Problem) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import AbstractBackend, Activity, Executable
+from ucudnn.backends._base import AbstractBackend, Activity, Cost, Executable, Roofline
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu import identity
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
@@ -24,6 +24,7 @@ from ucudnn.backends.torch_cpu.aten import (
 )
 from ucudnn.backends.torch_cpu.fft import Fft
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
+from ucudnn.backends.torch_cpu.speed import roofline
 from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, unseen_bytes
 from ucudnn.candidate import Candidate
 from ucudnn.errors import UnsupportedError
@@ -104,6 +105,16 @@ class TorchCpuBackend(AbstractBackend):
 
     def _notes(self, problem: Problem, name: str) -> tuple[str, ...]:
         return (f"kernel={chosen_kernel(problem)}",) if name == "torch_default" else ()
+
+    def cost(self, problem: Problem, algorithm: str) -> Cost | None:
+        """The least that a candidate does; None where the algorithm does not compute it."""
+        if self.refusal(problem, algorithm) is not None:
+            return None
+        return _ALGORITHMS[algorithm].cost(problem)
+
+    def roofline(self, dtype: str) -> Roofline:
+        """The fastest that this process can compute, measured at the first call."""
+        return roofline(dtype)
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         """Build a candidate."""

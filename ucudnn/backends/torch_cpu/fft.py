@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import count
+from math import log2, prod
 
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import Executable
+from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable
 from ucudnn.backends.torch_cpu.gemm import channels_last_refusal
+from ucudnn.backends.torch_cpu.taps import direct_cost
 from ucudnn.problem import Problem
 
 
@@ -30,9 +32,65 @@ class Fft(AbstractAlgorithm):
             return "a filter of size 1 has a flat spectrum; gemm computes it"
         return channels_last_refusal(problem)
 
+    def cost(self, problem: Problem) -> Cost:
+        """Transforms, products of spectra, and passes over padded tensors and their spectra."""
+        sizes = transform_sizes(problem)
+        frequencies = prod(sizes[:-1]) * (sizes[-1] // 2 + 1)
+        planes = [prod(shape[:2]) for shape in (*problem.operand_shapes, problem.result_shape)]
+        element = problem.bytes_per_element
+        padded = [count * prod(sizes) * element for count in planes]
+        spectra = [count * frequencies * 2 * element for count in planes]
+        transforms = sum(planes) * _transform_operations(sizes)
+        # a product of complex numbers takes six operations, an addition two
+        products = planes[2] * frequencies * (8 * _summands(problem) - 2)
+        traffic = direct_cost(problem).traffic_bytes + 2 * sum(padded) + 2 * sum(spectra)
+        return Cost(transforms + products, traffic, _workspace(problem, sizes, padded, spectra))
+
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
         return _Fft(problem)
+
+
+def transform_sizes(problem: Problem) -> list[int]:
+    """Sizes of the transforms along each axis.
+
+    No larger than the padded input: what wraps around falls on outputs that are cut away.
+    """
+    return [
+        smooth_size(size + sum(padding))
+        for size, padding in zip(problem.input_size, problem.padding, strict=True)
+    ]
+
+
+def _transform_operations(sizes: list[int]) -> int:
+    """The least for real numbers: split radix, 2 n log n - 4 n per axis."""
+    return int(2 * prod(sizes) * sum(max(0.0, log2(size) - 2) for size in sizes))
+
+
+def _summands(problem: Problem) -> int:
+    """How many products of spectra are added up in each spectrum of the result."""
+    return {
+        "fprop": problem.in_channels // problem.groups,
+        "dgrad": problem.out_channels // problem.groups,
+        "wgrad": problem.batch,
+    }[problem.op]
+
+
+def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: list[int]) -> int:
+    """The peak over the transform of the second operand, the product and the inverse transform."""
+    first, second, product = spectra
+    cut = {"fprop": problem.output_size, "dgrad": problem.input_size, "wgrad": problem.kernel_size}
+    is_cut = cut[problem.op] != tuple(sizes) and prod(problem.result_shape[:2]) > 1
+    # where nothing is cut away, the result is what the inverse transform returns
+    result = problem.result_bytes if is_cut else padded[2]
+    # torch transforms all axes but the last into a copy
+    inverse = product * min(problem.rank, 2) + padded[2] - result
+    peaks = [first + second + product - result, inverse]
+    if is_cut:
+        peaks.append(product + padded[2])
+    if first >= result:  # else it shrinks with the batch
+        peaks.append(first + padded[1] + second - result)
+    return max(peaks)
 
 
 class _Fft(OpsExecutable):
@@ -40,12 +98,7 @@ class _Fft(OpsExecutable):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        padded = [
-            size + sum(padding)
-            for size, padding in zip(problem.input_size, problem.padding, strict=True)
-        ]
-        # no larger than the padded input: what wraps around falls on outputs that are cut away
-        self._sizes = [smooth_size(size) for size in padded]
+        self._sizes = transform_sizes(problem)
         self._axes = tuple(range(-problem.rank, 0))
         self._every_stride = self._grid(problem.output_size, problem.stride)
         self._every_dilation = self._grid(problem.kernel_size, problem.dilation)

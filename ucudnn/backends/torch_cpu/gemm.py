@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
 from math import prod
 
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import Executable
+from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, empty
 from ucudnn.backends.torch_cpu.instructions import has_instructions
+from ucudnn.backends.torch_cpu.taps import columns_bytes, direct_cost, taps
 from ucudnn.problem import Problem
 
-Slices = tuple[slice, ...]
 _ALL = slice(None)
 
 
@@ -29,6 +27,19 @@ class Gemm(AbstractAlgorithm):
         if prod(problem.kernel_size) > 1 or any(map(sum, problem.padding)):
             return "it computes filters of size 1 without padding only"
         return channels_last_refusal(problem)
+
+    def cost(self, problem: Problem) -> Cost:
+        """The products; their operands of one sample are copied where they are strided or half."""
+        x_sample, y_sample = (
+            prod(shape[1:]) for shape in (_sampled_shape(problem), problem.y_shape)
+        )
+        workspace = 0
+        if problem.op == "wgrad" and problem.bytes_per_element < 4:
+            dw_growth = (4 - problem.bytes_per_element) * prod(problem.w_shape)
+            workspace = 4 * (x_sample + y_sample) + dw_growth
+        elif problem.input_size != problem.output_size and problem.in_channels > 1:
+            workspace = problem.bytes_per_element * x_sample
+        return direct_cost(problem)._replace(workspace_bytes=workspace)
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
@@ -50,6 +61,19 @@ class Im2colGemm(AbstractAlgorithm):
             return "a filter of size 1 needs no columns; gemm computes it"
         return channels_last_refusal(problem)
 
+    def cost(self, problem: Problem) -> Cost:
+        """Products of columns, padding included; columns are written once and read once."""
+        direct, columns = direct_cost(problem), columns_bytes(problem)
+        # the product has channels before samples, which is another order where there are several
+        y = 0
+        if problem.batch > 1 and problem.out_channels > 1:
+            y = prod(problem.y_shape) * problem.bytes_per_element
+        if problem.op == "fprop":
+            workspace = max(columns, y)  # the columns are freed before the result is put in order
+        else:
+            workspace = columns + (y if prod(problem.output_size) > 1 else 0)
+        return Cost(problem.flops, direct.traffic_bytes + 2 * columns, workspace)
+
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
         return _Im2colGemm(problem)
@@ -67,6 +91,11 @@ def product_dtype(problem: Problem) -> torch.dtype:
     multiply element by element, or convert in memory that its allocator does not see.
     """
     return torch_dtype(problem) if has_instructions(problem.dtype) else torch.float32
+
+
+def _sampled_shape(problem: Problem) -> tuple[int, ...]:
+    """Shape of the elements of x that filters of size 1 meet."""
+    return (problem.batch, problem.in_channels, *problem.output_size)
 
 
 class _Gemm(OpsExecutable):
@@ -211,29 +240,3 @@ class _Im2colGemm(OpsExecutable):
     def _filters(self, w: Tensor) -> Tensor:
         filters = w.reshape(self.problem.groups, w.shape[0] // self.problem.groups, -1)
         return filters.to(self._dtype)
-
-
-def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
-    """For each filter position: its index, the outputs it reaches and the inputs they read.
-
-    >>> p = Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),))
-    >>> for index, outputs, inputs in taps(p): print(index, outputs, inputs)
-    (0,) (slice(1, 3, None),) (slice(0, 2, 1),)
-    (1,) (slice(0, 3, None),) (slice(0, 3, 1),)
-    """
-    for index in product(*map(range, problem.kernel_size)):
-        axes = [_tap(problem, axis, position) for axis, position in enumerate(index)]
-        if all(axes):
-            found = [axis for axis in axes if axis]
-            yield index, tuple(axis[0] for axis in found), tuple(axis[1] for axis in found)
-
-
-def _tap(problem: Problem, axis: int, position: int) -> tuple[slice, slice] | None:
-    stride, size = problem.stride[axis], problem.input_size[axis]
-    offset = position * problem.dilation[axis] - problem.padding[axis][0]
-    first = max(0, -(offset // stride))
-    last = min(problem.output_size[axis] - 1, (size - 1 - offset) // stride)
-    if first > last:
-        return None
-    start = first * stride + offset
-    return slice(first, last + 1), slice(start, last * stride + offset + 1, stride)

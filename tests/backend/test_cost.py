@@ -1,0 +1,190 @@
+"""Lower bounds: what algorithms state is never more than what torch does and allocates."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import ge
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ucudnn.backends import Cost, Roofline
+from ucudnn.backends.torch_cpu import speed
+from ucudnn.backends.torch_cpu.taps import direct_cost
+from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
+
+# Beside the geometries that all algorithms are tried on: where copies or columns are not needed.
+SPECIAL = {
+    "asymmetric": {"input_size": (9, 10), "kernel_size": (3, 2), "padding": ((0, 1), (1, 0))},
+    "one-element": {"input_size": (1, 1), "kernel_size": (1, 1)},
+    "one-output": {"input_size": (8, 8), "kernel_size": (8, 8)},
+    "nothing-cut-away": {"input_size": (32,), "kernel_size": (5,)},
+    "padded-pointwise": {"input_size": (9, 9), "kernel_size": (1, 1), "padding": ((1, 1), (1, 1))},
+}
+# Batch, channels in and out, groups.
+CASES = ((3, 8, 4, 2), (1, 4, 8, 1), (3, 6, 6, 6), (3, 1, 6, 1), (3, 6, 1, 1))
+
+
+def problem_of(op, case, geometry, dtype="float32", layout="nchw"):
+    return Problem(op, *case[:3], groups=case[3], dtype=dtype, layout=layout, **geometry)
+
+
+def costs(backend, problem):
+    """Each algorithm that computes the problem with its cost."""
+    for candidate in backend.candidates(problem):
+        cost = backend.cost(problem, candidate.algorithm)
+        assert cost is not None
+        assert min(cost) >= 0
+        yield candidate.algorithm, cost
+
+
+def measured(backend, problem, algorithm):
+    operands = backend.operands(problem, problem.batch)
+    run = partial(backend.executable(problem, algorithm).alone, *operands)
+    return backend.workspace_bytes(run, [(problem, algorithm)])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_direct_algorithm_counts_what_meets_the_input(exact, geometry, op):
+    """Convolutions of ones count: each product adds one to an element of the result."""
+    case = (3, 4, 6, 2)
+    problem = problem_of(op, case, geometry)
+    x, w, y = (torch.ones(shape) for shape in (problem.x_shape, problem.w_shape, problem.y_shape))
+    counts = {
+        "x": exact(problem_of("dgrad", case, geometry), y, w),
+        "w": exact(problem_of("wgrad", case, geometry), x, y),
+        "y": exact(problem_of("fprop", case, geometry), x, w),
+    }
+    cost = direct_cost(problem)
+    assert cost.operations == 2 * counts["y"].sum().item()
+    operands = {"fprop": "xw", "dgrad": "yw", "wgrad": "xy"}[op]
+    met = sum(counts[name].count_nonzero().item() for name in operands)
+    assert cost.traffic_bytes == 4 * met + problem.result_bytes
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_operations_are_those_of_torchs_counter_where_nothing_is_padded(backend, op):
+    problem = Problem(op, 2, 8, 16, (12, 10), (3, 3), stride=(2, 1), dtype="float64")
+    a, b = backend.operands(problem, 2)
+    for algorithm in ("torch_default", "slow_conv2d"):
+        run = partial(backend.executable(problem, "torch_default").alone, a, b)
+        with FlopCounterMode(display=False) as counter:
+            run()
+        assert backend.cost(problem, algorithm).operations == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_stated_workspace_is_never_more_than_the_measured_one(backend, geometry, op):
+    problems = [problem_of(op, case, geometry) for case in CASES]
+    problems += [problem_of(op, CASES[0], geometry, dtype) for dtype in BYTES_BY_DTYPE]
+    if len(geometry["input_size"]) > 1:
+        problems.append(problem_of(op, CASES[0], geometry, "float64", "nhwc"))
+    for problem in problems:
+        for algorithm, cost in costs(backend, problem):
+            assert cost.workspace_bytes <= measured(backend, problem, algorithm), (
+                f"{algorithm} on {problem}"
+            )
+
+
+@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("op", OPS)
+def test_stated_workspace_where_copies_are_left_out(backend, special, op):
+    for case in CASES:
+        problem = problem_of(op, case, special)
+        for algorithm, cost in costs(backend, problem):
+            assert cost.workspace_bytes <= measured(backend, problem, algorithm), (
+                f"{algorithm} on {problem}"
+            )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_stated_workspace_of_columns_and_spectra_is_most_of_the_measured_one(backend, geometry, op):
+    """All of the columns, at least half of what Fourier transforms take."""
+    for case in ((4, 16, 32, 1), (4, 32, 16, 1), (4, 32, 32, 32)):
+        problem = problem_of(op, case, geometry)
+        for algorithm, cost in costs(backend, problem):
+            if algorithm in ("im2col_gemm", "fft"):
+                least = {"im2col_gemm": 0.99, "fft": 0.5}[algorithm]
+                assert cost.workspace_bytes >= least * measured(backend, problem, algorithm)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_costs_grow_with_the_batch(backend, geometry, op):
+    for case in CASES:
+        problem = problem_of(op, case, geometry)
+        for algorithm, cost in costs(backend, problem.with_batch(1)):
+            before = cost
+            for batch in range(2, 9):
+                after = backend.cost(problem.with_batch(batch), algorithm)
+                kernels = {
+                    backend.kernel(problem.with_batch(size), algorithm)
+                    for size in (batch - 1, batch)
+                }
+                if len(kernels) == 1:
+                    assert all(map(ge, after, before)), f"{algorithm} on {problem}"
+                before = after
+
+
+def test_a_larger_batch_shares_the_transforms_of_the_filters(backend):
+    one, eight = (
+        backend.cost(Problem("fprop", batch, 64, 64, (20, 20), (5, 5)), "fft") for batch in (1, 8)
+    )
+    assert all(larger < 8 * smaller for smaller, larger in zip(one, eight, strict=True))
+
+
+def test_hopeless_spectra_are_known_without_a_run(backend):
+    """Transforming 512 x 512 filters of 3 taps to the length of a sound takes gigabytes."""
+    problem = Problem("fprop", 4, 512, 512, (6400,), (3,), stride=(2,))
+    assert backend.cost(problem, "fft").workspace_bytes > 5 << 30
+    roofline = Roofline(operations_per_s=1e12, bytes_per_s=1e11)
+    times = {name: roofline.time_ns(cost) for name, cost in costs(backend, problem)}
+    assert times["fft"] > 10 * times["torch_default"]
+
+
+def test_nothing_is_stated_of_what_is_not_computed(backend):
+    assert backend.cost(Problem("fprop", 2, 4, 4, (9, 9), (3, 3)), "gemm") is None
+    assert backend.cost(Problem("fprop", 2, 4, 4, (9, 9), (3, 3)), "winograd") is None
+
+
+@pytest.mark.parametrize(
+    ("cost", "time_ns"),
+    [
+        (Cost(0, 0, 9), 0),
+        (Cost(4_000, 0, 0), 2_000),  # computing
+        (Cost(4_000, 4_096, 0), 2_000),  # the traffic of caches is free
+        (Cost(4_000, 4_096 + 1_000, 0), 10_000),  # moving
+    ],
+)
+def test_a_roofline_takes_the_longer_of_computing_and_moving(cost, time_ns):
+    roofline = Roofline(operations_per_s=2e9, bytes_per_s=1e8, cached_bytes=4_096)
+    assert roofline.time_ns(cost) == time_ns
+
+
+def test_a_roofline_is_measured_once_by_however_many_threads(backend, monkeypatch):
+    runs = []
+    monkeypatch.setattr(speed, "_shortest_ns", lambda run: runs.append(run) or 1_000)
+    for measure in (speed._operations_per_s, speed._bytes_per_s):
+        measure.cache_clear()
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(backend.roofline, ["float64"] * 16))
+    once = len(runs)
+    backend.roofline("float64")
+    for measure in (speed._operations_per_s, speed._bytes_per_s):
+        measure.cache_clear()  # of times that were made up
+    assert len(found) == 1
+    assert len(runs) == once == len(speed._ROWS_PER_THREAD) + 1
+
+
+def test_measuring_a_roofline_leaves_torch_as_it_was(backend):
+    speed._operations_per_s.cache_clear()
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16), torch.enable_grad(), torch.device("meta"):
+        rooflines = {dtype: backend.roofline(dtype) for dtype in BYTES_BY_DTYPE}
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    for dtype in ("float16", "bfloat16"):
+        assert rooflines[dtype].operations_per_s >= rooflines["float32"].operations_per_s
+    assert all(roofline.bytes_per_s > 0 for roofline in rooflines.values())

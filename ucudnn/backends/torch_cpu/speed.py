@@ -1,0 +1,79 @@
+"""The fastest that this process computes and copies, measured once: the roofline of the machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+
+from ucudnn.backends._base import Roofline
+from ucudnn.backends.torch_cpu.identity import last_level_cache_bytes
+from ucudnn.forking import ForkSafeLock
+
+# By how much a convolution may come closer to the peak than the product and the copy below do.
+MARGIN = 1.25
+_SIDE = 512
+# Short runs, so that among many some are not interrupted by other processes.
+_ROWS_PER_THREAD = (128, 256)
+_MOST_ROWS = 1 << 15
+# A cache saves at most its size in each pass, and no algorithm makes more passes over its operands
+# and temporaries than these.
+_PASSES = 16
+# Virtual machines report the cache of the whole processor, which they share with others.
+_MOST_CACHE_BYTES = 64 << 20
+_BUDGET_NS = 40_000_000
+_LEAST_RUNS = 3
+_measuring = ForkSafeLock()
+
+
+def roofline(dtype: str) -> Roofline:
+    """Speeds of this process with its present threads, `MARGIN` above the best that was seen.
+
+    Args:
+        dtype: of a problem. Half precision is at least as fast as float32, which it may be
+            computed in.
+    """
+    threads = torch.get_num_threads()
+    with _measuring:
+        operations = _operations_per_s(dtype, threads)
+        if dtype in ("float16", "bfloat16"):
+            operations = max(operations, _operations_per_s("float32", threads))
+        cached = _PASSES * min(last_level_cache_bytes(), _MOST_CACHE_BYTES)
+        return Roofline(MARGIN * operations, MARGIN * _bytes_per_s(threads), cached)
+
+
+@lru_cache
+def _operations_per_s(dtype: str, threads: int) -> float:
+    """The fastest of matrix products of several sizes."""
+    square = torch.ones(_SIDE, _SIDE, dtype=getattr(torch, dtype), device="cpu")
+    speeds = []
+    for per_thread in _ROWS_PER_THREAD:
+        rows = min(per_thread * threads, _MOST_ROWS)
+        left, product = square.new_ones(rows, _SIDE), square.new_empty(rows, _SIDE)
+        best_ns = _shortest_ns(partial(torch.mm, left, square, out=product))
+        speeds.append(2e9 * rows * _SIDE**2 / best_ns)
+    return max(speeds)
+
+
+@lru_cache
+def _bytes_per_s(threads: int) -> float:
+    """Bytes read and written by a copy between tensors that are larger than the caches."""
+    del threads  # part of the key
+    size = 2 * min(last_level_cache_bytes(), _MOST_CACHE_BYTES)
+    source, target = (torch.ones(size, dtype=torch.uint8, device="cpu") for _ in range(2))
+    return 2e9 * size / _shortest_ns(partial(target.copy_, source))
+
+
+def _shortest_ns(run: Callable[[], object]) -> int:
+    """The least processor time of this thread, which does an even share of the work.
+
+    Other processes on the machine lengthen it much less than the time by the clock.
+    """
+    times: list[int] = []
+    while len(times) < _LEAST_RUNS or sum(times) < _BUDGET_NS:
+        before_ns = time.thread_time_ns()
+        run()
+        times.append(max(1, time.thread_time_ns() - before_ns))
+    return min(times)
