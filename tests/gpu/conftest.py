@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -87,11 +88,13 @@ def geometries() -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture(params=KINDS, ids="-".join)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, str]:
+def kind(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]:
     """A dtype, a layout and a math, by which torch's own convolution computes, too."""
-    precision = "tf32" if request.param[2] == "tf32" else "ieee"
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", precision)
-    return request.param
+    settings: Any = torch.backends.cudnn.conv
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if request.param[2] == "tf32" else "ieee"
+    yield request.param
+    settings.fp32_precision = before
 
 
 @pytest.fixture(scope="session")

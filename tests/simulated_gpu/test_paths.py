@@ -39,8 +39,8 @@ def test_failures_cost_one_candidate_each(simulated, layers, faults, tmp_path):
     simulated(*command, "--parts", "timings")
     whole = rows(out / "timings.csv")
     names = [row["algorithm"] for row in whole if (row["op"], row["batch"]) == ("fprop", "8")]
-    # begins of identities, of which each is met once; a refusal comes back in a plan of its own
-    failing = {"fault": names[3], "hang": names[5], "refuse": names[7]}
+    # begins of identities, of which each is met once; a plan that is not built fails alone
+    failing = {"fault": names[3], "hang": names[5], "fail": names[7]}
     for kind, identity in failing.items():
         (faults / kind).write_text(identity)
     (tmp_path / "out").rename(tmp_path / "before")
@@ -59,7 +59,7 @@ def test_failures_cost_one_candidate_each(simulated, layers, faults, tmp_path):
 def test_tuning_survives_failures(simulated, layers, faults, tmp_path):
     out = tmp_path / "out"
     options = ("--dtypes", "fp32", "--limits", "64", "--seconds", "60", "--parts", "tune")
-    for kind in ("fault", "hang", "refuse"):
+    for kind in ("fault", "hang", "fail"):
         (faults / kind).write_text("eng")
     simulated(*suite(layers, out, *options, "--ops", "fprop"), SIMULATED_GPU_PATIENCE="10")
     assert not list(faults.iterdir())

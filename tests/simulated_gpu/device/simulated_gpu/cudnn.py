@@ -91,7 +91,7 @@ def install(profile: str) -> None:
         return Target(self.cudnn, device=descriptors["of the device"])
 
     runtime.Runtime._target = target  # type: ignore[method-assign]
-    runtime.Runtime.build = _building(runtime.Runtime.build)  # type: ignore[method-assign]
+    runtime.build = _building(runtime.build)
     runtime.Runtime.pack = lambda _, __, *addresses: _Pack(*addresses)  # type: ignore[method-assign]
     runtime.Runtime.launch = _launch  # type: ignore[method-assign]
     _let_torch_see_its_tensors()
@@ -104,18 +104,12 @@ def install(profile: str) -> None:
 
 def _building(build: Callable[..., Any]) -> Callable[..., _Plan]:
     def built(
-        self: runtime.Runtime,
-        device: int,
-        problem: Problem,
-        identity: str,
-        alpha: float,
-        beta: float,
-        views: Views,
+        target: Target, problem: Problem, identity: str, *, alpha: float, beta: float, views: Views
     ) -> _Plan:
         faults.require_working()
-        if faults.is_due("refuse", identity):
+        if faults.is_due("fail", identity):
             raise api.CudnnError(*_FAILED)
-        plan = build(self, device, problem, identity, alpha, beta, views)
+        plan = build(target, problem, identity, alpha=alpha, beta=beta, views=views)
         return _Plan(plan, problem, alpha, beta, views)
 
     return built

@@ -1,7 +1,7 @@
 """Failures of the simulated GPU, each of which happens once.
 
 The folder that SIMULATED_GPU_FAULTS names holds a file per failure: its name begins with the kind
-("fault" or "hang" at a launch, "refuse" when a plan is built), its text is the identity of an
+("fault" or "hang" at a launch, "fail" when a plan is built), its text is the identity of an
 engine configuration, or how it begins. Whoever meets it first takes the file away.
 """
 
