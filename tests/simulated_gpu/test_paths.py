@@ -44,7 +44,7 @@ def test_failures_cost_one_candidate_each(simulated, layers, faults, tmp_path):
     for kind, identity in failing.items():
         (faults / kind).write_text(identity)
     (tmp_path / "out").rename(tmp_path / "before")
-    simulated(*command, "--parts", "timings", SIMULATED_GPU_PATIENCE="6")
+    simulated(*command, "--parts", "timings", SIMULATED_GPU_PATIENCE="15")
     assert not list(faults.iterdir())
     lost = {(row["op"], row["batch"], row["algorithm"]) for row in whole}
     lost -= {(row["op"], row["batch"], row["algorithm"]) for row in rows(out / "timings.csv")}
@@ -61,7 +61,7 @@ def test_tuning_survives_failures(simulated, layers, faults, tmp_path):
     options = ("--dtypes", "fp32", "--limits", "64", "--seconds", "60", "--parts", "tune")
     for kind in ("fault", "hang", "fail"):
         (faults / kind).write_text("eng")
-    simulated(*suite(layers, out, *options, "--ops", "fprop"), SIMULATED_GPU_PATIENCE="10")
+    simulated(*suite(layers, out, *options, "--ops", "fprop"), SIMULATED_GPU_PATIENCE="15")
     assert not list(faults.iterdir())
     answers = json.loads((out / "answers.json").read_text())
     assert answers["skipped"] == {}
