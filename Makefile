@@ -4,16 +4,24 @@
 #   make demo   .venv       tunes ResNet-18 on this machine
 #   make test   .venv-test  the suite and the doctests, on the installed package
 #   make bare   .venv-bare  the same without any optional dependency
+<<<<<<< HEAD
+#   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches two wheels, 1 GB
+#   make simulated-gpu      .venv-test: tests/gpu and benchmarks on a GPU that is simulated by cuDNN
+#   make gpu    PYTHON      tests and measurements on this machine's GPU, in GPU_MINUTES; PYTHON is
+#                           one with torch for CUDA; nothing is installed
+=======
 #   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches three wheels, 1.5 GB
+>>>>>>> gpucore
 #   make lint, make types, make dist, make clean
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+GPU_MINUTES ?= 30
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: demo test bare cudnn lint types dist clean
+.PHONY: demo test bare cudnn simulated-gpu gpu lint types dist clean
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
@@ -63,6 +71,16 @@ cudnn: .venv-test/.installed $(CUDNNS:%=.cudnn/%/.unpacked)
 	export CUDNN_TEST_FOLDERS="$(call COLON_LIST,$(CUDNNS:%=$(ROOT)/.cudnn/%))"; \
 	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
 	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/cudnn" $(PYTEST_ARGS))
+
+# The one cuDNN that the simulated GPU has: what torch 2.11 for CUDA 13 ships.
+SIMULATED_CUDNN := 9.19.0.56
+simulated-gpu: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
+	export SIMULATED_GPU_CUDNN="$(ROOT)/.cudnn/$(SIMULATED_CUDNN)/nvidia/cudnn/lib/libcudnn.so.9"; \
+	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
+	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/simulated_gpu" $(PYTEST_ARGS))
+
+gpu:
+	PYTHONPATH="$(ROOT)" $(PYTHON) benchmarks/gpu_run.py --minutes $(GPU_MINUTES)
 
 # Convolutions need none of the four libraries that are removed.
 .cudnn/%/.unpacked: | .venv-test/.ready

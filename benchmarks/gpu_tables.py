@@ -1,126 +1,49 @@
-"""What was measured on a GPU, as tables: prints them from the files of one results folder.
+"""Print the measurements of a GPU as one page of tables, from the files of one results folder.
 
     python benchmarks/gpu_tables.py benchmarks/results/h200 > tables.md
 
 Reads what gpu_suite.py left there: splits.csv (per layer and workspace limit the best undivided
-kernel, torch's two defaults and the best micro-batches as a loop), timings.csv (every engine
+configuration, torch's two defaults and the best split, timed in turn), timings.csv (every engine
 configuration at every micro-batch size) and answers.json (versions, what was skipped). Then come
 training steps and demonstrations with what they conclude (training_steps.py, demo_*.py,
-l2_hypothesis.py). A loop is the time of one call, all its chunks, measured eagerly unless a table
-says captured. A gain is the baseline's time over the loop's; "gains" and "loses" are layers beyond
---least-gain.
+l2_hypothesis.py). The page ends with what was won, lost and not run.
+
+A loop is one call of the best split, all its chunks, measured eagerly unless a table says captured.
+A gain is the median over rounds of a baseline's time over the loop's; "gains" and "loses" are
+layers beyond --least-gain whose 95 % interval does not contain 1. Where undivided is best, the loop
+is the undivided call itself, and its gain over that is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import exp, log
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gpu_loops import Gain, Loop, problem_of, read_loops, read_timings
+from gpu_summary import FILES, summary
 from step_workers import load as load_steps
 from step_workers import report as step_report
 
+from ucudnn.benchmark.statistics import spread_ns
+
+BENCHMARK_LIMIT = (
+    "cudnn.benchmark tries the first 10 configurations of cuDNN's list (torch's benchmark_limit).\n"
+)
 LEAST_GAIN = 0.02  # the least that a plan leaves torch's own call for
+MOST_SKIPPED = 20  # kinds of failures that are shown
 CHUNK_CLASSES = ((1, 1), (2, 4), (5, 16), (17, 64), (65, 1 << 30))
 HEADINGS = {
-    "undivided": "(a) best undivided kernel within the same limit",
+    "undivided": "(a) best undivided configuration within the same limit",
     "default": "(b) torch's default, whatever workspace it takes",
     "benchmark": "(c) cudnn.benchmark, whatever workspace it takes",
 }
-_BASELINE_COLUMNS = {
-    "undivided": "undivided_us",
-    "default": "torch_default_us",
-    "benchmark": "torch_benchmark_us",
-}
-_PROBLEM_COLUMNS = ("name", "op", "dtype", "layout", "batch")
-SPLIT_COLUMNS = (
-    *(*_PROBLEM_COLUMNS, "limit_mib", "micro_batch", "workspace_mib", "predicted_us", "eager_us"),
-    *("captured_us", "host_us_per_chunk", *_BASELINE_COLUMNS.values(), "torch_benchmark_extra_mib"),
-)
-TIMING_COLUMNS = (*_PROBLEM_COLUMNS, "workspace_bytes", "median_us", "error", "beta1_error")
-
-
-@dataclass(frozen=True)
-class Loop:
-    """The best micro-batches of one problem within one limit, beside its three baselines.
-
-    Args:
-        problem: (name, op, dtype, layout, batch).
-        limit_mib: workspace limit.
-        micro_batch: samples per chunk; `batch` where undivided is best.
-        workspace_mib: what the chunks need.
-        predicted_us: number of chunks times the time of one.
-        eager_us: the loop, measured.
-        captured_us: the loop replayed from a CUDA graph; None where capture failed.
-        host_us: host time per chunk.
-        baselines_us: by name; without "undivided" where nothing undivided fits.
-        extra_mib: memory that cudnn.benchmark's choice takes beyond the result.
-    """
-
-    problem: tuple[str, str, str, str, int]
-    limit_mib: int
-    micro_batch: int
-    workspace_mib: float
-    predicted_us: float
-    eager_us: float
-    captured_us: float | None
-    host_us: float
-    baselines_us: dict[str, float]
-    extra_mib: float
-
-    @property
-    def chunks(self) -> int:
-        """Calls of the kernel."""
-        return -(-self.problem[4] // self.micro_batch)
-
-    def gain(self, baseline: str) -> float | None:
-        """The baseline's time over the loop's; None where there is no baseline."""
-        time = self.baselines_us.get(baseline)
-        return None if time is None else time / self.eager_us
-
-
-def read_rows(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
-    """Rows of a CSV file that has these columns; ends the program with a sentence where not."""
-    if not path.is_file():
-        sys.exit(f"{path} is not there, and splits.csv needs it beside it")
-    with path.open(newline="") as stream:
-        reader = csv.DictReader(stream)
-        missing = [name for name in needed if name not in (reader.fieldnames or ())]
-        if missing:
-            sys.exit(f"{path} lacks the columns {', '.join(missing)}; it is no probe's table")
-        return list(reader)
-
-
-def read_loops(folder: Path) -> list[Loop]:
-    """The rows of splits.csv."""
-    return [_loop(row) for row in read_rows(folder / "splits.csv", SPLIT_COLUMNS)]
-
-
-def _loop(row: dict[str, str]) -> Loop:
-    return Loop(
-        problem=_problem(row),
-        limit_mib=int(row["limit_mib"]),
-        micro_batch=int(row["micro_batch"]),
-        workspace_mib=float(row["workspace_mib"]),
-        predicted_us=float(row["predicted_us"]),
-        eager_us=float(row["eager_us"]),
-        captured_us=float(row["captured_us"]) if row["captured_us"] else None,
-        host_us=float(row["host_us_per_chunk"]),
-        baselines_us={name: float(row[key]) for name, key in _BASELINE_COLUMNS.items() if row[key]},
-        extra_mib=float(row["torch_benchmark_extra_mib"]),
-    )
-
-
-def _problem(row: dict[str, str]) -> tuple[str, str, str, str, int]:
-    return (row["name"], row["op"], row["dtype"], row["layout"], int(row["batch"]))
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -168,30 +91,33 @@ def gains(loops: Sequence[Loop], baseline: str, least: float) -> str:
     rows = []
     for kind, members in grouped(loops, _kind):
         by_layer = {one.problem[0]: gain for one in members if (gain := one.gain(baseline))}
-        alone = len(members) - len(by_layer)
-        rows.append((*kind, len(members), *_gain_cells(by_layer, least), alone or ""))
-        if baseline == "benchmark":
-            extra = median(one.extra_mib for one in members)
+        divided = sum(one.chunks > 1 for one in members)
+        row = (*kind, len(members), divided, *_gain_cells(by_layer, least))
+        if baseline == "undivided":
+            rows.append((*row, len(members) - len(by_layer) or ""))
+        else:
+            extra = median(one.extra_mib[baseline] for one in members)
             own = median(one.workspace_mib for one in members)
-            rows[-1] = (*rows[-1][:-1], f"{extra:.0f}", f"{own:.0f}")
-    last = "no undivided kernel fits" if baseline == "undivided" else "no baseline"
-    if baseline == "benchmark":
-        last = "its memory, median MiB | ours, median MiB"
-    columns = "dtype | layout | op | limit MiB | layers | geo-mean | best | worst | gains | loses"
-    return table(f"Gain over {HEADINGS[baseline]}", f"{columns} | {last}", rows)
+            rows.append((*row, f"{extra:.0f}", f"{own:.0f}"))
+    last = "its memory, median MiB | ours, median MiB"
+    if baseline == "undivided":
+        last = "no undivided configuration fits"
+    columns = "dtype | layout | op | limit MiB | layers | divided | geo-mean | best | worst"
+    text = table(f"Gain over {HEADINGS[baseline]}", f"{columns} | gains | loses | {last}", rows)
+    return text + ("\n" + BENCHMARK_LIMIT if baseline == "benchmark" and rows else "")
 
 
-def _gain_cells(by_layer: dict[str, float], least: float) -> tuple[str, ...]:
+def _gain_cells(by_layer: dict[str, Gain], least: float) -> tuple[str, ...]:
     if not by_layer:
         return ("", "", "", "", "")
     best, worst = (pick(by_layer, key=by_layer.__getitem__) for pick in (max, min))
     share = 100 / len(by_layer)
     return (
-        f"{geometric_mean(list(by_layer.values())):.2f}x",
-        f"{by_layer[best]:.2f}x {best}",
-        f"{by_layer[worst]:.2f}x {worst}",
-        f"{share * sum(gain > 1 + least for gain in by_layer.values()):.0f} %",
-        f"{share * sum(gain < 1 - least for gain in by_layer.values()):.0f} %",
+        f"{geometric_mean([gain.middle for gain in by_layer.values()]):.2f}x",
+        f"{by_layer[best].middle:.2f}x {best}",
+        f"{by_layer[worst].middle:.2f}x {worst}",
+        f"{share * sum(gain.is_won(least) for gain in by_layer.values()):.0f} %",
+        f"{share * sum(gain.is_lost(least) for gain in by_layer.values()):.0f} %",
     )
 
 
@@ -214,7 +140,7 @@ def predictions(loops: Sequence[Loop]) -> str:
     """Measured over predicted time of a loop, by its number of chunks."""
     rows = []
     for label, members in by_chunks(loops):
-        ratios = [one.eager_us / one.predicted_us for one in members]
+        ratios = [one.eager_us / one.predicted_us for one in members if one.predicted_us]
         rows.append((label, len(ratios), *quantile_cells(ratios, 2)))
     columns = "chunks | loops | 10 % | median | 90 %"
     return table("Measured over predicted time of a loop", columns, rows)
@@ -278,7 +204,7 @@ def against_unlimited(
     undivided: dict[tuple[str, str, str, str, int], tuple[float, int]] = {}
     for row in timings:
         time = (float(row["median_us"]), int(row["workspace_bytes"]))
-        problem = _problem(row)
+        problem = problem_of(row)
         undivided[problem] = min(time, undivided.get(problem, time))
     rows = []
     for (dtype, layout, op), members in grouped(
@@ -289,7 +215,10 @@ def against_unlimited(
             problem: min(same, key=lambda one: one.eager_us)
             for problem, same in grouped(members, lambda one: one.problem)
         }
-        by_layer = {p[0]: undivided[p][0] / one.eager_us for p, one in fastest.items()}
+        by_layer = {}
+        for problem, one in fastest.items():
+            ratio = undivided[problem][0] / one.eager_us  # of times that were not taken in turn
+            by_layer[problem[0]] = Gain(ratio, ratio, ratio)
         needs = median(undivided[p][1] / 2**20 for p in fastest)
         own = median(one.workspace_mib for one in fastest.values())
         cells = _gain_cells(by_layer, least)
@@ -312,17 +241,22 @@ def extremes(loops: Sequence[Loop], baseline: str, count: int) -> str:
     chosen = judged[:half] + judged[max(half, len(judged) - half) :]
     rows = [
         (
-            f"{gain:.2f}x",
+            f"{gain.middle:.2f}x ({gain.low:.2f} to {gain.high:.2f})",
             *one.problem[:4],
             one.limit_mib,
-            f"{one.chunks}x{one.micro_batch}",
-            f"{one.eager_us:.0f}",
-            f"{one.baselines_us[baseline]:.0f}",
+            f"{one.chunks}x{one.chunk}{' rows' if one.axis == 'spatial' else ''}",
+            _time(one.rounds_us["split"]),
+            _time(one.rounds_us[baseline]),
         )
         for gain, one in chosen
     ]
     columns = "gain | layer | op | dtype | layout | limit MiB | chunks | loop us | baseline us"
     return table(f"Worst and best over {HEADINGS[baseline]}", columns, rows)
+
+
+def _time(rounds_us: Sequence[float]) -> str:
+    """The median and the interquartile range."""
+    return f"{median(rounds_us):.0f} ± {spread_ns(rounds_us):.0f}"
 
 
 def answers(folder: Path) -> str:
@@ -331,7 +265,8 @@ def answers(folder: Path) -> str:
     if not path.is_file():
         return ""
     found = json.loads(path.read_text())
-    skipped = sorted(found.pop("skipped", {}).items(), key=lambda pair: -pair[1])
+    skipped = sorted(found.pop("skipped", {}).items(), key=lambda pair: -pair[1])[:MOST_SKIPPED]
+    found.pop("not_reached", None)  # the summary tells
     lines = ["### What the device answered", ""]
     for name, value in found.items():
         text = f"{value[0]} of {value[1]}" if name.startswith("lists_by") else value
@@ -340,10 +275,22 @@ def answers(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def device_name(folder: Path) -> str:
+    """The GPU's name, as the first of these files that is there has it."""
+    names = []
+    if (folder / "answers.json").exists():
+        names.append(json.loads((folder / "answers.json").read_text()).get("gpu"))
+    for run in load_steps(folder / "training_steps.json"):
+        names.append(run.setup.get("machine", {}).get("device"))
+    return next(filter(None, names), "a device that no file names")
+
+
 def report(folder: Path, least: float, count: int) -> Iterator[str]:
-    """Every table of a results folder."""
+    """Every table of a results folder, then what they say together."""
+    loops: list[Loop] = []
     if (folder / "splits.csv").exists():
-        yield from kernel_tables(folder, least, count)
+        loops = read_loops(folder)
+        yield from kernel_tables(folder, loops, least, count)
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
         if isinstance(document, dict):
@@ -352,12 +299,16 @@ def report(folder: Path, least: float, count: int) -> Iterator[str]:
             elif "says" in document:
                 yield f"## {path.stem}\n"
             yield from document.get("says", ())
+    won = {
+        (dtype, limit): [[one.gain(name) for one in members] for name in HEADINGS]
+        for (dtype, limit), members in grouped(loops, lambda one: (one.problem[2], one.limit_mib))
+    }
+    yield from summary(folder, device_name(folder), won, least)
 
 
-def kernel_tables(folder: Path, least: float, count: int) -> Iterator[str]:
-    """The tables of a probe's files."""
-    loops = read_loops(folder)
-    timings = read_rows(folder / "timings.csv", TIMING_COLUMNS)
+def kernel_tables(folder: Path, loops: Sequence[Loop], least: float, count: int) -> Iterator[str]:
+    """The tables of layers."""
+    timings = read_timings(folder)
     yield answers(folder)
     for baseline in HEADINGS:
         yield gains(loops, baseline, least)
@@ -378,10 +329,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--least-gain", type=float, default=LEAST_GAIN)
     parser.add_argument("--rows", type=int, default=15, help="layers among the worst and the best")
     arguments = parser.parse_args(argv)
-    parts = list(report(arguments.folder, arguments.least_gain, arguments.rows))
-    if not parts:
+    if not any((arguments.folder / name).exists() for name in FILES):
         sys.exit(f"{arguments.folder} has no results; name the folder of one device's results")
-    print("\n".join(parts))
+    print("\n".join(report(arguments.folder, arguments.least_gain, arguments.rows)))
 
 
 if __name__ == "__main__":

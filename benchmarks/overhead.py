@@ -69,13 +69,14 @@ def plan_by_hand(model: nn.Module, inputs: Tensor) -> Plan:
     kernels = {}
     for name, problem in trace_layers(model, inputs).layers:
         names = [candidate.algorithm for candidate in backend.candidates(problem)]
+        # the first is cuDNN's first choice, as torch's; the last would be its slowest
+        chosen = next(algorithm for algorithm in names if algorithm != DEFAULT_ALGORITHM)
         if "onednn" in backend.algorithms() and backend.refusal(problem, "onednn") is None:
-            names.append("onednn")  # left out of the candidates, being torch's own choice
-        others = [algorithm for algorithm in names if algorithm != DEFAULT_ALGORITHM]
+            chosen = "onednn"  # left out of the candidates, being torch's own choice
         kernels[problem] = KernelPlan(
             problem=problem,
             layers=(name,),
-            algorithms=(others[-1],),
+            algorithms=(chosen,),
             alone=(0,) * problem.batch,
             last=((0, 0),) * problem.batch,
             predicted_time_ns=1,

@@ -32,6 +32,9 @@ PARTS = ("eager", "channels_last", "benchmark", "compile", "ucudnn", "wscap")
 DTYPES = ("tf32", "fp32", "fp16", "bf16")
 LEAST_BLOCK_NS = 100_000_000  # steps between two clock readings take at least this long
 LEAST_SAMPLES = 3
+# what setting up may take of the time: the rest is for the rounds
+RIVALS_SHARE, LAST_SHARE = 0.5, 0.75
+LATE = "no answer"
 OUT_OF_MEMORY = "out of memory"
 Reply = dict[str, Any]
 
@@ -123,7 +126,7 @@ class Worker:
         ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         if not ready:
             self._process.kill()
-            return {"failed": f"no answer to {question!r} in {timeout_s:.0f} s"}
+            return {"failed": f"{LATE} to {question!r} in {timeout_s:.0f} s"}
         line = self._process.stdout.readline()
         if not line:
             return {"failed": f"its process ended with {self._process.wait()}"}
@@ -154,7 +157,8 @@ class Run:
     Args:
         job: what was run.
         setup: seconds of tuning and warm-up, versions, what the plan does, peaks of memory so far.
-        samples_ns: mean time of a step, one per round.
+        samples_ns: mean time of a step, one per round in which all variants took turns.
+        early_ns: likewise, of rounds before the variants that tune were there.
         memory: peaks in bytes of the steps that were timed.
         failed: why it is not complete.
     """
@@ -162,20 +166,26 @@ class Run:
     job: Job
     setup: Reply = field(default_factory=dict)
     samples_ns: list[int] = field(default_factory=list)
+    early_ns: list[int] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     failed: str | None = None
 
     @property
     def is_complete(self) -> bool:
-        """True where nothing more can be expected of it: enough samples, or a failure."""
-        return self.failed is not None or len(self.samples_ns) >= LEAST_SAMPLES
+        """True where nothing more can be expected of it: enough samples, or a failure.
 
-    def add(self, reply: Reply) -> None:
-        """Take over one round."""
+        One that was late may be in time where its measurements are in the cache.
+        """
+        if self.failed is not None:
+            return not self.failed.startswith(LATE)
+        return len(self.samples_ns) >= LEAST_SAMPLES
+
+    def add(self, reply: Reply, samples_ns: list[int]) -> None:
+        """Take over one round into one of the lists of samples."""
         if "failed" in reply:
             self.failed = reply["failed"]
             return
-        self.samples_ns.append(reply["step_ns"])
+        samples_ns.append(reply["step_ns"])
         for name, peak in reply["memory"].items():
             self.memory[name] = max(peak, self.memory.get(name, 0))
 
@@ -183,9 +193,11 @@ class Run:
 def measure(
     jobs: Sequence[Job], rounds: int, deadline: float, on_update: Callable[[list[Run]], None]
 ) -> list[Run]:
-    """Set up jobs one after the other, then time them in turn; stops at the deadline.
+    """Set up jobs, then time them in turn; stops at the deadline.
 
-    What the deadline cut off is neither a sample nor a failure.
+    Variants that do not tune come first, with some rounds of their own: whatever tuning takes, they
+    have their times. Each of the others then has an equal share of the time that the common rounds
+    leave. What the deadline cut off is neither a sample nor a failure.
 
     Args:
         jobs: of one case.
@@ -195,29 +207,70 @@ def measure(
     """
     runs = [Run(job) for job in jobs]
     workers = [Worker(job) for job in jobs]
-    pairs = list(zip(runs, workers, strict=True))
+    case = _Case(runs, workers, deadline, on_update)
+    rivals = [place for place, job in enumerate(jobs) if "ucudnn" not in job.parts]
+    rivals.sort(key=lambda place: "compile" in jobs[place].parts)  # it may take long
+    ours = [place for place in range(len(jobs)) if place not in rivals]
     try:
-        for run, worker in pairs:
-            reply = worker.set_up(deadline)
-            if time.monotonic() > deadline:
-                return runs
-            run.setup, run.failed = reply, reply.get("failed")
-            on_update(runs)
-        for _ in range(rounds):
-            for run, worker in pairs:
-                if run.failed is not None:
-                    continue
-                count = max(1, LEAST_BLOCK_NS // max(1, run.setup["step_ns"]))
-                left = deadline - time.monotonic()
-                reply = worker.ask("steps", left, batch=run.job.batch, count=count)
-                if time.monotonic() > deadline:
-                    return runs
-                run.add(reply)
-                on_update(runs)
+        case.set_up(rivals, RIVALS_SHARE if ours else LAST_SHARE, are_equal=False)
+        if ours:
+            case.take_rounds(rivals, min(rounds, LEAST_SAMPLES), early=True)
+            case.set_up(ours, LAST_SHARE, are_equal=True)
+        case.take_rounds([*rivals, *ours], rounds)
     finally:
         for worker in workers:
             worker.close()
     return runs
+
+
+@dataclass
+class _Case:
+    """Runs of one case with their processes, and the time that they have together."""
+
+    runs: list[Run]
+    workers: list[Worker]
+    deadline: float
+    on_update: Callable[[list[Run]], None]
+
+    def set_up(self, places: Sequence[int], share: float, are_equal: bool) -> None:
+        """Set up some of the runs one after the other, within a share of the time that is left.
+
+        Args:
+            places: of the runs.
+            share: of the time until the deadline.
+            are_equal: True: each has an equal part of it; False: what those before it left.
+        """
+        until = time.monotonic() + share * (self.deadline - time.monotonic())
+        for done, place in enumerate(places):
+            left = until - time.monotonic()
+            own = left / (len(places) - done) if are_equal else left
+            reply = self.workers[place].set_up(time.monotonic() + own)
+            if self._is_over:
+                return
+            run = self.runs[place]
+            run.setup, run.failed = reply, reply.get("failed")
+            self.on_update(self.runs)
+
+    def take_rounds(self, places: Sequence[int], rounds: int, early: bool = False) -> None:
+        """Time some of the runs in turn."""
+        for _ in range(rounds):
+            for place in places:
+                run = self.runs[place]
+                if self._is_over:
+                    return
+                if run.failed is not None or not run.setup:
+                    continue
+                count = max(1, LEAST_BLOCK_NS // max(1, run.setup["step_ns"]))
+                left = self.deadline - time.monotonic()
+                reply = self.workers[place].ask("steps", left, batch=run.job.batch, count=count)
+                if self._is_over:
+                    return
+                run.add(reply, run.early_ns if early else run.samples_ns)
+                self.on_update(self.runs)
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() > self.deadline
 
 
 def usual_options(description: str | None, files: str) -> argparse.ArgumentParser:
@@ -278,16 +331,17 @@ def _machine(runs: Sequence[Run]) -> str:
 
 def _cells(run: Run, eager: Run | None) -> list[str]:
     name = run.job.variant
-    if not run.samples_ns:
+    taken = run.samples_ns or run.early_ns
+    if not taken:
         return [name, run.failed or "not reached", "", "", *_costs(run), "0"]
-    step = f"{format_ns(median_ns(run.samples_ns))} ± {format_ns(spread_ns(run.samples_ns))}"
-    ratio = ""
-    if eager is not None and eager.samples_ns:
+    step = f"{format_ns(median_ns(taken))} ± {format_ns(spread_ns(taken))}"
+    ratio = "" if run.samples_ns else "timed before the others"
+    if run.samples_ns and eager is not None and eager.samples_ns:
         middle, low, high = compare(eager, run)
         ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
     reserved = f"{run.memory['reserved'] / 2**30:.2f} GiB" if "reserved" in run.memory else ""
     note = f" ({run.failed})" if run.failed else ""
-    return [name, step + note, ratio, reserved, *_costs(run), str(len(run.samples_ns))]
+    return [name, step + note, ratio, reserved, *_costs(run), str(len(taken))]
 
 
 def _costs(run: Run) -> tuple[str, str]:

@@ -50,6 +50,11 @@ def cases(options: argparse.Namespace) -> Iterator[list[Job]]:
             ]
 
 
+def able(runs: Sequence[Run]) -> list[Run]:
+    """The runs that took steps."""
+    return [run for run in runs if run.samples_ns or run.early_ns]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
     deadline = time.monotonic() + 60 * options.minutes
@@ -61,14 +66,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue
         if time.monotonic() > deadline:
             break
-        # a case that was only begun is begun anew
-        done = [run for run in done if run.job.case != jobs[0].case]
+        # a case that was only begun is begun anew, and replaced when there is no less of it
+        others = [run for run in done if run.job.case != jobs[0].case]
+        before = [run for run in done if run.job.case == jobs[0].case]
 
-        def on_update(runs: list[Run], done: list[Run] = done) -> None:
-            save(path, [*done, *runs])
+        def better(
+            runs: list[Run], others: list[Run] = others, before: list[Run] = before
+        ) -> list[Run]:
+            return [*others, *max(before, runs, key=lambda some: (len(able(some)), some is runs))]
 
-        runs = measure(jobs, options.rounds, deadline, on_update)
-        done += runs
+        runs = measure(
+            jobs, options.rounds, deadline, lambda found, better=better: save(path, better(found))
+        )
+        done = better(runs)
         print("\n".join(report(runs)), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What the GPU suite writes is what the tables and the cache read; its loops compute the layer.
+"""The tables and the cache read what the GPU suite writes; its loops compute the layer.
 
 Kernels of the CPU stand in for cuDNN's, and its clock for CUDA's events.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,6 @@ import torch
 from ucudnn.backends.cudnn.engine import Configuration
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.cache.probe import read_probe
-from ucudnn.candidate import Candidate
 
 LAYERS = """\
 name,n,c,d,h,w,k,kd,kh,kw,pad_d,pad_h,pad_w,stride_d,stride_h,stride_w,dil_d,dil_h,dil_w,groups
@@ -38,6 +38,8 @@ WORKSPACE_BY_NAME = {"im2col_gemm": 1 << 20, "slow_conv2d": 0}
 class Backend:
     """Two algorithms of the CPU as if they were engines."""
 
+    candidate_timeout_s = 60.0
+
     def __init__(self) -> None:
         self._cpu = TorchCpuBackend()
         cudnn = SimpleNamespace(version=92800)
@@ -49,9 +51,8 @@ class Backend:
             for rank, (name, workspace) in enumerate(WORKSPACE_BY_NAME.items())
         ]
 
-    def candidates(self, problem):
-        engines = (Candidate(problem, name, size) for name, size in WORKSPACE_BY_NAME.items())
-        return Candidate(problem, "torch_default"), *engines
+    def refusal(self, problem, algorithm):
+        return self._cpu.refusal(strict(problem), algorithm)
 
     def executable(self, problem, algorithm):
         return self._cpu.executable(strict(problem), algorithm)
@@ -65,6 +66,15 @@ class Backend:
 
     def is_broken(self):
         return False
+
+    def device(self):
+        return self._cpu.device()
+
+    def software(self):
+        return self._cpu.software()
+
+    def state(self):
+        return ()
 
 
 def strict(problem):
@@ -82,9 +92,10 @@ def elapsed_us(run, count):
 
 @pytest.fixture
 def suite_module(script: Callable[[str], ModuleType], monkeypatch) -> ModuleType:
-    module = script("gpu_suite")
-    monkeypatch.setattr(module, "elapsed_us", elapsed_us)
-    monkeypatch.setattr(module, "captured_us", lambda *_: "")
+    module, kernels = script("gpu_suite"), script("gpu_kernels")
+    monkeypatch.setattr(kernels, "elapsed_us", elapsed_us)
+    monkeypatch.setattr(kernels, "captured_us", lambda *_: "")
+    monkeypatch.setattr(module, "read_profile", lambda *_: None)
     monkeypatch.setattr(module, "compare_lists", lambda *_: None)
     monkeypatch.setattr(module, "CudnnBackend", Backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -93,24 +104,25 @@ def suite_module(script: Callable[[str], ModuleType], monkeypatch) -> ModuleType
     return module
 
 
+def options_of(folder: Path, layers: Path, **more: object) -> argparse.Namespace:
+    fields = {"dtypes": "fp32", "layouts": "nchw", "ops": "fprop,dgrad,wgrad", "limits": "64"}
+    fields |= {"min_batch": 1, "seconds": 60.0, "parts": "timings", **more}
+    return argparse.Namespace(folder=str(folder), layers=[str(layers)], **fields)
+
+
 @pytest.fixture
-def results(suite_module, tmp_path) -> Path:
-    layers = tmp_path / "net.csv"
-    layers.write_text(LAYERS)
-    options = argparse.Namespace(
-        folder=str(tmp_path / "h200"),
-        layers=[str(layers)],
-        dtypes="fp32,bf16",
-        layouts="nchw",
-        ops="fprop,dgrad,wgrad",
-        limits="0,64",
-        min_batch=1,
-        seconds=60.0,
-        parts="timings",
-    )
+def layers(tmp_path) -> Path:
+    path = tmp_path / "net.csv"
+    path.write_text(LAYERS)
+    return path
+
+
+@pytest.fixture
+def results(suite_module, layers, tmp_path) -> Path:
+    options = options_of(tmp_path / "h200", layers, dtypes="fp32,bf16", limits="0,64")
     for _ in range(2):  # the second time everything is there
         suite = suite_module.Suite(options)
-        suite_module.time_layers(suite, None)
+        suite_module.time_layers(suite)
         suite.save_answers()
         assert not suite.skipped
     (suite.folder / "profile.json").write_text(json.dumps(PROFILE))
@@ -143,8 +155,18 @@ def test_splits_obey_the_limit(results):
     assert len(splits) == 3 * 2 * 2
     for row in splits:
         assert float(row["workspace_mib"]) <= int(row["limit_mib"])
-        assert float(row["eager_us"]) > 0
-        assert row["torch_benchmark_extra_mib"] == "3.0"
+        for name in ("split", "undivided", "default", "benchmark"):
+            assert len(row[f"{name}_rounds_us"].split()) == 7
+        assert row["default_extra_mib"] == row["benchmark_extra_mib"] == "3.0"
+        # slabs are tried where 6 samples leave little to divide
+        chunks = {"batch": 6, "spatial": 9}[row["axis"]] / int(row["chunk"])
+        assert int(row["chunks"]) == math.ceil(chunks)
+
+
+def test_a_loop_of_one_chunk_is_the_undivided_call(results):
+    for row in rows(results / "splits.csv"):
+        if row["chunks"] == "1":
+            assert row["split_rounds_us"] == row["undivided_rounds_us"]
 
 
 def test_the_tables_and_the_cache_read_the_files(results, script):
@@ -154,34 +176,30 @@ def test_the_tables_and_the_cache_read_the_files(results, script):
     assert {one.measurement.key.problem.batch for one in entries} == {3, 6}
 
 
-def test_a_faulty_configuration_is_left_out_at_the_next_start(
-    suite_module, results, tmp_path, monkeypatch
-):
-    folder = tmp_path / "other"
-    options = argparse.Namespace(
-        folder=str(folder),
-        layers=[str(results.parent / "net.csv")],
-        dtypes="fp32",
-        layouts="nchw",
-        ops="fprop",
-        limits="64",
-        min_batch=1,
-        seconds=60.0,
-        parts="tests,timings",
-    )
-    started = []
+@pytest.fixture
+def started(suite_module, monkeypatch) -> list[list[str]]:
+    """Command lines by which the script replaced its process."""
+    found = []
 
     def execv(_program, arguments):
-        started.append(arguments)
+        found.append(arguments)
         raise SystemExit
 
     monkeypatch.setattr(suite_module.os, "execv", execv)
+    return found
+
+
+def fault(*_):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_faulty_configuration_is_left_out_at_the_next_start(
+    suite_module, layers, tmp_path, monkeypatch, started
+):
+    options = options_of(tmp_path / "other", layers, ops="fprop", parts="tests,timings")
     suite = suite_module.Suite(options)
     monkeypatch.setattr(suite.backend, "is_broken", lambda: True)
     plain = suite.backend.executable
-
-    def fault(*_):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def faulty(problem, algorithm):
         if algorithm == "im2col_gemm" and problem.batch == 3:
@@ -190,10 +208,71 @@ def test_a_faulty_configuration_is_left_out_at_the_next_start(
 
     monkeypatch.setattr(suite.backend, "executable", faulty)
     with pytest.raises(SystemExit):
-        suite_module.time_layers(suite, None)
+        suite_module.time_layers(suite)
     assert started[0][-4:-2] == ["--parts", "timings"]
     again = suite_module.Suite(options)
     assert len(again.faults) == 1
     assert "im2col_gemm" in again.faults[0]
-    suite_module.time_layers(again, None)
-    assert len(rows(folder / "timings.csv")) == 3
+    suite_module.time_layers(again)
+    assert len(rows(again.folder / "timings.csv")) == 3
+    assert any("illegal memory access" in reason for reason in again.skipped)
+
+
+@pytest.mark.parametrize(("name", "lacking"), [("reference", "error"), ("compare_calls", "calls")])
+def test_a_fault_beside_the_configurations_costs_what_it_was_for(
+    name, lacking, suite_module, layers, tmp_path, monkeypatch, started, script
+):
+    options = options_of(tmp_path / "other", layers, ops="fprop")
+    suite = suite_module.Suite(options)
+    with monkeypatch.context() as patch:
+        patch.setattr(suite.backend, "is_broken", lambda: True)
+        patch.setattr(script("gpu_kernels"), name, fault)
+        with pytest.raises(SystemExit):
+            suite_module.time_layers(suite)
+    again = suite_module.Suite(options)
+    suite_module.time_layers(again)
+    timings, splits = (rows(again.folder / f"{name}.csv") for name in ("timings", "splits"))
+    assert len(timings) == 4
+    assert any(row["error"] for row in timings) == (lacking != "error")
+    assert len(splits) == (lacking != "calls")
+    # what cannot be had is not tried again
+    suite_module.time_layers(suite_module.Suite(options))
+    assert len(rows(again.folder / "timings.csv")) == 4
+
+
+def test_what_time_did_not_allow_is_noted_until_it_is_there(suite_module, layers, tmp_path):
+    for seconds, missing in ((0.0, {"net fp32": 3}), (60.0, {})):
+        suite = suite_module.Suite(options_of(tmp_path / "other", layers, seconds=seconds))
+        suite_module.time_layers(suite)
+        suite.save_answers()
+        answers = json.loads((suite.folder / "answers.json").read_text())
+        assert answers["not_reached"] == missing
+
+
+def test_runs_follow_each_other_in_provenance(suite_module, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOURCE_COMMIT", "c0ffee")
+    suite = suite_module.Suite(options_of(tmp_path / "new", tmp_path))
+    with suite_module.provenance(suite):
+        # a process that is replaced leaves what it has noted
+        assert "ended" not in suite.load("provenance.json", [])[0]
+    with pytest.raises(KeyboardInterrupt), suite_module.provenance(suite):
+        raise KeyboardInterrupt
+    runs = suite.load("provenance.json", [])
+    assert [run["commit"] for run in runs] == ["c0ffee"] * 2
+    assert all("ended" in run for run in runs)
+
+
+def test_tuning_shares_the_time_among_limits(suite_module, layers, tmp_path, monkeypatch):
+    asked = []
+
+    def tune_problems(layers, config):
+        asked.append((config.workspace_limit >> 20, config.time_budget_s))
+        raise suite_module.UcudnnError("not here")
+
+    monkeypatch.setattr(suite_module, "tune_problems", tune_problems)
+    options = options_of(tmp_path / "other", layers, limits="8,64,512")
+    suite = suite_module.Suite(argparse.Namespace(**vars(options), benchmark=False))
+    suite_module.tune_layers(suite)
+    assert suite.skipped["tune at 512 MiB: not here"] == 1
+    assert [limit for limit, _ in asked] == [64, 8, 512]
+    assert [round(seconds) for _, seconds in asked] == [20, 30, 60]

@@ -11,19 +11,23 @@ from types import ModuleType
 import pytest
 
 SPLITS = """\
-name,op,dtype,layout,batch,limit_mib,undivided_algorithm,undivided_us,torch_default_us,\
-torch_benchmark_us,torch_benchmark_extra_mib,micro_batch,algorithm,workspace_mib,predicted_us,\
-eager_us,captured_us,host_us_per_chunk
-t:a,fprop,fp32,nchw,8,64,eng0,800,400,100,196.0,2,eng67,49.0,160,200,160,4
-t:b,fprop,fp32,nchw,8,64,eng0,100,100,100,20.0,8,eng0,20.0,100,100,100,9
-t:c,fprop,fp32,nchw,8,64,eng0,50,100,100,40.0,4,eng67,40.0,100,100,,8
-t:d,fprop,fp32,nchw,8,64,,,300,100,90.0,1,eng67,60.0,80,100,50,5
-t:a,fprop,fp32,nchw,8,8,eng0,800,400,100,196.0,1,eng67,6.0,320,400,320,6
+name,op,dtype,layout,batch,limit_mib,axis,chunk,chunks,workspace_mib,predicted_us,captured_us,\
+host_us_per_chunk,split_rounds_us,undivided_rounds_us,default_rounds_us,benchmark_rounds_us,\
+default_extra_mib,benchmark_extra_mib
+t:a,fprop,fp32,nchw,8,64,batch,2,4,49.0,160,160,4,200 200 200,800 800 800,400 400 9,100 100 100,\
+10.0,196.0
+t:b,fprop,fp32,nchw,8,64,batch,8,1,20.0,100,100,9,100 90 110,100 90 110,100 100 100,100 90 110,\
+10.0,20.0
+t:c,fprop,fp32,nchw,8,64,spatial,4,2,40.0,,,8,100 100 100,50 50 50,100 100 100,100 99 101,10.0,40.0
+t:d,fprop,fp32,nchw,8,64,batch,1,8,60.0,80,50,5,100 100 100,,300 300 300,100 100 100,10.0,90.0
+t:a,fprop,fp32,nchw,8,8,batch,1,8,6.0,320,320,6,400 400 400,800 800 800,400 400 400,100 100 100,\
+10.0,196.0
 """
 TIMINGS = """\
 name,op,dtype,layout,batch,algorithm,workspace_bytes,mode,rank,notes,median_us,min_us,samples,\
 error,beta1_error
 t:a,fprop,fp32,nchw,8,eng67,205520896,A,0,TENSOR_CORE,250,249,9,,
+t:a,fprop,fp32,nchw,8,eng0,0,B,1,,8,7,9,,
 t:a,fprop,fp32,nchw,8,eng0,0,B,1,,800,790,9,,
 t:a,fprop,fp32,nchw,2,eng67,51380224,A,0,TENSOR_CORE,40,39,9,3e-4,
 t:c,fprop,fp32,nchw,8,eng67,41943040,A,0,TENSOR_CORE,50,50,9,,
@@ -32,8 +36,10 @@ t:a,wgrad,fp32,nchw,4,eng2,0,A,0,,10,10,9,3e-6,CUDNN_STATUS_NOT_SUPPORTED
 """
 ANSWERS = {
     "cudnn": 92800,
+    "gpu": "NVIDIA H200",
+    "not_reached": {"t fp32": 3},
     "lists_by_handle_equal_by_profile": [14, 15],
-    "skipped": {"time": 3, "plan NOT_SUPPORTED": 7},
+    "skipped": {"plan NOT_SUPPORTED": 7},
 }
 
 
@@ -63,16 +69,17 @@ def tables(
 
 def test_gains_over_each_baseline(tables: Callable[..., dict[str, list[list[str]]]]) -> None:
     found = tables()
-    over_a = found["Gain over (a) best undivided kernel within the same limit"]
+    over_a = found["Gain over (a) best undivided configuration within the same limit"]
     # limit 8: one layer, 800/400; limit 64: 4, 1 and 0.5, and one with nothing undivided
-    assert over_a[0][3:] == ["8", "1", "2.00x", "2.00x t:a", "2.00x t:a", "100 %", "0 %", ""]
-    assert over_a[1][3:] == ["64", "4", "1.26x", "4.00x t:a", "0.50x t:c", "33 %", "33 %", "1"]
+    assert over_a[0][3:] == ["8", "1", "1", "2.00x", "2.00x t:a", "2.00x t:a", "100 %", "0 %", ""]
+    assert over_a[1][3:6] == ["64", "4", "3"]
+    assert over_a[1][6:] == ["1.26x", "4.00x t:a", "0.50x t:c", "33 %", "33 %", "1"]
     over_b = found["Gain over (b) torch's default, whatever workspace it takes"]
-    # 2, 1, 1 and 3: the fourth root of 6
-    assert over_b[1][5:10] == ["1.57x", "3.00x t:d", "1.00x t:b", "50 %", "0 %"]
+    # 2, 1, 1 and 3: the fourth root of 6; one round of a's says otherwise, which decides nothing
+    assert over_b[1][6:] == ["1.57x", "3.00x t:d", "1.00x t:b", "25 %", "0 %", "10", "44"]
     over_c = found["Gain over (c) cudnn.benchmark, whatever workspace it takes"]
     # 0.5, 1, 1 and 1; memory: medians of 196, 20, 40, 90 and of 49, 20, 40, 60
-    assert over_c[1][5:] == ["0.84x", "1.00x t:b", "0.50x t:a", "0 %", "25 %", "65", "44"]
+    assert over_c[1][6:] == ["0.84x", "1.00x t:b", "0.50x t:a", "0 %", "25 %", "65", "44"]
 
 
 def test_divided_against_any_workspace(
@@ -103,7 +110,7 @@ def test_loops_against_predictions_capture_and_host(
     # chunks: a 4 and 8, b 1, c 2, d 8
     assert found["Measured over predicted time of a loop"] == [
         ["1", "1", "1.00", "1.00", "1.00"],
-        ["2 to 4", "2", "1.00", "1.00", "1.25"],
+        ["2 to 4", "1", "1.25", "1.25", "1.25"],
         ["5 to 16", "2", "1.25", "1.25", "1.25"],
     ]
     assert found["Eager over captured time of a loop"] == [
@@ -129,20 +136,24 @@ def test_errors_and_answers(
 def test_losers_are_shown_as_plainly_as_winners(
     tables: Callable[..., dict[str, list[list[str]]]],
 ) -> None:
-    title = "Worst and best over (a) best undivided kernel within the same limit"
+    title = "Worst and best over (a) best undivided configuration within the same limit"
     rows = tables("--rows", "1")[title]
-    assert [(row[0], row[1]) for row in rows] == [("0.50x", "t:c"), ("4.00x", "t:a")]
-    assert rows[1][5:] == ["64", "4x2", "200", "800"]
-    assert [row[0] for row in tables()[title]] == ["0.50x", "1.00x", "2.00x", "4.00x"]
+    assert [(row[0], row[1]) for row in rows] == [
+        ("0.50x (0.50 to 0.50)", "t:c"),
+        ("4.00x (4.00 to 4.00)", "t:a"),
+    ]
+    assert rows[0][5:] == ["64", "2x4 rows", "100 ± 0", "50 ± 0"]
+    assert rows[1][5:] == ["64", "4x2", "200 ± 0", "800 ± 0"]
+    assert [row[0][:5] for row in tables()[title]] == ["0.50x", "1.00x", "2.00x", "4.00x"]
 
 
 def test_a_larger_least_gain_counts_less(
     tables: Callable[..., dict[str, list[list[str]]]],
 ) -> None:
     found = tables("--least-gain", "0.6")[
-        "Gain over (a) best undivided kernel within the same limit"
+        "Gain over (a) best undivided configuration within the same limit"
     ]
-    assert found[1][8:10] == ["33 %", "0 %"]
+    assert found[1][9:11] == ["33 %", "0 %"]
 
 
 def test_steps_and_conclusions_are_printed(
@@ -158,7 +169,47 @@ def test_steps_and_conclusions_are_printed(
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert lines[:2] == ["## demo_unet", "### unet3d, tf32, N=2"]
     assert "| eager | 2.00 ms ± 0 ns |" in lines[4]
-    assert lines[5:] == ["tf32: DOES NOT HOLD", "## l2_hypothesis", "all: REFUTED"]
+    assert lines[5:8] == ["tf32: DOES NOT HOLD", "## l2_hypothesis", "all: REFUTED"]
+
+
+def test_the_page_ends_with_what_was_won_lost_and_not_run(
+    script: Callable[[str], ModuleType],
+    tables: Callable[..., object],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    workers = script("step_workers")
+    times = {"eager": [30, 30, 30], "compile": [20, 21, 20], "ucudnn@none": [10, 10, 10]}
+    runs = [
+        workers.Run(
+            workers.Job("unet3d", variant, "tf32", 2),
+            setup={"machine": {"device": "a GPU", "torch": "2", "cudnn": 9}},
+            samples_ns=[1_000_000 * time for time in taken],
+        )
+        for variant, taken in times.items()
+    ]
+    workers.save(tmp_path / "training_steps.json", runs)
+    (tmp_path / "faults.json").write_text('["conv2d eng7"]')
+    script("gpu_tables").main([str(tmp_path)])
+    heading, *lines = capsys.readouterr().out.partition("## Won")[2].splitlines()
+    assert heading == ", lost, not run on NVIDIA H200"
+    lines = [line.removeprefix("- ") for line in lines if line]
+    said = "\n".join(lines[:3])
+    for expected in (
+        "kernels, fp32, 8 MiB, splits against the best undivided 1 won, 0 lost, 0 equal, torch's",
+        "torch's default 0 won, 0 lost, 1 equal, cudnn.benchmark 0 won, 1 lost, 0 equal\n",
+        "64 MiB, splits against the best undivided 1 won, 1 lost, 1 equal, 1 where nothing undi",
+        "torch's default 1 won, 0 lost, 3 equal, cudnn.benchmark 0 won, 1 lost, 3 equal\n",
+        "steps of unet3d, tf32, N=2: won: ucudnn@none is 2.00 times as fast as compile (95 % ",
+        "(95 % interval 2.00 to 2.10)",
+    ):
+        assert expected in said
+    assert lines[3] == "not run: tests on the GPU (pytest tests/gpu)"
+    assert lines[-3:] == [
+        "not run: steps of resnet50",
+        "not run: 3 kernels of t fp32, for want of time",
+        "not run: conv2d eng7: it faulted or hung",
+    ]
 
 
 def test_what_is_missing_is_named(script: Callable[[str], ModuleType], tmp_path: Path) -> None:

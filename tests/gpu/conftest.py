@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,23 @@ def backend() -> CudnnBackend:
     return CudnnBackend()
 
 
+@pytest.fixture(autouse=True)
+def _skip_what_cannot_be_simulated(request: pytest.FixtureRequest, backend: CudnnBackend) -> None:
+    marked = request.node.get_closest_marker("hardware")
+    if marked is not None and torch.cuda.get_device_name() == "simulated":
+        pytest.skip(f"a simulated GPU has no {marked.args[0]}")
+
+
+@pytest.fixture(autouse=True)
+def _end_where_the_gpu_is_broken(backend: CudnnBackend) -> Iterator[None]:
+    """End the process after a kernel that faulted: in its context every other test would fail."""
+    yield
+    if backend.is_broken():
+        if "PYTEST_XDIST_WORKER" in os.environ:  # the others go on, and a new one takes its place
+            os._exit(1)
+        pytest.exit("a kernel has faulted and this process can use the GPU no more", returncode=1)
+
+
 @pytest.fixture(scope="session")
 def geometries() -> dict[str, dict[str, object]]:
     """Sizes and channels of small layers, by name."""
@@ -69,8 +88,13 @@ def geometries() -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture(params=KINDS, ids="-".join)
-def kind(request: pytest.FixtureRequest) -> tuple[str, str, str]:
-    return request.param
+def kind(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, str]]:
+    """A dtype, a layout and a math, by which torch's own convolution computes, too."""
+    settings: Any = torch.backends.cudnn.conv
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if request.param[2] == "tf32" else "ieee"
+    yield request.param
+    settings.fp32_precision = before
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -20,15 +21,23 @@ def relative_error(result, expected):
     return ((result.double().cpu() - expected).norm() / expected.norm()).item()
 
 
-def engine(backend, problem):
-    """The first engine that cuDNN proposes."""
-    return backend.candidates(problem)[1].algorithm
+def engine(backend, problem, *others):
+    """The first engine that cuDNN proposes, and builds at other numbers of samples, too."""
+    return next(
+        one.algorithm
+        for one in backend.candidates(problem)[1:]
+        if all(
+            backend.build_refusal(problem.with_batch(size), one.algorithm) is None
+            for size in others
+        )
+    )
 
 
-def chunked(backend, problem, sizes=(4, 4, 2), axis="batch"):
+def chunked(backend, problem):
     """A call by cuDNN's first engine, whose remainder is smaller."""
-    steps = (Step(size, engine(backend, problem.with_batch(4))) for size in sizes)
-    return bind(backend, problem, Split(axis, tuple(steps)))
+    sizes = (4, 4, 2)
+    name = engine(backend, problem.with_batch(4), *sizes)
+    return bind(backend, problem, Split("batch", tuple(Step(size, name) for size in sizes)))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -80,6 +89,7 @@ def test_half_precision_sums_grow_in_float32(backend, exact, dtype):
     assert relative_error(parts, expected) <= 2 * relative_error(whole, expected)
 
 
+@pytest.mark.hardware("streams beside the host")
 @pytest.mark.parametrize("op", OPS)
 def test_a_call_follows_the_current_stream(backend, exact, tolerance, op):
     problem = replace(LAYER, op=op)
@@ -97,6 +107,7 @@ def test_a_call_follows_the_current_stream(backend, exact, tolerance, op):
     assert relative_error(result, 2 * exact(problem, a, b)) < 2 * tolerance(problem)
 
 
+@pytest.mark.hardware("graphs")
 @pytest.mark.parametrize("op", OPS)
 def test_a_call_can_be_captured_and_replayed(backend, exact, tolerance, op):
     problem = replace(LAYER, op=op)
@@ -141,13 +152,16 @@ def test_threads_share_an_executable(backend, exact, tolerance, op):
     assert max(errors) < 2 * tolerance(problem)
 
 
+@pytest.mark.hardware("streams beside the host")
 def test_a_call_never_waits_for_the_device(backend):
     a, b = backend.operands(LAYER, 10)
     call = chunked(backend, LAYER)
     call(a, b)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # the mode is set, and then torch warns of it
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         torch.cuda._sleep(200_000_000)
         call(a, b)
         end = torch.cuda.Event()
@@ -195,6 +209,7 @@ def test_nan_in_a_filter_arrives(backend):
     assert result[:, :3].isfinite().all()
 
 
+@pytest.mark.hardware("speed")
 def test_tensors_beyond_32_bits_are_computed_in_chunks(backend):
     problem = Problem("fprop", 2100, 1, 1, (1024, 1024), (1, 1), dtype="float16")
     name = engine(backend, problem.with_batch(300))
@@ -205,6 +220,7 @@ def test_tensors_beyond_32_bits_are_computed_in_chunks(backend):
     assert y.eq(2).all()
 
 
+@pytest.mark.hardware("NVML")
 def test_who_the_gpu_is(backend):
     device, software = backend.device(), backend.software()
     assert device.type == "cuda"

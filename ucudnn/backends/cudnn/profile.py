@@ -94,11 +94,20 @@ class DeviceProfile:
             cudnn: the library.
             handle: of the device.
         """
+        return cls.parse(cls.text_of_handle(cudnn, handle), "of this device")
+
+    @staticmethod
+    def text_of_handle(cudnn: Cudnn, handle: Handle) -> str:
+        """The JSON in which cuDNN describes the device that is here.
+
+        Args:
+            cudnn: the library.
+            handle: of the device.
+        """
         _require_deviceless(cudnn)
         with Descriptor(cudnn, Kind.DEVICEPROP) as device:
             device.set_handle(Attribute.DEVICEPROP_HANDLE, handle)
-            text = device.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
-        return cls.parse(text, "of this device")
+            return device.finalize().get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile for `load`.
