@@ -34,7 +34,7 @@ from ucudnn.axis import BatchAxis
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.accuracy import Accuracy
-from ucudnn.benchmark.bench import AbstractBench, Arm, LocalBench, Look, Whole
+from ucudnn.benchmark.bench import AbstractBench, Arm, How, LocalBench, Look, Whole
 from ucudnn.benchmark.protocol import FINALS, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
@@ -243,7 +243,7 @@ def cost_ns(split: Split, entries: Iterable[Measurement]) -> float:
 def exhaustive(session: Session, problem: Problem) -> list[Measurement]:
     """Time every candidate of a kernel in the same rounds."""
     backend, axis = session.backend, BatchAxis(problem)
-    bench = LocalBench(backend, axis, protocol=EXHAUSTIVE)
+    bench = LocalBench(backend, axis, how=How(chunks=EXHAUSTIVE))
     roles = ("later",) if problem.op != "wgrad" else ("alone", "later")
     looks: dict[Arm, Measurement] = {}
     for size in range(1, problem.batch + 1):
