@@ -7,11 +7,14 @@ import os
 import random
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from ucudnn.config import Config
     from ucudnn.plan import KernelPlan, Plan
     from ucudnn.problem import Problem
+    from ucudnn.split import Split
 
 # The same examples on every run and no time limits: a busy machine must not fail a test.
 settings.register_profile(
@@ -40,13 +44,18 @@ settings.register_profile(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long tests/fuzz goes on."""
+    """How much is tried where there is no end of cases."""
     group = parser.getgroup("ucudnn")
     group.addoption(
         "--mutations", type=int, default=60, help="of each kind of file (default: %(default)s)"
     )
     group.addoption(
         "--mutation-seed", type=int, default=0, help="another one gives other mutations"
+    )
+    group.addoption(
+        "--complete",
+        action="store_true",
+        help="every case of PyTorch's operator database and every network, not a part of them",
     )
 
 
@@ -205,6 +214,78 @@ def _random_slabs(
         slabs.append((end - begin, chance.choice(able)))
         begin = end
     return tuple(slabs)
+
+
+@pytest.fixture(scope="session")
+def forced() -> Callable[[str, str], AbstractContextManager[Counter[str]]]:
+    """A function in whose context every convolution is divided and computed as told.
+
+    Its arguments are a division ("whole", "single samples", "uneven batches", "single rows",
+    "uneven rows") and an algorithm, or "mixed" for any. Where the algorithm refuses a part, torch's
+    own computes that. The context's value counts the axes and algorithms of what was planned.
+    """
+    return _forced
+
+
+@contextmanager
+def _forced(division: str, algorithm: str) -> Iterator[Counter[str]]:
+    import ucudnn
+    from ucudnn.backends import open_backend
+    from ucudnn.config import Config
+    from ucudnn.plan import Plan
+
+    backend, used = open_backend("torch_cpu"), Counter()
+
+    def split(_: Plan, problem: Problem) -> Split:
+        chosen = _forced_split(backend, problem, division, algorithm)
+        used.update([chosen.axis, *(step.algorithm for step in chosen.steps)])
+        return chosen
+
+    plan = Plan((), backend.device(), backend.software(), backend.conditions(), Config())
+    with pytest.MonkeyPatch.context() as patch, ucudnn.installed(plan) as installation:
+        patch.setattr(Plan, "covers", lambda *_: True)
+        patch.setattr(Plan, "split", split)
+        patch.setattr(installation.runner, "filter_shapes", [mock.ANY])
+        yield used
+
+
+def _forced_split(
+    backend: AbstractBackend, problem: Problem, division: str, algorithm: str
+) -> Split:
+    from ucudnn.slabs import row_count, slabs
+    from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+
+    chance = random.Random(f"{problem!r} {division} {algorithm}")
+    is_rows = division.endswith("rows")
+    extent = row_count(problem) if is_rows else problem.batch
+    sizes = _sizes(extent, division.split()[0])
+    if is_rows:
+        parts = [slab.problem for slab in slabs(problem, sizes)]
+        refusal = backend.slab_refusal
+    else:
+        parts = [problem.with_batch(size) for size in sizes]
+        refusal = backend.refusal
+    steps = []
+    for size, part in zip(sizes, parts, strict=True):
+        wanted = backend.algorithms() if algorithm == "mixed" else (algorithm,)
+        able = [name for name in wanted if part is None or refusal(part, name) is None]
+        if not able and refusal(part, DEFAULT_ALGORITHM) is not None:
+            return Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
+        steps.append(Step(size, chance.choice(able or [DEFAULT_ALGORITHM])))
+    return Split("spatial" if is_rows else "batch", tuple(steps))
+
+
+def _sizes(extent: int, division: str) -> list[int]:
+    """Sizes that add up to an extent."""
+    if division == "whole":
+        return [extent]
+    if division == "single":
+        return [1] * extent
+    sizes: list[int] = []
+    while extent:
+        sizes.append(min(extent, 3 if len(sizes) % 2 else 2))
+        extent -= sizes[-1]
+    return sizes
 
 
 @pytest.fixture(scope="session")
