@@ -258,7 +258,7 @@ def _forced_split(
     chance = random.Random(f"{problem!r} {division} {algorithm}")
     is_rows = division.endswith("rows")
     extent = row_count(problem) if is_rows else problem.batch
-    sizes = _sizes(extent, division.split()[0])
+    sizes = _sizes(extent, division.split(maxsplit=1)[0])
     if is_rows:
         parts = [slab.problem for slab in slabs(problem, sizes)]
         refusal = backend.slab_refusal
