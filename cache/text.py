@@ -139,7 +139,7 @@ def _from_json(path: Path, text: str) -> list[Entry]:
     version, records = document.get("version"), document.get("measurements")
     if version != VERSION:
         raise CacheError(
-            f"{path} has format version {version!r}, this ucudnn reads {VERSION}; "
+            f"{path} has format version {shortened(repr(version))}, this ucudnn reads {VERSION}; "
             f"import it with the ucudnn that wrote it"
         )
     if not isinstance(records, list) or not all(isinstance(one, dict) for one in records):

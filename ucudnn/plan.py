@@ -367,8 +367,8 @@ class Plan:
         version = document.get("version")
         if version not in VERSIONS:
             raise PlanError(
-                f"{path} is a plan of format version {version!r}, this ucudnn reads "
-                f"{' and '.join(map(str, VERSIONS))}; "
+                f"{path} is a plan of format version {shortened(repr(version))}, "
+                f"this ucudnn reads {' and '.join(map(str, VERSIONS))}; "
                 f"make it anew with `ucudnn tune` or use the ucudnn that wrote it"
             )
         try:

@@ -168,6 +168,10 @@ def test_a_missing_value_is_named(file: Path) -> None:
         ("x.json", b"{", "not valid JSON"),
         ("x.json", b"[]", "no format='ucudnn-measurements'"),
         ("x.json", b'{"format": "ucudnn-measurements", "version": 2}', "format version 2"),
+        (
+            *("x.json", b'{"format": "ucudnn-measurements", "version": "%s"}' % (b"x" * 5000)),
+            "format version 'xxx",
+        ),
         ("x.json", b'{"format": "ucudnn-measurements", "version": 1}', "a list of objects"),
         ("x.json", b"[" * 100_000, "nested deeper than 32 levels"),
         ("x.csv", b"problem.op,notes\nfprop," + b"[" * 5000, "line 2: notes must be tuple[str"),

@@ -116,10 +116,10 @@ def test_a_demonstration_concludes(simulated, tmp_path, command):
 def test_the_cache_hypothesis_concludes(simulated, layers, tmp_path):
     command = ("benchmarks/l2_hypothesis.py", "--out", tmp_path, "--l2-mib", "0.001")
     tables = ("--tables", *layers.glob("*.csv"), "--dtypes", "tf32", "--ops", "fprop")
-    simulated(*command, *tables, "--minutes", "0.5")
+    simulated(*command, *tables, "--minutes", "1")
     found = json.loads((tmp_path / "l2_hypothesis.json").read_text())
     assert found["device"] == "simulated"
-    assert len(found["trials"]) == 3
+    assert found["trials"]
     assert not [trial["failed"] for trial in found["trials"] if trial["failed"]]
 
 
@@ -132,4 +132,4 @@ def test_overhead_and_additivity_are_measured(simulated, layers, tmp_path):
     table = layers / "alexnet_ucudnn_csv.csv"
     simulated("-m", "ucudnn", "tune", table, "--backend", "cudnn", "--time-budget", "5", "-o", plan)
     done = simulated("benchmarks/additivity.py", plan, "--rounds", "3")
-    assert "of 3 kernels" in done.stdout
+    assert "predicted over measured: median" in done.stdout

@@ -8,8 +8,10 @@ every call. docs/measuring.md has the reasons.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import count, islice
 from math import ceil, prod
 
 import torch
@@ -23,12 +25,12 @@ from ucudnn.slabs import row_count
 from ucudnn.units import format_bytes
 
 # Part of every key: raise it when a change below makes new times incomparable with stored ones.
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """The numbers of protocol 4: input cold, workspace warm, result new, eager calls.
+    """The numbers of protocol 5: input cold, workspace warm, result new, eager calls.
 
     >>> Protocol().target
     0.05
@@ -66,8 +68,10 @@ class Protocol:
 # Whole plans are compared in pairs: with nine a 95 % interval forgives a disturbed one at either
 # end. No finalist leaves the race, and a tie needs no narrow interval.
 FINALS = Protocol(least_rounds=5, most_rounds=9, target=0.0, enough_ns=2_000_000_000, lapped=())
-# Twice the cache, so that a chunk has left it before its turn comes again.
+# Twice the cache, so that a chunk has left it before its turn comes again; but virtual machines
+# report the cache of the whole processor, which they share with others.
 _RING_CACHES = 2
+_MOST_RING_BYTES = 256 << 20
 # What ran before has left the caches full of other things, and the first of several chunks pays for
 # that, here as in a call: one chunk alone takes longer than the next ones do.
 _LEAST_CHUNKS = 4
@@ -93,12 +97,13 @@ class Ring:
 
     @classmethod
     def allocate(cls, backend: AbstractBackend, problem: Problem) -> Ring:
-        """Random operands of at least the problem's batch and twice the last-level cache.
+        """Random operands of the problem's batch at least, up to twice the last-level cache.
 
         Raises:
             UnsupportedError: the machine has not enough free memory for them.
         """
-        samples = ring_samples(problem, _RING_CACHES * backend.cache_bytes())
+        least_bytes = min(_RING_CACHES * backend.cache_bytes(), _MOST_RING_BYTES)
+        samples = ring_samples(problem, least_bytes)
         shapes = (*problem.with_batch(samples).operand_shapes, problem.result_shape)
         needed = sum(prod(shape) for shape in shapes) * problem.bytes_per_element
         if needed > backend.memory_bytes():
@@ -111,15 +116,17 @@ class Ring:
         return cls(problem, samples, a, b, total)
 
     def chunk(self, part: Problem, number: int) -> tuple[Tensor, Tensor, Slices]:
-        """Views of the operands for a chunk, the next ones for the next number, and its place.
+        """Views of the operands for a chunk, and the part of a call's result that is the chunk's.
 
         Args:
             part: the problem of the chunk: some samples, or some rows of some samples.
             number: from 0; where the ring ends it begins anew.
-
-        Returns:
-            Both operands, and the part of a call's result that is the chunk's.
         """
+        a, b, out = self.places(part, number)
+        return self.a[a], self.b[b], out
+
+    def places(self, part: Problem, number: int) -> tuple[Slices, Slices, Slices]:
+        """The parts of both operands and of a call's result for a chunk, as `chunk` takes them."""
         turns = row_count(self.problem) // row_count(part)
         group, turn = divmod(number, turns)
         x_rows = _window(part.input_size[0], self.problem.input_size[0], turn, turns)
@@ -130,7 +137,7 @@ class Ring:
         )
         a, b, _ = places(self.problem, (*samples, x_rows), (*samples, y_rows))
         *_, out = places(self.problem, (*place, x_rows), (*place, y_rows))
-        return self.a[a], self.b[b], out
+        return a, b, out
 
     def chunks_per_call(self, part: Problem) -> int:
         """How many chunks of a size fill a result."""
@@ -184,8 +191,12 @@ class AbstractLoop(ABC):
         return 1
 
     @abstractmethod
+    def prepare(self, times: int) -> Callable[[], None]:
+        """Work out the next runs; the result runs them, one after the other, and nothing else."""
+
     def run(self, times: int) -> None:
-        """Run it so many times, one after the other."""
+        """Run it so many times."""
+        self.prepare(times)()
 
 
 class ChunkLoop(AbstractLoop):
@@ -204,30 +215,33 @@ class ChunkLoop(AbstractLoop):
         """As many chunks as follow each other in a call, up to a few; the first one is one."""
         return min(self._chunks_per_call, _LEAST_CHUNKS) if self._role == "later" else 1
 
-    def run(self, times: int) -> None:
-        """Run the next chunks, into the memory that a call of them would allocate and free.
+    def prepare(self, times: int) -> Callable[[], None]:
+        """Work out the places of the next chunks, as `execute.bind` does before a call."""
+        numbers = islice(self._numbers, times)
+        return partial(self._run, [self._ring.places(self._part, number) for number in numbers])
+
+    def _run(self, chunks: Sequence[tuple[Slices, Slices, Slices]]) -> None:
+        """Run chunks into the memory that a call of them would allocate and free.
 
         A malloc may take large blocks from the system and give them back each time: what a chunk
         pays for the pages that it is the first to write is part of its time, in a call as here.
         """
-        result = None
-        for place in range(times):
-            if self._role == "later" and place % self._chunks_per_call == 0:
-                result = None  # before the next takes its place
-                result = self._ring.result()
-            self._run(result)
-
-    def _run(self, result: Tensor | None) -> None:
-        a, b, out = self._ring.chunk(self._part, next(self._numbers))
-        if result is None:
+        ring, executable, result = self._ring, self._executable, None
+        is_sum = ring.problem.op == "wgrad"
+        for turn, (a, b, out) in enumerate(chunks):
             if self._role == "alone":
-                self._executable.alone(a, b)
+                executable.alone(ring.a[a], ring.b[b])
+            elif self._role == "first":
+                run_first(executable, ring.a[a], ring.b[b])
             else:
-                run_first(self._executable, a, b)
-        elif self._ring.problem.op == "wgrad":
-            self._executable.add(a, b, result)
-        else:
-            self._executable.write(a, b, result[out])
+                if turn % self._chunks_per_call == 0:
+                    result = None  # before the next takes its place
+                    result = ring.result()
+                assert result is not None
+                if is_sum:
+                    executable.add(ring.a[a], ring.b[b], result)
+                else:
+                    executable.write(ring.a[a], ring.b[b], result[out])
 
 
 class WholeLoop(AbstractLoop):
@@ -241,13 +255,21 @@ class WholeLoop(AbstractLoop):
 
     def once(self) -> Tensor:
         """Run it and return the result."""
-        a, b, _ = self._ring.chunk(self._call.problem, next(self._numbers))
-        return self._call(a, b, self._bias)
+        return self._call(*self._operands(next(self._numbers)), self._bias)
 
-    def run(self, times: int) -> None:
-        """Run it so many times; each result is freed before the next."""
-        for _ in range(times):
-            self.once()
+    def prepare(self, times: int) -> Callable[[], None]:
+        """Take the operands of the next calls; each result is freed before the next."""
+        operands = [self._operands(number) for number in islice(self._numbers, times)]
+
+        def run() -> None:
+            for a, b in operands:
+                self._call(a, b, self._bias)
+
+        return run
+
+    def _operands(self, number: int) -> tuple[Tensor, Tensor]:
+        a, b, _ = self._ring.chunk(self._call.problem, number)
+        return a, b
 
 
 class Sampler:
@@ -266,7 +288,7 @@ class Sampler:
 
     def once_ns(self) -> int:
         """The time of one run."""
-        return max(1, self._backend.elapsed_ns(lambda: self._loop.run(1)))
+        return max(1, self._backend.elapsed_ns(self._loop.prepare(1)))
 
     def warm_up(self, protocol: Protocol) -> None:
         """Run until two times agree; sets how many runs each sample is."""
@@ -282,7 +304,7 @@ class Sampler:
     def sample_ns(self) -> int:
         """Mean time of a run over consecutive ones."""
         times = self._times
-        elapsed_ns = self._backend.elapsed_ns(lambda: self._loop.run(times))
+        elapsed_ns = self._backend.elapsed_ns(self._loop.prepare(times))
         if elapsed_ns > self._most_ns:  # others keep the machine busy
             self._times = max(self._loop.least_times, times // 2)
         return max(1, elapsed_ns // times)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from simulated_gpu import cuda, faults, tensors
 
+from ucudnn.backends import original
 from ucudnn.backends.cudnn import api, driverless, raw, runtime
 from ucudnn.backends.cudnn.graph import Target, View, Views
 from ucudnn.backends.cudnn.profile import DeviceProfile
@@ -144,27 +145,30 @@ def _at(pointer: int, view: View, shape: tuple[int, ...], dtype: str) -> torch.T
 
 
 def _exact(problem: Problem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    function = (torch.conv1d, torch.conv2d, torch.conv3d)[problem.rank - 1]
+    """The convolution by torch's operators of the CPU, on padded operands.
 
-    def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        padding = [amount for pair in reversed(problem.padding) for amount in pair]
-        padded = torch.nn.functional.pad(x, padding)
-        return function(padded, w, None, problem.stride, 0, problem.dilation, problem.groups)
-
+    A launch may happen inside `ucudnn.installed`, below autograd: no operator that a plan stands in
+    for may be called, and nothing may be differentiated.
+    """
+    padding = [amount for pair in reversed(problem.padding) for amount in pair]
+    none = [0] * problem.rank
+    geometry = (list(problem.stride), none, list(problem.dilation), False, none, problem.groups)
     if problem.op == "fprop":
-        return forward(a, b).detach()
-    with torch.enable_grad():
-        if problem.op == "dgrad":
-            x = torch.zeros(problem.x_shape, dtype=torch.float64, requires_grad=True)
-            return torch.autograd.grad(forward(x, b), x, a)[0]
-        w = torch.zeros(problem.w_shape, dtype=torch.float64, requires_grad=True)
-        return torch.autograd.grad(forward(a, w), w, b)[0]
+        x = torch.nn.functional.pad(a, padding)
+        return original.convolution(x, b, None, *geometry)
+    if problem.op == "dgrad":
+        x = torch.nn.functional.pad(torch.zeros(problem.x_shape, dtype=torch.float64), padding)
+        mask = [True, False, False]
+        dx = original.convolution_backward(a, x, b, None, *geometry, mask)[0]
+        return torch.nn.functional.pad(dx, [-amount for amount in padding])
+    x = torch.nn.functional.pad(a, padding)
+    w = torch.zeros(problem.w_shape, dtype=torch.float64)
+    return original.convolution_backward(b, x, w, None, *geometry, [False, True, False])[1]
 
 
 def _let_torch_see_its_tensors() -> None:
     """Where torch itself asks for a tensor's device, it is told the truth."""
     from ucudnn import tracing
-    from ucudnn.backends import original
 
     original.DISPATCH_KEYS["cuda"] = "CPU"
     trace_layers = tracing.trace_layers
