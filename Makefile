@@ -4,14 +4,12 @@
 #   make demo   .venv       tunes ResNet-18 on this machine
 #   make test   .venv-test  the suite and the doctests, on the installed package
 #   make bare   .venv-bare  the same without any optional dependency
-<<<<<<< HEAD
-#   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches two wheels, 1 GB
+#   make red    .venv-test  every case of what 'test' only samples, and 10,000 damaged files of each
+#                           kind; an hour or so
+#   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches three wheels, 1.5 GB
 #   make simulated-gpu      .venv-test: tests/gpu and benchmarks on a GPU that is simulated by cuDNN
 #   make gpu    PYTHON      tests and measurements on this machine's GPU, in GPU_MINUTES; PYTHON is
 #                           one with torch for CUDA; nothing is installed
-=======
-#   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches three wheels, 1.5 GB
->>>>>>> gpucore
 #   make lint, make types, make dist, make clean
 
 PYTHON ?= python3
@@ -21,7 +19,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: demo test bare cudnn simulated-gpu gpu lint types dist clean
+.PHONY: demo test red bare cudnn simulated-gpu gpu lint types dist clean
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
@@ -58,10 +56,16 @@ PYTEST = pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -
 test: .venv-test/.installed
 	$(call outside,.venv-test,$(PYTEST))
 
+red: .venv-test/.installed
+	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
+	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/fuzz" \
+	"$(ROOT)/tests/conformance/test_operator_database.py" "$(ROOT)/tests/models/test_forced.py" \
+	--complete --mutations 10000 $(PYTEST_ARGS))
+
 bare: .venv-bare/.installed
 	.venv-bare/bin/python -c 'from importlib.util import find_spec; \
 	names = ("cupy", "mpi4py", "plotly", "transformers", "monai", "diffusers", \
-	"pytorch_lightning"); \
+	"pytorch_lightning", "expecttest"); \
 	there = [name for name in names if find_spec(name)]; \
 	assert not there, f"optional dependencies are installed: {there}"'
 	$(call outside,.venv-bare,$(PYTEST))
