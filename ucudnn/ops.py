@@ -382,12 +382,15 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
 
     That is: tensor subclasses and modes (fake tensors, counters, selective checkpoints),
     torch.func, forward-mode differentiation, torch.jit.trace, and tensors that are not simply their
-    memory's elements: negated lazily, zero without memory, sparse.
+    memory's elements: negated lazily, zero without memory, sparse, nested, on different devices.
     """
+    device = tensors[0].device
     for tensor in tensors:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return False
         if tensor.is_neg() or tensor._is_zerotensor():
+            return False
+        if tensor.is_nested or tensor.device != device:
             return False
     c = torch._C
     return (

@@ -79,12 +79,21 @@ def test_a_bias_that_torch_refuses(plan_by_hand, algorithm, bias):
     assert ours == [torchs, torchs]
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("operands", OTHERS.values(), ids=OTHERS)
-def test_other_operands_are_torchs_to_judge(plan_by_hand, operands):
-    plan = plan_by_hand(nn.Conv2d(4, 6, 3), X)
+def test_other_operands_are_torchs_to_judge(plan_by_hand, operands, algorithm):
+    plan = plan_by_hand(nn.Conv2d(4, 6, 3), X, 2, algorithm)
     for bias in (None, torch.ones(6)):
         torchs, *ours = calls(plan, *operands, bias)
         assert ours == [torchs, torchs]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_tensors_are_torchs_to_judge(plan_by_hand):
+    plan = plan_by_hand(nn.Conv2d(4, 6, 3), X)
+    torchs, *ours = calls(plan, torch.nested.nested_tensor([X[0], X[1]]), W, None)
+    assert torchs[0] is NotImplementedError
+    assert ours == [torchs, torchs]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
