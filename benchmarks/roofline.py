@@ -2,9 +2,9 @@
 
     python benchmarks/roofline.py --runs 9
 
-Kernels are what image, audio and volume networks are made of. Each algorithm is run alone on operands
-that were just used, which is the fastest that it ever is. Its time is the shortest processor time of
-the calling thread, which load on the machine lengthens least, so that ratios are rather too high.
+Kernels are what image, audio and volume networks are made of. Each algorithm is run alone on
+operands that were just used, which is the fastest that it ever is. Its time is the shortest
+processor time of the calling thread, which load on the machine lengthens least.
 """
 
 from __future__ import annotations
