@@ -104,8 +104,7 @@ class Ring:
         Raises:
             UnsupportedError: the machine has not enough free memory for them.
         """
-        least_bytes = min(_RING_CACHES * backend.cache_bytes(), _MOST_RING_BYTES)
-        samples = ring_samples(problem, least_bytes)
+        samples = ring_samples(problem, backend.cache_bytes())
         shapes = (*problem.with_batch(samples).operand_shapes, problem.result_shape)
         needed = sum(prod(shape) for shape in shapes) * problem.bytes_per_element
         if needed > backend.memory_bytes():
@@ -173,14 +172,15 @@ def _window(size: int, extent: int, turn: int, turns: int) -> slice:
     return slice(begin, begin + size)
 
 
-def ring_samples(problem: Problem, least_bytes: int) -> int:
-    """Samples whose operands and results fill at least this many bytes, and a whole batch.
+def ring_samples(problem: Problem, cache_bytes: int) -> int:
+    """Samples whose operands and results are larger than a cache, within reason; a whole batch.
 
-    >>> ring_samples(Problem("fprop", 4, 1, 1, (256,), (1,)), 1 << 20)
+    >>> ring_samples(Problem("fprop", 4, 1, 1, (256,), (1,)), 1 << 19)
     512
     """
     one = problem.with_batch(1)
     per_sample = (prod(one.x_shape) + prod(one.y_shape)) * problem.bytes_per_element
+    least_bytes = min(_RING_CACHES * cache_bytes, _MOST_RING_BYTES)
     return max(problem.batch, ceil(least_bytes / per_sample))
 
 
