@@ -68,10 +68,8 @@ class Protocol:
 # Whole plans are compared in pairs: with nine a 95 % interval forgives a disturbed one at either
 # end. No finalist leaves the race, and a tie needs no narrow interval.
 FINALS = Protocol(least_rounds=5, most_rounds=9, target=0.0, enough_ns=2_000_000_000, lapped=())
-# Twice the cache, so that a chunk has left it before its turn comes again; but virtual machines
-# report the cache of the whole processor, which they share with others.
+# Twice the cache, so that a chunk has left it before its turn comes again.
 _RING_CACHES = 2
-_MOST_RING_BYTES = 256 << 20
 # What ran before has left the caches full of other things, and the first of several chunks pays for
 # that, here as in a call: one chunk alone takes longer than the next ones do.
 _LEAST_CHUNKS = 4
@@ -180,8 +178,7 @@ def ring_samples(problem: Problem, cache_bytes: int) -> int:
     """
     one = problem.with_batch(1)
     per_sample = (prod(one.x_shape) + prod(one.y_shape)) * problem.bytes_per_element
-    least_bytes = min(_RING_CACHES * cache_bytes, _MOST_RING_BYTES)
-    return max(problem.batch, ceil(least_bytes / per_sample))
+    return max(problem.batch, ceil(_RING_CACHES * cache_bytes / per_sample))
 
 
 class AbstractLoop(ABC):
