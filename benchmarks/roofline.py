@@ -2,8 +2,9 @@
 
     python benchmarks/roofline.py --runs 9
 
-Kernels are what image, audio and volume networks are made of. Each algorithm is run alone on hot
-operands, which is the fastest that it ever is, and the shortest run counts.
+Kernels are what image, audio and volume networks are made of. Each algorithm is run alone on
+operands that were just used, which is the fastest that it ever is. Its time is the shortest
+processor time of the calling thread, which load on the machine lengthens least.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def measure(problem: Problem, runs: int, most_bytes: int) -> None:
 
 
 def processor_ns(run: partial) -> int:
-    """Processor time of this thread, which load on the machine lengthens least."""
+    """Processor time of this thread."""
     before_ns = time.thread_time_ns()
     run()
     return max(1, time.thread_time_ns() - before_ns)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +34,7 @@ LEAST_BLOCK_NS = 100_000_000  # steps between two clock readings take at least t
 LEAST_SAMPLES = 3
 # what setting up may take of the time: the rest is for the rounds
 RIVALS_SHARE, LAST_SHARE = 0.5, 0.75
+TUNING_SHARE = 0.6  # of the time that setting up has: the rest is for starting and warming up
 LATE = "no answer"
 OUT_OF_MEMORY = "out of memory"
 Reply = dict[str, Any]
@@ -141,8 +142,11 @@ class Worker:
             warm_batch: of the first steps; None: that of the job.
         """
         left = deadline - time.monotonic()
-        batch = warm_batch or self.job.batch
-        return self.ask("setup", left, job=asdict(self.job), warm_batch=batch)
+        batch, job = warm_batch or self.job.batch, self.job
+        if "ucudnn" in job.parts and job.plan is None:
+            budget = min(TUNING_SHARE * left, job.config.get("time_budget_s", left))
+            job = replace(job, config={**job.config, "time_budget_s": max(1.0, budget)})
+        return self.ask("setup", left, job=asdict(job), warm_batch=batch)
 
     def close(self) -> None:
         """End the process."""
@@ -331,12 +335,12 @@ def _machine(runs: Sequence[Run]) -> str:
 
 def _cells(run: Run, eager: Run | None) -> list[str]:
     name = run.job.variant
-    taken = run.samples_ns or run.early_ns
+    taken = max(run.samples_ns, run.early_ns, key=len)
     if not taken:
         return [name, run.failed or "not reached", "", "", *_costs(run), "0"]
     step = f"{format_ns(median_ns(taken))} ± {format_ns(spread_ns(taken))}"
-    ratio = "" if run.samples_ns else "timed before the others"
-    if run.samples_ns and eager is not None and eager.samples_ns:
+    ratio = "" if taken is run.samples_ns else "timed before the others"
+    if taken is run.samples_ns and eager is not None and eager.samples_ns:
         middle, low, high = compare(eager, run)
         ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
     reserved = f"{run.memory['reserved'] / 2**30:.2f} GiB" if "reserved" in run.memory else ""

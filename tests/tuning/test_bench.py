@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.backends import Executable, open_backend
+from ucudnn.backends.tensors import memory_format
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.benchmark.bench import Arm, LocalBench
-from ucudnn.benchmark.protocol import ChunkLoop, Ring
+from ucudnn.benchmark.protocol import ChunkLoop, Ring, ring_samples
 from ucudnn.benchmark.reference import Reference
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
@@ -122,3 +123,50 @@ def test_slabs_at_the_ends_are_judged_too(op):
     )
     assert right < 1e-6
     assert wrong > 0.1
+
+
+@pytest.mark.parametrize("role", ["alone", "first", "later"])
+def test_nothing_but_the_chunks_is_left_to_time(scripted, monkeypatch, role):
+    problem = Problem("wgrad", 4, 1, 1, (6, 5), (1, 1))
+    backend = open_backend("torch_cpu")
+    ring = Ring.allocate(scripted(), problem)
+    executable = backend.executable(problem, "gemm")
+    run = ChunkLoop(ring, executable, problem.with_batch(2), role).prepare(8)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("worked out while the clock runs")
+
+    monkeypatch.setattr(Ring, "places", fail)
+    run()
+    if role == "later":  # four times both chunks of the batch
+        assert ring.samples == 4
+        assert ring.total is not None
+        expected = 4 * torch.einsum("nchw,nkhw->kc", ring.a, ring.b)
+        torch.testing.assert_close(ring.total.view(1, 1), expected)
+
+
+def test_operands_exceed_the_cache_and_hold_the_batch():
+    problem = Problem("fprop", 4, 1, 1, (1 << 18,), (1,))  # 2 MiB a sample
+    mib = 1 << 20
+    assert ring_samples(problem, 32 * mib) == 32
+    assert ring_samples(problem.with_batch(200), 32 * mib) == 200
+
+
+def test_a_virtual_machine_does_not_have_all_the_cache_that_it_reports(monkeypatch):
+    from ucudnn.backends.torch_cpu import identity
+
+    monkeypatch.setattr(identity, "last_level_cache_bytes", lambda: 480 << 20)
+    assert TorchCpuBackend().cache_bytes() == 64 << 20
+    monkeypatch.setattr(identity, "last_level_cache_bytes", lambda: 32 << 20)
+    assert TorchCpuBackend().cache_bytes() == 32 << 20
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_many_samples_repeat_some_random_ones(layout):
+    problem = Problem("wgrad", 2, 3, 4, (5, 5), (3, 3), layout=layout)
+    a, b = TorchCpuBackend().operands(problem, 40)
+    assert a.shape == (40, 3, 5, 5)
+    assert a.is_contiguous(memory_format=memory_format(problem))
+    for tensor in (a, b):
+        assert torch.equal(tensor[:8], tensor[32:])
+        assert len({float(sample.sum()) for sample in tensor[:16]}) == 16

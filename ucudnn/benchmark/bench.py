@@ -33,7 +33,7 @@ class Look(NamedTuple):
     Args:
         workspace_bytes: temporary memory, the most that a chunk of this size needs anywhere.
         accuracy: against float64, the worst of the problems that a chunk of this size may be.
-        time_ns: of one more run; None where the workspace is over the limit.
+        time_ns: of more runs the shortest; None where the workspace is over the limit.
     """
 
     workspace_bytes: int
@@ -154,7 +154,7 @@ class LocalBench(AbstractBench):
             workspace = max(workspace, part_workspace)
         if limit is not None and workspace > limit:
             return Look(workspace, accuracy, None)
-        return Look(workspace, accuracy, self._sampler(arm).once_ns())
+        return Look(workspace, accuracy, self._sampler(arm).shortest_ns())
 
     def _reference(self, ring: Ring, part: Problem) -> Reference:
         """Float64 values of a part's result, computed once for all algorithms and roles."""

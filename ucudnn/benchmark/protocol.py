@@ -68,13 +68,13 @@ class Protocol:
 # Whole plans are compared in pairs: with nine a 95 % interval forgives a disturbed one at either
 # end. No finalist leaves the race, and a tie needs no narrow interval.
 FINALS = Protocol(least_rounds=5, most_rounds=9, target=0.0, enough_ns=2_000_000_000, lapped=())
-# Twice the cache, so that a chunk has left it before its turn comes again; but virtual machines
-# report the cache of the whole processor, which they share with others.
+# Twice the cache, so that a chunk has left it before its turn comes again.
 _RING_CACHES = 2
-_MOST_RING_BYTES = 256 << 20
 # What ran before has left the caches full of other things, and the first of several chunks pays for
 # that, here as in a call: one chunk alone takes longer than the next ones do.
 _LEAST_CHUNKS = 4
+# A run that takes less is short against the time slices that other processes get.
+_SHORT_NS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,7 @@ class Ring:
         Raises:
             UnsupportedError: the machine has not enough free memory for them.
         """
-        least_bytes = min(_RING_CACHES * backend.cache_bytes(), _MOST_RING_BYTES)
-        samples = ring_samples(problem, least_bytes)
+        samples = ring_samples(problem, backend.cache_bytes())
         shapes = (*problem.with_batch(samples).operand_shapes, problem.result_shape)
         needed = sum(prod(shape) for shape in shapes) * problem.bytes_per_element
         if needed > backend.memory_bytes():
@@ -171,15 +170,15 @@ def _window(size: int, extent: int, turn: int, turns: int) -> slice:
     return slice(begin, begin + size)
 
 
-def ring_samples(problem: Problem, least_bytes: int) -> int:
-    """Samples whose operands and results fill at least this many bytes, and a whole batch.
+def ring_samples(problem: Problem, cache_bytes: int) -> int:
+    """Samples whose operands and results are larger than a cache, within reason; a whole batch.
 
-    >>> ring_samples(Problem("fprop", 4, 1, 1, (256,), (1,)), 1 << 20)
+    >>> ring_samples(Problem("fprop", 4, 1, 1, (256,), (1,)), 1 << 19)
     512
     """
     one = problem.with_batch(1)
     per_sample = (prod(one.x_shape) + prod(one.y_shape)) * problem.bytes_per_element
-    return max(problem.batch, ceil(least_bytes / per_sample))
+    return max(problem.batch, ceil(_RING_CACHES * cache_bytes / per_sample))
 
 
 class AbstractLoop(ABC):
@@ -289,6 +288,11 @@ class Sampler:
     def once_ns(self) -> int:
         """The time of one run."""
         return max(1, self._backend.elapsed_ns(self._loop.prepare(1)))
+
+    def shortest_ns(self) -> int:
+        """The time of one run; of a short one, which is easily perturbed, the least of three."""
+        first = self.once_ns()
+        return first if first >= _SHORT_NS else min(first, self.once_ns(), self.once_ns())
 
     def warm_up(self, protocol: Protocol) -> None:
         """Run until two times agree; sets how many runs each sample is."""

@@ -74,7 +74,7 @@ class Elimination:
             )
         if best_ns is None:
             return ""
-        rate = min(self.expected_ns(arm) / arm.size for arm in arms)
+        rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
         times = rate * self._candidates.axis.extent / best_ns
         return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
 
@@ -88,6 +88,11 @@ class Elimination:
         fastest = min(rates, default=None)
         return None if fastest is None else fastest * self._candidates.axis.extent
 
+    def _known_or_expected_ns(self, arm: Arm) -> int:
+        entry = self._records.get(arm)
+        known = None if entry is None else entry.time_ns
+        return self.expected_ns(arm) if known is None else known
+
     def least_ns(self, arm: Arm) -> int:
         """A lower bound of what an arm takes, with room for an error of the expectation."""
         return int(self.expected_ns(arm) / HOPELESS)
@@ -97,12 +102,14 @@ class Elimination:
         cost = self._candidates.cost(arm.size, arm.algorithm)
         if cost is None:
             return 0
-        bounds = [0 if self._roofline is None else self._roofline.time_ns(cost)]
-        for size, time_ns in self._telling(arm):
-            smaller = self._candidates.cost(size, arm.algorithm) if size <= arm.size else None
-            if smaller is not None:
-                bounds.append(_CALL_NS + int((time_ns - _CALL_NS) * growth(smaller, cost)))
-        return max(bounds)
+        roofline_ns = 0 if self._roofline is None else self._roofline.time_ns(cost)
+        extrapolated = [
+            _CALL_NS + int((time_ns - _CALL_NS) * growth(smaller, cost))
+            for size, time_ns in self._telling(arm)
+            if size <= arm.size and (smaller := self._candidates.cost(size, arm.algorithm))
+        ]
+        # noise makes times longer, so the shortest of several bounds is the one to trust
+        return max(roofline_ns, min(extrapolated, default=0))
 
     def _telling(self, arm: Arm) -> Iterator[tuple[int, int]]:
         """Sizes and times that tell about other chunks of the arm's curve."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ucudnn.backends._base import AbstractBackend, Activity, Cost, Executable, Roofline
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu import identity
+from ucudnn.backends.torch_cpu._base import empty
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
 from ucudnn.backends.torch_cpu.aten import (
     OneDnn,
@@ -31,6 +32,8 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
 
+# Samples of random operands; more are copies of these.
+_DRAWN_SAMPLES = 16
 _ALGORITHMS = {
     algorithm.name: algorithm
     for algorithm in (
@@ -124,14 +127,16 @@ class TorchCpuBackend(AbstractBackend):
         return _ALGORITHMS[algorithm].executable(problem)
 
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
-        """Standard normal operands, so that sums neither overflow nor vanish."""
-        resized = replace(problem, batch=samples)
+        """Standard normal operands, so that sums neither overflow nor vanish.
+
+        Some samples are drawn, the others repeat them: drawing many takes longer than timing them.
+        """
+        drawn = replace(problem, batch=min(samples, _DRAWN_SAMPLES))
+        shapes = replace(problem, batch=samples).operand_shapes
         generator = torch.Generator().manual_seed(0)
         a, b = (
-            torch.empty(shape, dtype=torch.float32, device="cpu")
-            .normal_(generator=generator)
-            .to(torch_dtype(problem), memory_format=memory_format(problem))
-            for shape in resized.operand_shapes
+            _repeated(problem, _normal(problem, few, generator), shape)
+            for few, shape in zip(drawn.operand_shapes, shapes, strict=True)
         )
         return a, b
 
@@ -166,9 +171,24 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(range(threads, problem.batch + 1, threads))
 
     def cache_bytes(self) -> int:
-        """Size of the last-level cache."""
-        return identity.last_level_cache_bytes()
+        """Size of the last-level cache, as far as this process may count on it."""
+        return identity.usable_cache_bytes()
 
     def memory_bytes(self) -> int:
         """Half of the memory that is available now."""
         return identity.available_memory_bytes() // 2
+
+
+def _normal(problem: Problem, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    drawn = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
+    return drawn.to(torch_dtype(problem), memory_format=memory_format(problem))
+
+
+def _repeated(problem: Problem, drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of this shape that repeats the samples of another."""
+    if drawn.shape == shape:
+        return drawn
+    whole = empty(problem, shape)
+    for part in whole.split(len(drawn)):
+        part.copy_(drawn[: len(part)])
+    return whole

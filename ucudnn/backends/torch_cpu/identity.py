@@ -21,6 +21,7 @@ _CONTROL_GROUPS = (
         for name in ("limit_in_bytes", "usage_in_bytes", "stat")
     ),
 )
+_MOST_CACHE_BYTES = 64 << 20
 _DEFAULT_CACHE_BYTES = 32 << 20  # a large last-level cache; too large only costs memory
 
 
@@ -49,6 +50,14 @@ def last_level_cache_bytes() -> int:
         if match:
             sizes.append(int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]])
     return max(sizes) or _DEFAULT_CACHE_BYTES
+
+
+def usable_cache_bytes() -> int:
+    """Size of the last-level cache, at most 64 MiB.
+
+    Virtual machines report the cache of the whole processor, which they share with others.
+    """
+    return min(last_level_cache_bytes(), _MOST_CACHE_BYTES)
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:

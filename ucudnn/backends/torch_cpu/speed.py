@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import torch
 
 from ucudnn.backends._base import Roofline
-from ucudnn.backends.torch_cpu.identity import last_level_cache_bytes
+from ucudnn.backends.torch_cpu.identity import usable_cache_bytes
 from ucudnn.forking import ForkSafeLock
 
 # By how much a convolution may come closer to the peak than the product and the copy below do.
@@ -21,8 +21,6 @@ _MOST_ROWS = 1 << 15
 # A cache saves at most its size in each pass, and no algorithm makes more passes over its operands
 # and temporaries than these.
 _PASSES = 16
-# Virtual machines report the cache of the whole processor, which they share with others.
-_MOST_CACHE_BYTES = 64 << 20
 _BUDGET_NS = 40_000_000
 _LEAST_RUNS = 3
 _measuring = ForkSafeLock()
@@ -40,7 +38,7 @@ def roofline(dtype: str) -> Roofline:
         operations = _operations_per_s(dtype, threads)
         if dtype in ("float16", "bfloat16"):
             operations = max(operations, _operations_per_s("float32", threads))
-        cached = _PASSES * min(last_level_cache_bytes(), _MOST_CACHE_BYTES)
+        cached = _PASSES * usable_cache_bytes()
         return Roofline(MARGIN * operations, MARGIN * _bytes_per_s(threads), cached)
 
 
@@ -61,7 +59,7 @@ def _operations_per_s(dtype: str, threads: int) -> float:
 def _bytes_per_s(threads: int) -> float:
     """Bytes read and written by a copy between tensors that are larger than the caches."""
     del threads  # part of the key
-    size = 2 * min(last_level_cache_bytes(), _MOST_CACHE_BYTES)
+    size = 2 * usable_cache_bytes()
     source, target = (torch.ones(size, dtype=torch.uint8, device="cpu") for _ in range(2))
     return 2e9 * size / _shortest_ns(partial(target.copy_, source))
 
