@@ -196,6 +196,18 @@ def test_what_cannot_compute_the_ends_is_left_out(rows, when):
     assert {step.algorithm for step in split.steps} == {"frugal"}
 
 
+def test_what_computes_the_whole_but_no_slab_is_left_out(rows, monkeypatch):
+    def refusal(problem, algorithm):
+        return "it computes no slab" if algorithm == "greedy" else None
+
+    monkeypatch.setattr(rows, "slab_refusal", refusal)
+    split = tune(CONV, workspace_limit="9MiB").split(CONV)
+    assert {step.algorithm for step in split.steps} == {"frugal"}
+    assert tune(CONV, workspace_limit="90MiB").split(CONV).steps == (Step(2, "greedy"),)
+    with pytest.raises(UnsupportedError, match="greedy does not compute the slab .*: it computes"):
+        bind(rows, CONV, Split("spatial", (Step(10, "greedy"), Step(11, "frugal"))))
+
+
 def test_slabs_at_the_ends_keep_the_limit_too(rows):
     rows.end_bytes = 6 * MIB
     plan = tune(CONV, workspace_limit="9MiB")
