@@ -174,7 +174,7 @@ def test_a_roofline_is_measured_once_by_however_many_threads(backend, monkeypatc
     for measure in (speed._operations_per_s, speed._bytes_per_s):
         measure.cache_clear()  # of times that were made up
     assert len(found) == 1
-    assert len(runs) == once == len(speed._ROWS_PER_THREAD) + 1
+    assert len(runs) == once == len(speed._PRODUCTS) + 1
 
 
 def test_measuring_a_roofline_leaves_torch_as_it_was(backend):
