@@ -373,6 +373,9 @@ def test_every_smaller_batch_follows_the_same_plan(way, kind, random_plan, data)
     plan = plan_of(call, random_plan, data)
     batch = data.draw(st.integers(1, call.shape[0]))
     smaller = replace(call, shape=(batch, *call.shape[1:]))
+    # torch may compute one sample by another kernel in another layout, which is another problem
+    outputs = [each.run(each.layer(), each.input())[0] for each in (call, smaller)]
+    assume(len({y is not None and y.is_contiguous() for y in outputs}) == 1)
     with layer_of(way, call.layer(), plan) as layer:
         results = smaller.run(layer, smaller.input())
     assert_right(smaller, results)

@@ -90,7 +90,10 @@ def product_dtype(problem: Problem) -> torch.dtype:
     float32 instead of a half precision that the processor lacks instructions for: torch would
     multiply element by element, or convert in memory that its allocator does not see.
     """
-    return torch_dtype(problem) if has_instructions(problem.dtype) else torch.float32
+    is_half = problem.bytes_per_element == 2
+    return (
+        torch.float32 if is_half and not has_instructions(problem.dtype) else torch_dtype(problem)
+    )
 
 
 def _sampled_shape(problem: Problem) -> tuple[int, ...]:
