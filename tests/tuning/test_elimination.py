@@ -121,3 +121,10 @@ def test_a_second_tune_measures_nothing(costed, limit):
     again = tune_problems([("layer", PROBLEM)], Config(workspace_limit=limit))
     assert again.hash == first.hash
     assert not backend.runs
+
+
+def test_a_roofline_that_something_beats_is_not_trusted(costed):
+    """As one that was taken while other processes used the machine."""
+    backend = costed(Roofline(1e8, 1e8), torch_default=linear(1.0), fast=linear(0.5))
+    assert tune().split(64).steps[0].algorithm == "fast"
+    assert backend.runs

@@ -102,14 +102,26 @@ class Elimination:
         cost = self._candidates.cost(arm.size, arm.algorithm)
         if cost is None:
             return 0
-        roofline_ns = 0 if self._roofline is None else self._roofline.time_ns(cost)
         extrapolated = [
             _CALL_NS + int((time_ns - _CALL_NS) * growth(smaller, cost))
             for size, time_ns in self._telling(arm)
             if size <= arm.size and (smaller := self._candidates.cost(size, arm.algorithm))
         ]
         # noise makes times longer, so the shortest of several bounds is the one to trust
-        return max(roofline_ns, min(extrapolated, default=0))
+        return max(self._roofline_ns(cost), min(extrapolated, default=0))
+
+    def _roofline_ns(self, cost: Cost) -> int:
+        """The machine's bound; 0 where something here was faster than its own, so that it is none.
+
+        The speed of a machine is underestimated where it was taken while others used the machine.
+        """
+        if self._roofline is None:
+            return 0
+        for arm, entry in self._records.items():
+            known = self._candidates.cost(arm.size, arm.algorithm)
+            if known and entry.time_ns and entry.time_ns < self._roofline.time_ns(known):
+                return 0
+        return self._roofline.time_ns(cost)
 
     def _telling(self, arm: Arm) -> Iterator[tuple[int, int]]:
         """Sizes and times that tell about other chunks of the arm's curve."""

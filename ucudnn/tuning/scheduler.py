@@ -222,8 +222,10 @@ class TuningScheduler:
         for problem, entry in self._default.items():
             calls = len(self._layers[problem])
             is_forced = limit is not None and (entry.workspace_bytes or 0) > limit
-            least_ns = self._least_ns(problem)
-            found[problem] = Stake(calls * (entry.time_ns or 0), calls * least_ns, is_forced)
+            time_ns, least_ns = entry.time_ns or 0, self._least_ns(problem)
+            if least_ns > time_ns:  # the machine was busy when its speed was taken
+                least_ns = 0
+            found[problem] = Stake(calls * time_ns, calls * least_ns, is_forced)
         return found
 
     def _least_ns(self, problem: Problem) -> int:
