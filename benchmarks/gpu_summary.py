@@ -26,7 +26,7 @@ STEPS = ("unet3d", "resnet50")
 
 
 class AnyGain(Protocol):
-    """What this module needs of a gain."""
+    """A ratio of times that can tell whether it is a gain."""
 
     def is_won(self, least: float) -> bool:
         """Faster beyond doubt."""
@@ -90,7 +90,7 @@ def _step(runs: Sequence[Run]) -> str:
 
 
 def missing(folder: Path, networks: set[str]) -> Iterator[str]:
-    """What a whole set of results has and these lack."""
+    """Name the parts of a whole set of results that these lack."""
     yield from (what for name, what in FILES.items() if not (folder / name).exists())
     if networks:
         yield from (f"steps of {name}" for name in STEPS if name not in networks)

@@ -42,7 +42,7 @@ Reply = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What one process is to run.
+    """One process to run.
 
     Args:
         network: a name of step_models.NETWORKS.
@@ -86,7 +86,7 @@ class Job:
 
     @property
     def case(self) -> tuple[str, str, int]:
-        """What variants have in common: they are compared within it."""
+        """The fields that variants have in common: they are compared within it."""
         return self.network, self.dtype, self.batch
 
 
@@ -156,7 +156,7 @@ class Worker:
 
 @dataclass
 class Run:
-    """What was measured of one job.
+    """Measurements of one job.
 
     Args:
         job: what was run.
@@ -360,7 +360,7 @@ def compare(numerator: Run, denominator: Run) -> tuple[float, float, float]:
 
 
 def verdict(meets: bool, misses: bool) -> str:
-    """What a claim is called: decided only where its whole 95 % interval is on one side."""
+    """The word for a claim: decided only where its whole 95 % interval is on one side."""
     return "HOLDS" if meets else "DOES NOT HOLD" if misses else "UNDECIDED"
 
 

@@ -1,4 +1,4 @@
-"""What tests on a GPU share; without one they are skipped, each by its name."""
+"""Fixtures of tests on a GPU; without one they are skipped, each by its name."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the stub of the driver is built, once for all tests."""
+    """Folder in which the stub of the driver is built, once for all tests."""
     return tmp_path_factory.mktemp("stubs")
 
 

@@ -76,7 +76,7 @@ def test_tuning_survives_failures(simulated, layers, faults, tmp_path):
 
 
 def test_everything_at_once_and_again(simulated, layers, tmp_path):
-    """What `make gpu` runs; the second time goes on where the first stopped."""
+    """The script of `make gpu`; the second time it goes on where it stopped."""
     command = ("benchmarks/gpu_run.py", "--out", tmp_path / "out", "--layers", layers, "--tiny")
     # the tests run by themselves above
     (tmp_path / "out").mkdir()

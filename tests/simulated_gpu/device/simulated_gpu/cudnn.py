@@ -35,7 +35,7 @@ def load(stubs: Path, library: str | None) -> None:
 
 
 class _Handle:
-    """What `api.Handle` does, without a device."""
+    """Stand in for `api.Handle`, without a device."""
 
     def __init__(self, _cudnn: Any) -> None:
         self.stream = -1
@@ -61,7 +61,7 @@ class _Plan(NamedTuple):
 
     @property
     def workspace_bytes(self) -> int:
-        """What cuDNN says."""
+        """The workspace that cuDNN asks for."""
         return self.built.workspace_bytes
 
 
@@ -167,7 +167,7 @@ def _exact(problem: Problem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _let_torch_see_its_tensors() -> None:
-    """Where torch itself asks for a tensor's device, it is told the truth."""
+    """Tell torch the true devices of tensors where it asks for them below Python."""
     from ucudnn import tracing
 
     original.DISPATCH_KEYS["cuda"] = "CPU"
