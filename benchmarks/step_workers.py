@@ -33,7 +33,7 @@ DTYPES = ("tf32", "fp32", "fp16", "bf16")
 LEAST_BLOCK_NS = 100_000_000  # steps between two clock readings take at least this long
 LEAST_SAMPLES = 3
 # what setting up may take of the time: the rest is for the rounds
-RIVALS_SHARE, LAST_SHARE = 0.5, 0.75
+RIVALS_SHARE, LAST_SHARE = 0.5, 0.85
 TUNING_SHARE = 0.6  # of the time that setting up has: the rest is for starting and warming up
 LATE = "no answer"
 OUT_OF_MEMORY = "out of memory"
