@@ -10,6 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -101,6 +102,17 @@ def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test starts with an empty measurement cache."""
     monkeypatch.setenv("UCUDNN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No default time budget ends a tuning: what a test sees hangs on no clock."""
+    from ucudnn.tuning import effort, model, scheduler
+
+    patient = {name: replace(one, least_budget_s=3600.0) for name, one in effort.EFFORTS.items()}
+    monkeypatch.setattr(effort, "EFFORTS", patient)
+    for module in (scheduler, model):
+        monkeypatch.setattr(module, "EFFORTS", patient)
 
 
 @pytest.fixture

@@ -23,9 +23,14 @@ def test_what_a_call_takes_beside_its_chunks_is_seen(op, extra_ms, scripted, scr
     assert kernel.split(12).steps == (Step(4, "torch_default"),) * 3
 
     class Dearer(module.WholeLoop):
-        def once(self):
-            backend.clock += extra_ms * MS
-            return super().once()
+        def prepare(self, times):
+            run = super().prepare(times)
+
+            def dearer():
+                backend.clock += extra_ms * MS * times
+                run()
+
+            return dearer
 
     monkeypatch.setattr(module, "WholeLoop", Dearer)
     found = module.additivity(backend, kernel, rounds=3)

@@ -62,7 +62,8 @@ def test_a_small_kernel_over_the_limit_still_gets_a_plan(scripted):
     assert len(plan.kernels) == 2
 
 
-def test_the_default_budget_is_told_and_follows_from_the_step(scripted):
+def test_the_default_budget_is_told_and_follows_from_the_step(scripted, monkeypatch):
+    monkeypatch.setattr("ucudnn.tuning.scheduler.EFFORTS", EFFORTS)
     per_shape(scripted, {8: 10.0})
     events = []
     tune_problems([("layer", problem(8))], Config(), events.append)
