@@ -26,7 +26,7 @@ from ucudnn.backends.torch_cpu.allocator import (
 )
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.tables import plan_summary, plan_table
-from ucudnn.tuning.scheduler import Progress
+from ucudnn.tuning.progress import Progress
 from ucudnn.units import format_ns
 
 # A busy machine takes several times as long: then fewer rounds have to do.

@@ -16,7 +16,7 @@ from ucudnn.errors import PlanError
 from ucudnn.ops import Layer, Runner, require_same_device
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.tuning.model import tune
-from ucudnn.tuning.scheduler import Progress
+from ucudnn.tuning.progress import Progress
 
 _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: planned_nn.Conv1d,

@@ -113,7 +113,7 @@ def test_half_precision_is_rounded_once_per_slab_and_once_more(backend, exact, o
     a, b = backend.operands(problem, 2)
     expected = exact(problem, a, b)
     whole = bind(backend, problem, rows_of(problem, 64))(a, b)
-    parts = bind(backend, problem, rows_of(problem, *[1] * 64))(a, b)
+    parts = bind(backend, problem, rows_of(problem, *[4] * 16))(a, b)
     assert parts.dtype == a.dtype
     assert relative_error(parts, expected) <= 2 * relative_error(whole, expected)
 
@@ -147,9 +147,10 @@ def test_every_algorithm_runs_on_slabs_of_any_dtype(backend, exact, tolerance, o
     ],
     ids=["k1x3", "k1x3 s2x3", "k2x5 g2", "k3"],
 )
-def test_channels_last_slabs_in_bfloat16_are_right_or_refused(backend, exact, op, geometry):
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_slabs_in_bfloat16_are_right_or_refused(backend, exact, op, geometry, layout):
     """torch's own kernels give wrong gradients on some that are narrower than the filter."""
-    problem = Problem(op, *geometry, dtype="bfloat16", layout="nhwc")
+    problem = Problem(op, *geometry, dtype="bfloat16", layout=layout)
     a, b = backend.operands(problem, problem.batch)
     rows, bound = row_count(problem), 0
     for size in range(1, rows):
@@ -161,7 +162,7 @@ def test_channels_last_slabs_in_bfloat16_are_right_or_refused(backend, exact, op
         bound += 1
         assert relative_error(call(a, b), exact(problem, a, b)) < 2e-2
     is_narrow = any(k > n for k, n in zip(problem.kernel_size, problem.input_size, strict=True))
-    assert bool(bound) == (not is_narrow)
+    assert bound or is_narrow
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -19,7 +19,8 @@ SHAPE = "8x3x12x12"
 
 def test_a_model_is_tuned_shown_and_tuned_again_from_the_cache(ucudnn, model, tmp_path):
     output = tmp_path / "net.plan.json"
-    tuned = ucudnn("tune", f"{model}:net", "--input", SHAPE, "-o", output)
+    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--no-step-race")
+    tuned = ucudnn(*arguments, "-o", output)
     assert tuned.status == 0, tuned.err
     assert "fprop conv2d(3->8, k3, 12x12)" in tuned.out
     assert f"plan written to {output}" in tuned.out
@@ -29,7 +30,7 @@ def test_a_model_is_tuned_shown_and_tuned_again_from_the_cache(ucudnn, model, tm
     shown = ucudnn("show", output)
     assert shown.status == 0
     assert "wgrad conv2d(8->4, k1, 12x12)" in shown.out
-    again = ucudnn("tune", f"{model}:net", "--input", SHAPE, "--json")
+    again = ucudnn(*arguments, "--json")
     counts = json.loads(again.out)
     assert counts["measured"] == 0
     assert counts["reused"] > 0
@@ -237,7 +238,8 @@ def test_show_what_is_no_plan(ucudnn, tmp_path):
 
 def test_a_time_budget_keeps_torch_where_it_ends(ucudnn, model, tmp_path):
     output = tmp_path / "plan.json"
-    arguments = ("tune", f"{model}:net", "--input", "16x3x48x48", "--time-budget")
+    inputs = ("--input", "16x3x48x48", "--effort", "thorough", "--no-step-race")
+    arguments = ("tune", f"{model}:net", *inputs, "--time-budget")
     assert "--time-budget" not in ucudnn(*arguments, "60", "-o", output).err
     assert len(Plan.load(output).kernels) == 5
     assert ucudnn(*arguments, "-3").status == 2

@@ -134,10 +134,25 @@ def marks(model: nn.Module) -> bytes:
         model.layer._forward_hooks = hooks
 
 
-def fakes() -> list[FakeTensor]:
+EARLIER: list[FakeTensor] = []
+
+
+def all_fakes() -> list[FakeTensor]:
     """All fake tensors of this process."""
     gc.collect()
     return [one for one in gc.get_objects() if type(one) is FakeTensor]
+
+
+@pytest.fixture(autouse=True)
+def _earlier_fakes(monkeypatch) -> None:
+    """What other tests left, as torch.compile's cache does."""
+    monkeypatch.setitem(globals(), "EARLIER", all_fakes())
+
+
+def fakes() -> list[FakeTensor]:
+    """The fake tensors that this test made and that are still there."""
+    earlier = set(map(id, EARLIER))
+    return [one for one in all_fakes() if id(one) not in earlier]
 
 
 def test_a_configuration_that_refuses_changes():

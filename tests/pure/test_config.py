@@ -77,7 +77,9 @@ ENVIRONMENT = [
     ("UCUDNN_BACKEND", "torch_cpu", "backend", "torch_cpu"),
     ("UCUDNN_DEVICE", "H200", "device", "H200"),
     ("UCUDNN_MAX_ERROR", "1e-3", "max_error", 1e-3),
+    ("UCUDNN_EFFORT", "quick", "effort", "quick"),
     ("UCUDNN_TIME_BUDGET_S", "60", "time_budget_s", 60.0),
+    ("UCUDNN_STEP_RACE", "0", "step_race", False),
     ("UCUDNN_DEVICE_PROFILE", "h200.json", "device_profile", "h200.json"),
 ]
 

@@ -22,7 +22,7 @@ from ucudnn.problem import Problem
 
 if TYPE_CHECKING:
     from ucudnn.tracing import Traced
-    from ucudnn.tuning.scheduler import Progress
+    from ucudnn.tuning.progress import Progress
 
 
 def tune(

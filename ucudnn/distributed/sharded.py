@@ -37,7 +37,7 @@ from ucudnn.errors import ConfigError, PlanError, UnsupportedError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning import tuner
-from ucudnn.tuning.scheduler import Progress, UntunedWarning
+from ucudnn.tuning.progress import Progress, UntunedWarning
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,7 +21,7 @@ from ucudnn.step_race import StepRace
 from ucudnn.stepping import Stepper
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.effort import EFFORTS
-from ucudnn.tuning.scheduler import Progress
+from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.step_judge import StepJudge
 from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed, tune_problems
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic
@@ -28,6 +28,7 @@ from ucudnn.problem import Problem
 from ucudnn.tuning.division import Choices, divided, require_solver
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.planner import Kernel, KernelPlanner, survey
+from ucudnn.tuning.progress import Progress, UntunedWarning
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import solve
 from ucudnn.tuning.worth import Stake
@@ -37,33 +38,6 @@ Task = Callable[[Session], None]
 _RACING = 0.4
 # However little it could gain, a group gets this part of the time that is left.
 _LEAST_PART = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far tuning is.
-
-    Args:
-        kernel: the kernel at work.
-        done: kernels finished.
-        total: kernels in all.
-        measured: candidates timed so far.
-        reused: candidates found in the cache so far.
-        seconds_left: estimated; None before there is anything to go by.
-        budget_s: the time budget in seconds; None: there is none, or it is not known yet.
-    """
-
-    kernel: str
-    done: int
-    total: int
-    measured: int
-    reused: int
-    seconds_left: float | None = None
-    budget_s: float | None = None
-
-
-class UntunedWarning(UserWarning):
-    """The time was over before some kernels were looked at, so the plan leaves them out."""
 
 
 class TuningScheduler:

@@ -16,8 +16,9 @@ from ucudnn.errors import ConfigError
 from ucudnn.forking import ForkSafeLock
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
-from ucudnn.tuning.scheduler import Progress, TuningScheduler
+from ucudnn.tuning.scheduler import TuningScheduler
 
 _log = logging.getLogger("ucudnn")
 # Threads that measure would time each other, and torch has one profiler per process.

@@ -6,7 +6,6 @@ come from its allocator on the stream that is current.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from math import gcd
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from ucudnn.backends.cudnn.engine import parse_identity
 from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views, views_of
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
+from ucudnn.forking import ForkSafeLock
 from ucudnn.problem import Problem
 
 # Addresses for which a pack is kept. A training step meets the same ones again and again; a program
@@ -226,7 +226,7 @@ class _Built:
         self._device = device
         self._plan = plan
         self._packs: dict[tuple[int, ...], Any] = {}
-        self._launching = threading.Lock()
+        self._launching = ForkSafeLock()
 
     def launch(self, like: Tensor, pointers: tuple[int, ...]) -> None:
         size, workspace, address = self._plan.workspace_bytes, None, 0

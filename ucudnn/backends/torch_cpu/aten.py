@@ -124,8 +124,7 @@ class OneDnnNhwc(AbstractAlgorithm):
         """Needs channels-first operands and what oneDNN needs."""
         if problem.layout == "nhwc":
             return "the operands are channels-last already"
-        lifted = problem.as_2d()
-        return cramped_refusal(replace(lifted, layout="nhwc")) or onednn_refusal(lifted)
+        return cramped_refusal(problem) or onednn_refusal(problem.as_2d())
 
     def cost(self, problem: Problem) -> Cost:
         """That of oneDNN, and the copies of operands and result, written once and read once."""
@@ -206,8 +205,8 @@ def _columns_cost(problem: Problem, kernel: str) -> Cost:
 def _is_cramped(problem: Problem) -> bool:
     """Whether a filter is larger than the input along an axis, hangs over it, or has one place.
 
-    There the half-precision channels-last kernels of oneDNN read memory that is not theirs (torch
-    2.13, oneDNN 3.12, AVX-512): results change from run to run, or the process ends.
+    There the half-precision kernels of oneDNN read memory that is not theirs (torch 2.13, oneDNN
+    3.12, AVX-512), most often channels-last: results change from run to run, or the process ends.
     """
     axes = zip(
         problem.input_size,
@@ -230,10 +229,9 @@ def _is_cramped(problem: Problem) -> bool:
 
 
 def cramped_refusal(problem: Problem) -> str | None:
-    """Why oneDNN does not compute a channels-last problem rightly; None where it does."""
-    is_half = problem.layout == "nhwc" and problem.dtype in _HALF
-    if is_half and _is_cramped(symmetric(problem)):
-        return f"oneDNN's channels-last {problem.dtype} kernels take filters inside the input"
+    """Why oneDNN does not compute a problem rightly; None where it does."""
+    if problem.dtype in _HALF and _is_cramped(symmetric(problem)):
+        return f"oneDNN's {problem.dtype} kernels take filters inside the input only"
     return None
 
 

@@ -89,7 +89,10 @@ class TorchCpuBackend(AbstractBackend):
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Why an algorithm does not compute a slab; None where it does."""
-        return self.refusal(problem, algorithm) or cramped_refusal(problem)
+        reason = self.refusal(problem, algorithm)
+        if reason is None and self.kernel(problem, algorithm).startswith("onednn"):
+            reason = cramped_refusal(problem)
+        return reason
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """The distinct candidates of a problem, torch's own first.
