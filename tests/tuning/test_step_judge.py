@@ -112,6 +112,16 @@ def test_a_limit_that_torchs_own_exceeds_is_kept_whatever_it_costs():
     assert judged.step_race.is_loss
 
 
+def test_what_is_given_back_takes_no_more_of_a_pool():
+    machine = Machine({4: -500_000, 8: -500_000})
+    frugal, generous = kernel(4, workspace=MIB), kernel(8, workspace=4 * MIB)
+    plan = plan_of(frugal, generous)
+    plan = replace(plan, config=Config(total_workspace="5MiB"))
+    judged = machine.judge(plan)
+    assert machine.sizes(judged) == {4}
+    assert judged.workspace_bytes == plan.workspace_bytes
+
+
 def test_a_difference_within_the_noise_drops_nothing():
     machine = Machine({4: -2_000, 8: 1_000}, noise=0.02)
     plan = plan_of(kernel(4), kernel(8))

@@ -108,14 +108,25 @@ class KernelMeasurer:
         return [entry for arm, entry in self._by_size() if self._is_usable(arm, entry)]
 
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
+        """Torch's own convolution of the whole batch as it was first run; None where it fails.
+
+        That first time is kept apart from later, better ones: what a second tune decides by it must
+        be what the first one did.
+        """
         arm = Arm(self._problem.batch, DEFAULT_ALGORITHM, "alone")
-        key = self._session.key(self._problem, arm.algorithm)
-        known = self._session.find(key)
+        kept_as = self._session.key(self._problem, f"plan[{arm.size} {arm.algorithm}] run first")
+        first = self._session.find(kept_as)
+        if first is not None:
+            return first
+        known = self._session.find(self._session.key(self._problem, arm.algorithm))
         if known is None and arm in self._listed.by_arm:
             self._look_at(arm, limit=None)
             known = self._records.get(arm)
-        return known if known is not None and known.time_ns is not None else None
+        if known is None or known.time_ns is None:
+            return None
+        first = replace(known, key=kept_as)
+        self._session.note(first)
+        return first
 
     def step(self) -> bool:
         """Measure what is wanted next; False where nothing is, or there is no more time."""

@@ -91,10 +91,9 @@ class Session:
             if found is None:
                 return None
             times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
-            known = [
-                self.keep(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
-                for key, time_ns in zip(keys, times, strict=True)
-            ]
+            for key, time_ns in zip(keys, times, strict=True):
+                self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
+            known = [self.find(key) for key in keys]
         operations, moved = (entry for entry in known if entry is not None)
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
@@ -138,6 +137,10 @@ class Session:
         self._taken.add(measurement.key)
         self.on_run()
         return measurement
+
+    def note(self, measurement: Measurement) -> None:
+        """Keep a measurement that is no candidate's, and count nothing."""
+        self._fresh[measurement.key] = measurement
 
     def flush(self) -> None:
         """Write new measurements to the cache, in one go."""

@@ -121,14 +121,19 @@ def _is_decided(plan: Sequence[int], torch: Sequence[int]) -> bool:
 
 
 def _has_default(plan: Plan, kernel: KernelPlan) -> bool:
-    """True where torch's own convolution computes a kernel within the plan's limit."""
+    """True where torch's own convolution may replace a kernel's plan.
+
+    It must be within the workspace limit. Of a pool no kernel may take more than it did.
+    """
     limit = plan.config.limit_bytes
+    if plan.config.total_bytes is not None:
+        limit = kernel.timing.workspace_bytes
     return kernel.default is not None and (limit is None or kernel.default.workspace_bytes <= limit)
 
 
 def _without(plan: Plan, dropped: Sequence[KernelPlan]) -> Plan:
     """The plan with torch's own convolution for some kernels."""
-    every_batch = plan.config.limit_bytes is None
+    every_batch = plan.config.limit_bytes is None and plan.config.total_bytes is None
     kernels = (
         kernel.by_default(every_batch) if kernel in dropped else kernel for kernel in plan.kernels
     )
