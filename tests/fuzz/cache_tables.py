@@ -62,7 +62,8 @@ def as_kinds(table: Any, kinds: dict[str, tuple[Any, ...]]) -> Any:
     changed = np.zeros(len(table), [(name, *kind) for name, kind in {**old, **kinds}.items()])
     for name, (kind, shape) in old.items():
         new = changed.dtype[name]
-        if new.shape == shape and (np.can_cast(kind, new.base, "same_kind") or new.base == "<u8"):
+        fits = np.can_cast(kind, new.base, "same_kind") or kind.kind + new.base.kind == "iu"
+        if new.shape == shape and fits:
             changed[name] = table[name].astype(new.base)
     return changed
 

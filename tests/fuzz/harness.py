@@ -23,6 +23,7 @@ from pathlib import Path
 from ucudnn.cache import CacheWarning
 
 MOST_REPORTED = 5
+IN_MEMORY = Path("/dev/shm")  # nothing here must survive a crash, and a disk would be waited for
 LONGEST_SENTENCE = 1000  # what a file says may be far longer
 
 
@@ -30,7 +31,7 @@ def run(name: str, count: int, seed: int) -> dict[str, object]:
     """What `count` mutations led to."""
     outcomes: Counter[str] = Counter()
     findings: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
         trial = importlib.import_module(name).Trials(Path(folder))
         for index in range(count):
             try:
