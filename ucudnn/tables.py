@@ -121,18 +121,19 @@ def plan_verdict(plan: Plan) -> list[str]:
     faster, slower = [one for one in saved if one > 0], [one for one in saved if one < 0]
     sentences = []
     if faster:
-        sentences.append(f"{len(faster)} kernels are faster, by {format_ns(sum(faster))} in all.")
+        sentences.append(f"Faster kernels: {len(faster)}, by {format_ns(sum(faster))} in all.")
     if slower:
         sentences.append(
-            f"{len(slower)} kernels are slower, by {format_ns(-sum(slower))} in all: "
-            f"torch's own exceeds the workspace limit there."
+            f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's own "
+            f"convolution exceeds the workspace limit."
         )
     limits = larger_limits(plan)
     if limits:
         offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
         sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
     if plan.step_race is not None:
-        sentences.append(f"Whole steps: {plan.step_race}.")
+        said = str(plan.step_race)
+        sentences.append(f"{said[0].upper()}{said[1:]}.")
     return sentences
 
 

@@ -1,0 +1,54 @@
+"""What is said of a plan: faster and slower kernels apart, and limits that would cost less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ucudnn.config import Config
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.problem import Problem
+from ucudnn.step_race import StepRace
+from ucudnn.tables import larger_limits, plan_verdict
+
+MIB, MS = 1 << 20, 1_000_000
+
+
+def kernel(size, default_ms, default_mib, plan_ms):
+    return KernelPlan(
+        problem=Problem("fprop", 1, 2, 2, (size, size), (1, 1)),
+        layers=("layer",),
+        algorithms=("gemm",),
+        alone=(0,),
+        last=((0, -1),),
+        predicted_time_ns=plan_ms * MS,
+        timing=Timing(plan_ms * MS, 0, MIB, 5),
+        default=Timing(default_ms * MS, 0, default_mib * MIB, 5),
+    )
+
+
+def plan_of(*kernels):
+    config = Config(workspace_limit="1MiB")
+    return Plan(kernels, Device("cpu", "any"), Software("0"), Conditions(), config)
+
+
+def test_faster_and_slower_kernels_are_named_apart():
+    plan = plan_of(kernel(4, 10, 8, 6), kernel(8, 10, 8, 7), kernel(16, 20, 64, 21))
+    said = plan_verdict(plan)
+    assert said[0] == "Faster kernels: 2, by 7.00 ms in all."
+    assert said[1].startswith("Slower kernels: 1, by 1.00 ms in all")
+    assert len(said) == 2
+
+
+def test_limits_that_would_cost_less_where_this_one_costs_much():
+    """By default 100 ms, now 130; 8 MiB hold the first kernel's own, 64 MiB both."""
+    plan = plan_of(kernel(4, 50, 8, 74), kernel(8, 50, 64, 56))
+    assert larger_limits(plan) == [(1.1, 8 * MIB), (1.02, 64 * MIB)]
+    assert "8 MiB at most 1.1 times and 64 MiB at most 1.02 times" in " ".join(plan_verdict(plan))
+    assert larger_limits(plan_of(kernel(4, 50, 8, 59), kernel(8, 50, 64, 59))) == []
+
+
+def test_the_race_of_steps_is_part_of_it():
+    race = StepRace(reason="step_race is off")
+    said = plan_verdict(replace(plan_of(kernel(4, 10, 8, 10)), step_race=race))
+    assert said == ["The plan was not judged by whole steps: step_race is off."]
