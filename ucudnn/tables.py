@@ -124,8 +124,8 @@ def plan_verdict(plan: Plan) -> list[str]:
         sentences.append(f"Faster kernels: {len(faster)}, by {format_ns(sum(faster))} in all.")
     if slower:
         sentences.append(
-            f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's own "
-            f"convolution exceeds the workspace limit."
+            f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's "
+            f"own convolution exceeds the workspace limit."
         )
     limits = larger_limits(plan)
     if limits:
