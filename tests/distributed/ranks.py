@@ -80,7 +80,7 @@ def scripted(rank: int, pause_s: float = 0.0, **identity: Any) -> Any:
     backend.elapsed_ns = elapsed_ns
     for name, value in identity.items():
         setattr(backend, name, lambda value=value: value)
-    for module_name in ("backends", "tuner", "distributed.sharded", "distributed.agreement"):
+    for module_name in ("backends", "tuning.tuner", "distributed.sharded", "distributed.agreement"):
         module = importlib.import_module(f"ucudnn.{module_name}")
         module.open_backend = lambda *_: backend
     return backend

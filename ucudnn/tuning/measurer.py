@@ -115,7 +115,8 @@ class KernelMeasurer:
         """
         arm = Arm(self._problem.batch, DEFAULT_ALGORITHM, "alone")
         kept_as = self._session.key(self._problem, f"plan[{arm.size} {arm.algorithm}] run first")
-        first = self._session.find(kept_as)
+        counts = self._session.effort.ignored_share > 0  # only then anything is decided by it
+        first = self._session.find(kept_as) if counts else None
         if first is not None:
             return first
         known = self._session.find(self._session.key(self._problem, arm.algorithm))
@@ -124,6 +125,8 @@ class KernelMeasurer:
             known = self._records.get(arm)
         if known is None or known.time_ns is None:
             return None
+        if not counts:
+            return known
         first = replace(known, key=kept_as)
         self._session.note(first)
         return first

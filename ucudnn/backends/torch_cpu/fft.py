@@ -77,8 +77,11 @@ def _summands(problem: Problem) -> int:
 
 
 def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: list[int]) -> int:
-    """The peak over the transform of the second operand, the product and the inverse transform."""
+    """The peak over the later transform of an operand, the product and the inverse transform."""
     first, second, product = spectra
+    second_canvas = padded[1]
+    if problem.op != "dgrad":  # the second operand, which is conjugated, is transformed first
+        first, second, second_canvas = second, first, padded[0]
     cut = {"fprop": problem.output_size, "dgrad": problem.input_size, "wgrad": problem.kernel_size}
     is_cut = cut[problem.op] != tuple(sizes) and prod(problem.result_shape[:2]) > 1
     # where nothing is cut away, the result is what the inverse transform returns
@@ -88,8 +91,9 @@ def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: l
     peaks = [first + second + product - result, inverse]
     if is_cut:
         peaks.append(product + padded[2])
-    if first >= result:  # else it shrinks with the batch
-        peaks.append(first + padded[1] + second - result)
+    growing = first if problem.op == "dgrad" else second_canvas + second
+    if growing >= result:  # else it shrinks with the batch
+        peaks.append(first + second_canvas + second - result)
     return max(peaks)
 
 
