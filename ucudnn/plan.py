@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,7 @@ class Plan:
     conditions: Conditions
     config: Config
     backend: str = "torch_cpu"
-    step_race: StepRace | None = None
+    step_race: StepRace | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _require_strings("backend", (self.backend,))

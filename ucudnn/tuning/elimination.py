@@ -50,6 +50,7 @@ class Elimination:
         self._workspaces = workspaces
         self._is_allowed = is_allowed
         self._roofline = roofline
+        self.is_active = True  # False: only what memory forbids is ruled out
 
     def reasons(self) -> dict[str, str]:
         """Curves of which nothing more need be measured, with the reason."""
@@ -72,7 +73,7 @@ class Elimination:
                 f"it needs {format_bytes(least)} at least, more than the {format_bytes(most)} that "
                 f"a candidate may take here"
             )
-        if best_ns is None:
+        if best_ns is None or not self.is_active:
             return ""
         rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
         times = rate * self._candidates.axis.extent / best_ns

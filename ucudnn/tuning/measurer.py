@@ -145,6 +145,9 @@ class KernelMeasurer:
                 self._look_at(arm, self._limit)
         wanted = [] if first_runs else self._wanted()
         self._measure(wanted)
+        if not first_runs and not wanted and self._elimination.is_active and not self.usable:
+            self._elimination.is_active = False  # what is left may be slow, but nothing else fits
+            return True
         return bool(first_runs or wanted)
 
     def outlook(self, launch_ns: int = 0) -> Outlook:
