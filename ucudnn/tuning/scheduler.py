@@ -152,10 +152,11 @@ class TuningScheduler:
         self._report()
         left_out = len(self._layers) - len(self.kernels)
         if left_out:
+            budget = "" if self._budget_s is None else f" of {self._budget_s:g} s"
             warnings.warn(
                 f"{left_out} of {len(self._layers)} kernels are not in the plan: "
-                f"the time budget of {self._budget_s:g} s was over before they were looked at, or "
-                f"torch's own convolution exceeds the workspace limit; raise it by time_budget_s, "
+                f"the time budget{budget} was over before they were looked at, or torch's own "
+                f"convolution exceeds the workspace limit; raise it by time_budget_s, "
                 f"or tune again and go on from what is in the cache",
                 UntunedWarning,
                 stacklevel=3,

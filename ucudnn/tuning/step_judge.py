@@ -96,22 +96,25 @@ class StepJudge:
 
     def _race(self, plan: Plan) -> StepRace:
         """Time steps with and without a plan in turn; the first round warms up."""
-        contestants = (None, plan)
-        samples: dict[Plan | None, list[int]] = {one: [] for one in contestants}
+        by_torch: list[int] = []
+        by_plan: list[int] = []
+        contestants = [(None, by_torch), (plan, by_plan)]
         chance = random.Random(0)  # noqa: S311 - an order, not a secret
         for number in range(_MOST_ROUNDS + 1):
             if number > 1 and self._is_over:
                 break
-            for one in chance.sample(contestants, len(contestants)):
-                with self._following(one):
+            chance.shuffle(contestants)
+            for followed, samples in contestants:
+                with self._following(followed):
                     time_ns = self._elapsed_ns(self._step)
                 if number:
-                    samples[one].append(time_ns)
-            if number >= _LEAST_ROUNDS and _is_decided(samples[plan], samples[None]):
+                    samples.append(time_ns)
+            if number >= _LEAST_ROUNDS and _is_decided(by_plan, by_torch):
                 break
-        ratio, low, high = ratio_interval(samples[plan], samples[None])
-        medians = median_ns(samples[None]), median_ns(samples[plan])
-        return StepRace(*medians, ratio, low, high, len(samples[plan]))
+        ratio, low, high = ratio_interval(by_plan, by_torch)
+        return StepRace(
+            median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds=len(by_plan)
+        )
 
 
 def _is_decided(plan: Sequence[int], torch: Sequence[int]) -> bool:
