@@ -9,6 +9,7 @@ from torch import nn
 
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
+from ucudnn.execute import Call
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.tracing import trace_layers
 
@@ -51,3 +52,17 @@ def _plan(
         config=config or Config(),
         backend="torch_cpu",
     )
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The operations that plans computed so far."""
+    seen = []
+    run = Call.__call__
+
+    def spy(self, *operands):
+        seen.append(self.problem.op)
+        return run(self, *operands)
+
+    monkeypatch.setattr(Call, "__call__", spy)
+    return seen

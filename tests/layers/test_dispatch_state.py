@@ -22,18 +22,11 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import ucudnn
+from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.config import Config
 from ucudnn.execute import Call, as_kernel
 
-ALGORITHMS = (
-    "torch_default",
-    "onednn",
-    "onednn_nhwc",
-    "slow_conv2d",
-    "im2col_gemm",
-    "gemm",
-    "fft",
-)
+ALGORITHMS = TorchCpuBackend().algorithms()
 LAYERS = {
     "plain": (partial(nn.Conv2d, 4, 6, 3), (3, 4, 9, 8)),
     "one input channel": (partial(nn.Conv2d, 1, 8, 3), (3, 1, 9, 8)),

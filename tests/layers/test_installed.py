@@ -19,22 +19,7 @@ import ucudnn
 from ucudnn import dispatch
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.config import Config
-from ucudnn.execute import Call
 from ucudnn.measurement import Device
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """The operations that plans computed so far."""
-    seen = []
-    run = Call.__call__
-
-    def spy(self, *operands):
-        seen.append(self.problem.op)
-        return run(self, *operands)
-
-    monkeypatch.setattr(Call, "__call__", spy)
-    return seen
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import ucudnn
-from ucudnn.execute import Call
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = (4, 3, 9, 8)
@@ -51,40 +50,26 @@ def compiled(package):
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The passes that plans computed so far."""
-    seen = []
-    run = Call.__call__
-
-    def spy(self, *operands):
-        seen.append(self.problem.op)
-        return run(self, *operands)
-
-    monkeypatch.setattr(Call, "__call__", spy)
-    return seen
-
-
 PASSES = ["dgrad", "fprop", "fprop", "wgrad", "wgrad"]
 
 
 @pytest.mark.parametrize("algorithm", ["im2col_gemm", "onednn_nhwc"])
-def test_kernels_below_the_dispatcher(plan_by_hand, compiled, calls, algorithm):
+def test_kernels_below_the_dispatcher(plan_by_hand, compiled, computed, algorithm):
     model, x = small_model(), torch.randn(SHAPE)
     plan = plan_by_hand(model, x, 1, algorithm)
     for batch in (4, 2):
         truth = step(model, x[:batch])
         _, frames, _ = compiled(step, model, x[:batch])
-        assert not calls
+        assert not computed
         with ucudnn.installed(plan):
             result, found, ours = compiled(step, model, x[:batch])
         torch.testing.assert_close(result, truth)
-        assert sorted(calls) == PASSES
+        assert sorted(computed) == PASSES
         assert (found, ours) == (frames, set())
-        calls.clear()
+        computed.clear()
 
 
-def test_layers_that_are_not_compiled(plan_by_hand, compiled, calls):
+def test_layers_that_are_not_compiled(plan_by_hand, compiled, computed):
     """Dynamo runs the forward of such a layer in Python, and watches what that calls."""
     model, x = small_model(), torch.randn(SHAPE)
     truth = step(model, x)
@@ -95,11 +80,11 @@ def test_layers_that_are_not_compiled(plan_by_hand, compiled, calls):
     torch.testing.assert_close(result, truth)
     assert ours <= FORWARDS
     # the transposed layer's forward is its own, and was left to Python
-    assert sorted(calls) == ["dgrad", "fprop", "wgrad"]
+    assert sorted(computed) == ["dgrad", "fprop", "wgrad"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own, of the loss
-def test_a_backward_that_was_not_compiled(plan_by_hand, compiled, calls):
+def test_a_backward_that_was_not_compiled(plan_by_hand, compiled, computed):
     model, x = small_model(), torch.randn(SHAPE)
     truth = step(model, x)[1:]
     ucudnn.convert_(model, plan_by_hand(model, x))
@@ -113,11 +98,11 @@ def test_a_backward_that_was_not_compiled(plan_by_hand, compiled, calls):
 
     result, _, ours = compiled(backward)
     torch.testing.assert_close(result, truth)
-    assert sorted(calls) == PASSES
+    assert sorted(computed) == PASSES
     assert not ours
 
 
-def test_a_plan_installed_inside_a_compiled_function(plan_by_hand, compiled, calls):
+def test_a_plan_installed_inside_a_compiled_function(plan_by_hand, compiled, computed):
     model, x = small_model(), torch.randn(SHAPE)
     truth, plan = step(model, x), plan_by_hand(model, x)
 
@@ -127,6 +112,6 @@ def test_a_plan_installed_inside_a_compiled_function(plan_by_hand, compiled, cal
 
     result, _, ours = compiled(function)
     torch.testing.assert_close(result, truth)
-    assert sorted(calls) == PASSES
+    assert sorted(computed) == PASSES
     # none of which computes anything
     assert ours <= {"__getattr__", "AbstractClosable.__enter__", "AbstractClosable.__exit__"}

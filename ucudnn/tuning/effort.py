@@ -37,9 +37,9 @@ class Effort:
         return max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
 
 
-# Nine pairs forgive a perturbed one at either end of a 95 % interval. Of fewer the interval is all of
-# them: one perturbed pair costs a kernel its gain, and with three pairs noise may pass for a gain,
-# which the race of whole steps is there to notice.
+# Nine pairs forgive a perturbed one at either end of a 95 % interval. Of fewer the interval is all
+# of them: one perturbed pair costs a kernel its gain, and with three pairs noise may pass for a
+# gain, which the race of whole steps is there to notice.
 EFFORTS = {
     "quick": Effort(
         budget_steps=25,
