@@ -35,7 +35,11 @@ class AbstractPlanned(_Convolution):
 
     _ucudnn_runner: Runner
 
-    def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, device: Any = None, config: Config | None = None, **kwargs: Any
+    ) -> None:
+        if device is not None:  # a parameter because torch.nn.utils.skip_init looks for one
+            kwargs["device"] = device
         super().__init__(*args, **kwargs)
         follow(self, Runner(None, config))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import DispatchKey, DispatchKeySet, Tensor
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -28,9 +28,22 @@ _aten = torch.ops.aten
 # Shapes whose split is remembered; a training run has few, a server with free sizes may have many.
 _MOST_SHAPES = 4096
 _MOST_WARNINGS = 8
-# What `is_grads_batched` wraps gradients in, though their type is Tensor.
-_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 _PLAIN = (Tensor, torch.nn.Parameter)
+_keys_of: Any = torch._C._dispatch_keys
+
+
+def _odd_keys() -> int:
+    """Bits of all dispatch keys but those of tensors that are simply their memory's elements."""
+    names = ["ADInplaceOrView", "Conjugate"]
+    for device in original.DISPATCH_KEYS.values():
+        names += [device, f"Autograd{device}", f"Autocast{device}"]
+    plain = 0
+    for name in names:
+        plain |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
+    return ~plain
+
+
+_ODD_KEYS = _odd_keys()
 _FUNCTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _TRANSPOSED_FUNCTIONS = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 
@@ -78,7 +91,7 @@ class Bound:
         w: a filter of these shapes.
     """
 
-    __slots__ = ("_bias", "_calls", "_dy", "_runner", "_strides", "geometry", "problems")
+    __slots__ = ("_bias", "_dy", "_is_last", "_passes", "_runner", "geometry", "problems")
 
     def __init__(
         self, runner: Runner, geometry: Geometry, problems: dict[str, Problem], x: Tensor, w: Tensor
@@ -86,28 +99,37 @@ class Bound:
         self._runner = runner
         self.geometry = geometry
         self.problems = problems
-        self._calls: dict[str, Call | None] = {op: None for op in OPS if op not in problems}
+        self._passes: dict[str, _Pass | None] = {op: None for op in OPS if op not in problems}
         if not problems:
             return
         some = next(iter(problems.values()))
         output_shape = some.x_shape if geometry.transposed else some.y_shape
         self._bias = (output_shape[1:2], x.dtype, x.device)
         self._dy = (output_shape, x.dtype, x.device)
-        is_last = uses_channels_last(x, w, geometry, x.device.type)
-        self._strides = {
-            which: strides_of(problem.result_shape, is_last) for which, problem in problems.items()
-        }
+        self._is_last = uses_channels_last(x, w, geometry, x.device.type)
 
-    def call(self, which: str, has_bias: bool = False) -> Call | None:
+    def planned(self, which: str, has_bias: bool = False) -> _Pass | None:
         """What computes a pass; None where torch's own convolution does.
 
         Raises:
             PlanError: it has no plan and `unplanned` is "error".
         """
         try:
-            return self._calls[which]
+            return self._passes[which]
         except KeyError:
-            return self._runner.bind(which, self.problems[which], self._calls, has_bias)
+            return self._runner.bind(which, self, has_bias)
+
+    def knows(self, which: str) -> bool:
+        """Whether it was looked up what computes a pass."""
+        return which in self._passes
+
+    def follow(self, which: str, call: Call | None) -> None:
+        """Let a pass be computed by a call from now on, or by torch."""
+        if call is None:
+            self._passes[which] = None
+        else:
+            strides = strides_of(call.problem.result_shape, self._is_last)
+            self._passes[which] = _Pass(call, memory_format(call.problem), strides)
 
     def takes(self, bias: Tensor | None) -> bool:
         """False for a bias that torch refuses, and that torch must see to say so."""
@@ -115,53 +137,69 @@ class Bound:
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """The output, without a graph."""
-        call = self.call("fprop", bias is not None)
-        if call is None or not self.takes(bias):
+        fprop = self.planned("fprop", bias is not None)
+        if fprop is None or not self.takes(bias):
             return original.convolution(x, w, bias, *self.geometry)
-        return as_kernel(_computed, call, self._strides["fprop"], x, w, bias)
+        return as_kernel(fprop, x, w, bias)
 
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
         """The gradients of x, w and bias that the mask asks for, without a graph."""
-        dgrad = self.call("dgrad") if mask[0] else None
-        wgrad = self.call("wgrad") if mask[1] else None
+        dgrad = self.planned("dgrad") if mask[0] else None
+        wgrad = self.planned("wgrad") if mask[1] else None
         if (dgrad or wgrad) and _signature(dy) != self._dy:
             dgrad = wgrad = None
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
-        dx = dw = db = None
         # the bias alone is torch's too where nothing is planned, to the last bit
         if rest[0] or rest[1] or not (dgrad or wgrad):
             dx, dw, db = original.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
-        elif rest[2]:
-            db = dy.sum((0, *range(2, dy.dim())))
-        if dgrad is not None:
-            dx = as_kernel(_computed, dgrad, self._strides["dgrad"], dy, w)
-        if wgrad is not None:
-            operands = (dy, x) if self.geometry.transposed else (x, dy)
-            dw = as_kernel(_computed, wgrad, self._strides["wgrad"], *operands)
+        else:
+            dx, dw, db = None, None, dy.sum((0, *range(2, dy.dim()))) if rest[2] else None
+        if dgrad or wgrad:
+            own_dx, own_dw = as_kernel(self._gradients, dgrad, wgrad, dy, x, w)
+            dx, dw = own_dx if dgrad else dx, own_dw if wgrad else dw
         return dx, dw, db
+
+    def _gradients(
+        self, dgrad: _Pass | None, wgrad: _Pass | None, dy: Tensor, x: Tensor, w: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dx = dgrad(dy, w) if dgrad else None
+        a, b = (dy, x) if self.geometry.transposed else (x, dy)
+        return dx, wgrad(a, b) if wgrad else None
 
 
 def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _computed(
-    call: Call, strides: tuple[int, ...], a: Tensor, b: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    layout = memory_format(call.problem)
-    a, b = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
-    if bias is not None:  # which operators take for granted
-        bias = bias.contiguous()
-    result = call(a, b, bias)
-    found, shape = result.stride(), result.shape
-    if found == strides:
-        return result
-    # along an axis of one element any stride addresses the same memory
-    if all(n == 1 or s == t for n, s, t in zip(shape, found, strides, strict=True)):
-        return result.as_strided(shape, strides)
-    return result.new_empty_strided(shape, strides).copy_(result)
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A pass that a plan computes: takes operands of any strides, returns what torch's has.
+
+    Args:
+        call: the split, bound.
+        layout: that its operands must have.
+        strides: of torch's own result.
+    """
+
+    call: Call
+    layout: torch.memory_format
+    strides: tuple[int, ...]
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        a, b = a.contiguous(memory_format=self.layout), b.contiguous(memory_format=self.layout)
+        if bias is not None:  # which operators take for granted
+            bias = bias.contiguous()
+        result = self.call(a, b, bias)
+        found, strides = result.stride(), self.strides
+        if found == strides:
+            return result
+        shape = result.shape
+        # along an axis of one element any stride addresses the same memory
+        if all(n == 1 or s == t for n, s, t in zip(shape, found, strides, strict=True)):
+            return result.as_strided(shape, strides)
+        return result.new_empty_strided(shape, strides).copy_(result)
 
 
 class Runner:
@@ -237,24 +275,19 @@ class Runner:
             return problem
         return last if x.is_contiguous(memory_format=memory_format(last)) else problem
 
-    def bind(
-        self,
-        which: str,
-        problem: Problem,
-        calls: dict[str, Call | None],
-        has_bias: bool = False,
-    ) -> Call | None:
-        """Look up what computes a problem, and note it in `calls`."""
+    def bind(self, which: str, bound: Bound, has_bias: bool = False) -> _Pass | None:
+        """Look up what computes a pass, and let it be computed so from now on."""
+        problem = bound.problems[which]
         with self._lock:
             if self._tuning:  # what tuning itself computes is torch's own
                 return None
-            if which not in calls:
+            if not bound.knows(which):
                 try:
-                    calls[which] = as_kernel(self._bind, problem, has_bias)
+                    bound.follow(which, as_kernel(self._bind, problem, has_bias))
                 except BusyError as error:  # the next call tries again
                     self._warn(problem, f"{error}: torch's own convolution computes it until then")
                     return None
-            return calls[which]
+        return bound.planned(which)
 
     def _bind(self, problem: Problem, has_bias: bool) -> Call | None:
         if self.plan is None or not self.plan.covers(problem):
@@ -351,12 +384,11 @@ def convolution(
         bias: shape (K,) or None.
         geometry: stride, padding and so on.
     """
-    device_type = x.device.type
-    operands = (x, w) if bias is None else (x, w, bias)
-    if device_type not in original.DISPATCH_KEYS or not _only_plain_tensors(*operands):
+    if not _only_plain_tensors(*((x, w) if bias is None else (x, w, bias))):
         return _torchs(x, w, bias, geometry)
     if x.dim() == len(geometry.stride) + 1 and x.numel() > 0:
         return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
+    device_type = x.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         x, w = _cast(x, dtype), _cast(w, dtype)
@@ -365,9 +397,9 @@ def convolution(
     graph = torch.is_grad_enabled()
     # where every pass that this call leads to is torch's own, torch's node is cheaper
     is_planned = (
-        bound.call("fprop", bias is not None)
-        or (graph and x.requires_grad and bound.call("dgrad"))
-        or (graph and w.requires_grad and bound.call("wgrad"))
+        bound.planned("fprop", bias is not None)
+        or (graph and x.requires_grad and bound.planned("dgrad"))
+        or (graph and w.requires_grad and bound.planned("wgrad"))
     )
     if not (is_planned and bound.takes(bias)):
         return _torchs(x, w, bias, geometry)
@@ -384,13 +416,10 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
     torch.func, forward-mode differentiation, torch.jit.trace, and tensors that are not simply their
     memory's elements: negated lazily, zero without memory, sparse, nested, on different devices.
     """
-    device = tensors[0].device
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _ODD_KEYS:
             return False
-        if tensor.is_neg() or tensor._is_zerotensor():
-            return False
-        if tensor.is_nested or tensor.device != device:
+        if tensor.device != tensors[0].device:
             return False
     c = torch._C
     return (
@@ -436,8 +465,7 @@ class _Convolution(torch.autograd.Function):
         x, w = ctx.saved_tensors
         _, *mask = ctx.needs_input_grad
         # aten's own operator differentiates again and is seen by others; planned calls are not
-        batched = torch._C._dispatch_keys(dy).has(_BATCHED)
-        if torch.is_grad_enabled() or batched or not _only_plain_tensors(dy, x, w):
+        if torch.is_grad_enabled() or not _only_plain_tensors(dy, x, w):
             geometry = ctx.bound.geometry
             backward = _aten.convolution_backward.default
             return None, *backward(dy, x, w, ctx.bias_sizes, *geometry, mask)

@@ -301,6 +301,12 @@ def test_each_gradient_alone(plan_by_hand, needed):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
 
 
+def test_a_layer_without_initial_values():
+    layer = nn.utils.skip_init(ucudnn.nn.Conv2d, 4, 6, 3, dtype=torch.float64)
+    assert (layer.weight.shape, layer.weight.dtype) == ((6, 4, 3, 3), torch.float64)
+    assert ucudnn.nn.Conv2d(4, 6, 3, device="meta").weight.is_meta
+
+
 def test_export_shows_plain_operators(plan_by_hand):
     layer, planned, x = plain_pair(plan_by_hand)
     program = torch.export.export(planned, (x,))

@@ -88,6 +88,15 @@ def test_other_operands_are_torchs_to_judge(plan_by_hand, operands, algorithm):
         assert ours == [torchs, torchs]
 
 
+@pytest.mark.parametrize("make", [nn.Conv2d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("x", [None, 1, "x", [1], X.numpy(), (X,), X.tolist()], ids=type)
+def test_inputs_that_are_no_tensors(plan_by_hand, make, x):
+    torchs = make(4, 6, 3)
+    planned = copy.deepcopy(torchs)
+    ucudnn.convert_(planned, plan_by_hand(torchs, X))
+    assert message(lambda: planned(x)) == message(lambda: torchs(x))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_nested_tensors_are_torchs_to_judge(plan_by_hand):
     plan = plan_by_hand(nn.Conv2d(4, 6, 3), X)

@@ -231,6 +231,16 @@ def test_ties_go_to_less_workspace_then_fewer_chunks_then_deterministic():
     assert choose([quick, shaky], None) == quick
 
 
+def test_a_planned_call_costs_more_than_was_timed_of_it():
+    default = finalist(Split("batch", (Step(8, "torch_default"),)), [100] * 9)
+    other = finalist(Split("batch", (Step(8, "b"),)), [80] * 9)
+    assert choose([default, other], None, overhead_ns=10) == other
+    assert choose([default, other], None, overhead_ns=19) == default
+    # where torch's own does not fit, nothing but the kernels themselves can be compared
+    large = finalist(default.split, [100] * 9, workspace=2)
+    assert choose([large, other], 1, overhead_ns=50) == other
+
+
 def kernel(default_ms: float, plan_ms: float, calls: int) -> KernelPlan:
     default, timing = (Timing(int(ms * MS), 0, 0, 9) for ms in (default_ms, plan_ms))
     return KernelPlan(

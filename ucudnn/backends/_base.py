@@ -181,6 +181,9 @@ class AbstractBackend(ABC):
         del problem, algorithm
         return None
 
+    blocks_host: bool = False
+    """Whether a call returns when its result is computed, so that what surrounds it takes time."""
+
     def roofline(self, dtype: str) -> Roofline | None:
         """The fastest that this process can compute in a dtype; None where it is not known."""
         del dtype

@@ -139,7 +139,9 @@ def _finalist(split: Split, entry: Measurement) -> Finalist:
     return Finalist(split, timing, entry.samples, "nondeterministic" not in entry.notes)
 
 
-def choose(finalists: Sequence[Finalist], limit: int | None) -> Finalist | None:
+def choose(
+    finalists: Sequence[Finalist], limit: int | None, overhead_ns: int = 0
+) -> Finalist | None:
     """The winner within the limit: torch's default, unless another is faster beyond the noise.
 
     Of those that tie, the one with less workspace wins, then with fewer chunks, then a
@@ -156,6 +158,11 @@ def choose(finalists: Sequence[Finalist], limit: int | None) -> Finalist | None:
     >>> choose([slow, entry("gemm", *[80, 120] * 4, 90)], None).split.steps[0].algorithm
     'torch_default'
 
+    Args:
+        finalists: of one race.
+        limit: bytes of workspace, None without a limit.
+        overhead_ns: that a planned call takes beyond what was timed of it.
+
     Returns:
         The winner, or None where no finalist is within the limit.
     """
@@ -164,7 +171,9 @@ def choose(finalists: Sequence[Finalist], limit: int | None) -> Finalist | None:
     ]
     default = next((entry for entry in fitting if entry.split.is_default), None)
     if default is not None:
-        fitting = [entry for entry in fitting if _is_faster(entry, default)] or [default]
+        fitting = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)] or [
+            default
+        ]
     if not fitting:
         return None
     fastest = min(fitting, key=lambda entry: entry.timing.time_ns)
@@ -182,7 +191,8 @@ def _ties(entry: Finalist, fastest: Finalist) -> bool:
     return ratio <= 1 + WORTHWHILE_GAIN and not _is_faster(fastest, entry)
 
 
-def _is_faster(entry: Finalist, other: Finalist) -> bool:
+def _is_faster(entry: Finalist, other: Finalist, overhead_ns: int = 0) -> bool:
     """Whether one takes less time than the other, by more than noise and more than is worth it."""
-    ratio, _, high = ratio_interval(entry.samples, other.samples)
+    samples = [time_ns + overhead_ns for time_ns in entry.samples]
+    ratio, _, high = ratio_interval(samples, other.samples)
     return high < 1 and ratio < 1 - WORTHWHILE_GAIN

@@ -214,7 +214,7 @@ class KernelPlanner:
                 return None
             solved, rows = planner._solve(evidence), planner._rows(evidence)
             finalists = planner._finalists(planner._splits(solved, rows), solved, rows)
-            winner = choose(finalists, self.limit)
+            winner = choose(finalists, self.limit, self._session.planned_call_ns())
             if winner is not None:
                 return planner._plan(winner, finalists, evidence, solved, rows)
             planner = planner._tighter(finalists, evidence)

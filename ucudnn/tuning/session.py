@@ -17,10 +17,12 @@ from ucudnn.cache import AbstractCache
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.problem import Problem
 from ucudnn.tuning.effort import EFFORTS, Effort
+from ucudnn.tuning.overhead import planned_call_ns
 
 # A roofline is kept under this problem: the times of so many operations and bytes, and as workspace
 # the bytes that caches keep from memory.
 _UNIT = 10**12
+# The time of "planned call" is what a planned layer takes beyond its kernel, for each pass.
 _SPEED_PROBLEM = Problem("fprop", 1, 1, 1, (1,), (1,))
 
 
@@ -97,6 +99,18 @@ class Session:
         operations, moved = (entry for entry in known if entry is not None)
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
+
+    def planned_call_ns(self) -> int:
+        """Time of a planned call beyond what is timed of it; kept as a roofline is."""
+        key = self.key(_SPEED_PROBLEM, "planned call")
+        known = self.find(key)
+        if known is None:
+            time_ns = planned_call_ns(self.backend)
+            if not time_ns:
+                return 0
+            known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
+            self.note(known)
+        return known.time_ns or 0
 
     def bench(self, axis: AbstractAxis) -> AbstractBench:
         """Where candidates of a kernel run: in this process, or in the session's worker."""

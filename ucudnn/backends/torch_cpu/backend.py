@@ -58,6 +58,7 @@ class TorchCpuBackend(AbstractBackend):
     """
 
     name = "torch_cpu"
+    blocks_host = True
 
     def device(self) -> Device:
         """The processor of this machine."""

@@ -1,0 +1,128 @@
+"""The time that a planned call takes beyond its kernel and beyond torch's own call.
+
+A plan is looked up and its call goes through a Python autograd function. Timed once per process
+and number of threads, so that a kernel leaves torch's own convolution only where it gains more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from ucudnn.backends import AbstractBackend, open_backend, original
+from ucudnn.benchmark.statistics import median_ns
+from ucudnn.config import Config
+from ucudnn.execute import Call, bind
+from ucudnn.forking import ForkSafeLock
+from ucudnn.ops import Geometry, Runner, convolution
+from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.problem import OPS, Problem
+from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+
+_ROUNDS, _CALLS = 15, 8
+_PROBLEM = Problem("fprop", 2, 4, 4, (6, 6), (3, 3))
+_GEOMETRY = Geometry((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+_TIMING = Timing(time_ns=1, spread_ns=0, workspace_bytes=0, samples=1)
+_timing = ForkSafeLock()
+
+
+def planned_call_ns(backend: AbstractBackend) -> int:
+    """Nanoseconds that one pass of a planned layer costs beyond what a benchmark times of it.
+
+    Zero where a device computes while the host goes on.
+
+    Args:
+        backend: whose calls are planned.
+    """
+    if not backend.blocks_host:
+        return 0
+    with _timing:
+        return _measured(backend.name, torch.get_num_threads())
+
+
+@lru_cache
+def _measured(backend_name: str, threads: int) -> int:
+    """A small layer by plan and by torch, forward and backward, less the kernels of each."""
+    del threads  # part of the key
+    backend = open_backend(backend_name)
+    calls = {op: _undivided(backend, replace(_PROBLEM, op=op)) for op in OPS}
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        x, w = (torch.ones(shape) for shape in (_PROBLEM.x_shape, _PROBLEM.w_shape))
+        dy = torch.ones(_PROBLEM.y_shape)
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        runner = Runner(_plan(backend, calls))
+        runs: dict[str, Callable[[], object]] = {
+            "planned": partial(_step, partial(convolution, runner), leaves, dy),
+            "torch": partial(_step, _torchs, leaves, dy),
+            "planned kernels": partial(_kernels, calls, x, w, dy),
+            "torch kernels": partial(_torchs_kernels, x, w, dy),
+        }
+        times: dict[str, list[int]] = {name: [] for name in runs}
+        for number in range(_ROUNDS + 1):
+            for name, run in runs.items():
+                start = time.perf_counter_ns()
+                for _ in range(_CALLS):
+                    run()
+                if number:  # the first round looks plans up
+                    times[name].append(time.perf_counter_ns() - start)
+    taken = {name: median_ns(samples) / _CALLS for name, samples in times.items()}
+    planned = taken["planned"] - taken["planned kernels"]
+    own = taken["torch"] - taken["torch kernels"]
+    return max(0, round((planned - own) / len(OPS)))
+
+
+def _undivided(backend: AbstractBackend, problem: Problem) -> Call:
+    """A call by any algorithm that goes the way of planned ones."""
+    names = (candidate.algorithm for candidate in backend.candidates(problem))
+    algorithm = next(name for name in names if name != DEFAULT_ALGORITHM)
+    return bind(backend, problem, Split("batch", (Step(problem.batch, algorithm),)))
+
+
+def _plan(backend: AbstractBackend, calls: dict[str, Call]) -> Plan:
+    kernels = (
+        KernelPlan(
+            problem=call.problem,
+            layers=("",),
+            algorithms=(call.split.steps[0].algorithm,),
+            alone=(0,) * call.problem.batch,
+            last=((0, 0),) * call.problem.batch,
+            predicted_time_ns=1,
+            timing=_TIMING,
+            default=_TIMING,
+        )
+        for call in calls.values()
+    )
+    return Plan(
+        kernels=tuple(kernels),
+        device=backend.device(),
+        software=backend.software(),
+        conditions=backend.conditions(),
+        config=Config(),
+        backend=backend.name,
+    )
+
+
+def _step(
+    layer: Callable[..., Tensor], leaves: tuple[Tensor, Tensor], dy: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(layer(*leaves, None, _GEOMETRY), leaves, dy)
+
+
+def _torchs(x: Tensor, w: Tensor, bias: None, geometry: Geometry) -> Tensor:
+    return torch.convolution(x, w, bias, *geometry)
+
+
+def _kernels(calls: dict[str, Call], x: Tensor, w: Tensor, dy: Tensor) -> None:
+    calls["fprop"](x, w)
+    calls["dgrad"](dy, w)
+    calls["wgrad"](x, dy)
+
+
+def _torchs_kernels(x: Tensor, w: Tensor, dy: Tensor) -> None:
+    original.convolution(x, w, None, *_GEOMETRY)
+    original.convolution_backward(dy, x, w, None, *_GEOMETRY, [True, True, False])
