@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ucudnn.plan import Step as Step
     from ucudnn.problem import Problem as Problem
     from ucudnn.tracing import trace as trace
+    from ucudnn.tuning.advisor import advise as advise
     from ucudnn.tuning.model import tune as tune
 
 _MODULE_BY_NAME = {
@@ -32,6 +33,7 @@ _MODULE_BY_NAME = {
     "Split": "plan",
     "Step": "plan",
     "UcudnnError": "errors",
+    "advise": "tuning.advisor",
     "convert_": "convert",
     "installed": "dispatch",
     "revert_": "convert",

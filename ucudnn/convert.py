@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 from ucudnn import nn as planned_nn
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.ops import Layer, Runner, require_same_device
 from ucudnn.plan import KernelPlan, Plan
+from ucudnn.runner import Layer, Runner, require_same_device
 from ucudnn.tuning.model import tune
 from ucudnn.tuning.progress import Progress
 

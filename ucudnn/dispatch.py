@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 from torch.library import Library
 
+from ucudnn.autograd import Geometry
 from ucudnn.backends import original
 from ucudnn.closing import AbstractClosable
 from ucudnn.forking import ForkSafeLock
-from ucudnn.ops import Geometry, Runner, require_same_device
 from ucudnn.plan import Plan
+from ucudnn.runner import Runner, require_same_device
 from ucudnn.untraced import untraced
 
 _lock = ForkSafeLock()

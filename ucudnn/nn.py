@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ucudnn.autograd import Geometry, convolution
 from ucudnn.config import Config
-from ucudnn.ops import Geometry, Layer, Runner, convolution
+from ucudnn.runner import Layer, Runner
 from ucudnn.untraced import untraced
 
 if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attributes they read

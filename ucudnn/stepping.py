@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ucudnn.errors import UcudnnError
+from ucudnn.snapshot import unchanged
+
+# What a step may raise where it was traced but cannot be computed here.
+STEP_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
+    *(NotImplementedError, RuntimeError, TypeError, ValueError, UcudnnError),
+)
 
 
 class Stepper:
@@ -66,6 +76,58 @@ class Stepper:
         losses = [tensor.abs().sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
         if losses and self._backward:
             torch.autograd.backward(losses)
+
+
+class Steps:
+    """One training step for each of several example inputs.
+
+    Args:
+        model: any module.
+        example_inputs: as for `Stepper`, or a list of such.
+        backward: run the backward pass too.
+    """
+
+    def __init__(self, model: nn.Module, example_inputs: Any, backward: bool = True) -> None:
+        several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+        self._steppers = [Stepper(model, inputs, backward=backward) for inputs in several]
+
+    def __call__(self) -> None:
+        """Compute them."""
+        for stepper in self._steppers:
+            stepper.run()
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Let steps of a model be computed inside; afterwards it and the random state are as before."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.random.fork_rng(),
+        unchanged(model, None),
+    ):
+        yield
+
+
+def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str:
+    """Why no step can be run on a kind of device, "" where some can be."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    places = {tensor.device.type for tensor in tensors}
+    if places != {device_type}:
+        return f"it is for {device_type} and tensors are on {', '.join(sorted(places))}"
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+        return "parameters or inputs are no plain tensors"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its name where it has none.
+
+    >>> first_line(ValueError()), first_line(KeyError("x"))
+    ('ValueError', "'x'")
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -139,3 +139,20 @@ def test_a_name_that_no_terminal_can_show_is_printed_all_the_same(ucudnn, tmp_pa
     found = ucudnn("cache", "info", "--cache", tmp_path)
     assert found.status == 0, found.err
     assert "half \\ud800 of it" in found.out
+
+
+def test_advice_on_a_model(ucudnn, model):
+    arguments = ("advise", f"{model}:net", "--input", "8x3x12x12")
+    done = ucudnn(*arguments)
+    assert done.status == 0, done.err
+    assert "fprop conv2d(3->8, k3, 12x12) N=8" in done.out
+    assert "Verdict: " in done.out
+    found = json.loads(ucudnn(*arguments, "--ops", "fprop", "--json").out)
+    assert [kernel["problem"]["op"] for kernel in found["kernels"]] == ["fprop", "fprop"]
+    assert found["verdict"]
+
+
+def test_no_advice_on_a_recording(ucudnn, model):
+    done = ucudnn("advise", f"{model}:net", "--input", "8x3x12x12", "--backend", "recorded")
+    assert done.status == 2
+    assert "advice is about this machine" in done.err

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,7 +71,9 @@ class Outcome:
 @pytest.fixture(scope="module")
 def database() -> dict[str, Any]:
     """The entries of PyTorch's database, by name."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    # on import it forbids everybody to set the flags of torch.backends
+    with mock.patch("torch.backends.disable_global_flags"):
+        from torch.testing._internal.common_methods_invocations import op_db
 
     return {entry.name: entry for entry in op_db if entry.name in OPERATORS}
 

@@ -9,6 +9,7 @@ from io import TextIOWrapper
 import typer
 
 from ucudnn.cli import cache, look
+from ucudnn.cli.advise import advise
 from ucudnn.cli.check import check, compare
 from ucudnn.cli.console import (
     ENVIRONMENT,
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(tune)
+app.command()(advise)
 app.command("enumerate")(look.enumerate_)
 app.command()(look.show)
 app.command()(look.report)

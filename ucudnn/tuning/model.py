@@ -7,18 +7,14 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.dispatch import installed
-from ucudnn.errors import UcudnnError
 from ucudnn.plan import Plan
-from ucudnn.snapshot import unchanged
 from ucudnn.step_race import StepRace
-from ucudnn.stepping import Stepper
+from ucudnn.stepping import STEP_ERRORS, Steps, first_line, reason_against_steps, undisturbed
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.progress import Progress
@@ -27,11 +23,6 @@ from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed, tune_proble
 
 # Time to leave of the budget: both contestants in two rounds more than decide a clear race.
 RESERVED_STEPS = 10
-# What a step may raise where it was traced but cannot be computed here.
-_STEP_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
-    *(NotImplementedError, RuntimeError, TypeError, ValueError, UcudnnError),
-)
 
 
 def tune(
@@ -47,7 +38,7 @@ def tune(
     The plan is then judged by whole steps of the model on the example inputs, without touching its
     parameters, gradients, buffers or random state: see `Config.step_race`.
 
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
     >>> config = Config(workspace_limit="1MiB", policy="undivided", cache=tempfile.mkdtemp())
     >>> plan = tune(model, torch.ones(2, 3, 9, 9), config)
@@ -91,18 +82,11 @@ def judged(
     reason = _reason_against(model, example_inputs, plan, config)
     if reason:
         return replace(plan, step_race=StepRace(reason=reason))
-    several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     backward = any(kernel.problem.op != "fprop" for kernel in plan.kernels)
     backend = open_backend(plan.backend)
     try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.random.fork_rng(),
-            unchanged(model, None),
-        ):
-            steppers = [Stepper(model, inputs, backward=backward) for inputs in several]
-            step = _Steps(steppers)
+        with undisturbed(model):
+            step = Steps(model, example_inputs, backward)
             began = monotonic() if began is None else began
             until = _until(config, began, backend.elapsed_ns(step))
             judge = StepJudge(
@@ -115,21 +99,9 @@ def judged(
             return judge.judge(plan)
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
-    except _STEP_ERRORS as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reason = f"a step could not be computed ({first})"
+    except STEP_ERRORS as error:
+        reason = f"a step could not be computed ({first_line(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
-
-
-class _Steps:
-    """One step for each of the example inputs."""
-
-    def __init__(self, steppers: list[Stepper]) -> None:
-        self._steppers = steppers
-
-    def __call__(self) -> None:
-        for stepper in self._steppers:
-            stepper.run()
 
 
 def _until(config: Config, began: float, step_ns: int) -> float | None:
@@ -148,11 +120,4 @@ def _reason_against(model: nn.Module, inputs: Any, plan: Plan, config: Config) -
         return "it was made from a recording"
     if all(kernel.is_default for kernel in plan.kernels):
         return "it changes nothing"
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    places = {tensor.device.type for tensor in tensors}
-    if places != {plan.device.type}:
-        return f"the plan is for {plan.device.type} and tensors are on {', '.join(sorted(places))}"
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
-        return "parameters or inputs are no plain tensors"
-    return ""
+    return reason_against_steps(model, inputs, plan.device.type)

@@ -14,20 +14,17 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ucudnn.autograd import AbstractRunner, Bound, Geometry, Pass, convolution
 from ucudnn.backends import AbstractBackend, open_backend, original
 from ucudnn.benchmark.statistics import median_ns
-from ucudnn.config import Config
 from ucudnn.execute import Call, bind
 from ucudnn.forking import ForkSafeLock
-from ucudnn.ops import Geometry, Runner, convolution
-from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import OPS, Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 
 _ROUNDS, _CALLS = 15, 8
 _PROBLEM = Problem("fprop", 2, 4, 4, (6, 6), (3, 3))
 _GEOMETRY = Geometry((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
-_TIMING = Timing(time_ns=1, spread_ns=0, workspace_bytes=0, samples=1)
 _timing = ForkSafeLock()
 
 
@@ -55,7 +52,7 @@ def _measured(backend_name: str, threads: int) -> int:
         x, w = (torch.ones(shape) for shape in (_PROBLEM.x_shape, _PROBLEM.w_shape))
         dy = torch.ones(_PROBLEM.y_shape)
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-        runner = Runner(_plan(backend, calls))
+        runner = _Runner(calls)
         runs: dict[str, Callable[[], object]] = {
             "planned": partial(_step, partial(convolution, runner), leaves, dy),
             "torch": partial(_step, _torchs, leaves, dy),
@@ -83,28 +80,23 @@ def _undivided(backend: AbstractBackend, problem: Problem) -> Call:
     return bind(backend, problem, Split("batch", (Step(problem.batch, algorithm),)))
 
 
-def _plan(backend: AbstractBackend, calls: dict[str, Call]) -> Plan:
-    kernels = (
-        KernelPlan(
-            problem=call.problem,
-            layers=("",),
-            algorithms=(call.split.steps[0].algorithm,),
-            alone=(0,) * call.problem.batch,
-            last=((0, 0),) * call.problem.batch,
-            predicted_time_ns=1,
-            timing=_TIMING,
-            default=_TIMING,
-        )
-        for call in calls.values()
-    )
-    return Plan(
-        kernels=tuple(kernels),
-        device=backend.device(),
-        software=backend.software(),
-        conditions=backend.conditions(),
-        config=Config(),
-        backend=backend.name,
-    )
+class _Runner(AbstractRunner):
+    """Looks the one convolution up that there is."""
+
+    def __init__(self, calls: dict[str, Call]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
+        """All of its passes."""
+        del x, w, geometry
+        return {op: call.problem for op, call in self._calls.items()}
+
+    def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
+        """Its call, which is known."""
+        del has_bias
+        bound.follow(which, self._calls[which])
+        return bound.planned(which)
 
 
 def _step(

@@ -31,7 +31,7 @@ from ucudnn.tuning.planner import Kernel, KernelPlanner, survey
 from ucudnn.tuning.progress import Progress, UntunedWarning
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import solve
-from ucudnn.tuning.worth import Stake
+from ucudnn.tuning.worth import Stake, least_ns
 
 Task = Callable[[Session], None]
 # Of the time that a group gets, this part is kept for timing whole calls.
@@ -209,9 +209,7 @@ class TuningScheduler:
         roofline = session.roofline(problem.dtype)
         listed = session.backend.candidates(problem)
         costs = [session.cost(problem, candidate.algorithm) for candidate in listed]
-        if roofline is None or not all(costs):
-            return 0
-        return min(roofline.time_ns(cost) for cost in costs if cost is not None)
+        return least_ns(costs, roofline)
 
     def _keep_defaults(self) -> None:
         """Decide the kernels that are not worth measuring anything of."""

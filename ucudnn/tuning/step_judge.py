@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
@@ -96,25 +97,45 @@ class StepJudge:
 
     def _race(self, plan: Plan) -> StepRace:
         """Time steps with and without a plan in turn; the first round warms up."""
-        by_torch: list[int] = []
-        by_plan: list[int] = []
-        contestants = [(None, by_torch), (plan, by_plan)]
-        chance = random.Random(0)  # noqa: S311 - an order, not a secret
-        for number in range(_MOST_ROUNDS + 1):
-            if number > 1 and self._is_over:
-                break
-            chance.shuffle(contestants)
-            for followed, samples in contestants:
-                with self._following(followed):
-                    time_ns = self._elapsed_ns(self._step)
-                if number:
-                    samples.append(time_ns)
-            if number >= _LEAST_ROUNDS and _is_decided(by_plan, by_torch):
-                break
+
+        def timed(followed: Plan | None) -> int:
+            with self._following(followed):
+                return self._elapsed_ns(self._step)
+
+        by_torch, by_plan = race(partial(timed, None), partial(timed, plan), lambda: self._is_over)
         ratio, low, high = ratio_interval(by_plan, by_torch)
         return StepRace(
             median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds=len(by_plan)
         )
+
+
+def race(
+    first: Callable[[], int], second: Callable[[], int], is_over: Callable[[], bool]
+) -> tuple[list[int], list[int]]:
+    """Time two ways of a step in turn, until one is faster, neither is, or the time is over.
+
+    Args:
+        first: runs a step and returns its time in ns.
+        second: likewise.
+        is_over: no more rounds begin when this is true.
+
+    Returns:
+        Times of both, one of each per round; the round that warms up is left out.
+    """
+    contestants = [(run, list[int]()) for run in (first, second)]
+    (_, firsts), (_, seconds) = contestants
+    chance = random.Random(0)  # noqa: S311 - an order, not a secret
+    for number in range(_MOST_ROUNDS + 1):
+        if number > 1 and is_over():
+            break
+        chance.shuffle(contestants)
+        for run, samples in contestants:
+            time_ns = run()
+            if number:
+                samples.append(time_ns)
+        if number >= _LEAST_ROUNDS and _is_decided(seconds, firsts):
+            break
+    return firsts, seconds
 
 
 def _is_decided(plan: Sequence[int], torch: Sequence[int]) -> bool:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ucudnn.backends import Cost, Roofline
 from ucudnn.tuning.effort import Effort
 
 # A kernel below this many times the ignored share of the step is not measured beyond its default.
 _LOOKED_AT_ONCE = 10
 # However small a kernel's share is, a known gain of this fraction of its time is taken.
 _MOST_TOLERANCE = 0.25
+
+
+def least_ns(costs: Iterable[Cost | None], roofline: Roofline | None) -> int:
+    """A lower bound of what a kernel takes by any of its algorithms; 0 where nothing is known.
+
+    >>> least_ns([Cost(2000, 0, 0), Cost(0, 400, 0)], Roofline(1e9, 1e9, 0))
+    400
+
+    Args:
+        costs: of all its algorithms.
+        roofline: of the machine.
+    """
+    known = list(costs)
+    if roofline is None or not all(known):
+        return 0
+    return min((roofline.time_ns(cost) for cost in known if cost is not None), default=0)
 
 
 @dataclass(frozen=True, slots=True)

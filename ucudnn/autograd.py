@@ -1,0 +1,323 @@
+"""The differentiable convolution of planned layers: what computes each pass is looked up.
+
+A pass that a plan computes goes to its call, every other one to torch's own operator. Whoever looks
+on or transforms (modes, subclasses, torch.func, tracers) is shown torch's operator.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import DispatchKey, DispatchKeySet, Tensor
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from ucudnn.backends import original
+from ucudnn.backends.tensors import memory_format, strides_of
+from ucudnn.execute import Call, as_kernel
+from ucudnn.forking import ForkSafeLock
+from ucudnn.problem import OPS, Problem
+from ucudnn.tracing import uses_channels_last
+from ucudnn.untraced import untraced
+
+_aten = torch.ops.aten
+# Shapes that are remembered; a training run has few, a server with free sizes may have many.
+_MOST_SHAPES = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
+_keys_of: Any = torch._C._dispatch_keys
+
+
+def _odd_keys() -> int:
+    """Bits of all dispatch keys but those of tensors that are simply their memory's elements."""
+    names = ["ADInplaceOrView", "Conjugate"]
+    for device in original.DISPATCH_KEYS.values():
+        names += [device, f"Autograd{device}", f"Autocast{device}"]
+    plain = 0
+    for name in names:
+        plain |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
+    return ~plain
+
+
+_ODD_KEYS = _odd_keys()
+_FUNCTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_TRANSPOSED_FUNCTIONS = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+
+
+class Geometry(NamedTuple):
+    """The arguments of a convolution that are not tensors, in aten's order."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+
+class AbstractRunner(ABC):
+    """Where convolutions look up what computes their passes, once for each shape of operands."""
+
+    def __init__(self) -> None:
+        self._bounds: dict[Hashable, Bound] = {}
+        self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
+
+    def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
+        """The convolution of these operands, made when such are first met."""
+        # looked up by what torch sees, because building a Problem costs more than a small launch
+        # TF32 is the one thing that a problem depends on beside its tensors
+        tf32 = x.is_cuda and original.tf32_allowed()
+        key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, tf32)
+        try:
+            return self._bounds[key]
+        except KeyError:
+            bound = Bound(self, geometry, self.problems(x, w, geometry), x, w)
+        with self._lock:
+            if len(self._bounds) >= _MOST_SHAPES:
+                self._bounds.clear()
+            return self._bounds.setdefault(key, bound)
+
+    @abstractmethod
+    def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
+        """The passes of a convolution that may be planned."""
+
+    @abstractmethod
+    def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
+        """Look up what computes a pass, and let it be computed so from now on.
+
+        Raises:
+            PlanError: it has no plan and must have one.
+        """
+
+
+class Bound:
+    """A convolution of operands of certain shapes, with what computes each of its passes.
+
+    Args:
+        runner: whose plan it follows.
+        geometry: stride, padding and so on.
+        problems: by pass ("fprop", "dgrad", "wgrad"); without those that only torch computes.
+        x: an input of these shapes.
+        w: a filter of these shapes.
+    """
+
+    __slots__ = ("_bias", "_dy", "_is_last", "_passes", "_runner", "geometry", "problems")
+
+    def __init__(
+        self,
+        runner: AbstractRunner,
+        geometry: Geometry,
+        problems: dict[str, Problem],
+        x: Tensor,
+        w: Tensor,
+    ) -> None:
+        self._runner = runner
+        self.geometry = geometry
+        self.problems = problems
+        self._passes: dict[str, Pass | None] = {op: None for op in OPS if op not in problems}
+        if not problems:
+            return
+        some = next(iter(problems.values()))
+        output_shape = some.x_shape if geometry.transposed else some.y_shape
+        self._bias = (output_shape[1:2], x.dtype, x.device)
+        self._dy = (output_shape, x.dtype, x.device)
+        self._is_last = uses_channels_last(x, w, geometry, x.device.type)
+
+    def planned(self, which: str, has_bias: bool = False) -> Pass | None:
+        """What computes a pass; None where torch's own convolution does.
+
+        Raises:
+            PlanError: it has no plan and `unplanned` is "error".
+        """
+        try:
+            return self._passes[which]
+        except KeyError:
+            return self._runner.bind(which, self, has_bias)
+
+    def knows(self, which: str) -> bool:
+        """Whether it was looked up what computes a pass."""
+        return which in self._passes
+
+    def follow(self, which: str, call: Call | None) -> None:
+        """Let a pass be computed by a call from now on, or by torch."""
+        if call is None:
+            self._passes[which] = None
+        else:
+            strides = strides_of(call.problem.result_shape, self._is_last)
+            self._passes[which] = Pass(call, memory_format(call.problem), strides)
+
+    def takes(self, bias: Tensor | None) -> bool:
+        """False for a bias that torch refuses, and that torch must see to say so."""
+        return bias is None or _signature(bias) == self._bias
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """The output, without a graph."""
+        fprop = self.planned("fprop", bias is not None)
+        if fprop is None or not self.takes(bias):
+            return original.convolution(x, w, bias, *self.geometry)
+        return as_kernel(fprop, x, w, bias)
+
+    def backward(
+        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of x, w and bias that the mask asks for, without a graph."""
+        dgrad = self.planned("dgrad") if mask[0] else None
+        wgrad = self.planned("wgrad") if mask[1] else None
+        if (dgrad or wgrad) and _signature(dy) != self._dy:
+            dgrad = wgrad = None
+        rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
+        # the bias alone is torch's too where nothing is planned, to the last bit
+        if rest[0] or rest[1] or not (dgrad or wgrad):
+            dx, dw, db = original.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
+        else:
+            dx, dw, db = None, None, dy.sum((0, *range(2, dy.dim()))) if rest[2] else None
+        if dgrad or wgrad:
+            own_dx, own_dw = as_kernel(self._gradients, dgrad, wgrad, dy, x, w)
+            dx, dw = own_dx if dgrad else dx, own_dw if wgrad else dw
+        return dx, dw, db
+
+    def _gradients(
+        self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dx = dgrad(dy, w) if dgrad else None
+        a, b = (dy, x) if self.geometry.transposed else (x, dy)
+        return dx, wgrad(a, b) if wgrad else None
+
+
+def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass that a plan computes: takes operands of any strides, returns what torch's has.
+
+    Args:
+        call: the split, bound.
+        layout: that its operands must have.
+        strides: of torch's own result.
+    """
+
+    call: Call
+    layout: torch.memory_format
+    strides: tuple[int, ...]
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute it, plus the bias where there is one."""
+        a, b = a.contiguous(memory_format=self.layout), b.contiguous(memory_format=self.layout)
+        if bias is not None:  # which operators take for granted
+            bias = bias.contiguous()
+        result = self.call(a, b, bias)
+        found, strides = result.stride(), self.strides
+        if found == strides:
+            return result
+        shape = result.shape
+        # along an axis of one element any stride addresses the same memory
+        if all(n == 1 or s == t for n, s, t in zip(shape, found, strides, strict=True)):
+            return result.as_strided(shape, strides)
+        return result.new_empty_strided(shape, strides).copy_(result)
+
+
+@untraced
+def convolution(
+    runner: AbstractRunner, x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry
+) -> Tensor:
+    """A convolution whose forward, backward-data and backward-filter follow the runner's plan.
+
+    Args:
+        runner: the plan.
+        x: shape (N, C, *spatial) or without N.
+        w: shape (K, C / groups, *kernel); transposed (C, K / groups, *kernel).
+        bias: shape (K,) or None.
+        geometry: stride, padding and so on.
+    """
+    if not _only_plain_tensors(*((x, w) if bias is None else (x, w, bias))):
+        return _torchs(x, w, bias, geometry)
+    if x.dim() == len(geometry.stride) + 1 and x.numel() > 0:
+        return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        x, w = _cast(x, dtype), _cast(w, dtype)
+        bias = None if bias is None else _cast(bias, dtype)
+    bound = runner.bound(x, w, geometry)
+    graph = torch.is_grad_enabled()
+    # where every pass that this call leads to is torch's own, torch's node is cheaper
+    is_planned = (
+        bound.planned("fprop", bias is not None)
+        or (graph and x.requires_grad and bound.planned("dgrad"))
+        or (graph and w.requires_grad and bound.planned("wgrad"))
+    )
+    if not (is_planned and bound.takes(bias)):
+        return _torchs(x, w, bias, geometry)
+    if not graph:
+        return bound.forward(x, w, bias)
+    result: Tensor = _Convolution.apply(bound, x, w, bias)
+    return result
+
+
+def _only_plain_tensors(*tensors: Tensor) -> bool:
+    """False where something looks on or transforms, to which torch's own operator must be shown.
+
+    That is: tensor subclasses and modes (fake tensors, counters, selective checkpoints),
+    torch.func, forward-mode differentiation, torch.jit.trace, and tensors that are not simply their
+    memory's elements: negated lazily, zero without memory, sparse, nested, on different devices.
+    """
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _ODD_KEYS:
+            return False
+        if tensor.device != tensors[0].device:
+            return False
+    c = torch._C
+    return (
+        not c._len_torch_dispatch_stack()
+        and (not c._len_torch_function_stack() or _only_default_devices())
+        and not c._are_functorch_transforms_active()
+        and c._get_tracing_state() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def _only_default_devices() -> bool:
+    """Whether all function modes are `with torch.device(...)`, which only acts on factories."""
+    return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _torchs(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    stride, padding, dilation, transposed, output_padding, groups = geometry
+    if transposed:
+        function = _TRANSPOSED_FUNCTIONS[len(stride) - 1]
+        return function(x, w, bias, stride, padding, output_padding, groups, dilation)
+    return _FUNCTIONS[len(stride) - 1](x, w, bias, stride, padding, dilation, groups)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bound: Bound, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.bound = bound
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        return bound.forward(x, w, bias)
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        x, w = ctx.saved_tensors
+        _, *mask = ctx.needs_input_grad
+        # aten's own operator differentiates again and is seen by others; planned calls are not
+        if torch.is_grad_enabled() or not _only_plain_tensors(dy, x, w):
+            geometry = ctx.bound.geometry
+            backward = _aten.convolution_backward.default
+            return None, *backward(dy, x, w, ctx.bias_sizes, *geometry, mask)
+        return None, *ctx.bound.backward(dy, x, w, ctx.bias_sizes, mask)

@@ -1,0 +1,96 @@
+"""`ucudnn advise`: where a training step's time and memory go, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.progress import Progress
+from rich.table import Table
+
+from ucudnn.cli import options
+from ucudnn.cli.console import err, out, say
+from ucudnn.cli.options import JsonOption, settings
+from ucudnn.load import name_model
+from ucudnn.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from ucudnn.plan import Timing
+    from ucudnn.tuning.advice import Advice
+
+
+def advise(
+    model: Annotated[str, typer.Argument(help="module:callable that returns a model.")],
+    input: options.InputOption = None,
+    ops: options.OpsOption = None,
+    channels_last: options.ChannelsLastOption = False,
+    autocast: options.AutocastOption = False,
+    infer: options.InferOption = False,
+    config_file: options.ConfigFileOption = None,
+    backend: options.BackendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time a step and its convolutions, a minute at most: tune it, use channels_last, or leave it.
+
+    Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
+    """
+    config = settings(config_file, {"ops": "fprop" if infer else ops, "backend": backend})
+    from ucudnn.tracing import trace_layers
+    from ucudnn.tuning.advisor import advised, require_live
+    from ucudnn.tuning.tuner import device_type
+
+    require_live(config)
+    named = name_model(model, input or [], channels_last, autocast, infer)
+    where = device_type(config)
+    with named.context():
+        traced = trace_layers(named.module, named.inputs, config.ops, device_type=where)
+    named.fill()
+    with Progress(console=err, transient=True) as bar, named.context():
+        task = bar.add_task("running steps", total=None)
+        found = advised(
+            named.module,
+            named.inputs,
+            traced,
+            config,
+            lambda done, total: bar.update(
+                task, completed=done, total=total, description="timing kernels"
+            ),
+        )
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    out.print(_table(found))
+    for sentence in found.sentences():
+        say(sentence)
+
+
+def _table(advice: Advice) -> Table:
+    """One row per kernel, those that take most of the step first."""
+    table = Table(
+        title=f"torch's own convolutions on {advice.device}",
+        caption="per call; share: of all calls in a step; direct: a direct convolution at the full "
+        "speed of this machine; !: five times that, or twice the time in channels_last",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("kernel", overflow="fold", min_width=16)
+    for heading in ("calls", "share", "time", "workspace", "channels_last", "workspace", "direct"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for kernel in sorted(advice.kernels, key=lambda kernel: -kernel.time_ns()):
+        table.add_row(
+            str(kernel.problem).replace(" at batch ", " N="),
+            str(len(kernel.layers)),
+            f"{advice.share(kernel.time_ns()):.1%}{' !' if kernel.is_cliff() else ''}",
+            *_cells(kernel.timing),
+            *_cells(kernel.channels_last),
+            format_ns(kernel.direct_ns) if kernel.direct_ns else "-",
+        )
+    return table
+
+
+def _cells(timing: Timing | None) -> tuple[str, str]:
+    if timing is None:
+        return "-", "-"
+    return format_ns(timing.time_ns), format_bytes(timing.workspace_bytes)

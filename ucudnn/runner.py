@@ -1,0 +1,227 @@
+"""From a plan to calls: a split is looked up once per shape, and bound to what computes it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ucudnn.autograd import AbstractRunner, Bound, Geometry, Pass
+from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.backends.tensors import memory_format
+from ucudnn.config import Config
+from ucudnn.errors import BusyError, PlanError, UcudnnError, UnsupportedError
+from ucudnn.execute import Call, as_kernel, build
+from ucudnn.plan import Plan
+from ucudnn.problem import OPS, Problem
+from ucudnn.tracing import problem_of
+
+_MOST_WARNINGS = 8
+
+
+class Layer(NamedTuple):
+    """What kernels of one layer have in common, whatever its input and dtype are."""
+
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Layer:
+        """The layer that a problem could belong to.
+
+        >>> Layer.of(Problem("wgrad", 2, 3, 8, (9, 9), (3, 3))).kernel_size
+        (3, 3)
+        """
+        return cls(*(getattr(problem, name) for name in cls._fields))
+
+
+class Runner(AbstractRunner):
+    """Runs convolutions by a plan: looks a split up once per shape, then reuses it.
+
+    Args:
+        plan: None: every shape is unplanned.
+        config: what to do with unplanned shapes, and how to tune them; default: the plan's.
+    """
+
+    def __init__(self, plan: Plan | None, config: Config | None = None) -> None:
+        super().__init__()
+        self.config = config or (plan.config if plan else Config())
+        self._backend: AbstractBackend | None = None
+        self._tuning = False
+        self._warned: set[Problem] = set()
+        self._follow(plan)
+
+    def _follow(self, plan: Plan | None) -> None:
+        self.plan = plan
+        kernels = plan.kernels if plan else ()
+        self._layers = {Layer.of(kernel.problem) for kernel in kernels}
+        self.filter_shapes = {kernel.problem.w_shape for kernel in kernels}
+
+    def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config]]:
+        return type(self), (self.plan, self.config)
+
+    def __deepcopy__(self, memo: object) -> Runner:
+        return self  # plans are values: copies of a model may share one
+
+    def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
+        """The passes that may be planned, none where the plan is for another kind of device."""
+        here = x.device.type
+        found = {which: problem_of(which, x, w, *geometry) for which in OPS}
+        problems = {
+            which: self._as_planned(problem, x)
+            for which, problem in found.items()
+            if problem is not None and which in self.config.ops
+        }
+        planned_for = self.plan.device.type if self.plan else here
+        if problems and planned_for != here:
+            self._warn(
+                next(iter(problems.values())),
+                f"the plan was made for {planned_for} and the tensors are on {here}: torch's own "
+                f"convolution computes them; tune with the model there",
+            )
+            return {}
+        return problems
+
+    def _as_planned(self, problem: Problem, x: Tensor) -> Problem:
+        """The problem channels-last, where that is planned and how its input lies in memory.
+
+        Strides of a single sample do not show it: torch takes some for channels first, though it
+        takes larger batches of the same layer for channels-last.
+        """
+        last = replace(problem, layout="nhwc") if problem.rank > 1 else problem
+        if self.plan is None or self.plan.covers(problem) or not self.plan.covers(last):
+            return problem
+        return last if x.is_contiguous(memory_format=memory_format(last)) else problem
+
+    def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
+        """Look up what computes a pass, and let it be computed so from now on."""
+        problem = bound.problems[which]
+        with self._lock:
+            if self._tuning:  # what tuning itself computes is torch's own
+                return None
+            if not bound.knows(which):
+                try:
+                    bound.follow(which, as_kernel(self._bind, problem, has_bias))
+                except BusyError as error:  # the next call tries again
+                    self._warn(problem, f"{error}: torch's own convolution computes it until then")
+                    return None
+        return bound.planned(which)
+
+    def _bind(self, problem: Problem, has_bias: bool) -> Call | None:
+        if self.plan is None or not self.plan.covers(problem):
+            self._unplanned(problem, has_bias)
+        if self.plan is None or not self.plan.covers(problem):
+            return None
+        split = self.plan.split(problem)
+        # torch's own call fuses the bias and computes both gradients at once
+        if split.is_default:
+            return None
+        if self._backend is None:
+            self._backend = open_backend(self.plan.backend)
+        try:
+            return build(self._backend, problem, split)
+        except UnsupportedError as error:  # other threads or versions than it was planned for
+            self._warn(problem, f"{error}: torch's own convolution computes it; tune again")
+            return None
+
+    def _warn(self, problem: Problem, sentence: str) -> None:
+        """Say it once for each shape, whatever its pass and batch, and not for ever."""
+        same = replace(problem, op="fprop", batch=1)
+        if same in self._warned or len(self._warned) >= _MOST_WARNINGS:
+            return
+        self._warned.add(same)
+        last = len(self._warned) == _MOST_WARNINGS
+        rest = " (there may be more of these, which are not reported)" if last else ""
+        warnings.warn(sentence + rest, UserWarning, stacklevel=4)
+
+    def _unplanned(self, problem: Problem, has_bias: bool) -> None:
+        if self.plan is not None and Layer.of(problem) not in self._layers:
+            return  # of a layer that the plan was not made for
+        if self.config.unplanned == "error":
+            raise PlanError(
+                f"{problem} has no plan and unplanned='error'; tune with an example input of this "
+                f"shape and at least this batch, or set unplanned='torch'"
+            )
+        if self.config.unplanned == "torch":
+            self._warn(
+                problem,
+                f"{problem} has no plan: torch's own convolution computes it; tune with an example "
+                f"input of this shape and at least this batch, or set unplanned='tune'",
+            )
+            return
+        self._tune(problem, has_bias)
+
+    def _tune(self, problem: Problem, has_bias: bool) -> None:
+        _require_idle(problem)
+        # a child forked from now on, where nobody tunes, keeps this and torch's own convolution
+        self._tuning = True
+        try:
+            from ucudnn.tuning.tuner import tune_problems  # layers that never tune need no solver
+
+            biased = [problem] if has_bias else []
+            tuned = tune_problems([("", problem)], self.config, biased=biased)
+        except BusyError:
+            raise
+        except (UcudnnError, OSError, RuntimeError) as error:  # which must not end a training step
+            self._warn(
+                problem,
+                f"torch's own convolution computes {problem}, because tuning failed: {error}",
+            )
+            return
+        finally:
+            self._tuning = False
+        kernels = (*self.plan.kernels, *tuned.kernels) if self.plan else tuned.kernels
+        self._follow(replace(self.plan or tuned, kernels=kernels))
+
+
+def _require_idle(problem: Problem) -> None:
+    """Refuse to tune what would get into somebody's recording.
+
+    Raises:
+        BusyError: a CUDA graph is captured or torch's profiler runs.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        what = "a CUDA graph is captured"
+    elif torch._C._autograd._profiler_enabled():
+        what = "torch's profiler runs"
+    else:
+        return
+    raise BusyError(f"{problem} has no plan and cannot be tuned while {what}")
+
+
+def require_same_device(plan: Plan) -> None:
+    """Refuse a plan for other hardware; warn of one for other versions or threads.
+
+    Raises:
+        PlanError: the plan was made for another device.
+    """
+    backend = open_backend(plan.backend)
+    device, software = backend.device(), backend.software()
+    threads = backend.conditions().threads
+    if plan.device != device:
+        raise PlanError(
+            f"the plan was made for {plan.device}, this process runs on {device}; tune here, "
+            f"or load a plan made for this device"
+        )
+    if plan.software != software:
+        warnings.warn(
+            f"the plan was made with {plan.software}, this process runs {software}: its results "
+            f"are right, its times may not be; tune again to renew it",
+            UserWarning,
+            stacklevel=3,
+        )
+    if plan.conditions.threads != threads:
+        warnings.warn(
+            f"the plan was made for {plan.conditions.threads} threads, this process has {threads}: "
+            f"its results are right, its times may not be; set torch.set_num_threads or tune again",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,252 @@
+"""Look at a training step without a search: what `ucudnn.advise` does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ucudnn.backends import AbstractBackend, Cost, open_backend
+from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
+from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, UnsupportedError
+from ucudnn.plan import Timing
+from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM
+from ucudnn.stepping import STEP_ERRORS, Steps, first_line, reason_against_steps, undisturbed
+from ucudnn.tracing import Traced, trace_layers
+from ucudnn.tuning.advice import Advice, KernelAdvice
+from ucudnn.tuning.step_judge import race
+from ucudnn.tuning.tuner import is_replayed
+from ucudnn.tuning.worth import least_ns
+
+_MOST_S = 60.0
+# Steps may take this part of the time, kernels the rest.
+_STEPS_PART = 0.4
+_LEAST_SAMPLES, _MOST_SAMPLES, _ENOUGH_NS = 1, 7, 150_000_000
+
+OnKernel = Callable[[int, int], None]
+
+
+def _silent(done: int, total: int) -> None:
+    del done, total
+
+
+def advise(
+    model: nn.Module,
+    example_inputs: Any,
+    config: Config | None = None,
+    *,
+    real: bool = False,
+    on_kernel: OnKernel = _silent,
+) -> Advice:
+    """Time a training step and its convolutions as torch runs them, and say what could be gained.
+
+    Nothing is searched and nothing is cached; it takes a minute at most. Steps are run as they are
+    and with a copy of the model in channels_last; the model and the random state stay as they are.
+
+    >>> import torch
+    >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
+    >>> [kernel.problem.op for kernel in advice.kernels], advice.verdict.endswith(".")
+    (['fprop', 'wgrad'], True)
+
+    Args:
+        model: any module.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
+            of such for several input sizes.
+        config: the settings, of which `ops` and `backend` count; default: `Config()`.
+        real: compute one step to find the convolutions, for a model whose course depends on values.
+        on_kernel: called after every kernel, with how many are done and how many there are.
+
+    Raises:
+        ConfigError: the model does not accept the inputs or computes no convolution, or the
+            backend is a recording, of which no step can be run.
+    """
+    config = config or Config()
+    require_live(config)
+    traced = trace_layers(model, example_inputs, config.ops, real=real)
+    return advised(model, example_inputs, traced, config, on_kernel)
+
+
+def advised(
+    model: nn.Module,
+    example_inputs: Any,
+    traced: Traced,
+    config: Config,
+    on_kernel: OnKernel = _silent,
+) -> Advice:
+    """The same for a model that was traced.
+
+    Args:
+        model: any module.
+        example_inputs: that it was traced with.
+        traced: its convolutions.
+        config: the settings.
+        on_kernel: called after every kernel.
+
+    Raises:
+        ConfigError: as for `advise`.
+    """
+    require_live(config)
+    if not traced.layers:
+        raise ConfigError(
+            f"there is no convolution to advise on: the model computes none on these inputs for "
+            f"ops={','.join(config.ops)}"
+        )
+    began, backend = monotonic(), open_backend(config.backend)
+    names: dict[Problem, list[str]] = {}
+    for name, problem in traced.layers:
+        names.setdefault(problem, []).append(name)
+    advice = Advice((), backend.device())
+    advice = _with_steps(advice, model, example_inputs, backend, names, began)
+    watch = _Watch(backend, began + _MOST_S)
+    found: dict[Problem, KernelAdvice] = {}
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        # those that probably take longest come first: the time may end before the others
+        for problem in sorted(names, key=lambda p: -p.flops * len(names[p])):
+            found[problem] = watch.kernel(problem, tuple(names[problem]))
+            on_kernel(len(found), len(names))
+    return replace(advice, kernels=tuple(found[problem] for problem in names))
+
+
+def require_live(config: Config) -> None:
+    """Refuse settings that name a recording.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if is_replayed(config):
+        raise ConfigError(
+            "advice is about this machine, and the settings name a recording; leave out "
+            "backend='recorded' and device_profile"
+        )
+
+
+def _with_steps(
+    advice: Advice,
+    model: nn.Module,
+    inputs: Any,
+    backend: AbstractBackend,
+    problems: dict[Problem, list[str]],
+    began: float,
+) -> Advice:
+    """Run steps as they are and in channels_last, in turn."""
+    reason = reason_against_steps(model, inputs, backend.device().type)
+    if reason:
+        return replace(advice, reason=reason)
+    backward = any(problem.op != "fprop" for problem in problems)
+    has_other = any(problem.rank > 1 and problem.layout == "nchw" for problem in problems)
+    try:
+        with undisturbed(model):
+            step = Steps(model, inputs, backward)
+            advice = replace(
+                advice,
+                step_ns=backend.elapsed_ns(step),
+                step_peak_bytes=backend.workspace_bytes(step, ()),
+            )
+            if not has_other:
+                return replace(advice, step_ns=min(advice.step_ns, backend.elapsed_ns(step)))
+            other_model, other_inputs = _in_channels_last(model, inputs)
+            with undisturbed(other_model):
+                other = Steps(other_model, other_inputs, backward)
+                peak = backend.workspace_bytes(other, ())
+                until = began + _STEPS_PART * _MOST_S
+                own, last = race(
+                    partial(backend.elapsed_ns, step),
+                    partial(backend.elapsed_ns, other),
+                    lambda: monotonic() >= until,
+                )
+    except STEP_ERRORS as error:
+        return replace(advice, reason=f"one could not be computed ({first_line(error)})")
+    return replace(
+        advice,
+        step_ns=median_ns(own),
+        last_step_ns=median_ns(last),
+        last_step_peak_bytes=peak,
+        last_ratio=ratio_interval(last, own),
+    )
+
+
+def _in_channels_last(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
+    """A copy of the model, and inputs, with channels innermost wherever torch has such a layout."""
+    copied = copy.deepcopy(model)
+    for tensor in (*copied.parameters(), *copied.buffers()):
+        tensor.data = _last(tensor.data)
+    return copied, tree_map_only(Tensor, _last, inputs)
+
+
+def _last(tensor: Tensor) -> Tensor:
+    layout = CHANNELS_LAST_BY_RANK.get(tensor.dim() - 2)
+    if layout is None:
+        return tensor
+    moved = tensor.detach().contiguous(memory_format=layout)
+    return moved.requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """Times kernels until the time is over.
+
+    Args:
+        backend: of the device.
+        until: the `time.monotonic` after which none is begun.
+    """
+
+    backend: AbstractBackend
+    until: float
+
+    def kernel(self, problem: Problem, layers: tuple[str, ...]) -> KernelAdvice:
+        """One kernel by torch's own convolution, in both layouts."""
+        others = []
+        if problem.rank > 1 and problem.layout == "nchw":
+            others.append(replace(problem, layout="nhwc"))
+        roofline = self.backend.roofline(problem.dtype)
+        elements = sum(map(prod, (*problem.operand_shapes, problem.result_shape)))
+        direct = Cost(problem.flops, elements * problem.bytes_per_element, 0)
+        bounds = [
+            least_ns(
+                (self.backend.cost(one, c.algorithm) for c in self.backend.candidates(one)),
+                roofline,
+            )
+            for one in (problem, *others)
+        ]
+        timing, *last = (self._timed(one) for one in (problem, *others))
+        # a bound that was beaten is none: then the machine was busy when its speed was taken
+        seen = min((each.time_ns for each in (timing, *last) if each), default=0)
+        return KernelAdvice(
+            problem,
+            layers,
+            timing,
+            last[0] if last else None,
+            0 if roofline is None else roofline.time_ns(direct),
+            min(bounds) if min(bounds) <= seen else 0,
+        )
+
+    def _timed(self, problem: Problem) -> Timing | None:
+        if monotonic() >= self.until:
+            return None
+        backend = self.backend
+        try:
+            run = backend.executable(problem, DEFAULT_ALGORITHM).alone
+            operands = backend.operands(problem, problem.batch)
+            call = partial(run, *operands)
+            workspace = backend.workspace_bytes(call, [(problem, DEFAULT_ALGORITHM)])
+            samples: list[int] = []
+            while len(samples) < _LEAST_SAMPLES or (
+                len(samples) < _MOST_SAMPLES
+                and sum(samples) < _ENOUGH_NS
+                and monotonic() < self.until
+            ):
+                samples.append(backend.elapsed_ns(call))
+        except (RuntimeError, MemoryError, UnsupportedError):
+            return None  # shown as not timed
+        return Timing(median_ns(samples), spread_ns(samples), workspace, len(samples))
