@@ -141,6 +141,19 @@ class MeasurementKey:
     protocol: int
 
 
+# How the note begins that a backend's `state` adds where others used the processors.
+_PERTURBED = "load="
+
+
+def is_perturbation(note: str) -> bool:
+    """Whether a note says that others used the processors meanwhile.
+
+    >>> is_perturbation("load=1.5"), is_perturbation("kernel=onednn")
+    (True, False)
+    """
+    return note.startswith(_PERTURBED)
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """What a run of one candidate showed; failure is a status, not an exception.
@@ -170,6 +183,11 @@ class Measurement:
     error: float | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_perturbed(self) -> bool:
+        """True where others used the processors while it was timed."""
+        return any(map(is_perturbation, self.notes))
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:

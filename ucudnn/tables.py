@@ -89,6 +89,8 @@ def _predicted(kernel: KernelPlan) -> str:
 def _time(timing: Timing) -> str:
     if timing.is_predicted:
         return f"~{format_ns(timing.time_ns)}"
+    if timing.samples == 1:
+        return f"{format_ns(timing.time_ns)} 1 run"
     return f"{format_ns(timing.time_ns)} ±{100 * timing.spread_ns / timing.time_ns:.0f}%"
 
 

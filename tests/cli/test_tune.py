@@ -76,7 +76,8 @@ def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
     splits = [kernel.split(8).steps[0].algorithm for kernel in Plan.load(output).kernels]
     assert all(shown.count(name) >= splits.count(name) for name in splits)
     assert all(len(line) <= 80 for line in shown.splitlines())
-    assert shown.count("±") >= len(splits) + 1  # every default's time, and the legend
+    # every default's time, and the legend
+    assert shown.count("±") + shown.count("1 run") >= len(splits) + 1
 
 
 def test_a_pool_is_divided(ucudnn, model, tmp_path):
@@ -258,7 +259,8 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
         "from ucudnn.cli import main; main()"
     )
     command = [sys.executable, "-c", program, "tune", f"{model}:net", "--input", "64x3x96x96"]
-    environment = {**os.environ, "UCUDNN_CACHE": str(cache)}
+    # with one thread others may use another processor: what was measured counts again
+    environment = {**os.environ, "UCUDNN_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     output = tmp_path / "so_far.json"
     child = subprocess.Popen(
         [*command, "-o", str(output)],
@@ -281,3 +283,21 @@ def test_ctrl_c_keeps_what_was_measured(model, tmp_path):
         [*command, "--json"], env=environment, capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["reused"] > 0
+
+
+@pytest.mark.filterwarnings("always:other processes use this machine")
+def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, tmp_path, monkeypatch):
+    from ucudnn.backends.torch_cpu.load import LoadMeter
+
+    monkeypatch.setattr(LoadMeter, "others", lambda _: 99.0)
+    output = tmp_path / "net.plan.json"
+    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--no-step-race", "-o", output)
+    done = ucudnn(*arguments, "--fail-if-noisy")
+    assert done.status == 1
+    assert "other processes use this machine" in done.err
+    assert "5 timed while others used the processors" in done.err
+    assert "Noise: of 5 kernels" in done.out
+    assert len(Plan.load(output).kernels) == 5
+    noise = json.loads(ucudnn(*arguments, "--json", "--remeasure").out)["noise"]
+    assert noise["perturbed"] == 5
+    assert noise["is_noisy"] is True

@@ -66,6 +66,12 @@ TimeBudgetOption = Annotated[
     float | None, typer.Option(help="Seconds; what is not finished by then runs torch's own.")
 ]
 
+RemeasureOption = Annotated[
+    bool, typer.Option("--remeasure", help="Take every time anew, whatever the cache has.")
+]
+FailIfNoisyOption = Annotated[
+    bool, typer.Option("--fail-if-noisy", help="Exit with 1 where times are not to be trusted.")
+]
 StepRaceOption = Annotated[
     bool | None,
     typer.Option(

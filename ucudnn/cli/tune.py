@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ucudnn.cli import options
-from ucudnn.cli.console import InterruptedCommandError, out, progress, say
+from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, err, out, progress, say
 from ucudnn.cli.options import CacheOption, JsonOption, settings
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
@@ -47,6 +47,8 @@ def tune(
     effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
     step_race: options.StepRaceOption = None,
+    remeasure: options.RemeasureOption = False,
+    fail_if_noisy: options.FailIfNoisyOption = False,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,12 +71,23 @@ def tune(
     where = device_type(config)
     if model.endswith(".csv"):
         layers = _read_table(model, config, dtype, layout, math if where == "cuda" else None)
-        _tune(Traced(layers), None, config, output, as_json)
+        plan = _tune(Traced(layers), None, config, output, as_json, remeasure)
+        _judge_noise(plan, fail_if_noisy)
         return
     named = name_model(model, input or [], channels_last, autocast, infer)
     with named.context():
         traced = trace_layers(named.module, named.inputs, config.ops, device_type=where)
-    _tune(traced, named, config, output, as_json)
+    plan = _tune(traced, named, config, output, as_json, remeasure)
+    _judge_noise(plan, fail_if_noisy)
+
+
+def _judge_noise(plan: Plan, fail_if_noisy: bool) -> None:
+    from ucudnn.tuning.noise import noise_of
+
+    noise = noise_of(plan)
+    if fail_if_noisy and noise.is_noisy:
+        err.print(f"ucudnn: --fail-if-noisy: {noise}", highlight=False, soft_wrap=True)
+        raise typer.Exit(SAYS_NO)
 
 
 def _read_table(
@@ -89,19 +102,25 @@ def _read_table(
 
 
 def _tune(
-    traced: Traced, named: NamedModel | None, config: Config, output: Path | None, as_json: bool
-) -> None:
+    traced: Traced,
+    named: NamedModel | None,
+    config: Config,
+    output: Path | None,
+    as_json: bool,
+    remeasure: bool,
+) -> Plan:
     from ucudnn.tuning.tuner import TuningInterruptedError
 
     start = time.monotonic()
     try:
         with progress() as (on_progress, counts):
-            plan = _plan(traced, named, config, on_progress)
+            plan = _plan(traced, named, config, on_progress, remeasure)
     except TuningInterruptedError as interrupted:
         raise InterruptedCommandError(_keep(interrupted.plan, len(traced.layers), output)) from None
     if output is not None:
         plan.save(output)
     _print_tuned(plan, counts, time.monotonic() - start, output, as_json)
+    return plan
 
 
 def _plan(
@@ -109,6 +128,7 @@ def _plan(
     named: NamedModel | None,
     config: Config,
     on_progress: Callable[[Progress], None],
+    remeasure: bool,
 ) -> Plan:
     """Tune, and judge the plan by whole steps where there is a model to run."""
     from ucudnn.tuning.model import RESERVED_STEPS, judged
@@ -121,6 +141,7 @@ def _plan(
         on_progress,
         biased=traced.biased,
         reserved_steps=RESERVED_STEPS if races else 0,
+        remeasure=remeasure,
     )
     if named is None:
         return plan
@@ -153,6 +174,7 @@ def _print_tuned(
         plan_verdict,
         steps_to_pay_back,
     )
+    from ucudnn.tuning.noise import noise_of
 
     if as_json:
         summary = {
@@ -162,6 +184,7 @@ def _print_tuned(
             "hash": plan.hash,
             "workspace_bytes": plan.workspace_bytes,
             "predicted_time_ns": plan.predicted_time_ns,
+            "noise": noise_of(plan).to_dict(),
             "pays_back_steps": steps_to_pay_back(plan, seconds),
             "step_race": plan.step_race.to_dict() if plan.step_race else None,
             "output": None if output is None else str(output),
@@ -172,6 +195,7 @@ def _print_tuned(
     out.print(plan_summary(plan), highlight=False)
     for sentence in plan_verdict(plan):
         say(sentence)
+    say(f"Noise: {noise_of(plan)}.")
     if counts["measured"]:
         say(payback(plan, seconds))
         said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"

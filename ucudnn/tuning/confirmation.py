@@ -26,12 +26,14 @@ class Finalist:
         timing: median, spread and workspace of the whole call.
         samples: times in ns, one per round; the n-th of every finalist is from the same round.
         is_deterministic: whether it computes the same bits each time.
+        is_perturbed: others used the processors while it was timed.
     """
 
     split: Split
     timing: Timing
     samples: tuple[int, ...]
     is_deterministic: bool = True
+    is_perturbed: bool = False
 
 
 def race(
@@ -136,7 +138,13 @@ def _finalist(split: Split, entry: Measurement) -> Finalist:
     assert entry.spread_ns is not None
     assert entry.workspace_bytes is not None
     timing = Timing(entry.time_ns, entry.spread_ns, entry.workspace_bytes, len(entry.samples))
-    return Finalist(split, timing, entry.samples, "nondeterministic" not in entry.notes)
+    return Finalist(
+        split,
+        timing,
+        entry.samples,
+        is_deterministic="nondeterministic" not in entry.notes,
+        is_perturbed=entry.is_perturbed,
+    )
 
 
 def choose(

@@ -19,7 +19,7 @@ from ucudnn.benchmark.statistics import median_interval, median_ns, spread_ns
 from ucudnn.benchmark.worker import LostError
 from ucudnn.candidate import Candidate
 from ucudnn.forking import cached_property
-from ucudnn.measurement import Measurement, MeasurementKey
+from ucudnn.measurement import Measurement, MeasurementKey, is_perturbation
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
 from ucudnn.tuning.candidates import KernelCandidates
@@ -345,7 +345,11 @@ class KernelMeasurer:
             time_ns=median_ns(result.samples),
             spread_ns=spread_ns(result.samples),
             samples=tuple(result.samples),
-            notes=entry.notes + ((disturbed,) if result.repeated else ()) + result.state,
+            notes=(
+                *(note for note in entry.notes if not is_perturbation(note)),
+                *((disturbed,) if result.repeated else ()),
+                *result.state,
+            ),
         )
         self._keep(arm, timed)
 
@@ -370,7 +374,8 @@ class KernelMeasurer:
                 return
             self._keep(arm, Measurement(key, "failed", reason=reason, notes=candidate.notes))
             return
-        self._keep(arm, _looked_at(key, candidate, look))
+        seen = _looked_at(key, candidate, look)
+        self._keep(arm, replace(seen, notes=seen.notes + self._session.state()))
 
     def _keep(self, arm: Arm, measurement: Measurement) -> None:
         self._records[arm] = self._session.keep(measurement)

@@ -32,6 +32,7 @@ def tune(
     on_progress: Callable[[Progress], None] | None = None,
     *,
     real: bool = False,
+    remeasure: bool = False,
 ) -> Plan:
     """Measure the convolutions of a model's training step and plan each; the model is unchanged.
 
@@ -53,6 +54,7 @@ def tune(
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
         real: compute one step to find the convolutions, for a model whose course depends on values.
+        remeasure: take every time anew, whatever the cache has.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution.
@@ -62,7 +64,12 @@ def tune(
     traced = trace_layers(model, example_inputs, config.ops, real=real)
     reserved = RESERVED_STEPS if config.step_race else 0
     plan = tune_problems(
-        traced.layers, config, on_progress, biased=traced.biased, reserved_steps=reserved
+        traced.layers,
+        config,
+        on_progress,
+        biased=traced.biased,
+        reserved_steps=reserved,
+        remeasure=remeasure,
     )
     return judged(model, example_inputs, plan, config, began)
 

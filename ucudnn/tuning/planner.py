@@ -17,6 +17,7 @@ from ucudnn.problem import Problem
 from ucudnn.tuning.confirmation import Finalist, choose, race, recall_race
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.measurer import KernelMeasurer
+from ucudnn.tuning.noise import PERTURBED
 from ucudnn.tuning.replay import miss, predict, recall
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import Front, Solved, SolvedRows, pareto, smallest_workspace, solve
@@ -229,13 +230,15 @@ class KernelPlanner:
     ) -> KernelPlan:
         default = next((entry.timing for entry in finalists if entry.split.is_default), None)
         notes = self._session.backend.candidates(self.problem)[0].notes if default else ()
-        described = (*(f"default {note}" for note in notes), *evidence.notes)
+        described = [*(f"default {note}" for note in notes), *evidence.notes]
+        if any(finalist.is_perturbed for finalist in finalists):
+            described.append(PERTURBED)
         split, layers = winner.split, self._kernel.layers
         plain, fused = solved
         if split not in plain.finalists(True) and split in fused.finalists(False):
             plain, fused = fused, plain
         of_winner = plain.completed(fused)
-        return of_winner.kernel_plan(layers, split, winner.timing, default, described, rows)
+        return of_winner.kernel_plan(layers, split, winner.timing, default, tuple(described), rows)
 
     def require_split(self) -> None:
         """Refuse a limit that nothing fits.

@@ -27,6 +27,7 @@ from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.division import Choices, divided, require_solver
 from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.noise import PERTURBED
 from ucudnn.tuning.planner import Kernel, KernelPlanner, survey
 from ucudnn.tuning.progress import Progress, UntunedWarning
 from ucudnn.tuning.session import Session
@@ -53,6 +54,7 @@ class TuningScheduler:
         is_whole_step: the problems are all convolutions of a step, so that each is worth measuring
             by its share of it.
         reserved_steps: time to leave of the budget, in steps.
+        remeasure: take every time anew, whatever the cache has.
 
     Raises:
         ConfigError: the devices are of several kinds, or the solver is not installed.
@@ -68,6 +70,7 @@ class TuningScheduler:
         biased: Collection[Problem] = (),
         is_whole_step: bool = True,
         reserved_steps: int = 0,
+        remeasure: bool = False,
     ) -> None:
         _require_one_kind(backends)
         if config.total_bytes is not None:
@@ -96,6 +99,7 @@ class TuningScheduler:
                 isolated=backend.in_worker or len(backends) > 1,
                 effort=self._effort if self._by_share else replace(self._effort, ignored_share=0),
                 lock=lock,
+                remeasure=remeasure,
             )
             for backend in backends
         ]
@@ -111,6 +115,11 @@ class TuningScheduler:
         self._at_work = ""
         self._done_ns = self._total_ns = 0
         self._tuning_began = self._began
+
+    @property
+    def is_busy(self) -> bool:
+        """True where others used the processors when tuning began."""
+        return any(session.is_busy for session in self._sessions)
 
     @property
     def measured(self) -> int:
@@ -444,7 +453,8 @@ class TuningScheduler:
         timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
         solved = solve(problem, [replace(entry, status="ok")], self._sessions[0].kernel_of, limit)
         split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
-        return solved.kernel_plan(self._layers[problem], split, timing, timing, (note,))
+        notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
+        return solved.kernel_plan(self._layers[problem], split, timing, timing, notes)
 
     def _report(self) -> None:
         if self._on_progress is not None:

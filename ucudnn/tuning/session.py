@@ -14,7 +14,7 @@ from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.cache import AbstractCache
-from ucudnn.measurement import Measurement, MeasurementKey
+from ucudnn.measurement import Measurement, MeasurementKey, is_perturbation
 from ucudnn.problem import Problem
 from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.overhead import planned_call_ns
@@ -39,6 +39,7 @@ class Session:
         isolated: measure in a process of its own.
         effort: how precisely times are taken, and which gains are too small to look for.
         lock: held while the cache is used, where several sessions share it.
+        remeasure: take every time anew, whatever is known.
     """
 
     backend: AbstractBackend
@@ -49,6 +50,7 @@ class Session:
     isolated: bool = False
     effort: Effort = EFFORTS["thorough"]
     lock: AbstractContextManager[object] = field(default_factory=nullcontext)
+    remeasure: bool = False
     measured: int = 0
     reused: int = 0
     _fresh: dict[MeasurementKey, Measurement] = field(default_factory=dict)
@@ -59,6 +61,8 @@ class Session:
         self._device, self._software = self.backend.device(), self.backend.software()
         self._conditions = self.backend.conditions()
         self._worker = Worker(self.backend) if self.isolated else None
+        # known before the first look into the cache, and for all of the session the same
+        self.is_busy = any(is_perturbation(note) for note in self.backend.state())
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
@@ -130,11 +134,19 @@ class Session:
         return self.race_until is None or monotonic() < self.race_until
 
     def find(self, key: MeasurementKey) -> Measurement | None:
-        """What was measured, now or ever."""
+        """What was measured, now or ever, but for what is to be measured anew.
+
+        That is all that this session did not take itself, where it was told so; and what was taken
+        while others used the machine, where they do not any more.
+        """
         if key in self._fresh:
             return self._fresh[key]
         with self.lock:
-            return self.cache.get(key)
+            known = self.cache.get(key)
+        if known is None or key in self._taken:
+            return known
+        is_stale = self.remeasure or (known.is_perturbed and not self.is_busy)
+        return None if is_stale else known
 
     def reuse(self, measurement: Measurement) -> Measurement:
         """Count a measurement that was not taken again."""
@@ -152,16 +164,29 @@ class Session:
         self.on_run()
         return measurement
 
+    def state(self) -> tuple[str, ...]:
+        """What disturbs times now, as notes; of a worker's device it tells with its results."""
+        return () if self.isolated else self.backend.state()
+
     def note(self, measurement: Measurement) -> None:
         """Keep a measurement that is no candidate's, and count nothing."""
         self._fresh[measurement.key] = measurement
 
     def flush(self) -> None:
-        """Write new measurements to the cache, in one go."""
+        """Write new measurements to the cache, in one go.
+
+        What was taken while others used the machine never replaces what was not.
+        """
         if self._fresh:
             with self.lock:
-                self.cache.put(self._fresh.values())
+                self.cache.put([entry for entry in self._fresh.values() if self._counts(entry)])
         self._fresh = {}
+
+    def _counts(self, entry: Measurement) -> bool:
+        if not entry.is_perturbed:
+            return True
+        known = self.cache.get(entry.key)
+        return known is None or known.is_perturbed or known.status != entry.status
 
     def close(self) -> None:
         """Write what is left and end the worker."""

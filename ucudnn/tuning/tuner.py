@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,6 +17,7 @@ from ucudnn.errors import ConfigError
 from ucudnn.forking import ForkSafeLock
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.tuning.noise import NoiseWarning, noise_of
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
 from ucudnn.tuning.scheduler import TuningScheduler
@@ -47,6 +49,7 @@ def tune_problems(
     biased: Collection[Problem] = (),
     is_whole_step: bool = True,
     reserved_steps: int = 0,
+    remeasure: bool = False,
 ) -> Plan:
     """Measure and plan a list of problems; equal ones are measured once.
 
@@ -62,6 +65,7 @@ def tune_problems(
         is_whole_step: they are all convolutions of a training step: each is measured as carefully
             as its share of the step is worth, within the default time budget of the effort.
         reserved_steps: time to leave of the budget, in steps.
+        remeasure: take every time anew, whatever the cache has.
 
     Raises:
         ConfigError: there is no problem to plan, or the devices are of several kinds.
@@ -91,13 +95,26 @@ def tune_problems(
             biased,
             is_whole_step,
             reserved_steps,
+            remeasure,
         )
+        if scheduler.is_busy:
+            _warn(
+                "other processes use this machine: times will be too long and gains uncertain; "
+                "end them, or tune again later, which takes anew what was measured meanwhile"
+            )
         try:
             scheduler.run()
         except KeyboardInterrupt:
             raise TuningInterruptedError(_plan(scheduler, devices[0], config)) from None
     _log.info("measured %d candidates, reused %d", scheduler.measured, scheduler.reused)
-    return _plan(scheduler, devices[0], config)
+    plan = _plan(scheduler, devices[0], config)
+    if scheduler.measured and (noise := noise_of(plan)).is_noisy:
+        _warn(f"the times of this plan are noisy: {noise}; tune again when the machine is quiet")
+    return plan
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, NoiseWarning, stacklevel=3)
 
 
 def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) -> Plan:

@@ -25,6 +25,7 @@ from ucudnn.backends.torch_cpu.aten import (
 )
 from ucudnn.backends.torch_cpu.fft import Fft
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
+from ucudnn.backends.torch_cpu.load import LoadMeter
 from ucudnn.backends.torch_cpu.speed import roofline
 from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, unseen_bytes
 from ucudnn.candidate import Candidate
@@ -46,6 +47,9 @@ _ALGORITHMS = {
         Fft(),
     )
 }
+
+
+_load = LoadMeter()
 
 
 class TorchCpuBackend(AbstractBackend):
@@ -163,6 +167,10 @@ class TorchCpuBackend(AbstractBackend):
         start = time.perf_counter_ns()
         run()
         return time.perf_counter_ns() - start
+
+    def state(self) -> tuple[str, ...]:
+        """How many processors others use, where these are some that this process uses, too."""
+        return _load.notes()
 
     def activity(self) -> Activity:
         """Processor time and forced context switches of this process."""

@@ -1,0 +1,74 @@
+"""How much of the machine's processors others use: the load that disturbs times taken here."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ucudnn.forking import ForkSafeLock
+
+# Counters of the kernel advance in steps of 10 ms: a shorter time says nothing.
+_LEAST_S = 0.2
+# What was long ago says nothing of now; then a moment is waited for.
+_MOST_S = 10.0
+# Processors that others may use beyond those that this process leaves to them.
+_TOLERATED = 0.25
+
+
+class _Reading(NamedTuple):
+    clock_s: float
+    machine_s: float  # processor time of everybody, and what a hypervisor gave to other machines
+    own_s: float
+
+
+class LoadMeter:
+    """Tells how many processors others used since it was last asked.
+
+    >>> LoadMeter(Path("no/such/file")).notes()
+    ()
+
+    Args:
+        path: of the kernel's counters; on systems that have none there is no load to tell.
+    """
+
+    def __init__(self, path: Path = Path("/proc/stat")) -> None:
+        self._path = path
+        self._lock = ForkSafeLock()
+        self._last = self._read()
+        self._others = 0.0
+
+    def others(self) -> float:
+        """Processors that other processes used on average, in the last moments or seconds."""
+        with self._lock:
+            now, last = self._read(), self._last
+            if now is not None and last is not None and now.clock_s - last.clock_s > _MOST_S:
+                time.sleep(_LEAST_S)
+                now, last = self._read(), now
+            if now is None or last is None or now.clock_s - last.clock_s < _LEAST_S:
+                return self._others
+            elapsed_s = now.clock_s - last.clock_s
+            spent_s = (now.machine_s - last.machine_s) - (now.own_s - last.own_s)
+            self._last, self._others = now, max(0.0, spent_s / elapsed_s)
+            return self._others
+
+    def notes(self) -> tuple[str, ...]:
+        """The load as a note of a measurement, where it takes processors that this process uses."""
+        others = self.others()
+        left = (os.cpu_count() or 1) - torch.get_num_threads()
+        return (f"load={others:.1f}",) if others > max(0, left) + _TOLERATED else ()
+
+    def _read(self) -> _Reading | None:
+        try:
+            line = self._path.read_text(encoding="ascii").partition("\n")[0]
+            numbers = [int(text) for text in line.split()[1:9]]
+            user, nice, system, _idle, _waiting, interrupts, soft, stolen = numbers
+        except (OSError, ValueError):
+            return None
+        ticks = user + nice + system + interrupts + soft + stolen
+        times = os.times()
+        own_s = times.user + times.system + times.children_user + times.children_system
+        return _Reading(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own_s)

@@ -1,0 +1,98 @@
+"""How far the times of a plan can be trusted: load, wide intervals, predictions, single runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ucudnn.plan import KernelPlan, Plan, Timing
+
+# The note of a kernel whose whole calls were timed while others used the processors.
+PERTURBED = "timed while others used the processors"
+# The interquartile range of a wide interval, as a fraction of the time.
+_WIDE = 0.1
+# A prediction that is off by more, as a fraction of the time.
+_OFF = 0.25
+# Shares of the kernels from which a plan is noisy.
+_MOST_PERTURBED, _MOST_WIDE, _MOST_OFF = 0.1, 0.25, 0.25
+
+
+class NoiseWarning(UserWarning):
+    """Others use the machine while it is measured, or times of a plan are not to be trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Counts of kernels, of those whose times were measured.
+
+    Args:
+        kernels: all of them.
+        perturbed: timed while others used the processors.
+        wide: whose times vary by more than a tenth.
+        mispredicted: whose chunks add up to something else than the whole, by more than a quarter.
+        single: run only once.
+    """
+
+    kernels: int = 0
+    perturbed: int = 0
+    wide: int = 0
+    mispredicted: int = 0
+    single: int = 0
+
+    @property
+    def is_noisy(self) -> bool:
+        """True where the times should not be trusted.
+
+        >>> Noise(kernels=10, wide=2).is_noisy, Noise(kernels=10, wide=3).is_noisy
+        (False, True)
+        """
+        return (
+            self.perturbed > _MOST_PERTURBED * self.kernels
+            or self.wide > _MOST_WIDE * self.kernels
+            or self.mispredicted > _MOST_OFF * self.kernels
+        )
+
+    def __str__(self) -> str:
+        counts = {
+            "timed while others used the processors": self.perturbed,
+            "with times that vary by more than a tenth": self.wide,
+            "whose parts add up to something else by more than a quarter": self.mispredicted,
+            "run only once": self.single,
+        }
+        said = [f"{count} {what}" for what, count in counts.items() if count]
+        if not said:
+            return f"no sign of noise in the times of {self.kernels} kernels"
+        return f"of {self.kernels} kernels {', '.join(said)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts as JSON values, and whether they are too many."""
+        return {**asdict(self), "is_noisy": self.is_noisy}
+
+
+def noise_of(plan: Plan) -> Noise:
+    """Count the kernels of a plan whose times are not to be trusted.
+
+    Args:
+        plan: of which predicted times, which nobody measured, are left out.
+    """
+    measured = [kernel for kernel in plan.kernels if not kernel.timing.is_predicted]
+    return Noise(
+        kernels=len(measured),
+        perturbed=sum(PERTURBED in kernel.notes for kernel in measured),
+        wide=sum(any(map(_is_wide, _timings(kernel))) for kernel in measured),
+        mispredicted=sum(_is_mispredicted(kernel) for kernel in measured),
+        single=sum(kernel.timing.samples == 1 for kernel in measured),
+    )
+
+
+def _timings(kernel: KernelPlan) -> list[Timing]:
+    return [timing for timing in (kernel.timing, kernel.default) if timing is not None]
+
+
+def _is_wide(timing: Timing) -> bool:
+    return timing.samples > 1 and timing.spread_ns > _WIDE * timing.time_ns
+
+
+def _is_mispredicted(kernel: KernelPlan) -> bool:
+    time_ns = kernel.timing.time_ns
+    return kernel.timing.samples > 1 and abs(kernel.predicted_time_ns - time_ns) > _OFF * time_ns
