@@ -136,6 +136,7 @@ def time_kernel(suite: Suite, columns: tuple[str, ...], problem: Problem) -> Fou
             found.timings.append((*columns, size, one.identity, *row, *numbers))
             choices.append(choice)
     choices += time_slabs(suite, problem, operands)
+    choices = without_failing_calls(suite, problem, operands, choices)
     calls = suite.attempt(
         f"{problem} calls", lambda: compare_calls(suite, problem, operands, choices)
     )
@@ -321,6 +322,32 @@ def interleaved(
         for name, block in blocks.items():
             samples[name].append(block(counts[name]))
     return samples
+
+
+def without_failing_calls(
+    suite: Suite, problem: Problem, operands: Operands, choices: list[Choice]
+) -> list[Choice]:
+    """The choices but for those whose whole call fails: each call that decides is run by itself.
+
+    In the comparison a call that faults or hangs would cost the kernel its rows.
+    """
+    passed: set[Split] = set()
+    while True:
+        pairs = (best_within(choices, limit) for limit in suite.limits_mib)
+        deciding = {one.split for pair in pairs if pair for one in pair if one} - passed
+        if not deciding:
+            return choices
+        for split in deciding:
+
+            def run(split: Split = split) -> bool:
+                bind(suite.backend, problem, split)(operands.a, operands.b)
+                torch.cuda.synchronize()
+                return True
+
+            if suite.attempt(f"{problem} call {split}", run, label="run a call"):
+                passed.add(split)
+            else:
+                choices = [one for one in choices if one.split != split]
 
 
 def compare_calls(

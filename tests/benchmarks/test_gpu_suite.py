@@ -218,6 +218,26 @@ def test_a_faulty_configuration_is_left_out_at_the_next_start(
     assert any("illegal memory access" in reason for reason in again.skipped)
 
 
+@pytest.mark.parametrize("faulty", WORKSPACE_BY_NAME)
+def test_a_call_that_fails_costs_its_configuration_and_no_row(
+    faulty, suite_module, layers, tmp_path, monkeypatch
+):
+    """Chunks write into a result that exists; the undivided call that decides makes its own."""
+    suite = suite_module.Suite(options_of(tmp_path / "other", layers, ops="fprop"))
+    plain = suite.backend.executable
+
+    def executable(problem, algorithm):
+        built = plain(problem, algorithm)
+        return SimpleNamespace(write=built.write, alone=fault) if algorithm == faulty else built
+
+    monkeypatch.setattr(suite.backend, "executable", executable)
+    suite_module.time_layers(suite)
+    assert len(rows(suite.folder / "timings.csv")) == 4
+    (row,) = rows(suite.folder / "splits.csv")
+    assert row["undivided_algorithm"] != faulty
+    assert all("run a call" in reason for reason in suite.skipped)
+
+
 @pytest.mark.parametrize(("name", "lacking"), [("reference", "error"), ("compare_calls", "calls")])
 def test_a_fault_beside_the_configurations_costs_what_it_was_for(
     name, lacking, suite_module, layers, tmp_path, monkeypatch, started, script
