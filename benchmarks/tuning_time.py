@@ -1,0 +1,290 @@
+"""What tuning costs and wins: seconds, memory, and whole steps by the plan beside torch's own.
+
+    python benchmarks/tuning_time.py                              # all networks, without a limit
+    python benchmarks/tuning_time.py resnet18 --limit 16MiB --effort quick --out tuning_time.json
+
+Each network is tuned from an empty cache in a process of its own. Its step is raced by torch's own
+convolutions and by the plan in turn, after the race that tuning ends with. Memory is the peak of
+the process: after steps alone, and after tuning. Needs transformers and monai (the extra `test`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import ucudnn
+from ucudnn.backends import open_backend
+from ucudnn.benchmark.statistics import median_ns, ratio_interval
+from ucudnn.config import Config
+from ucudnn.stepping import Steps, undisturbed
+from ucudnn.tuning.noise import noise_of
+from ucudnn.units import format_ns
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+console = Console(width=130, soft_wrap=True, highlight=False)
+
+
+class Network(NamedTuple):
+    """How a network is made, and the shape of its input."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+
+
+class Shortcut(nn.Sequential):
+    """Adds its input to its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum."""
+        result: Tensor = super().forward(x)
+        return x + result
+
+
+class Gated(nn.Module):
+    """A layer of WaveNet: a gated dilated convolution of two taps, and a shortcut.
+
+    Args:
+        width: channels.
+        dilation: between the taps.
+    """
+
+    def __init__(self, width: int, dilation: int) -> None:
+        super().__init__()
+        self.taps = nn.Conv1d(width, 2 * width, 2, dilation=dilation)
+        self.mix = nn.Conv1d(width, width, 1)
+        self.pad = nn.ConstantPad1d((dilation, 0), 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        gated = nn.functional.glu(self.taps(self.pad(x)), 1)
+        result: Tensor = x + self.mix(gated)
+        return result
+
+
+def conformer(width: int = 512, blocks: int = 4) -> nn.Module:
+    """Convolution modules of a conformer: pointwise, gated, depthwise of 31 taps, pointwise."""
+    return nn.Sequential(
+        *(
+            Shortcut(
+                nn.Conv1d(width, 2 * width, 1),
+                nn.GLU(1),
+                nn.Conv1d(width, width, 31, padding=15, groups=width),
+                nn.BatchNorm1d(width),
+                nn.SiLU(),
+                nn.Conv1d(width, width, 1),
+            )
+            for _ in range(blocks)
+        )
+    )
+
+
+def large_kernels(width: int = 128, blocks: int = 2) -> nn.Module:
+    """Depthwise 31x31 convolutions between 1x1 ones."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 4, 4),
+        *(
+            Shortcut(
+                nn.Conv2d(width, width, 31, padding=15, groups=width),
+                nn.BatchNorm2d(width),
+                nn.Conv2d(width, width, 1),
+                nn.GELU(),
+            )
+            for _ in range(blocks)
+        ),
+    )
+
+
+def wavenet(width: int = 64) -> nn.Module:
+    """Ten layers whose dilation doubles."""
+    layers = (Gated(width, 2**power) for power in range(10))
+    return nn.Sequential(nn.Conv1d(1, width, 1), *layers, nn.Conv1d(width, 1, 1))
+
+
+def hugging_face(name: str, **settings: Any) -> nn.Module:
+    """A network of transformers with random weights."""
+    import transformers
+
+    made = getattr(transformers, name)
+    network: nn.Module = made(made.config_class(**settings))
+    return network
+
+
+def unet3d() -> nn.Module:
+    """A U-Net for volumes with 3x3x3 convolutions."""
+    from monai.networks.nets import DynUNet
+
+    sizes = [[3, 3, 3]] * 5
+    strides = [[1, 1, 1], *[[2, 2, 2]] * 4]
+    network: nn.Module = DynUNet(3, 1, 3, sizes, strides, strides[1:])
+    return network
+
+
+def resnet(name: str) -> nn.Module:
+    """One of the examples'."""
+    import models
+
+    network: nn.Module = getattr(models, name)()
+    return network
+
+
+NETWORKS = {
+    "resnet18": Network(partial(resnet, "resnet18"), (32, 3, 224, 224)),
+    "resnet50": Network(partial(resnet, "resnet50"), (16, 3, 224, 224)),
+    "mobilenetv2": Network(partial(hugging_face, "MobileNetV2Model"), (8, 3, 224, 224)),
+    "convnext": Network(partial(hugging_face, "ConvNextModel"), (4, 3, 224, 224)),
+    "depthwise31": Network(large_kernels, (4, 3, 112, 112)),
+    "unet3d": Network(unet3d, (1, 1, 64, 64, 64)),
+    "wav2vec2": Network(
+        partial(hugging_face, "Wav2Vec2Model", apply_spec_augment=False, layerdrop=0.0), (2, 32000)
+    ),
+    "hifigan": Network(partial(hugging_face, "SpeechT5HifiGan"), (2, 64, 80)),
+    "conformer": Network(conformer, (8, 512, 200)),
+    "wavenet": Network(wavenet, (4, 1, 4096)),
+    "conv1d": Network(lambda: nn.Conv1d(512, 512, 3, 2), (4, 512, 6400)),
+}
+
+
+def main() -> None:
+    """Measure the networks of the command line, each in a child; print and keep what they say."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("networks", nargs="*", help=f"default: all: {', '.join(NETWORKS)}")
+    parser.add_argument("--limit", help="workspace limit, such as 16MiB; default: none")
+    parser.add_argument("--effort", default="normal")
+    parser.add_argument("--rounds", type=int, default=7, help="of the race of steps afterwards")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    names = options.networks or list(NETWORKS)
+    if options.child:
+        print(json.dumps(measured(names[0], options)))
+        return
+    found = []
+    for name in names:
+        command = [sys.executable, __file__, name, "--child", "--effort", options.effort]
+        command += ["--rounds", str(options.rounds)]
+        command += ["--limit", options.limit] if options.limit else []
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            console.print(f"{name}: failed with exit status {done.returncode}")
+            continue
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        console.print(sentence(found[-1]))
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    console.print(table(found, options))
+
+
+def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Tune one network from an empty cache, and race its steps."""
+    torch.manual_seed(0)
+    network = NETWORKS[name]
+    model, x = network.make().train(), torch.randn(network.shape)
+    with undisturbed(model):
+        step = Steps(model, x)
+        step()
+        step_ns = timed(step)
+    step_peak = peak_bytes()
+    config = Config(workspace_limit=options.limit, effort=options.effort, cache=tempfile.mkdtemp())
+    began = time.monotonic()
+    plan = ucudnn.tune(model, x, config)
+    seconds = time.monotonic() - began
+    tuning_peak = peak_bytes()
+    samples: dict[str, list[int]] = {"torch": [], "plan": []}
+    chance = random.Random(0)
+    with undisturbed(model):
+        for number in range(options.rounds + 1):
+            for who in chance.sample(list(samples), 2):
+                if who == "plan":
+                    with ucudnn.installed(plan):
+                        time_ns = timed(step)
+                else:
+                    time_ns = timed(step)
+                if number:
+                    samples[who].append(time_ns)
+    ratio = ratio_interval(samples["torch"], samples["plan"])
+    return {
+        "network": name,
+        "device": str(open_backend("auto").device()),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "limit": options.limit,
+        "effort": options.effort,
+        "first_step_ns": step_ns,
+        "seconds": round(seconds, 1),
+        "kernels": len(plan.kernels),
+        "changed": sum(not kernel.is_default for kernel in plan.kernels),
+        "step_race": plan.step_race.to_dict() if plan.step_race else None,
+        "torch_samples_ns": samples["torch"],
+        "plan_samples_ns": samples["plan"],
+        "speed_up": [round(value, 3) for value in ratio],
+        "peak_of_steps_bytes": step_peak,
+        "peak_of_tuning_bytes": tuning_peak,
+        "noise": noise_of(plan).to_dict(),
+    }
+
+
+def timed(step: Callable[[], None]) -> int:
+    """Nanoseconds of one step."""
+    began = time.perf_counter_ns()
+    step()
+    return time.perf_counter_ns() - began
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def sentence(one: dict[str, Any]) -> str:
+    """One network in a line."""
+    ratio, low, high = one["speed_up"]
+    memory = one["peak_of_tuning_bytes"] / one["peak_of_steps_bytes"]
+    return (
+        f"{one['network']}: tuned in {one['seconds']} s, {one['changed']} of {one['kernels']} "
+        f"kernels changed; torch's step over the plan's {ratio:.3f} ({low:.3f} to {high:.3f}); "
+        f"peak of tuning {memory:.2f} times that of steps"
+    )
+
+
+def table(found: list[dict[str, Any]], options: argparse.Namespace) -> Table:
+    """All networks."""
+    limit = options.limit or "none"
+    result = Table(title=f"effort {options.effort}, workspace limit {limit}, empty cache")
+    headings = ("network", "torch's step", "tuned in", "changed", "torch over plan", "memory")
+    for heading in headings:
+        result.add_column(heading)
+    for one in found:
+        ratio, low, high = one["speed_up"]
+        result.add_row(
+            one["network"],
+            format_ns(median_ns(one["torch_samples_ns"])),
+            f"{one['seconds']} s",
+            f"{one['changed']} of {one['kernels']}",
+            f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+            f"{one['peak_of_tuning_bytes'] / one['peak_of_steps_bytes']:.2f}",
+        )
+    return result
+
+
+if __name__ == "__main__":
+    main()
