@@ -40,10 +40,11 @@ WAYS = [way for way in product(DIVISIONS, ALGORITHMS) if way != ("whole", "torch
 MEMORIES = ("contiguous", "channels_last", "noncontiguous", "expanded", "transposed")
 # Relative L2 error that rounding explains. Integers are never planned; torch computes complex
 # convolutions by real ones, which are.
+# In half precision each chunk's part of a weight gradient is rounded, and parts may cancel.
 TOLERANCES = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
-    torch.bfloat16: 1e-2,
+    torch.bfloat16: 2e-2,
     torch.float16: 2e-3,
     torch.complex64: 1e-5,
     torch.int64: 0,
