@@ -102,7 +102,8 @@ def test_a_split_step_computes_what_float64_computes(
 
 def test_tuning_on_the_gpu_and_training_by_the_plan(backend, model, inputs, tmp_path):
     reference = copy.deepcopy(model)
-    config = Config(workspace_limit="1MiB", cache=tmp_path)
+    # whole steps of such small kernels decide otherwise each time, and no recording has them
+    config = Config(workspace_limit="1MiB", cache=tmp_path, step_race=False)
     plan = ucudnn.tune(model, inputs, config)
     assert plan.backend == "cudnn"
     assert plan.device == backend.device()

@@ -295,9 +295,12 @@ class Sampler:
         return first if first >= _SHORT_NS else min(first, self.once_ns(), self.once_ns())
 
     def warm_up(self, protocol: Protocol) -> None:
-        """Run until two times agree; sets how many runs each sample is."""
+        """Run until two times agree; sets how many runs each sample is.
+
+        Of a long run, what is cold at its beginning is a small part.
+        """
         before = time_ns = self.once_ns()
-        for _ in range(protocol.warm_ups - 1):
+        for _ in range(protocol.warm_ups - 1 if before < _SHORT_NS else 0):
             time_ns = self.once_ns()
             if abs(time_ns - before) <= protocol.stable * before:
                 break
