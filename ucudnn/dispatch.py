@@ -20,10 +20,16 @@ _lock = ForkSafeLock()
 
 
 class Installation(AbstractClosable):
-    """What `installed` returns: a plan that convolutions of this process follow until it closes."""
+    """What `installed` returns: a plan that convolutions of this process follow until it closes.
 
-    def __init__(self, plan: Plan) -> None:
-        self.runner = Runner(plan)
+    Args:
+        plan: made for this device.
+        runner: that looks the plan up, from an earlier installation: what it found then stays
+            found; None: a new one.
+    """
+
+    def __init__(self, plan: Plan, runner: Runner | None = None) -> None:
+        self.runner = Runner(plan) if runner is None else runner
         self._override = _overrides.setdefault(plan.device.type, _Override(plan.device.type))
         self._override.add(self)
 

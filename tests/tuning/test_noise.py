@@ -149,6 +149,14 @@ def test_what_was_taken_under_load_is_taken_anew_when_it_is_quiet(backend):
         assert tuned(backend)[0] == 0
 
 
+@pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning")
+def test_a_recording_counts_as_it_is(backend):
+    backend.load = ("load=1.0",)
+    _, plan = tuned(backend)
+    replayed = tune_problems([("layer", PROBLEM)], Config(backend="recorded"))
+    assert replayed.split(PROBLEM) == plan.split(PROBLEM)
+
+
 def test_all_times_are_taken_anew_where_that_is_wanted(backend):
     tuned(backend)
     assert tuned(backend)[0] == 0

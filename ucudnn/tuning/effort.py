@@ -14,8 +14,10 @@ class Effort:
     Args:
         budget_steps: the default time budget, as a number of training steps; None: no budget.
         least_budget_s: seconds that the default budget is at least.
-        ignored_share: gains below this fraction of a step's time are not looked for. A kernel may
-            use ten times as much before it is measured beyond torch's own convolution at all.
+        ignored_share: a kernel that could gain less than this fraction of a step's time, or that
+            uses less than ten times as much, is not measured beyond torch's own convolution.
+        tolerated_share: a kernel is measured no further when a better split could gain no more
+            than this fraction of a step's time.
         chunks: how chunks are timed.
         wholes: how whole calls are timed against each other.
     """
@@ -23,6 +25,7 @@ class Effort:
     budget_steps: int | None
     least_budget_s: float
     ignored_share: float
+    tolerated_share: float
     chunks: Protocol
     wholes: Protocol
 
@@ -45,6 +48,7 @@ EFFORTS = {
         budget_steps=25,
         least_budget_s=5.0,
         ignored_share=0.005,
+        tolerated_share=0.01,
         chunks=Protocol(least_rounds=2, most_rounds=3, target=0.1, enough_ns=200_000_000),
         wholes=replace(FINALS, least_rounds=3, most_rounds=5, warm_ups=2, stops_when_decided=True),
     ),
@@ -52,13 +56,15 @@ EFFORTS = {
         budget_steps=100,
         least_budget_s=10.0,
         ignored_share=0.001,
-        chunks=Protocol(least_rounds=3, most_rounds=5, enough_ns=300_000_000),
+        tolerated_share=0.003,
+        chunks=Protocol(least_rounds=2, most_rounds=4, enough_ns=200_000_000),
         wholes=replace(FINALS, least_rounds=3, most_rounds=7, warm_ups=2, stops_when_decided=True),
     ),
     "thorough": Effort(
         budget_steps=None,
         least_budget_s=0.0,
         ignored_share=0.0,
+        tolerated_share=0.0,
         chunks=Protocol(),
         wholes=FINALS,
     ),

@@ -11,8 +11,9 @@ from torch import nn
 
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
-from ucudnn.dispatch import installed
+from ucudnn.dispatch import Installation
 from ucudnn.plan import Plan
+from ucudnn.runner import Runner
 from ucudnn.step_race import StepRace
 from ucudnn.stepping import STEP_ERRORS, Steps, first_line, reason_against_steps, undisturbed
 from ucudnn.tracing import trace_layers
@@ -98,7 +99,7 @@ def judged(
             until = _until(config, began, backend.elapsed_ns(step))
             judge = StepJudge(
                 step,
-                installed,
+                _Installer(),
                 backend.elapsed_ns,
                 lambda run: backend.workspace_bytes(run, ()),
                 until,
@@ -109,6 +110,19 @@ def judged(
     except STEP_ERRORS as error:
         reason = f"a step could not be computed ({first_line(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
+
+
+class _Installer:
+    """Installs plans in turn; what was looked up for one stays, as in a run that installs it once.
+
+    To look all calls of a step up takes as long as some of them.
+    """
+
+    def __init__(self) -> None:
+        self._runners: dict[int, Runner] = {}  # each keeps its plan, so that no other has its id
+
+    def __call__(self, plan: Plan) -> Installation:
+        return Installation(plan, self._runners.setdefault(id(plan), Runner(plan)))
 
 
 def _until(config: Config, began: float, step_ns: int) -> float | None:

@@ -10,6 +10,7 @@ from time import monotonic
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend, Cost, Roofline
+from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
@@ -143,7 +144,7 @@ class Session:
             return self._fresh[key]
         with self.lock:
             known = self.cache.get(key)
-        if known is None or key in self._taken:
+        if known is None or key in self._taken or isinstance(self.backend, RecordedBackend):
             return known
         is_stale = self.remeasure or (known.is_perturbed and not self.is_busy)
         return None if is_stale else known

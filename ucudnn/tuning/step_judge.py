@@ -57,8 +57,8 @@ class StepJudge:
         changed = [kernel for kernel in plan.kernels if not kernel.is_default]
         if not changed:
             return plan
-        peaks = self._peak(None), self._peak(plan)
-        race = self._race(plan)
+        peaks = self._peak(None), self._peak(plan)  # which warms up, too
+        race = self._race(plan, is_warm=True)
         replaceable = [kernel for kernel in changed if _has_default(plan, kernel)]
         if race.is_loss and replaceable:
             kept = self._kept(plan, replaceable)
@@ -95,14 +95,16 @@ class StepJudge:
     def _following(self, plan: Plan | None) -> AbstractContextManager[object]:
         return nullcontext() if plan is None else self._install(plan)
 
-    def _race(self, plan: Plan) -> StepRace:
-        """Time steps with and without a plan in turn; the first round warms up."""
+    def _race(self, plan: Plan, is_warm: bool = False) -> StepRace:
+        """Time steps with and without a plan in turn."""
 
         def timed(followed: Plan | None) -> int:
             with self._following(followed):
                 return self._elapsed_ns(self._step)
 
-        by_torch, by_plan = race(partial(timed, None), partial(timed, plan), lambda: self._is_over)
+        by_torch, by_plan = race(
+            partial(timed, None), partial(timed, plan), lambda: self._is_over, is_warm
+        )
         ratio, low, high = ratio_interval(by_plan, by_torch)
         return StepRace(
             median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds=len(by_plan)
@@ -110,7 +112,10 @@ class StepJudge:
 
 
 def race(
-    first: Callable[[], int], second: Callable[[], int], is_over: Callable[[], bool]
+    first: Callable[[], int],
+    second: Callable[[], int],
+    is_over: Callable[[], bool],
+    is_warm: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Time two ways of a step in turn, until one is faster, neither is, or the time is over.
 
@@ -118,14 +123,15 @@ def race(
         first: runs a step and returns its time in ns.
         second: likewise.
         is_over: no more rounds begin when this is true.
+        is_warm: both have just run; else a round that does not count comes first.
 
     Returns:
-        Times of both, one of each per round; the round that warms up is left out.
+        Times of both, one of each per round.
     """
     contestants = [(run, list[int]()) for run in (first, second)]
     (_, firsts), (_, seconds) = contestants
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
-    for number in range(_MOST_ROUNDS + 1):
+    for number in range(is_warm, _MOST_ROUNDS + 1):
         if number > 1 and is_over():
             break
         chance.shuffle(contestants)

@@ -69,7 +69,7 @@ class Stake:
 
         >>> from ucudnn.tuning.effort import EFFORTS
         >>> Stake(50_000, 0, True).tolerance(1_000_000, EFFORTS["normal"])
-        0.02
+        0.06
 
         Args:
             step_ns: of all kernels together.
@@ -77,4 +77,4 @@ class Stake:
         """
         if self.time_ns == 0:
             return 0.0
-        return min(_MOST_TOLERANCE, effort.ignored_share * step_ns / self.time_ns)
+        return min(_MOST_TOLERANCE, effort.tolerated_share * step_ns / self.time_ns)
