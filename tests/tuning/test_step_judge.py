@@ -250,3 +250,22 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
     with pytest.raises(TuningInterruptedError) as caught:
         ucudnn.tune(Interrupted(2, 2, 3), torch.ones(1, 2, 8, 8))
     assert caught.value.plan == plan_of_one
+
+
+def test_what_was_looked_up_for_a_plan_stays_between_the_steps_of_a_race():
+    from ucudnn.tuning.model import _Installer
+
+    first, second = (replace(plan_of(kernel(5)), device=ucudnn_device()) for _ in range(2))
+    install = _Installer()
+    with install(first) as one:
+        pass
+    with install(second) as other, install(first) as again:
+        assert again.runner is one.runner
+        assert other.runner is not one.runner
+        assert other.runner.plan is second
+
+
+def ucudnn_device():
+    from ucudnn.backends import open_backend
+
+    return open_backend("torch_cpu").device()
