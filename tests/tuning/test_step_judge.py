@@ -246,7 +246,7 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
     monkeypatch.setattr("ucudnn.tuning.model._reason_against", lambda *_: "")
     plan_of_one = plan_of(kernel(4))
     monkeypatch.setattr("ucudnn.tuning.model.tune_problems", lambda *_, **__: plan_of_one)
-    monkeypatch.setattr("ucudnn.tuning.model.installed", lambda _: torch.no_grad())
+    monkeypatch.setattr("ucudnn.tuning.model.Installation", lambda *_: torch.no_grad())
     with pytest.raises(TuningInterruptedError) as caught:
         ucudnn.tune(Interrupted(2, 2, 3), torch.ones(1, 2, 8, 8))
     assert caught.value.plan == plan_of_one
