@@ -66,7 +66,7 @@ class AbstractCache(AbstractClosable):
 
     @abstractmethod
     def info(self) -> CacheInfo:
-        """What the cache is and holds."""
+        """Location and contents of the cache."""
 
     @abstractmethod
     def refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""What `ucudnn cache ...` does: one function per command, each opens a cache and closes it."""
+"""Commands of `ucudnn cache`: one function each, which opens a cache and closes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DAY_NS = 24 * 3600 * 10**9
 
 
 def info(path: PathLike | None = None) -> CacheInfo:
-    """What the cache in a folder is and holds.
+    """Location and contents of the cache in a folder.
 
     >>> info("no/such/folder").records
     0

@@ -23,7 +23,7 @@ from ucudnn.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How values of one type are written as text, read back, and recognised in JSON.
+    """Conversion of values of one type to text and back, and their recognition in JSON.
 
     Args:
         dump: value to text.
@@ -124,12 +124,12 @@ class Field:
 
     @property
     def kind(self) -> Kind:
-        """How its values are written."""
+        """Conversion of its values."""
         return _KINDS[self.type]
 
     @property
     def part(self) -> str:
-        """What it is a field of: "problem" for "problem.batch", "" for "algorithm"."""
+        """Name of the part of the key: "problem" for "problem.batch", "" for "algorithm"."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -245,6 +245,6 @@ def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
 
 
 def matches(entry: Entry, where: Mapping[str, str], before_ns: int | None = None) -> bool:
-    """Whether an entry has all these values, and was stored before a time (ns since 1970)."""
+    """True if an entry has all these values, and was stored before a time (ns since 1970)."""
     is_early = before_ns is None or entry.stored_ns < before_ns
     return is_early and all(FIELD_BY_NAME[name].text(entry) == text for name, text in where.items())

@@ -1,4 +1,4 @@
-"""What stands before the HDF5 data of every file, so that damage is seen before libhdf5 opens it.
+"""Envelope of every HDF5 file: length and checksum, so that damage is seen before libhdf5 opens it.
 
 The first 512 bytes are an HDF5 user block, which HDF5 tools skip:
 

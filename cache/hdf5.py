@@ -35,7 +35,7 @@ _KIND_LENGTH = 100
 
 
 def device_kind(device: Device) -> str:
-    """What the files of a device are called; the device itself stands in them.
+    """Name of the files of a device; the device itself is recorded in them.
 
     >>> device_kind(Device("cuda", "NVIDIA H200", compute_capability="9.0"))
     'cuda-nvidia-h200-9.0'
@@ -175,7 +175,7 @@ class HDF5Cache(AbstractCache):
         return report
 
     def info(self) -> CacheInfo:
-        """What the cache is and holds."""
+        """Location and contents of the cache."""
         with self._lock:
             files = [file for shelf in self._shelves() for file in shelf.files]
             sizes = [file.stat().st_size for file in files if file.exists()]

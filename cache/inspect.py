@@ -89,7 +89,7 @@ def _verify(kind: str, table: Table, findings: _Findings) -> None:
 
 
 def _strays(shelf: Shelf) -> list[Path]:
-    """What stands beside the files of a shelf: damaged files set aside, leftovers of writers."""
+    """Other files beside those of a shelf: damaged ones set aside, leftovers of writers."""
     root, segments = shelf.compacted.parent, shelf.segments
     beside = [root / name for name in names_in(root) if name.startswith(shelf.compacted.name)]
     inside = [segments / name for name in names_in(segments)]

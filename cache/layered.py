@@ -73,7 +73,7 @@ class LayeredCache(AbstractCache):
         )
 
     def info(self) -> CacheInfo:
-        """What all layers hold; where and how much the files are."""
+        """Contents of all layers; paths and sizes of the files."""
         infos = [layer.info() for layer in (self._top, *self._below)]
         whole = info_of("", infos[0].writable, (), self.entries())
         return CacheInfo(

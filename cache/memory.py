@@ -82,7 +82,7 @@ class MemoryCache(AbstractCache):
         return CheckReport(records=len(self), files=0)
 
     def info(self) -> CacheInfo:
-        """What the cache holds."""
+        """Contents of the cache."""
         return info_of("memory", True, (), self.entries())
 
     def refresh(self) -> None:

@@ -29,7 +29,7 @@ from ucudnn.cache.tabulate import EMPTY, merged
 
 
 class Severity(Enum):
-    """How a check counts what a sentence tells."""
+    """Severity of a finding of a check."""
 
     NOTE = "worth knowing"
     WRONG = "wrong"
@@ -42,7 +42,7 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 
 
 class Reader:
-    """What was read so far, and where it came from.
+    """Tables that were read so far, and the files they came from.
 
     Args:
         root: the cache's folder.
@@ -193,7 +193,7 @@ class Reader:
         )
 
     def _was_replaced(self, aside: Path) -> bool:
-        """Whether another process had put a sound file there just before the move."""
+        """True if another process had put a sound file there just before the move."""
         try:
             data = read_file(aside)
             with suppress(NewerError):

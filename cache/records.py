@@ -62,7 +62,7 @@ _CONTEXT_KINDS = {field.name: np.dtype(_CONTEXT_TYPES[field.type]) for field in 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a key has beside problem and algorithm; a cache sees few of them."""
+    """Fields of a key beside problem and algorithm; a cache has few different ones."""
 
     device: Device
     software: Software

@@ -55,7 +55,7 @@ def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
 
 
 def main(source: Path, target: Path) -> int:
-    """What the child does; exit status 0: the target was written."""
+    """Entry point of the child process; exit status 0: the target was written."""
     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     try:

@@ -89,7 +89,7 @@ class Shelf:
         return tables[0] if len(tables) == 1 else merged(tables)
 
     def _tables(self) -> list[Table]:
-        """What to look in: few tables, none of them empty."""
+        """Tables to search: few, none of them empty."""
         if self._searched is None:
             self._searched = [table for table in self._reader.tables() if len(table)]
         return self._searched

@@ -35,7 +35,7 @@ _RowByKey: TypeAlias = dict[tuple[int, int], tuple[Any, ...]]
 
 @dataclass(slots=True)
 class _Last:
-    """What the last key had, and where that led."""
+    """Parts of the last key, and the rows they led to."""
 
     parts: tuple[object, ...] = ()
     context_id: int = -1

@@ -190,7 +190,7 @@ def only(table: Table, mask: Array) -> Table:
 
 
 def checksums(table: Table) -> Array:
-    """Of each row, over what it means and not over how the lists are numbered.
+    """Checksum of each row, over its values and not over the numbers of the lists.
 
     A damaged file is read row by row by this. It is BLAKE2b with 8 bytes of: the problem and the
     context as JSON of what differs from the defaults (so a later field does not change it), the

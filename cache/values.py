@@ -1,4 +1,4 @@
-"""What a cache keeps, and what its operations return: plain values."""
+"""Plain values: entries of a cache, and results of its operations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What a cache holds for one device.
+    """Summary of the entries of one device.
 
     Args:
         device: the hardware.
@@ -60,7 +60,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """What a cache is and holds.
+    """Location and contents of a cache.
 
     Args:
         location: its folder, or "memory".
@@ -84,7 +84,7 @@ class CacheInfo:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check of a cache found.
+    """Findings of a check of a cache.
 
     Args:
         records: measurements that can be read.
@@ -109,7 +109,7 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """What merging another cache brought.
+    """Result of merging another cache.
 
     Args:
         read: measurements in the other cache.
@@ -131,7 +131,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a key is, or is not, in a cache.
+    """Explanation why a key is, or is not, in a cache.
 
     Args:
         entries: number of keys that were compared.

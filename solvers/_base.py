@@ -1,4 +1,4 @@
-"""What solvers take and return, validated here so that no solver need check again."""
+"""Inputs and results of solvers, validated here so that no solver need check again."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Division:
 
     @property
     def gap_ns(self) -> int:
-        """How much faster another division could be at most; 0 where this one is optimal."""
+        """Upper bound of the time that another division could save; 0 where this one is optimal."""
         return self.time_ns - self.lower_bound_ns
 
     @property

@@ -12,7 +12,7 @@ from ucudnn.solvers.integer import IntegerProgram
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which solver, and why.
+    """The solver that is used, and the reason.
 
     Args:
         solver: "exact" or "highs".
@@ -50,7 +50,7 @@ class Auto(AbstractDivider):
         return self._decide(pool)[1]
 
     def choose(self, pool: Pool) -> Choice:
-        """Which solver's answer `divide` returns for this pool, and why; takes as long as it."""
+        """The solver whose answer `divide` returns for this pool, and why; takes as long as it."""
         return self._decide(pool)[0]
 
     def _decide(self, pool: Pool) -> tuple[Choice, Division]:

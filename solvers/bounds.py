@@ -64,7 +64,7 @@ def split_bound_ns(
 
 
 def _charged(samples: int, chunks: Sequence[tuple[int, int]]) -> int | None:
-    """What so many samples cost at least, at the rate of the best (size, time) with size <= n."""
+    """Least time of so many samples, at the rate of the best (size, time) with size <= n."""
     best: tuple[int, int] | None = None
     for size, time_ns in chunks:
         if size <= samples and (best is None or time_ns * best[0] < best[1] * size):

@@ -79,7 +79,7 @@ class _States:
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """What the kernels after each turn can still contribute.
+    """Bounds of the contribution of the kernels that come after each turn.
 
     Args:
         gap: what the choices of a better division may cost beyond the bound.
@@ -183,7 +183,7 @@ class _Search:
     def _may_improve(
         self, extra: Integers, later: Integers, rest: _Rest, turn: int, price: int
     ) -> Integers:
-        """Whether the bound of a state is below the best time known: time plus price of memory."""
+        """True if the bound of a state is below the best time known: time plus price of memory."""
         room = self._relaxation.scale * (self.best_ns - 1 - self._base_ns)
         paid = self._relaxation.scale * later + self._prices[price] * (extra - self._slack)
         below: Integers = paid + rest.cheapest[price, turn] <= room

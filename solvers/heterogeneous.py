@@ -33,12 +33,12 @@ class Balance:
 
     @property
     def time_ns(self) -> int:
-        """What the slowest device takes."""
+        """Time of the slowest device."""
         return max(self.times_ns)
 
 
 def device_times(tables: Iterable[ReuseTable], limit: int | None = None) -> list[int | None]:
-    """What a device takes for n = 1..N samples: the sum over its kernels, None where one cannot.
+    """Times of a device for n = 1..N samples: sums over its kernels, None where one cannot.
 
     >>> from ucudnn.solvers import Item, reuse
     >>> device_times([reuse([Item(2, 0, 7, "a")], 4), reuse([Item(1, 0, 1, "a")], 4)])
@@ -111,7 +111,7 @@ def _choices(device: int, row: Sequence[int | None], batch: int) -> dict[int, in
 
 
 def _reaches(choices: Sequence[dict[int, int]], batch: int, most_ns: int) -> bool:
-    """Whether sizes of at most some time sum up to the batch; bit n of `sums` stands for n."""
+    """True if sizes of at most some time sum up to the batch; bit n of `sums` stands for n."""
     sums, every = 1, (1 << (batch + 1)) - 1
     for sizes in choices:
         reached = 0

@@ -1,4 +1,4 @@
-"""Which chunks to time next, until none that was not timed can be part of a faster split.
+"""Choice of the chunks to time next, until no untimed one can be part of a faster split.
 
 The solver runs on lower bounds of what was not timed. Where the split that it finds holds only
 timed chunks no split is faster, as every other one costs at least its bound; else it names what to
@@ -72,7 +72,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """How good the best split of timed chunks is, and what to time to know it better.
+    """Gap estimate of the best split of timed chunks, and the chunks to time to narrow it.
 
     Args:
         time_ns: the best split of timed chunks, None where there is none.
@@ -196,7 +196,7 @@ def _promises(
 
 
 class _Curve:
-    """What timed sizes promise for others by the two assumptions."""
+    """Bounds for other sizes that follow from the timed ones by the two assumptions."""
 
     def __init__(self, points: Sequence[tuple[int, Interval]]) -> None:
         least: dict[int, int] = {}
@@ -228,12 +228,12 @@ class _Curve:
 
 
 def _doublings(small: int, large: int) -> int:
-    """How often a size must be doubled to reach another, rounded up."""
+    """Number of doublings from a size to another, rounded up."""
     return (-(-large // small) - 1).bit_length()
 
 
 def _middle(option: Option, curve: Sequence[Option]) -> Option:
-    """Of the gap between timed sizes that an option lies in the one that halves it best."""
+    """The option that best halves the gap between the timed sizes around another."""
     known = [other.batch for other in curve if other.interval is not None]
     below = max((size for size in known if size < option.batch), default=None)
     above = min((size for size in known if size > option.batch), default=None)

@@ -213,7 +213,7 @@ class History:
     steps: Integers
 
     def entries(self, row: int, n: int) -> slice:
-        """Where the entries of a cell lie."""
+        """Range of the entries of a cell."""
         cell = row * self.end + n
         return slice(int(self.starts[cell]), int(self.starts[cell + 1]))
 

@@ -18,7 +18,7 @@ from ucudnn.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class WalkEntry:
-    """What a plan file stores for one batch: to compute it alone, or the last step of a chain.
+    """Entry of a plan file for one batch: to compute it alone, or the last step of a chain.
 
     Args:
         alone: the item that computes the batch alone, where that is best; None where it is not.
@@ -194,7 +194,7 @@ class ReuseTable:
         return role != FIRST, odd, -item.batch, item.algorithm, item.workspace_bytes
 
     def _settled(self, n: int, limit: int | None) -> int | None:
-        """How many items it takes to reach the best time and number of chunks within the limit.
+        """Number of items needed for the best time and number of chunks within the limit.
 
         More items may lower the rank only, and workspace counts before rank.
         """
@@ -209,7 +209,7 @@ class ReuseTable:
         return self._count(int(self.costs.workspaces[self.history.steps[entry]]))
 
     def _count(self, limit: int | None) -> int:
-        """How many items of the sweep are within a limit."""
+        """Number of items of the sweep within a limit."""
         require_limit("limit", limit)
         if limit is None:
             return len(self.costs.items)

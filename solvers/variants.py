@@ -1,4 +1,4 @@
-"""Which states a variant of the reuse problem has, and how chunks lead from one to another.
+"""States of each variant of the reuse problem, and their transitions by chunks.
 
 Of one list every chunk costs the same anywhere; of three a lone chunk, a first one and a later one
 cost differently. A cap on the number of chunks adds a row per number of chunks.

@@ -60,7 +60,7 @@ class Geometry(NamedTuple):
 
 
 class AbstractRunner(ABC):
-    """Where convolutions look up what computes their passes, once for each shape of operands."""
+    """Looks up the calls of convolutions, once for each shape of operands."""
 
     def __init__(self) -> None:
         self._bounds: dict[Hashable, Bound] = {}
@@ -128,7 +128,7 @@ class Bound:
         self._is_last = uses_channels_last(x, w, geometry, x.device.type)
 
     def planned(self, which: str, has_bias: bool = False) -> Pass | None:
-        """What computes a pass; None where torch's own convolution does.
+        """The planned call of a pass; None where torch's own convolution computes it.
 
         Raises:
             PlanError: it has no plan and `unplanned` is "error".
@@ -139,7 +139,7 @@ class Bound:
             return self._runner.bind(which, self, has_bias)
 
     def knows(self, which: str) -> bool:
-        """Whether it was looked up what computes a pass."""
+        """True if the call of a pass was looked up."""
         return which in self._passes
 
     def follow(self, which: str, call: Call | None) -> None:
@@ -283,7 +283,7 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
 
 
 def _only_default_devices() -> bool:
-    """Whether all function modes are `with torch.device(...)`, which only acts on factories."""
+    """True if all function modes are `with torch.device(...)`, which only acts on factories."""
     return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 

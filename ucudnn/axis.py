@@ -31,7 +31,7 @@ class AbstractAxis(ABC):
     @property
     @abstractmethod
     def extent(self) -> int:
-        """What the sizes of chunks add up to."""
+        """Sum of the sizes of all chunks."""
 
     @abstractmethod
     def part(self, size: int) -> Problem:
@@ -131,7 +131,7 @@ class RowAxis(AbstractAxis):
         return inner_problem(self.problem, size * self._unit)
 
     def ends(self, size: int) -> tuple[Problem, ...]:
-        """Those with padding of the whole at one end."""
+        """Problems of the first and the last slab, which have padding at one end."""
         rows, inner = row_count(self.problem), self.part(size)
         first = slab(self.problem, 0, size * self._unit).problem
         last = slab(self.problem, (self.extent - size) * self._unit, rows).problem

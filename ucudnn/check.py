@@ -1,4 +1,4 @@
-"""Whether a plan is still true here: device and versions, what can be built, some times anew."""
+"""True if a plan is still true here: device and versions, what can be built, some times anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `with` statement closes."""
+"""Base class of objects that a `with` statement closes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Pair:
 
     @property
     def is_same(self) -> bool:
-        """Whether both compute every batch alike."""
+        """True if both compute every batch alike."""
         if self.one is None or self.other is None:
             return False
         return self.one.decisions() == self.other.decisions()
@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether both decide alike, for one kind of device and by the same settings."""
+        """True if both decide alike, for one kind of device and by the same settings."""
         return self.one.hash == self.other.hash
 
     @property

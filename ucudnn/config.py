@@ -67,7 +67,7 @@ def _default(name: str, compare: bool = True) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What to optimise, under which limit, and what to do with shapes that have no plan.
+    """Settings of tuning, and of layers whose shapes have no plan.
 
     Every field defaults to the environment variable UCUDNN_<FIELD>, where it is set.
 

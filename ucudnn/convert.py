@@ -32,7 +32,7 @@ _SLOTS = ("__dict__", "__weakref__")
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What `convert_` did to a model.
+    """Result of `convert_`.
 
     Args:
         model: the model that was converted in place.

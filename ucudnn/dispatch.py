@@ -20,7 +20,7 @@ _lock = ForkSafeLock()
 
 
 class Installation(AbstractClosable):
-    """What `installed` returns: a plan that convolutions of this process follow until it closes.
+    """Handle of `installed`: convolutions of this process follow a plan until it closes.
 
     Args:
         plan: made for this device.
@@ -134,7 +134,7 @@ def _frozen(
     output_padding: list[int],
     groups: int,
 ) -> Geometry:
-    """What the dispatcher hands over, so that it can be looked up."""
+    """The dispatcher's arguments as a hashable value."""
     return Geometry(
         tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups
     )

@@ -1,4 +1,4 @@
-"""What tuning depends on, on this machine: device, versions, threads, malloc and the cache."""
+"""Facts of this machine that tuning depends on: device, versions, threads, malloc, cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a plan made in this process would be made for.
+    """Facts of this process that a plan would be made for.
 
     Args:
         device: the processor.
@@ -53,7 +53,7 @@ class Diagnosis:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What would make convolutions faster or their times steadier, one sentence each."""
+        """Advice that would make convolutions faster or their times steadier, one sentence each."""
         sentences = []
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
@@ -140,7 +140,7 @@ def _median_ns(run: Callable[[], object]) -> int:
 
 
 def _writable(path: os.PathLike[str]) -> bool:
-    """Whether the folder, or the nearest one above it that exists, can be written."""
+    """True if the folder, or the nearest one above it that exists, can be written."""
     folder = os.path.abspath(path)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)

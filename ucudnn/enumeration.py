@@ -23,7 +23,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Enumeration:
-    """What was listed.
+    """Counts of the listed configurations.
 
     Args:
         rows: of the table; layers that are alike have rows each.

@@ -1,4 +1,4 @@
-"""What a command line names: a model, the shapes of its inputs, a file with settings."""
+"""Arguments of a command line: a model, the shapes of its inputs, a file with settings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NamedModel(NamedTuple):
             tensor.normal_()
 
     def context(self) -> AbstractContextManager[object]:
-        """What it is traced and run in."""
+        """Context to trace and run it in."""
         import torch
 
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()

@@ -92,7 +92,7 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """How the candidate was run.
+    """Conditions of a run of a candidate.
 
     Args:
         role: "alone" (the only chunk: returns its result), "first" (of several chunks) or
@@ -146,7 +146,7 @@ _PERTURBED = "load="
 
 
 def is_perturbation(note: str) -> bool:
-    """Whether a note says that others used the processors meanwhile.
+    """True if a note says that others used the processors meanwhile.
 
     >>> is_perturbation("load=1.5"), is_perturbation("kernel=onednn")
     (True, False)
@@ -156,7 +156,7 @@ def is_perturbation(note: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a run of one candidate showed; failure is a status, not an exception.
+    """Result of a run of one candidate; failure is a status, not an exception.
 
     Args:
         key: what the numbers depend on.

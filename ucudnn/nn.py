@@ -28,7 +28,7 @@ else:
 
 
 class AbstractPlanned(_Convolution):
-    """What the layers below add to torch's: the plan that they follow.
+    """The addition to torch's layers: the plan that they follow.
 
     Args:
         config: what to do with shapes that have no plan, keyword only; the others are torch's.
@@ -141,7 +141,7 @@ def unfollow(module: nn.Module) -> None:
 
 @untraced
 def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geometry]:
-    """What a layer pads its input by beforehand, as torch does, and what it then computes.
+    """Padding of the input before the convolution, as torch does it, and the geometry of the rest.
 
     >>> geometry_of(nn.Conv2d(1, 1, (3, 2), padding="same"))[0]
     [0, 1, 0, 0]

@@ -1,4 +1,4 @@
-"""What a convolution is: one operation on one geometry, hashable, valid by construction."""
+"""A convolution: one operation on one geometry, hashable, valid by construction."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _bars(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
 
 
 def _series(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
-    """What the marks of a chart have in common that belong together."""
+    """Common settings of the marks of one series of a chart."""
     named = "torch's default" if arm == "default" else "plan"
     return {
         "name": f"{named}, {'predicted' if predicted else 'measured'}",
@@ -169,7 +169,7 @@ def _series(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
 
 
 def _details(row: _Row, timing: Timing, arm: str) -> str:
-    """What one mark stands for, in lines."""
+    """Description of one mark, in lines."""
     taken = f"~{format_ns(timing.time_ns)} a call, predicted"
     if not timing.is_predicted:
         spread = f"{format_ns(timing.time_ns)} ± {format_ns(timing.spread_ns)}"

@@ -23,7 +23,7 @@ _MOST_WARNINGS = 8
 
 
 class Layer(NamedTuple):
-    """What kernels of one layer have in common, whatever its input and dtype are."""
+    """Common fields of the kernels of one layer, whatever its input and dtype are."""
 
     in_channels: int
     out_channels: int

@@ -72,7 +72,7 @@ def unchanged(model: nn.Module, fake_mode: FakeTensorMode | None) -> Iterator[No
 
 
 class _Contents(NamedTuple):
-    """What is in a container.
+    """Contents of a container.
 
     Args:
         container: an OrderedDict, dict, list, set or deque.
@@ -100,7 +100,7 @@ class _Contents(NamedTuple):
         return [value for _, value in self.items] if issubclass(self.base, dict) else self.items
 
     def now(self) -> _Contents:
-        """What is in the same container now."""
+        """Present contents of the same container."""
         contents = _Contents.of(self.container)
         assert contents is not None
         return contents
@@ -128,7 +128,7 @@ class _Contents(NamedTuple):
 
 
 class _Attribute(NamedTuple):
-    """What a slot, a variable of a closure or a tensor's gradient refers to."""
+    """Reference in a slot, in a variable of a closure, or to a tensor's gradient."""
 
     holder: Any
     name: str
@@ -257,7 +257,7 @@ class _Snapshot:
         self._record(map(_function_of, names.values()), self._shared)
 
     def _record_globals(self) -> None:
-        """What functions name, but not what functions name that these call."""
+        """Record the globals that functions name, but not those of functions that these call."""
         namespaces: dict[int, dict[str, Any]] = {}
         named: dict[int, object] = {}
         for function in self._functions:
@@ -293,7 +293,7 @@ def _function_of(member: object) -> object:
 
 
 def _records_of(one: object) -> Iterator[_Contents | _Attribute]:
-    """What can change in one object: the contents of a container, slots, a closure's variable."""
+    """Changeable parts of one object: contents of a container, slots, a closure's variable."""
     if _is_opaque(type(one)):
         return
     contents = _Contents.of(one)
@@ -309,7 +309,7 @@ def _records_of(one: object) -> Iterator[_Contents | _Attribute]:
 
 
 def _others_in(one: object) -> list[Any]:
-    """What else an object leads to."""
+    """Other objects that an object refers to."""
     kind = type(one)
     if _is_opaque(kind):
         return []

@@ -80,7 +80,7 @@ def _gain(kernel: KernelPlan) -> str:
 
 
 def _predicted(kernel: KernelPlan) -> str:
-    """What the parts add up to over what the whole took, which is to be 1."""
+    """Sum of the parts over the time of the whole, ideally 1."""
     if kernel.timing.is_predicted:
         return ""
     return f"{kernel.predicted_time_ns / kernel.timing.time_ns:.2f}"
@@ -95,7 +95,7 @@ def _time(timing: Timing) -> str:
 
 
 def plan_summary(plan: Plan) -> str:
-    """What the plan takes altogether, over every call of every kernel."""
+    """Total time and workspace of the plan, over every call of every kernel."""
     split = sum(not kernel.is_default for kernel in plan.kernels)
     planned = sum(kernel.timing.time_ns * len(kernel.layers) for kernel in plan.kernels)
     defaults = [(kernel.default, len(kernel.layers)) for kernel in plan.kernels if kernel.default]
@@ -117,7 +117,7 @@ def plan_summary(plan: Plan) -> str:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """What the plan changes, in sentences: faster and slower kernels apart, the limit, the step."""
+    """Effects of the plan in sentences: faster and slower kernels apart, the limit, the step."""
     changed = [kernel for kernel in plan.kernels if kernel.default and not kernel.is_default]
     saved = [_saved_ns(kernel) for kernel in changed]
     faster, slower = [one for one in saved if one > 0], [one for one in saved if one < 0]
@@ -184,7 +184,7 @@ def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
 
 
 def payback(plan: Plan, seconds: float) -> str:
-    """What tuning cost, and when that is earned."""
+    """Cost of tuning, and the number of steps after which it is paid back."""
     steps = steps_to_pay_back(plan, seconds)
     earned = (
         "the plan saves memory or nothing, no time that would pay it back"
@@ -250,7 +250,7 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
 
 
 def comparison_summary(found: Comparison) -> str:
-    """Whether two plans decide alike, and what each takes altogether."""
+    """True if two plans decide alike, and what each takes altogether."""
     same = len(found.pairs) - len(found.changed)
     if not found.changed:
         verdict = f"Both compute all {same} kernels alike"

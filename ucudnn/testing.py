@@ -225,7 +225,7 @@ def cache_tells_keys_apart_by_every_field(open_cache: OpenCache) -> None:
 
 
 def cache_lets_the_later_measurement_count(open_cache: OpenCache) -> None:
-    """Of two with one key the one put last counts; what was stored long ago does not."""
+    """The later of two measurements with one key counts."""
     key = _plain_key()
     with open_cache() as cache:
         cache.put([Measurement(key, "untimed", workspace_bytes=5), Measurement(key, "ok", 1)])

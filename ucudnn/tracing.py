@@ -82,7 +82,7 @@ def trace(
 
 
 class Traced(NamedTuple):
-    """What a model's step computes.
+    """The convolutions of a model's step.
 
     Args:
         layers: each problem with the name of the module that computes it, once per call.
@@ -348,7 +348,7 @@ def _transposed_size(
 def uses_channels_last(
     x: Tensor, w: Tensor, geometry: Sequence[Any], device_type: str = "cpu"
 ) -> bool:
-    """Whether torch computes a convolution channels-last, and gives such results.
+    """True if torch computes a convolution channels-last, and gives such results.
 
     >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
     >>> last = w.to(memory_format=torch.channels_last)

@@ -32,7 +32,7 @@ def open_backend(name: str = "auto") -> AbstractBackend:
 
 
 def sees_a_gpu() -> bool:
-    """Whether torch has an NVIDIA GPU in this process."""
+    """True if torch has an NVIDIA GPU in this process."""
     import torch
 
     return torch.cuda.is_available() and torch.version.cuda is not None

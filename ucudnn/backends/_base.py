@@ -55,7 +55,7 @@ def add_bias(result: Tensor, bias: Tensor) -> Tensor:
 
 
 class Activity(NamedTuple):
-    """How much of the processor a process had until some moment.
+    """Processor time of a process until some moment.
 
     Args:
         clock_ns: the moment.
@@ -138,7 +138,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def conditions(self, role: str = "alone") -> Conditions:
-        """How a candidate would run in this process now."""
+        """Conditions under which a candidate would run in this process now."""
 
     @abstractmethod
     def algorithms(self) -> tuple[str, ...]:
@@ -146,10 +146,10 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Why an algorithm does not compute a problem, as a clause; None where it does."""
+        """Reason why an algorithm does not compute a problem, as a clause; None where it does."""
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Why an algorithm does not compute a slab, as a clause; None where it does.
+        """Reason why an algorithm does not compute a slab, as a clause; None where it does.
 
         torch's own convolution may be refused here: of a whole problem it is what torch computes,
         right or wrong, but torch is never given a slab.
@@ -198,7 +198,7 @@ class AbstractBackend(ABC):
         """
 
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Why a candidate cannot be run, where only building it tells; None where it can."""
+        """Reason why a candidate cannot be run, where only building it tells; None where it can."""
         del problem, algorithm
         return None
 
@@ -222,18 +222,18 @@ class AbstractBackend(ABC):
         """Run once and return the time it took on the device, in nanoseconds."""
 
     def is_broken(self) -> bool:
-        """Whether a failure has left the device useless to this process, and to it alone."""
+        """True if a failure has left the device useless to this process, and to it alone."""
         return False
 
     def state(self) -> tuple[str, ...]:
-        """What may disturb times now and is not of this process: clocks, heat, who else is there.
+        """External conditions that may perturb times now: clocks, heat, other processes.
 
         As notes of a measurement, "throttled=..." among them where the device slows itself down.
         """
         return ()
 
     def activity(self) -> Activity | None:
-        """How much of the processor this process had so far; None where times do not hang on it."""
+        """Processor time of this process so far; None where times do not depend on it."""
         return None
 
     def wave_sizes(self, problem: Problem) -> tuple[int, ...]:

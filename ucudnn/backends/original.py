@@ -18,7 +18,7 @@ _cudnn: Any = torch.backends.cudnn
 
 
 class Kernels(NamedTuple):
-    """What computes aten::convolution and aten::convolution_backward on one kind of device."""
+    """The kernels of aten::convolution and aten::convolution_backward on one kind of device."""
 
     convolution: Callable[..., Any]
     convolution_backward: Callable[..., Any]
@@ -91,7 +91,7 @@ def _cuda_convolution(*arguments: Any) -> Any:
 
 
 def tf32_allowed() -> bool:
-    """Whether torch may round the operands of a float32 convolution on a GPU to TF32 now.
+    """True if torch may round the operands of a float32 convolution on a GPU to TF32 now.
 
     `torch.backends.cudnn.allow_tf32` raises once the newer `fp32_precision` was used; this reads
     the newer one, which follows both.

@@ -27,7 +27,7 @@ _RACE = "plan["  # how a whole plan that was raced is called
 
 
 class _Group(NamedTuple):
-    """What measurements of one recording have in common."""
+    """Key fields that the measurements of one recording share."""
 
     device: Device
     software: Software
@@ -105,7 +105,7 @@ class RecordedBackend(AbstractBackend):
         return self._group.software
 
     def conditions(self, role: str = "alone") -> Conditions:
-        """How it was measured."""
+        """Conditions of its measurements."""
         return replace(self._group.conditions, role=role)
 
     def algorithms(self) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class RecordedBackend(AbstractBackend):
         return _default_first({name for by_name in self._entries.values() for name in by_name})
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """What was measured at this batch or a larger one is taken to work."""
+        """None for candidates that were measured at this batch or a larger one."""
         if self._twin is not None:
             return self._twin.refusal(problem, algorithm)
         if self._computes(problem, algorithm):
@@ -121,13 +121,13 @@ class RecordedBackend(AbstractBackend):
         return f"the recording of {self.device()} has no measurement of it"
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Why an algorithm does not compute a slab; None where it does."""
+        """Reason why an algorithm does not compute a slab; None where it does."""
         if self._twin is not None:
             return self._twin.slab_refusal(problem, algorithm)
         return self.refusal(problem, algorithm)
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """What was measured of a problem at this very batch, torch's own first."""
+        """Candidates measured at this very batch, torch's own first."""
         by_name = self._entries.get(problem)
         if by_name is None:
             raise UnsupportedError(f"the recording of {self.device()} has nothing of {problem}")
@@ -137,7 +137,7 @@ class RecordedBackend(AbstractBackend):
         )
 
     def measurements(self, problem: Problem, parts: Iterable[Problem]) -> list[Measurement]:
-        """What was measured of a kernel, in the roles that its chunks have.
+        """Measurements of a kernel, in the roles that its chunks have.
 
         In a recording that knows no roles the chunk alone stands for each: on a GPU one kernel runs
         in all of them. In half precision the chunk's own gradient becomes workspace then.

@@ -1,4 +1,4 @@
-"""How tensors follow a problem: its dtype and its layout in torch's words."""
+"""dtype and layout of a problem's tensors in torch's words."""
 
 from __future__ import annotations
 

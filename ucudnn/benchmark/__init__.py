@@ -1,3 +1,3 @@
-"""How times are taken: the protocol, and the statistics that judge them."""
+"""Timing: the protocol, and the statistics that judge times."""
 
 from __future__ import annotations

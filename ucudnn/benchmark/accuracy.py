@@ -1,4 +1,4 @@
-"""How far a candidate's result is from float64, in poisoned outputs that it must write wholly.
+"""Error of a candidate's result against float64, in poisoned outputs that it must write wholly.
 
 Each candidate is checked once for each problem it is measured as, on the operands that it is timed
 with: a crop of its result against float64 (`Reference`), and the whole result for elements that are
@@ -25,7 +25,7 @@ _BASE = 1.0
 
 
 class Accuracy(NamedTuple):
-    """How far a result is from the float64 one.
+    """Error of a result against the float64 one.
 
     Args:
         error: relative, in the L2 norm; infinite where an element was not written or is not finite.
@@ -61,7 +61,7 @@ class Check:
         self._result = self._prepared()
 
     def _prepared(self) -> Tensor | None:
-        """What the run writes into or adds to, which is no part of its workspace."""
+        """Tensor that the run writes into or adds to, which is no part of its workspace."""
         if self._role != "later":
             return None
         if self._part.op == "wgrad":
@@ -137,13 +137,13 @@ def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Accuracy:
 
 
 def _is_finite(result: Tensor) -> bool:
-    """Whether all elements are: their sum is not where one of them is not, and needs no memory."""
+    """True if all elements are: their sum is not where one of them is not, and needs no memory."""
     total = result.sum(dtype=torch.promote_types(result.dtype, torch.float32))
     return bool(total.isfinite())
 
 
 def _keeps_base(total: Tensor) -> bool:
-    """Whether nothing was added to any element of some filter or channel of a gradient."""
+    """True if nothing was added to any element of some filter or channel of a gradient."""
     kept = (total == _BASE).flatten(2).all(2)
     return bool((kept.all(0).any() | kept.all(1).any()).item())
 

@@ -1,4 +1,4 @@
-"""What measuring asks of a device: look at a candidate, time some in rounds, time whole plans."""
+"""Measurements on a device: a first run of a candidate, rounds of several, whole plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Arm(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a first run shows.
+    """Result of a first run.
 
     Args:
         workspace_bytes: temporary memory, the most that a chunk of this size needs anywhere.
@@ -42,7 +42,7 @@ class Look(NamedTuple):
 
 
 class How(NamedTuple):
-    """How candidates are timed.
+    """Settings of the timing of candidates.
 
     Args:
         chunks: the protocol of chunks.
@@ -62,7 +62,7 @@ THOROUGHLY = How()
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What the rounds showed of a whole plan, and its workspace in bytes."""
+    """Result of the rounds of a whole plan, and its workspace in bytes."""
 
     result: Result
     workspace_bytes: int
@@ -244,7 +244,7 @@ class LocalBench(AbstractBench):
         return [Whole(results[place], workspaces[place]) for place in range(len(splits))]
 
     def _workspace_of(self, loop: WholeLoop, call: Call) -> int:
-        """What a call takes beside its result.
+        """Workspace of a call in bytes.
 
         A backend may not see when an algorithm takes memory of its own, and counts it for all of
         the call; but chunks of different algorithms follow each other.

@@ -1,4 +1,4 @@
-"""How a candidate is timed: in the steady state that it will run in.
+"""Timing of a candidate in the steady state that it will run in.
 
 A chunk is timed inside a loop over consecutive chunks of operands larger than the last-level cache,
 so that its input is cold and its workspace warm, as in training, and the result is new memory for
@@ -139,7 +139,7 @@ class Ring:
         return a, b, out
 
     def chunks_per_call(self, part: Problem) -> int:
-        """How many chunks of a size fill a result."""
+        """Number of chunks of a size that fill a result."""
         turns = row_count(self.problem) // row_count(part)
         return turns * (self.problem.batch // part.batch)
 
@@ -148,7 +148,7 @@ class Ring:
         return self.a.new_ones(self.problem.result_shape[1])
 
     def result(self) -> Tensor:
-        """What the chunks of a call are written into: new each time, or in wgrad one sum."""
+        """Tensor that the chunks of a call are written into: new each time, or in wgrad one sum."""
         return empty_result(self.problem, self.a) if self.total is None else self.total
 
 

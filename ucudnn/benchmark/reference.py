@@ -35,7 +35,7 @@ _DOUBLE = torch.float64
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """Which elements of a result are computed: every position in every one of the planes.
+    """Elements of a result that are computed: every position in every one of the planes.
 
     >>> Crop.of(Problem("fprop", 8, 4, 4, (9, 40), (3, 3))).planes
     ((0, 0), (4, 2), (7, 3))
@@ -128,7 +128,7 @@ def _terms(problem: Problem) -> int:
 
 
 def _operands(problem: Problem, a: Tensor, b: Tensor, plane: tuple[int, int]) -> tuple[Tensor, ...]:
-    """What a plane of the result is computed from, each as (summed axis, flattened positions)."""
+    """Operands of a plane of the result, each as (summed axis, flattened positions)."""
     row, column = plane
     inputs, outputs = (
         channels // problem.groups for channels in (problem.in_channels, problem.out_channels)
@@ -148,7 +148,7 @@ def _operands(problem: Problem, a: Tensor, b: Tensor, plane: tuple[int, int]) ->
 def _gathers(
     problem: Problem, crop: Crop, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """Which elements of the first operand the positions of a crop read, some terms at a time.
+    """Elements of the first operand that the positions of a crop read, some terms at a time.
 
     Yields:
         Flat indices, and whether each lies outside, both by (position, term); and the terms.
@@ -174,7 +174,7 @@ def _gathers(
 
 
 def _source(problem: Problem, axis: int, position: Tensor, term: Tensor) -> tuple[Tensor, int]:
-    """Where along an axis of the first operand a term of a position lies, times a divisor.
+    """Place of a term of a position along an axis of the first operand, times a divisor.
 
     The term exists where the divisor divides it: outputs of a strided convolution read some inputs.
     """

@@ -30,7 +30,7 @@ class Entrant:
 
 @dataclass
 class Result:
-    """What the rounds showed of one entrant.
+    """Result of the rounds of one entrant.
 
     Args:
         samples: times in ns, the n-th of every entrant from the same round.
@@ -137,7 +137,7 @@ def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
 def _is_disturbed(
     readings: Mapping[int, _Reading], most_share: list[float], protocol: Protocol
 ) -> bool:
-    """Whether somebody had less of the processor than in the best round; updates the best."""
+    """True if somebody had less of the processor than in the best round; updates the best."""
     disturbed = False
     for number, reading in readings.items():
         if reading.share is not None:

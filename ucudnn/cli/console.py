@@ -1,4 +1,4 @@
-"""What every command prints with, and how it ends."""
+"""Output and exit status of every command."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """What `warnings.showwarning` is called as; a user of the command wants the sentence alone."""
+    """Print the sentence of a warning alone; called as `warnings.showwarning` is."""
     del category, filename, lineno, file, line
     err.print(f"ucudnn: warning: {message}", highlight=False, markup=False, soft_wrap=True)
 

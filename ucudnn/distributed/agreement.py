@@ -162,12 +162,12 @@ def require_one_plan(meeting: Meeting, plan: Plan) -> None:
 
 
 def job_facts(software: Software) -> dict[str, str]:
-    """What must be equal on all ranks of a job, whatever their devices."""
+    """Settings that must be equal on all ranks of a job, whatever their devices."""
     return {"ucudnn": ucudnn.__version__, "torch": software.torch}
 
 
 def kind_facts(device: Device, software: Software) -> dict[str, str]:
-    """What must be equal on all ranks with devices of one kind."""
+    """Settings that must be equal on all ranks with devices of one kind."""
     versions = {f"version of {name}": text for name, text in asdict(software).items()}
     return {"device": str(device), **versions}
 

@@ -54,7 +54,7 @@ class Pulse:
             return
 
     def is_lost(self, rank: int) -> bool:
-        """Whether a rank stood still for a lease, as far as this process has watched it."""
+        """True if a rank stood still for a lease, as far as this process has watched it."""
         count, now = self._store.add(f"pulse/{rank}", 0), time.monotonic()
         known, since = self._seen.get(rank, (-1, now))
         if count != known:
@@ -112,15 +112,15 @@ class Board:
         return int(first) == self._rank
 
     def is_done(self, item: int) -> bool:
-        """Whether an item has a result."""
+        """True if an item has a result."""
         return self._store.check([f"done/{item}"])
 
     def are_done(self, items: Sequence[int]) -> bool:
-        """Whether all of some items have results."""
+        """True if all of some items have results."""
         return self._store.check([f"done/{item}" for item in items])
 
     def count_done(self, items: Sequence[int]) -> int:
-        """How many of some items have results."""
+        """Number of some items that have results."""
         return sum(self.is_done(item) for item in items)
 
     def result(self, item: int) -> bytes:
@@ -147,7 +147,7 @@ class Turns:
         self._ranks, self._rank = ranks, rank
 
     def is_mine(self) -> bool:
-        """Whether this rank may measure now; skips who is lost."""
+        """True if this rank may measure now; skips who is lost."""
         if len(self._ranks) == 1:
             return True
         turn = self._turn()

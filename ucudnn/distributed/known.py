@@ -1,4 +1,4 @@
-"""What one host's cache knows and another's does not is sent, so that nobody measures it again."""
+"""Exchange of measurements between hosts' caches, so that nobody measures them again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def packed(value: object) -> bytes:
 
 
 def unpacked(data: bytes) -> object:
-    """What `packed` was given by a rank of this job; an error of ours is raised."""
+    """Value that a rank of this job gave to `packed`; an error of ours is raised."""
     value: object = pickle.loads(zlib.decompress(data))  # noqa: S301 - no stranger has the store
     if isinstance(value, UcudnnError):
         raise value
@@ -82,7 +82,7 @@ def _key(team: Sequence[int], item: int) -> str:
 
 
 def _that_count(entries: Iterable[Entry], backend: AbstractBackend) -> Iterable[Entry]:
-    """Those that this backend could find: of its device, versions and conditions."""
+    """Entries that this backend could find: of its device, versions and conditions."""
     here = (backend.device(), backend.software(), backend.conditions())
     for entry in entries:
         key = entry.measurement.key

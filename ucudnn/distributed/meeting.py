@@ -131,7 +131,7 @@ class Meeting:
         return self._lobby.check([key]) and self._lobby.get(key).decode().startswith(f"{name}:")
 
     def exchange(self, topic: str, said: Any) -> dict[int, Any]:
-        """What every rank says, by rank, once all have said it.
+        """Values of all ranks, by rank, once all have sent theirs.
 
         Args:
             topic: once per meeting.

@@ -1,4 +1,4 @@
-"""What tuning one kernel asked a cache for and put into it: enough to decide again elsewhere."""
+"""Record of the look-ups and writes of tuning one kernel: enough to decide again elsewhere."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AbstractWrapper(AbstractCache):
         return self._inner.check(fix)
 
     def info(self) -> CacheInfo:
-        """What the wrapped cache is and holds."""
+        """Location and contents of the wrapped cache."""
         return self._inner.info()
 
     def refresh(self) -> None:
@@ -86,7 +86,7 @@ class RecordingCache(AbstractWrapper):
             self._reused.pop(entry.measurement.key, None)
 
     def records(self) -> Records:
-        """What was noted."""
+        """The records."""
         return Records(tuple(self._measured.values()), tuple(self._reused.values()))
 
 

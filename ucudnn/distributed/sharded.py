@@ -50,7 +50,7 @@ Report = Callable[[Progress], None] | None
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait for other ranks.
+    """Timeouts of waiting for other ranks.
 
     Args:
         timeout_s: for one that does not come to a meeting.

@@ -25,7 +25,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How the ranks of a group share a global batch, seen from one of them.
+    """Division of a global batch among the ranks of a group, seen from one of them.
 
     >>> shares = Shares(sizes=(6, 2), index=1, time_ns=0)
     >>> shares.part(8), shares.weight(8)
@@ -49,7 +49,7 @@ class Shares:
         return sum(self.sizes)
 
     def part(self, total: int | None = None) -> slice:
-        """Which samples of a global batch are this rank's, in proportion where there are fewer.
+        """This rank's samples of a global batch, in proportion where there are fewer.
 
         Args:
             total: samples of this global batch; None: a full one.
@@ -66,7 +66,7 @@ class Shares:
         return slice(first, last)
 
     def weight(self, total: int | None = None) -> float:
-        """What this rank multiplies its mean loss by.
+        """Factor of the mean loss of this rank.
 
         Args:
             total: samples of this global batch; None: a full one.

@@ -79,7 +79,7 @@ class KernelAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Where the time, workspace and memory of a training step go, and what to do about it.
+    """Distribution of the time, workspace and memory of a training step, with a recommendation.
 
     `print(advice)` shows the sentences; `ucudnn advise` shows them below a table of kernels.
 
@@ -139,7 +139,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """What to do, in one sentence."""
+        """Recommendation in one sentence."""
         is_last = self.is_last_better
         cliffs = [kernel for kernel in self.kernels if kernel.is_cliff(is_last)]
         gain = self.share(sum(kernel.excess_ns(is_last) for kernel in cliffs))

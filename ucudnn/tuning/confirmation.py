@@ -104,7 +104,7 @@ def _finalists(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Fi
 
 
 def _notes(session: Session, problem: Problem, splits: Sequence[Split]) -> list[tuple[str, ...]]:
-    """Of each split what its algorithms are said to be, of torch's default all that is known."""
+    """Notes of each split; those of torch's default in full."""
     notes_by_name = {
         candidate.algorithm: candidate.notes for candidate in session.backend.candidates(problem)
     }
@@ -200,7 +200,7 @@ def _ties(entry: Finalist, fastest: Finalist) -> bool:
 
 
 def _is_faster(entry: Finalist, other: Finalist, overhead_ns: int = 0) -> bool:
-    """Whether one takes less time than the other, by more than noise and more than is worth it."""
+    """True if one takes less time than the other, by more than noise and more than is worth it."""
     samples = [time_ns + overhead_ns for time_ns in entry.samples]
     ratio, _, high = ratio_interval(samples, other.samples)
     return high < 1 and ratio < 1 - WORTHWHILE_GAIN

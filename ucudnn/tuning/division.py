@@ -19,7 +19,7 @@ from ucudnn.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a kernel may get.
+    """Options of a kernel in a division of a pool.
 
     Args:
         calls: how many layers run it, each of which owns as much.
@@ -42,7 +42,7 @@ class Choices:
         ]
 
     def part(self, place: int, left: int) -> int:
-        """What a call gets that is to take a point of the front, where so much is left over."""
+        """Part of the pool of a call at a point of its front, where so much is left over."""
         point = self.front[place]
         least = point.workspace_bytes + self.surplus
         if point.below is not None:  # with more it would take another one
@@ -60,7 +60,7 @@ def require_solver(solver: str) -> None:
 
 
 def divided(choices: Mapping[Problem, Choices], total: int, solver: str) -> dict[Problem, int]:
-    """What each call of each kernel may use, so that all of them take least.
+    """Workspace of each call of each kernel that minimises the total time.
 
     >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
     >>> from ucudnn.tuning.solve import Point

@@ -1,4 +1,4 @@
-"""How much tuning spends before it stops: what each `Config.effort` stands for."""
+"""Limits of tuning for each value of `Config.effort`."""
 
 from __future__ import annotations
 

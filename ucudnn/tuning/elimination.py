@@ -27,7 +27,7 @@ _TRIAL_NS = 1_000_000
 
 
 class Elimination:
-    """Which algorithms can still matter, by what is known so far.
+    """Decides which algorithms can still matter, by the measurements so far.
 
     Args:
         candidates: of the kernel.
@@ -62,7 +62,7 @@ class Elimination:
         return found
 
     def _reason(self, arms: Sequence[Arm], best_ns: float | None) -> str:
-        """Why none of a curve's arms can matter, "" where one can."""
+        """Reason why none of a curve's arms can matter, "" where one can."""
         if any(self._records[arm].status == "ok" for arm in arms if arm in self._records):
             return ""
         costs = [self._candidates.cost(arm.size, arm.algorithm) for arm in arms]

@@ -19,7 +19,7 @@ def items_by_role(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
 ) -> dict[str, list[Item]]:
-    """What `reuse` takes, by role: "alone", "first", "later".
+    """Items for `reuse`, by role: "alone", "first", "later".
 
     Args:
         problem: the kernel at its largest batch.
@@ -41,7 +41,7 @@ def _single_items(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
 ) -> list[Item]:
-    """What each algorithm takes for each batch alone, or at most takes.
+    """Times of each algorithm for each batch alone, or upper bounds.
 
     A batch that was not timed costs at most what the next larger one does by the same kernel, and a
     chunk alone at most what it does when it is written into a larger result.
@@ -89,7 +89,7 @@ def with_bounded(
 def _bounded(
     problem: Problem, by_batch: Mapping[int, Item], sizes: Iterable[int], kernel_of: KernelOf
 ) -> Iterator[Item]:
-    """What one algorithm takes at some sizes, or at most takes: as the next larger timed size.
+    """Times of one algorithm at some sizes; between timed ones, that of the next larger.
 
     Only where both run the same kernel; one that was timed stands for itself.
     """
@@ -106,7 +106,7 @@ def _bounded(
 
 
 def lists_of(op: str, is_whole: bool, role: str) -> tuple[str, ...]:
-    """What of a split a chunk may be that was timed in a role.
+    """Positions in a split that a chunk timed in a role may have.
 
     >>> lists_of("fprop", False, "later")
     ('first', 'later')
@@ -132,12 +132,12 @@ def role_of_first(problem: Problem) -> str:
 
 
 def rank_of(algorithm: str, notes: Sequence[str]) -> int:
-    """What breaks ties, lower first: deterministic algorithms, and among them torch's default."""
+    """Rank that breaks ties, lower first: deterministic algorithms, and torch's default."""
     return 2 * ("nondeterministic" in notes) + (algorithm != DEFAULT_ALGORITHM)
 
 
 def held_bytes(problem: Problem, role: str) -> int:
-    """What a chunk's workspace is held beside: half-precision wgrad adds up in float32."""
+    """Memory beside the workspace of a chunk: half-precision wgrad adds up in float32."""
     if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != "alone":
         return 4 * prod(problem.w_shape)
     return 0

@@ -82,7 +82,7 @@ class KernelMeasurer:
 
     @cached_property
     def bench(self) -> AbstractBench:
-        """Where candidates run."""
+        """Bench of the kernel, made when something must be run."""
         return self._session.bench(self._axis)
 
     def release(self) -> None:
@@ -91,7 +91,7 @@ class KernelMeasurer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to measure."""
+        """True if there is nothing to measure."""
         return not self._listed.by_arm
 
     @property
@@ -104,7 +104,7 @@ class KernelMeasurer:
 
     @property
     def usable(self) -> list[Measurement]:
-        """What was timed in full, fits, and is exact enough."""
+        """Measurements in full that fit and are exact enough."""
         return [entry for arm, entry in self._by_size() if self._is_usable(arm, entry)]
 
     def look_at_default(self) -> Measurement | None:
@@ -151,7 +151,7 @@ class KernelMeasurer:
         return bool(first_runs or wanted)
 
     def outlook(self, launch_ns: int = 0) -> Outlook:
-        """How good the best split of what was timed is, and what is wanted next."""
+        """Gap estimate of the best split of the timed chunks, and the chunks to time next."""
         options = list(self._options())
         worthwhile = [
             option
@@ -166,7 +166,7 @@ class KernelMeasurer:
         return found
 
     def certificate(self) -> tuple[str, ...]:
-        """What was timed and how much faster another split could be, for the notes of a plan."""
+        """Counts of timed candidates and the gap that is left, for the notes of a plan."""
         timed = sum(entry.time_ns is not None for entry in self.measurements)
         gap = (
             f"no split along the {self._axis.name} axis is faster by more than "
@@ -231,7 +231,7 @@ class KernelMeasurer:
         )
 
     def _has_lost(self, arm: Arm, entry: Measurement) -> bool:
-        """Whether it lost its race against one that counts under this limit, too."""
+        """True if it lost its race against one that counts under this limit, too."""
         if entry.status != "screened" or not entry.reason.startswith(_BEATEN):
             return False
         rival = arm._replace(algorithm=entry.reason.removeprefix(_BEATEN))
@@ -283,7 +283,7 @@ class KernelMeasurer:
         return self._wanted_by_smaller_batches()
 
     def _wanted_by_smaller_batches(self) -> list[Arm]:
-        """What is missing for the first batch that lacks a split, of those that could have one."""
+        """Chunks to time for the first batch that lacks a split and could have one."""
         if self._axis.name != "batch":
             return []
         problem, kernel_of = self._problem, self._session.kernel_of

@@ -134,7 +134,7 @@ def _until(config: Config, began: float, step_ns: int) -> float | None:
 
 
 def _reason_against(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:
-    """Why no step is run, "" where some can be."""
+    """Reason why no step is run, "" where some can be."""
     if not config.step_race:
         return "step_race is off"
     if is_replayed(config):

@@ -1,4 +1,4 @@
-"""How far the times of a plan can be trusted: load, wide intervals, predictions, single runs."""
+"""Noise of the times of a plan: load, wide intervals, wrong predictions, single runs."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from ucudnn.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What a model asks for.
+    """A kernel with the layers that run it.
 
     Args:
         problem: at the largest batch.
@@ -41,7 +41,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a kernel's chunks.
+    """Measurements of a kernel's chunks.
 
     Args:
         plain: what a split along the batch may consist of.
@@ -189,11 +189,11 @@ class KernelPlanner:
         )
 
     def _working(self) -> list[KernelMeasurer]:
-        """Those with something to measure."""
+        """Measurers that have something to measure."""
         return [self._plain, *(one for one in (self._fused, self._slabs) if not one.is_empty)]
 
     def front(self) -> Front:
-        """What splits take within how much workspace, by what there is to measure at this limit.
+        """Front of time over workspace of the splits, by the measurements at this limit.
 
         Raises:
             PlanError: the recording has nothing of this kernel.
@@ -249,7 +249,7 @@ class KernelPlanner:
         self._has_split(self.evidence())
 
     def _has_split(self, evidence: Evidence) -> bool:
-        """Whether something fits; False where the time ended before anything did."""
+        """True if something fits; False where the time ended before anything did."""
         if evidence.plain or evidence.fused or self._rows(evidence).splits(self._chunk_limit):
             return True
         if self._session.is_over:
@@ -257,7 +257,7 @@ class KernelPlanner:
         raise self._nothing_fits(evidence)
 
     def _solve(self, evidence: Evidence) -> tuple[Solved, Solved]:
-        """What splits along the batch there are, by algorithms of one sort or the other."""
+        """Splits along the batch, by plain algorithms and by those that add a bias."""
         kernel_of, limit, sizes = self._session.kernel_of, self._chunk_limit, self._sizes
         return (
             solve(self.problem, evidence.plain, kernel_of, limit, sizes),
@@ -286,7 +286,7 @@ class KernelPlanner:
         return predict(solved, rows, splits, self.default) if raced is None else raced
 
     def _tighter(self, finalists: Sequence[Finalist], evidence: Evidence) -> KernelPlanner:
-        """Where every whole call needed more than its chunks were seen to: smaller chunks."""
+        """A planner with a lower limit, after every whole call needed more than its chunks did."""
         assert self.limit is not None
         assert self._chunk_limit is not None
         needs = [
@@ -322,7 +322,7 @@ class KernelPlanner:
         return max(sizes, default=None)
 
     def _nothing_fits(self, evidence: Evidence, surplus: int | None = None) -> PlanError:
-        """What to say of a limit that nothing fits.
+        """Error for a limit that nothing fits.
 
         Args:
             evidence: what was tried.
@@ -359,7 +359,7 @@ class KernelPlanner:
 
 
 def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
-    """What splits of a kernel take within how much workspace, from `most` downwards.
+    """Front of time over workspace of the splits of a kernel, from `most` downwards.
 
     Measured for ever smaller limits, each a twentieth below the one before or more: just below
     what the best split for that one needs. So each point is the best split for a limit.

@@ -1,4 +1,4 @@
-"""How far tuning is, for whoever watches it, and the warning where it could not finish."""
+"""Progress of tuning, and the warning where it could not finish."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far tuning is.
+    """Progress of tuning.
 
     Args:
         kernel: the kernel at work.

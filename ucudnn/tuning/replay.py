@@ -81,7 +81,7 @@ def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
 
 
 def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:
-    """What the session's recording has of a kernel's chunks of some sizes."""
+    """Measurements of a kernel's chunks of some sizes in the session's recording."""
     backend = session.backend
     assert isinstance(backend, RecordedBackend)
     found = backend.measurements(axis.problem, [axis.part(size) for size in sizes])
@@ -89,7 +89,7 @@ def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[M
 
 
 def miss(session: Session, problem: Problem) -> PlanError:
-    """Why a kernel cannot be planned of which nothing was recorded: what is nearest."""
+    """Reason why a kernel cannot be planned of which nothing was recorded: what is nearest."""
     texts = key_texts(session.key(problem, ""))
     wanted = {name: texts[name] for name in texts if name not in _ANY}
     nearest = explain(wanted, (entry.key for entry in session.cache))
@@ -105,7 +105,7 @@ def predict(
     splits: Sequence[Split],
     default: Measurement | None,
 ) -> list[Finalist]:
-    """What splits take by the sum of their steps, each marked as predicted; for `choose`.
+    """Finalists whose times are predicted by the sums of their steps, for `choose`.
 
     A split with a step that was not timed in its role is left out.
 
@@ -133,7 +133,7 @@ def predict(
 
 
 def _items(solved: Sequence[Solved], rows: SolvedRows, split: Split) -> Iterator[Item | None]:
-    """What was measured of each step, the fastest; None where nothing was."""
+    """The fastest measurement of each step; None where there is none."""
     axis = axis_of(rows.axis.problem, split)
     for number, step in enumerate(split.steps):
         if split.axis == "spatial":

@@ -257,7 +257,7 @@ class TuningScheduler:
         session.until = session.race_until - _RACING * left_s
 
     def _cost_ns(self, problems: Iterable[Problem]) -> int:
-        """What torch takes for all calls of some kernels, as far as it is known."""
+        """Time of torch's own convolution for all calls of some kernels, as far as known."""
         known = ((self._default.get(p), len(self._layers[p])) for p in problems)
         return sum((entry.time_ns or 0) * calls for entry, calls in known if entry is not None)
 
@@ -393,7 +393,7 @@ class TuningScheduler:
                 return
 
     def _shares_of_defaults(self, total: int) -> dict[Problem, int]:
-        """What torch's own convolutions need, where the pool holds all of them; else nothing."""
+        """Workspace of torch's own convolutions, where the pool holds all of them."""
         most = total if self._config.limit_bytes is None else self._config.limit_bytes
         needs = {
             problem: entry.workspace_bytes
@@ -467,7 +467,7 @@ class TuningScheduler:
             )
 
     def _seconds_left(self) -> float | None:
-        """What is left at the rate so far, weighed by what torch takes for each kernel."""
+        """Seconds left at the rate so far, weighed by torch's time of each kernel."""
         if not self._done_ns:
             return None
         still_ns = self._total_ns - self._done_ns

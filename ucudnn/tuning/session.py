@@ -1,4 +1,4 @@
-"""What stays the same while one device measures: backend, cache, worker, time left, and counts."""
+"""State of one device that measures: backend, cache, worker, deadlines and counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SPEED_PROBLEM = Problem("fprop", 1, 1, 1, (1,), (1,))
 
 @dataclass
 class Session:
-    """What stays the same while one device measures: the backend, the cache, and the counts.
+    """State of one device that measures: the backend, the cache, deadlines and counts.
 
     Args:
         backend: where candidates come from.
@@ -75,7 +75,7 @@ class Session:
         )
 
     def kernel_of(self, problem: Problem, algorithm: str) -> str | None:
-        """Which kernel an algorithm runs a problem by, None where it does not."""
+        """Name of the kernel by which an algorithm runs a problem, None where it does not."""
         return self._kernel(problem, algorithm)
 
     def _find_kernel(self, problem: Problem, algorithm: str) -> str | None:
@@ -118,7 +118,7 @@ class Session:
         return known.time_ns or 0
 
     def bench(self, axis: AbstractAxis) -> AbstractBench:
-        """Where candidates of a kernel run: in this process, or in the session's worker."""
+        """Bench of a kernel's candidates, in this process or in the session's worker."""
         how = How(self.effort.chunks, self.effort.wholes, self.until, self.race_until)
         if self._worker is not None:
             return WorkerBench(self._worker, axis, how)
@@ -135,7 +135,7 @@ class Session:
         return self.race_until is None or monotonic() < self.race_until
 
     def find(self, key: MeasurementKey) -> Measurement | None:
-        """What was measured, now or ever, but for what is to be measured anew.
+        """The measurement of a key, unless it is to be taken anew.
 
         That is all that this session did not take itself, where it was told so; and what was taken
         while others used the machine, where they do not any more.
@@ -166,7 +166,7 @@ class Session:
         return measurement
 
     def state(self) -> tuple[str, ...]:
-        """What disturbs times now, as notes; of a worker's device it tells with its results."""
+        """Notes on what perturbs times now; a worker's results carry its own."""
         return () if self.isolated else self.backend.state()
 
     def note(self, measurement: Measurement) -> None:

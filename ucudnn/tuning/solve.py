@@ -43,7 +43,7 @@ Front = tuple[Point, ...]
 
 @dataclass(frozen=True)
 class SolvedRows:
-    """What a kernel's slabs cost, and what the solver makes of it.
+    """Measurements of a kernel's slabs, and the solver's table of them.
 
     Args:
         axis: the rows of the kernel.
@@ -108,7 +108,7 @@ class SolvedRows:
         return reuse((), self.axis.extent, first=first, accumulate=later, launch_ns=launch_ns)
 
     def front(self) -> Front:
-        """What the splits take within how much workspace."""
+        """Front of time over workspace of the splits."""
         return _front({"alone": (), "first": self.first, "later": self.later}, self.axis.extent)
 
     def smallest(self) -> tuple[int, Split] | None:
@@ -198,7 +198,7 @@ class Solved:
         return replace(self, walks=tuple(walks))
 
     def front(self) -> Front:
-        """What the splits of the largest batch take within how much workspace, as it was timed."""
+        """Front of time over workspace of the splits of the largest batch, as timed."""
         return _front(self.items, self.problem.batch)
 
     def kernel_plan(

@@ -72,7 +72,7 @@ class StepJudge:
         )
 
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
-        """Of some kernels those with which a step is no slower than without, by halving."""
+        """Find by halving the kernels with which a step is no slower than without."""
         if self._is_over:
             return []
         others = [kernel for kernel in plan.kernels if kernel not in kernels]

@@ -21,7 +21,7 @@ _SMALL_BYTES = 256 << 20
 
 
 class WorkspaceModel:
-    """What is known of the workspace of a kernel's chunks.
+    """Known and extrapolated workspace of a kernel's chunks.
 
     Workspace is taken to grow on a line with the chunk, for each implementation.
 

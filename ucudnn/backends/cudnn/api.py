@@ -36,7 +36,7 @@ class CudnnError(UcudnnError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether cuDNN understood and declined: BAD_PARAM (2xxx) or NOT_SUPPORTED (3xxx)."""
+        """True if cuDNN understood and declined: BAD_PARAM (2xxx) or NOT_SUPPORTED (3xxx)."""
         return 2000 <= self.status < 4000
 
     def __reduce__(self) -> tuple[type[CudnnError], tuple[int, str, str, str]]:

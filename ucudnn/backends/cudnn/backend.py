@@ -34,7 +34,7 @@ _torch: Any = torch.backends.cudnn  # a module that is replaced by an object whe
 
 
 class _Settings(NamedTuple):
-    """What torch's own choice of a convolution depends on, in whatever process it is measured."""
+    """Settings that torch's own choice of a convolution depends on, in every process."""
 
     benchmark: bool
     deterministic: bool
@@ -120,7 +120,7 @@ class CudnnBackend(AbstractBackend):
         )
 
     def is_broken(self) -> bool:
-        """Whether a kernel has faulted: CUDA then refuses everything until the process ends."""
+        """True if a kernel has faulted: CUDA then refuses everything until the process ends."""
         try:
             torch.cuda.synchronize(self._index)
         except RuntimeError:
@@ -136,7 +136,7 @@ class CudnnBackend(AbstractBackend):
         return (DEFAULT_ALGORITHM,)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Why an algorithm does not compute a problem; None where it does, or may.
+        """Reason why an algorithm does not compute a problem; None where it does, or may.
 
         Whether an engine computes a batch that was never enumerated is known when it is built.
         """
@@ -161,7 +161,7 @@ class CudnnBackend(AbstractBackend):
         return Candidate(problem, DEFAULT_ALGORITHM), *engines
 
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """What cuDNN proposes for the fused pattern convolution + bias, which fprop alone has."""
+        """cuDNN's proposals for the fused pattern convolution + bias, which fprop alone has."""
         if problem.op != "fprop":
             return ()
         return self._candidates(problem, _is_deterministic(), True)

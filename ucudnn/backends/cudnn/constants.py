@@ -152,7 +152,7 @@ class HeuristicMode(IntEnum):
 
 
 class NumericalNote(IntEnum):
-    """What an engine's arithmetic does: CUDNN_NUMERICAL_NOTE_*."""
+    """Properties of the arithmetic of an engine: CUDNN_NUMERICAL_NOTE_*."""
 
     TENSOR_CORE = 0
     DOWN_CONVERT_INPUTS = 1
@@ -167,7 +167,7 @@ class NumericalNote(IntEnum):
 
 
 class BehaviorNote(IntEnum):
-    """What an engine needs or offers: CUDNN_BEHAVIOR_NOTE_*."""
+    """Requirements and abilities of an engine: CUDNN_BEHAVIOR_NOTE_*."""
 
     RUNTIME_COMPILATION = 0
     REQUIRES_FILTER_INT8x32_REORDER = 1

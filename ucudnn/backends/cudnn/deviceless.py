@@ -30,7 +30,7 @@ _MODULE = "ucudnn.backends.cudnn.deviceless"
 
 
 class Listing(NamedTuple):
-    """What cuDNN has for a problem.
+    """cuDNN's configurations of a problem.
 
     Args:
         problem: the convolution.

@@ -42,7 +42,7 @@ _STUBS = (_Stub(_DRIVER, "libcuda.c"), *_CUBLASLT)
 
 
 def has_driver() -> bool:
-    """Whether this machine has an NVIDIA driver; it is loaded, but not started."""
+    """True if this machine has an NVIDIA driver; it is loaded, but not started."""
     try:
         ctypes.CDLL(_DRIVER)
     except OSError:

@@ -57,11 +57,11 @@ class Configuration:
 
     @property
     def is_runtime_compiled(self) -> bool:
-        """Whether building it compiles code: 0.3 to 2 s instead of 0.1 ms."""
+        """True if building it compiles code: 0.3 to 2 s instead of 0.1 ms."""
         return BehaviorNote.RUNTIME_COMPILATION.name in self.notes
 
     def is_allowed(self, problem: Problem, deterministic: bool = False) -> bool:
-        """Whether PyTorch's rules allow it for a problem.
+        """True if PyTorch's rules allow it for a problem.
 
         float32 is never converted to a narrower type; a tensor core multiplies float32 as TF32,
         which `problem.math` may rule out; `deterministic` rules out results that vary.
@@ -251,7 +251,7 @@ def load_plan(target: Target, problem: Problem, identity: str, serialized: str) 
 
 @contextmanager
 def _refusals(said: str) -> Iterator[None]:
-    """What cuDNN refuses becomes an UnsupportedError that begins with a clause."""
+    """Turn refusals of cuDNN into UnsupportedErrors that begin with a clause."""
     try:
         yield
     except CudnnError as error:

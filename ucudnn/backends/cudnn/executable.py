@@ -38,15 +38,15 @@ class RefusedError(UnsupportedError, RuntimeError):
 
 
 class AnyPlan(Protocol):
-    """What an executable needs to know of a plan."""
+    """The part of a plan that an executable uses."""
 
     @property
     def workspace_bytes(self) -> int:
-        """What a run needs."""
+        """Workspace of a run in bytes."""
 
 
 class AnyRuntime(Protocol):
-    """What an executable needs from `Runtime`, whose methods these are."""
+    """The methods of `Runtime` that an executable uses."""
 
     def build(
         self,
@@ -268,7 +268,7 @@ def _as_xwy(problem: Problem, a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor
 
 
 def _view(tensor: Tensor, layout: str) -> View:
-    """How a tensor lies in memory.
+    """Layout of a tensor in memory.
 
     torch leaves the stride of an axis of size 1 to chance, and cuDNN reads the layout from it.
     """

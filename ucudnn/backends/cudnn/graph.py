@@ -75,7 +75,7 @@ _OPERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to plan for: a device that is here, or one that a profile describes.
+    """Device to plan for: one that is here, or one that a profile describes.
 
     Args:
         cudnn: the library.
@@ -89,7 +89,7 @@ class Target:
 
 
 class View(NamedTuple):
-    """How a tensor lies in memory.
+    """Layout of a tensor in memory.
 
     Args:
         strides: in elements, in the order (N, C, *spatial).
@@ -101,7 +101,7 @@ class View(NamedTuple):
 
 
 class Views(NamedTuple):
-    """How the three tensors of a problem lie in memory."""
+    """Layouts of the three tensors of a problem in memory."""
 
     x: View
     w: View
@@ -109,7 +109,7 @@ class Views(NamedTuple):
 
 
 def views_of(problem: Problem, whole: Problem | None = None) -> Views:
-    """How a problem's tensors lie in memory, as a chunk of a batch or a slab of a larger problem.
+    """Layouts of a problem's tensors, as a chunk of a batch or a slab of a larger problem.
 
     A chunk begins a multiple of its own size after its tensor's begin, a slab at any row.
 

@@ -1,4 +1,4 @@
-"""What a GPU, its state and its software are called in measurements and plans.
+"""Names of a GPU, its state and its software in measurements and plans.
 
 Two sources: what CUDA tells torch, and what the driver's management library (NVML) tells without
 it. Where NVML is missing, as in some containers, what only it knows is left empty.
@@ -32,7 +32,7 @@ _SLOWDOWNS = {
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """What may disturb a measurement, at one moment; numbers that nobody tells are 0.
+    """Conditions that may perturb a measurement, at one moment; unknown numbers are 0.
 
     Args:
         sm_clock_mhz: clock of the multiprocessors.
@@ -137,7 +137,7 @@ def _ask(question: Callable[[], T], unknown: T) -> T:
 
 @cache
 def _nvml() -> bool:
-    """Whether NVML is there; it is opened once, for as long as the process lives."""
+    """True if NVML is there; it is opened once, for as long as the process lives."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -1,4 +1,4 @@
-"""Which libcudnn to use: torch's where torch is loaded, so that a process never holds two."""
+"""Choice of libcudnn: torch's where torch is loaded, so that a process never holds two."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ucudnn.problem import Problem
 
 
 class AnyHandle(Protocol):
-    """What a handle does for `Handles`."""
+    """The methods of a handle that `Handles` uses."""
 
     def set_stream(self, stream: int) -> None:
         """Enqueue what follows on a stream."""
@@ -88,7 +88,7 @@ class Runtime:
     def configurations(
         self, device: int, problem: Problem, views: Views | None = None, bias: bool = False
     ) -> list[Configuration]:
-        """What cuDNN proposes for a problem on a device, or for one with a bias.
+        """cuDNN's proposals for a problem on a device, or for one with a bias.
 
         Raises:
             UnsupportedError: nothing.

@@ -1,4 +1,4 @@
-"""What an algorithm of the CPU backend is, and how tensors follow a problem's layout."""
+"""Base classes of the CPU backend's algorithms, and tensors in a problem's layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AbstractAlgorithm(ABC):
 
     @abstractmethod
     def refusal(self, problem: Problem) -> str | None:
-        """Why this algorithm does not apply, as a clause; None where it does."""
+        """Reason why this algorithm does not apply, as a clause; None where it does."""
 
     @abstractmethod
     def cost(self, problem: Problem) -> Cost:

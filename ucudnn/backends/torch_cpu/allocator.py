@@ -1,4 +1,4 @@
-"""Which malloc this process has, and the one knob of glibc's that decides what page faults cost.
+"""The malloc of this process, and the setting of glibc's that decides what page faults cost.
 
 glibc gives blocks above its mmap threshold (at most 32 MiB by itself) back to the kernel when they
 are freed, so every large temporary is paged in anew at each call.

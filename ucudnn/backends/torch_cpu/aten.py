@@ -170,7 +170,7 @@ class SlowConv2d(AbstractAlgorithm):
 
 
 def _is_both(shape: tuple[int, ...]) -> bool:
-    """Whether channels first and channels last are the same order of elements."""
+    """True if channels first and channels last are the same order of elements."""
     return shape[1] == 1 or prod(shape[2:]) == 1
 
 
@@ -203,7 +203,7 @@ def _columns_cost(problem: Problem, kernel: str) -> Cost:
 
 
 def _is_cramped(problem: Problem) -> bool:
-    """Whether a filter is larger than the input along an axis, hangs over it, or has one place.
+    """True if a filter is larger than the input along an axis, hangs over it, or has one place.
 
     There the half-precision kernels of oneDNN read memory that is not theirs (torch 2.13, oneDNN
     3.12, AVX-512), most often channels-last: results change from run to run, or the process ends.
@@ -229,14 +229,14 @@ def _is_cramped(problem: Problem) -> bool:
 
 
 def cramped_refusal(problem: Problem) -> str | None:
-    """Why oneDNN does not compute a problem rightly; None where it does."""
+    """Reason why oneDNN does not compute a problem rightly; None where it does."""
     if problem.dtype in _HALF and _is_cramped(symmetric(problem)):
         return f"oneDNN's {problem.dtype} kernels take filters inside the input only"
     return None
 
 
 def onednn_refusal(problem: Problem) -> str | None:
-    """Why oneDNN does not compute a problem here; None where it does."""
+    """Reason why oneDNN does not compute a problem here; None where it does."""
     if problem.dtype == "float64":
         return "oneDNN has no float64 convolution"
     kernel = chosen_kernel(problem)

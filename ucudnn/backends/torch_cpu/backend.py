@@ -83,7 +83,7 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(_ALGORITHMS)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Why an algorithm does not compute a problem; None where it does."""
+        """Reason why an algorithm does not compute a problem; None where it does."""
         if problem.math != "strict":
             return "a CPU computes float32 in full precision; use math='strict'"
         if problem.layout == "nhwc" and problem.rank == 1:
@@ -93,7 +93,7 @@ class TorchCpuBackend(AbstractBackend):
         return _ALGORITHMS[algorithm].refusal(problem)
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Why an algorithm does not compute a slab; None where it does."""
+        """Reason why an algorithm does not compute a slab; None where it does."""
         reason = self.refusal(problem, algorithm)
         if reason is None and self.kernel(problem, algorithm).startswith("onednn"):
             reason = cramped_refusal(problem)
@@ -159,7 +159,7 @@ class TorchCpuBackend(AbstractBackend):
         return max(unseen, default=0) + allocated_peak_bytes(run)
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """What aten picks for torch's own convolution; every other algorithm is one kernel."""
+        """aten's choice for torch's own convolution; every other algorithm is one kernel."""
         return chosen_kernel(problem) if algorithm == "torch_default" else algorithm
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:
@@ -169,7 +169,7 @@ class TorchCpuBackend(AbstractBackend):
         return time.perf_counter_ns() - start
 
     def state(self) -> tuple[str, ...]:
-        """How many processors others use, where these are some that this process uses, too."""
+        """Number of processors that others use, where this process needs some of them."""
         return _load.notes()
 
     def activity(self) -> Activity:

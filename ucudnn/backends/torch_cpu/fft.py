@@ -68,7 +68,7 @@ def _transform_operations(sizes: list[int]) -> int:
 
 
 def _summands(problem: Problem) -> int:
-    """How many products of spectra are added up in each spectrum of the result."""
+    """Number of products of spectra that are added up in each spectrum of the result."""
     return {
         "fprop": problem.in_channels // problem.groups,
         "dgrad": problem.out_channels // problem.groups,

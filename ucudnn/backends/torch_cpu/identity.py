@@ -1,4 +1,4 @@
-"""What this CPU, its memory and its software are called in measurements and plans."""
+"""Names of this CPU, its memory and its software in measurements and plans."""
 
 from __future__ import annotations
 

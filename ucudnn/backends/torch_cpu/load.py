@@ -1,4 +1,4 @@
-"""How much of the machine's processors others use: the load that disturbs times taken here."""
+"""Load of the machine by other processes, which perturbs times taken here."""
 
 from __future__ import annotations
 

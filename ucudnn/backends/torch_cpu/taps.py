@@ -93,7 +93,7 @@ class _Axis(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """How many pairs of an output and a filter position meet the input, and how many of each do."""
+    """Numbers of pairs of an output and a filter position that meet the input, and of each."""
 
     pairs: int
     inputs: int

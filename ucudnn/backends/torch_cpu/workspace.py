@@ -1,4 +1,4 @@
-"""How much temporary memory a call takes: what torch's allocator saw, beyond the result.
+"""Temporary memory of a call: the peak that torch's allocator saw, beyond the result.
 
 torch's profiler reports every allocation of torch's CPU allocator, oneDNN's scratch included, and
 changes no state. It misses what a kernel takes from malloc itself and what other threads take:
