@@ -156,7 +156,7 @@ def test_a_step_that_cannot_be_computed(model):
 
 
 def test_what_there_is_no_advice_on(model):
-    with pytest.raises(ConfigError, match="no convolution to advise on"):
+    with pytest.raises(ConfigError, match="no convolution to plan"):
         ucudnn.advise(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(ConfigError, match="recording"):
         ucudnn.advise(model, torch.ones(2, 3, 12, 12), Config(backend="recorded"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -26,7 +26,7 @@ from ucudnn.stepping import STEP_ERRORS, Steps, first_line, reason_against_steps
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.advice import Advice, KernelAdvice
 from ucudnn.tuning.step_judge import race
-from ucudnn.tuning.tuner import is_replayed
+from ucudnn.tuning.tuner import is_replayed, layers_by_problem
 from ucudnn.tuning.worth import least_ns
 
 _MOST_S = 60.0
@@ -97,15 +97,8 @@ def advised(
         ConfigError: as for `advise`.
     """
     require_live(config)
-    if not traced.layers:
-        raise ConfigError(
-            f"there is no convolution to advise on: the model computes none on these inputs for "
-            f"ops={','.join(config.ops)}"
-        )
+    names = layers_by_problem(traced.layers, config)
     began, backend = monotonic(), open_backend(config.backend)
-    names: dict[Problem, list[str]] = {}
-    for name, problem in traced.layers:
-        names.setdefault(problem, []).append(name)
     advice = Advice((), backend.device())
     advice = _with_steps(advice, model, example_inputs, backend, names, began)
     watch = _Watch(backend, began + _MOST_S)
@@ -113,7 +106,7 @@ def advised(
     with torch.no_grad(), torch._C.DisableTorchFunction():
         # those that probably take longest come first: the time may end before the others
         for problem in sorted(names, key=lambda p: -p.flops * len(names[p])):
-            found[problem] = watch.kernel(problem, tuple(names[problem]))
+            found[problem] = watch.kernel(problem, names[problem])
             on_kernel(len(found), len(names))
     return replace(advice, kernels=tuple(found[problem] for problem in names))
 
@@ -136,7 +129,7 @@ def _with_steps(
     model: nn.Module,
     inputs: Any,
     backend: AbstractBackend,
-    problems: dict[Problem, list[str]],
+    problems: Collection[Problem],
     began: float,
 ) -> Advice:
     """Run steps as they are and in channels_last, in turn."""

@@ -23,6 +23,10 @@ from ucudnn.tuning.replay import open_recording, recorded_by_profile
 from ucudnn.tuning.scheduler import TuningScheduler
 
 _log = logging.getLogger("ucudnn")
+_BUSY = (
+    "other processes use this machine: times will be too long and gains uncertain; end them, or "
+    "tune again later, which takes anew what was measured meanwhile"
+)
 # Threads that measure would time each other, and torch has one profiler per process.
 _measuring = ForkSafeLock()
 
@@ -74,34 +78,14 @@ def tune_problems(
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
     config = config or Config()
-    names: dict[Problem, list[str]] = {}
-    for name, problem in layers:
-        names.setdefault(problem, []).append(name)
-    if not names:
-        raise ConfigError(
-            "there is no convolution to plan: the model computes none on these inputs "
-            f"for ops={','.join(config.ops)}"
-        )
+    by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
         devices = list(backends) if backends else [_open_backend(config, cache)]
-        layers_by_problem = {problem: tuple(found) for problem, found in names.items()}
-        scheduler = TuningScheduler(
-            devices,
-            cache,
-            config,
-            layers_by_problem,
-            on_progress,
-            biased,
-            is_whole_step,
-            reserved_steps,
-            remeasure,
-        )
+        how = (on_progress, biased, is_whole_step, reserved_steps, remeasure)
+        scheduler = TuningScheduler(devices, cache, config, by_problem, *how)
         if scheduler.is_busy:
-            _warn(
-                "other processes use this machine: times will be too long and gains uncertain; "
-                "end them, or tune again later, which takes anew what was measured meanwhile"
-            )
+            _warn(_BUSY)
         try:
             scheduler.run()
         except KeyboardInterrupt:
@@ -111,6 +95,29 @@ def tune_problems(
     if scheduler.measured and (noise := noise_of(plan)).is_noisy:
         _warn(f"the times of this plan are noisy: {noise}; tune again when the machine is quiet")
     return plan
+
+
+def layers_by_problem(
+    layers: Iterable[tuple[str, Problem]], config: Config
+) -> dict[Problem, tuple[str, ...]]:
+    """The names of the layers of each distinct problem, in the order of the model.
+
+    Args:
+        layers: the name of a layer and its problem, once per call.
+        config: the settings with which the layers were traced.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names: dict[Problem, list[str]] = {}
+    for name, problem in layers:
+        names.setdefault(problem, []).append(name)
+    if not names:
+        raise ConfigError(
+            "there is no convolution to plan: the model computes none on these inputs "
+            f"for ops={','.join(config.ops)}"
+        )
+    return {problem: tuple(found) for problem, found in names.items()}
 
 
 def _warn(sentence: str) -> None:
