@@ -155,6 +155,16 @@ def test_a_step_that_cannot_be_computed(model):
     assert all(one.timing for one in found.kernels)
 
 
+def test_a_step_that_takes_too_long_is_run_once(model, monkeypatch):
+    monkeypatch.setattr("ucudnn.tuning.advisor._MOST_STEPS", float("inf"))
+    found = ucudnn.advise(model, torch.randn(4, 3, 12, 12))
+    assert found.step_ns > 0
+    assert found.step_peak_bytes == 0  # which takes a second one
+    assert found.last_ratio is None
+    assert found.reason == "a step takes too long for more than one in a minute"
+    assert all(one.timing for one in found.kernels)
+
+
 def test_what_there_is_no_advice_on(model):
     with pytest.raises(ConfigError, match="no convolution to plan"):
         ucudnn.advise(nn.Linear(2, 2), torch.ones(1, 2))

@@ -32,6 +32,8 @@ from ucudnn.tuning.worth import least_ns
 _MOST_S = 60.0
 # Steps may take this part of the time, kernels the rest.
 _STEPS_PART = 0.4
+# The least that comparing two layouts takes: warmed up, with their peaks, and one pair.
+_MOST_STEPS = 6
 _LEAST_SAMPLES, _MOST_SAMPLES, _ENOUGH_NS = 1, 7, 150_000_000
 
 OnKernel = Callable[[int, int], None]
@@ -141,11 +143,11 @@ def _with_steps(
     try:
         with undisturbed(model):
             step = Steps(model, inputs, backward)
-            advice = replace(
-                advice,
-                step_ns=backend.elapsed_ns(step),
-                step_peak_bytes=backend.workspace_bytes(step, ()),
-            )
+            advice = replace(advice, step_ns=backend.elapsed_ns(step))
+            if _MOST_STEPS * advice.step_ns > _STEPS_PART * _MOST_S * 1e9:
+                return replace(advice, reason="a step takes too long for more than one in a minute")
+            peak_bytes = backend.workspace_bytes(step, ())
+            advice = replace(advice, step_peak_bytes=peak_bytes)
             if not has_other:
                 return replace(advice, step_ns=min(advice.step_ns, backend.elapsed_ns(step)))
             other_model, other_inputs = _in_channels_last(model, inputs)
