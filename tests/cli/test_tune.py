@@ -298,6 +298,7 @@ def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, tmp_pat
     assert "5 timed while others used the processors" in done.err
     assert "Noise: of 5 kernels" in done.out
     assert len(Plan.load(output).kernels) == 5
+    assert "5 timed while others used the processors" in ucudnn("show", output).out
     noise = json.loads(ucudnn(*arguments, "--json", "--remeasure").out)["noise"]
     assert noise["perturbed"] == 5
     assert noise["is_noisy"] is True

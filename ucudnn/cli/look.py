@@ -83,10 +83,12 @@ def show(
         print(json.dumps(loaded.to_dict()))
         return
     from ucudnn.tables import kernel_table, plan_summary, plan_table
+    from ucudnn.tuning.noise import noise_of
 
     if kernel is None:
         out.print(plan_table(loaded, out.width))
         out.print(plan_summary(loaded), highlight=False)
+        say(f"Noise: {noise_of(loaded)}.")
         return
     chosen = [
         entry
