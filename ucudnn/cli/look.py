@@ -88,7 +88,7 @@ def show(
     if kernel is None:
         out.print(plan_table(loaded, out.width))
         out.print(plan_summary(loaded), highlight=False)
-        say(f"Noise: {noise_of(loaded)}.")
+        out.print(f"Noise: {noise_of(loaded)}.", highlight=False)
         return
     chosen = [
         entry
