@@ -316,8 +316,8 @@ class _Convolution(torch.autograd.Function):
         x, w = ctx.saved_tensors
         _, *mask = ctx.needs_input_grad
         # aten's own operator differentiates again and is seen by others; planned calls are not
-        # x and w are what forward was given
-        if torch.is_grad_enabled() or not _only_plain_tensors(dy):
+        # x and w, too: hooks on saved tensors may have put others in their place
+        if torch.is_grad_enabled() or not _only_plain_tensors(dy, x, w):
             geometry = ctx.bound.geometry
             backward = _aten.convolution_backward.default
             return None, *backward(dy, x, w, ctx.bias_sizes, *geometry, mask)
