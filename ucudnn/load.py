@@ -17,6 +17,8 @@ from ucudnn.files import parse_json
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ucudnn.tracing import Traced
+
 
 def read_config(path: Path) -> Config:
     """Read settings from a JSON file whose names are the fields of `Config`.
@@ -51,6 +53,13 @@ class NamedModel(NamedTuple):
         """Give the inputs random values, which a step that is really run needs."""
         for tensor in self.inputs:
             tensor.normal_()
+
+    def trace(self, ops: tuple[str, ...], device_type: str) -> Traced:
+        """The convolutions of its step, on a kind of device."""
+        from ucudnn.tracing import trace_layers
+
+        with self.context():
+            return trace_layers(self.module, self.inputs, ops, device_type=device_type)
 
     def context(self) -> AbstractContextManager[object]:
         """Context to trace and run it in."""

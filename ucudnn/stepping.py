@@ -121,15 +121,6 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
     return ""
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its name where it has none.
-
-    >>> first_line(ValueError()), first_line(KeyError("x"))
-    ('ValueError', "'x'")
-    """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _leaf(tensor: Tensor) -> Tensor:
     """A new leaf on the same memory, without a gradient."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

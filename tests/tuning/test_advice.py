@@ -156,7 +156,7 @@ def test_a_step_that_cannot_be_computed(model):
 
 
 def test_a_step_that_takes_too_long_is_run_once(model, monkeypatch):
-    monkeypatch.setattr("ucudnn.tuning.advisor._MOST_STEPS", float("inf"))
+    monkeypatch.setattr("ucudnn.tuning.advisor._LEAST_STEPS", float("inf"))
     found = ucudnn.advise(model, torch.randn(4, 3, 12, 12))
     assert found.step_ns > 0
     assert found.step_peak_bytes == 0  # which takes a second one

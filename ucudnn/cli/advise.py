@@ -37,15 +37,12 @@ def advise(
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
     config = settings(config_file, {"ops": "fprop" if infer else ops, "backend": backend})
-    from ucudnn.tracing import trace_layers
     from ucudnn.tuning.advisor import advised, require_live
     from ucudnn.tuning.tuner import device_type
 
     require_live(config)
     named = name_model(model, input or [], channels_last, autocast, infer)
-    where = device_type(config)
-    with named.context():
-        traced = trace_layers(named.module, named.inputs, config.ops, device_type=where)
+    traced = named.trace(config.ops, device_type(config))
     named.fill()
     with Progress(console=err, transient=True) as bar, named.context():
         task = bar.add_task("running steps", total=None)

@@ -65,7 +65,7 @@ def tune(
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
-    from ucudnn.tracing import Traced, trace_layers
+    from ucudnn.tracing import Traced
     from ucudnn.tuning.tuner import device_type
 
     where = device_type(config)
@@ -75,8 +75,7 @@ def tune(
         _judge_noise(plan, fail_if_noisy)
         return
     named = name_model(model, input or [], channels_last, autocast, infer)
-    with named.context():
-        traced = trace_layers(named.module, named.inputs, config.ops, device_type=where)
+    traced = named.trace(config.ops, where)
     plan = _tune(traced, named, config, output, as_json, remeasure)
     _judge_noise(plan, fail_if_noisy)
 

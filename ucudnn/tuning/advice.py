@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any
 
 from ucudnn.measurement import Device
@@ -21,6 +22,7 @@ _WORTHWHILE = 0.05
 _WORTHWHILE_MEMORY = 0.1
 # A suggested limit leaves kernels alone that take this part of the convolutions' time.
 _UNTOUCHED = 0.8
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class KernelAdvice:
         if not self.is_cliff(is_last):
             return 0
         other = self.channels_last
-        aims = [self.direct_ns or 0, 0 if other is None or is_last else other.time_ns]
-        return self.time_ns(is_last) - max(aims) * len(self.layers)
+        in_other_layout = 0 if other is None or is_last else other.time_ns
+        return self.time_ns(is_last) - max(self.direct_ns, in_other_layout) * len(self.layers)
 
     def is_cliff(self, is_last: bool = False) -> bool:
         """True where torch's own kernel is far slower than it should be."""
@@ -134,8 +136,7 @@ class Advice:
         ]
         limit, most = _limit_for(known), _workspace_bytes(self.kernels, is_last)
         peak = (is_last and self.last_step_peak_bytes) or self.step_peak_bytes
-        saves = most - limit
-        return limit if peak and saves >= _WORTHWHILE_MEMORY * peak else None
+        return limit if peak and most - limit >= _WORTHWHILE_MEMORY * peak else None
 
     @property
     def verdict(self) -> str:
@@ -143,27 +144,24 @@ class Advice:
         is_last = self.is_last_better
         cliffs = [kernel for kernel in self.kernels if kernel.is_cliff(is_last)]
         gain = self.share(sum(kernel.excess_ns(is_last) for kernel in cliffs))
-        first = ""
+        limit, advised, tune = self.suggested_limit, [], "tune it"
         if is_last and self.last_ratio is not None:
-            first = (
-                f"use channels_last, with which a step takes {self.last_ratio[0]:.2f} times as long"
-            )
-        then = ""
+            ratio, tune = self.last_ratio[0], "tune it so"
+            advised.append(f"use channels_last, with which a step takes {ratio:.2f} times as long")
         if gain >= _WORTHWHILE:
-            then = (
-                f"tune it{' so' if first else ''} without a limit: {_count(cliffs)} on a cliff, "
-                f"which costs up to {gain:.0%} of the step"
+            advised.append(
+                f"{tune} without a limit: {_count(cliffs)} on a cliff, which costs up to "
+                f"{gain:.0%} of the step"
             )
-        elif self.suggested_limit is not None:
-            then = (
-                f"tune it{' so' if first else ''} with workspace_limit="
-                f"'{format_bytes(self.suggested_limit).replace(' ', '')}', which touches few "
-                f"kernels and lowers workspace from "
-                f"{format_bytes(_workspace_bytes(self.kernels, is_last))}"
+        elif limit is not None:
+            most = format_bytes(_workspace_bytes(self.kernels, is_last))
+            advised.append(
+                f"{tune} with workspace_limit='{format_bytes(limit).replace(' ', '')}', which "
+                f"touches few kernels and lowers workspace from {most}"
             )
-        if first or then:
-            return f"{', then '.join(filter(None, (first, then)))}."
-        return "leave it as it is: no kernel stands out, and workspace is little of the memory."
+        if not advised:
+            return "leave it as it is: no kernel stands out, and workspace is little of the memory."
+        return f"{', then '.join(advised)}."
 
     def sentences(self) -> list[str]:
         """The step, the memory, the bound and the verdict."""
@@ -242,7 +240,7 @@ def _limit_for(known: Sequence[tuple[int, int]]) -> int:
     for size, time_ns in sorted(known):
         taken += time_ns
         if taken >= _UNTOUCHED * total:
-            return -(-size >> 20) << 20 or 1 << 20
+            return max(1, ceil(size / _MIB)) * _MIB
     return 0
 
 

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
+from ucudnn.benchmark.rounds import failure_of
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.stepping import STEP_ERRORS, Steps, first_line, reason_against_steps, undisturbed
+from ucudnn.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.advice import Advice, KernelAdvice
 from ucudnn.tuning.step_judge import race
@@ -33,7 +34,7 @@ _MOST_S = 60.0
 # Steps may take this part of the time, kernels the rest.
 _STEPS_PART = 0.4
 # The least that comparing two layouts takes: warmed up, with their peaks, and one pair.
-_MOST_STEPS = 6
+_LEAST_STEPS = 6
 _LEAST_SAMPLES, _MOST_SAMPLES, _ENOUGH_NS = 1, 7, 150_000_000
 
 OnKernel = Callable[[int, int], None]
@@ -144,7 +145,7 @@ def _with_steps(
         with undisturbed(model):
             step = Steps(model, inputs, backward)
             advice = replace(advice, step_ns=backend.elapsed_ns(step))
-            if _MOST_STEPS * advice.step_ns > _STEPS_PART * _MOST_S * 1e9:
+            if _LEAST_STEPS * advice.step_ns > _STEPS_PART * _MOST_S * 1e9:
                 return replace(advice, reason="a step takes too long for more than one in a minute")
             peak_bytes = backend.workspace_bytes(step, ())
             advice = replace(advice, step_peak_bytes=peak_bytes)
@@ -161,7 +162,7 @@ def _with_steps(
                     lambda: monotonic() >= until,
                 )
     except STEP_ERRORS as error:
-        return replace(advice, reason=f"one could not be computed ({first_line(error)})")
+        return replace(advice, reason=f"one could not be computed ({failure_of(error)})")
     return replace(
         advice,
         step_ns=median_ns(own),

@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 
 from ucudnn.backends import open_backend
+from ucudnn.benchmark.rounds import failure_of
 from ucudnn.config import Config
 from ucudnn.dispatch import Installation
 from ucudnn.plan import Plan
 from ucudnn.runner import Runner
 from ucudnn.step_race import StepRace
-from ucudnn.stepping import STEP_ERRORS, Steps, first_line, reason_against_steps, undisturbed
+from ucudnn.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.progress import Progress
@@ -108,7 +109,7 @@ def judged(
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
     except STEP_ERRORS as error:
-        reason = f"a step could not be computed ({first_line(error)})"
+        reason = f"a step could not be computed ({failure_of(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
 
 

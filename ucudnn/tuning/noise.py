@@ -54,7 +54,7 @@ class Noise:
 
     def __str__(self) -> str:
         counts = {
-            "timed while others used the processors": self.perturbed,
+            PERTURBED: self.perturbed,
             "with times that vary by more than a tenth": self.wide,
             "whose parts add up to something else by more than a quarter": self.mispredicted,
             "run only once": self.single,
