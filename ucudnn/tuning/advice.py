@@ -62,7 +62,7 @@ class KernelAdvice:
         return max(0, self.time_ns() - self.least_ns * len(self.layers))
 
     def excess_ns(self, is_last: bool = False) -> int:
-        """The time of all its calls beyond what they take off the cliff; 0 where it is on none."""
+        """Time that all its calls lose by lying on a cliff; 0 where the kernel lies on none."""
         if not self.is_cliff(is_last):
             return 0
         other = self.channels_last

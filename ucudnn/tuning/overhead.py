@@ -22,7 +22,7 @@ from ucudnn.problem import OPS, Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 
 _ROUNDS, _CALLS = 25, 5
-# More than this is no overhead but a machine that is used by others.
+# A larger value shows a busy machine, not an overhead.
 _MOST_NS = 100_000
 _PROBLEM = Problem("fprop", 2, 4, 4, (6, 6), (3, 3))
 _GEOMETRY = Geometry((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
@@ -70,7 +70,7 @@ def _difference_ns(backend: AbstractBackend) -> int:
         times: dict[str, list[int]] = {name: [] for name in runs}
         for number in range(_ROUNDS + 1):
             for name, run in runs.items():
-                start = time.thread_time_ns()  # it is the host's own work that is asked for
+                start = time.thread_time_ns()  # the work of the host, not what it waits for
                 for _ in range(_CALLS):
                     run()
                 if number:  # the first round looks plans up
@@ -90,7 +90,7 @@ def _undivided(backend: AbstractBackend, problem: Problem) -> Call:
 
 
 class _Runner(AbstractRunner):
-    """Looks the one convolution up that there is."""
+    """Looks up the calls of one known convolution."""
 
     def __init__(self, calls: dict[str, Call]) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from ucudnn.tuning.overhead import planned_call_ns
 # A roofline is kept under this problem: the times of so many operations and bytes, and as workspace
 # the bytes that caches keep from memory.
 _UNIT = 10**12
-# The time of "planned call" is what a planned layer takes beyond its kernel, for each pass.
+# "planned call" is the overhead of a planned layer beyond its kernel, for each pass.
 _SPEED_PROBLEM = Problem("fprop", 1, 1, 1, (1,), (1,))
 
 
@@ -62,7 +62,7 @@ class Session:
         self._device, self._software = self.backend.device(), self.backend.software()
         self._conditions = self.backend.conditions()
         self._worker = Worker(self.backend) if self.isolated else None
-        # known before the first look into the cache, and for all of the session the same
+        # decided once per session, before anything is looked up in the cache
         self.is_busy = any(is_perturbation(note) for note in self.backend.state())
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
@@ -106,7 +106,7 @@ class Session:
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
 
     def planned_call_ns(self) -> int:
-        """Time of a planned call beyond what is timed of it; kept as a roofline is."""
+        """Overhead of a planned call in ns, measured once and kept in the cache."""
         key = self.key(_SPEED_PROBLEM, "planned call")
         known = self.find(key)
         if known is None:
@@ -137,8 +137,8 @@ class Session:
     def find(self, key: MeasurementKey) -> Measurement | None:
         """The measurement of a key, unless it is to be taken anew.
 
-        That is all that this session did not take itself, where it was told so; and what was taken
-        while others used the machine, where they do not any more.
+        Taken anew are measurements of other sessions, with `remeasure`, and those that were taken
+        while other processes used the machine, as soon as it is quiet.
         """
         if key in self._fresh:
             return self._fresh[key]

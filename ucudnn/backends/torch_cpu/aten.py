@@ -86,7 +86,7 @@ class TorchDefault(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """That of the kernel that aten picks."""
+        """Cost of the kernel that aten picks."""
         return _kernel_cost(problem, chosen_kernel(problem))
 
     def executable(self, problem: Problem) -> Executable:
@@ -107,7 +107,7 @@ class OneDnn(AbstractAlgorithm):
         return onednn_refusal(problem)
 
     def cost(self, problem: Problem) -> Cost:
-        """That of a direct convolution where oneDNN has no other."""
+        """Cost of a direct convolution where oneDNN has no other."""
         return _kernel_cost(problem, self.name)
 
     def executable(self, problem: Problem) -> Executable:
@@ -127,7 +127,7 @@ class OneDnnNhwc(AbstractAlgorithm):
         return cramped_refusal(problem) or onednn_refusal(problem.as_2d())
 
     def cost(self, problem: Problem) -> Cost:
-        """That of oneDNN, and the copies of operands and result, written once and read once."""
+        """Cost of oneDNN, and the copies of operands and result, written once and read once."""
         inner = _kernel_cost(problem, "onednn")
         *operands, result = (
             0 if _is_both(shape) else prod(shape) * problem.bytes_per_element
