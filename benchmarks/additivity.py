@@ -32,7 +32,7 @@ from ucudnn.benchmark.protocol import (
 )
 from ucudnn.benchmark.rounds import Entrant, run_rounds
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
-from ucudnn.execute import bind
+from ucudnn.execution.execute import bind
 from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.tuning.items import role_of_first
 from ucudnn.units import format_ns

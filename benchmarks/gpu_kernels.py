@@ -27,7 +27,7 @@ from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.cudnn.engine import Configuration
 from ucudnn.backends.cudnn.executable import DefaultExecutable
 from ucudnn.errors import UnsupportedError
-from ucudnn.execute import bind, empty_result
+from ucudnn.execution.execute import bind, empty_result
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
 

@@ -40,7 +40,7 @@ from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
-from ucudnn.execute import bind
+from ucudnn.execution.execute import bind
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
@@ -391,7 +391,7 @@ def measure() -> None:
 def again() -> None:
     """Tune ResNet-50 twice at a small size: the second time everything is in the cache."""
     import ucudnn
-    from ucudnn.load import load_model
+    from ucudnn.cli.targets import load_model
 
     model = load_model(str(Path(__file__).parents[1] / "examples" / "models.py:resnet50"))
     inputs = torch.empty(4, 3, 64, 64)

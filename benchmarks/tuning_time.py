@@ -31,9 +31,9 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.config import Config
-from ucudnn.dispatch import Installation
-from ucudnn.runner import Runner
-from ucudnn.stepping import Steps, undisturbed
+from ucudnn.execution.override import Installation
+from ucudnn.execution.runner import Runner
+from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.tuning.noise import noise_of
 from ucudnn.units import format_ns
 
@@ -215,7 +215,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.rounds + 1):
             for who in chance.sample(list(samples), 2):
                 if who == "plan":
-                    with Installation(plan, runner):
+                    with Installation(plan.device.type, runner):
                         time_ns = timed(step)
                 else:
                     time_ns = timed(step)

@@ -10,8 +10,8 @@ from ucudnn.cache.explain import explain, key_texts
 from ucudnn.cache.fields import matches, parse_where
 from ucudnn.cache.text import read_entries, write_entries
 from ucudnn.cache.values import CacheInfo, CheckReport, Entry, Explanation, MergeReport
-from ucudnn.closing import AbstractClosable
 from ucudnn.measurement import Measurement, MeasurementKey
+from ucudnn.system.closing import AbstractClosable
 
 
 class AbstractCache(AbstractClosable):

@@ -16,9 +16,9 @@ from typing import Any
 
 from ucudnn.cache.values import Entry
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
-from ucudnn.files import parse_json
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
+from ucudnn.system.files import parse_json
 
 
 @dataclass(frozen=True, slots=True)

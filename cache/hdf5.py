@@ -27,8 +27,8 @@ from ucudnn.cache.values import (
     MergeReport,
 )
 from ucudnn.errors import CacheError
-from ucudnn.forking import ForkSafeLock
 from ucudnn.measurement import Device, Measurement, MeasurementKey
+from ucudnn.system.forking import ForkSafeLock
 
 _LOCK_WAIT_S = 10.0
 _KIND_LENGTH = 100

@@ -18,10 +18,10 @@ from typing import Any
 from ucudnn.cache.text import read_text
 from ucudnn.cache.values import Entry
 from ucudnn.errors import CacheError, UcudnnError, shortened
-from ucudnn.files import parse_json
 from ucudnn.layer_table import read_layers
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
+from ucudnn.system.files import parse_json
 
 PROTOCOL = 0
 COLUMNS = (

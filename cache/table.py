@@ -22,9 +22,9 @@ from ucudnn.cache.records import (
     sort_keys,
 )
 from ucudnn.cache.values import Entry
-from ucudnn.forking import cached_property
 from ucudnn.measurement import STATUSES, Measurement, MeasurementKey
 from ucudnn.problem import Problem
+from ucudnn.system.forking import cached_property
 
 _STATUS_BY_BYTES = {status.encode(): status for status in STATUSES}
 _MEMO_PROBLEMS = 10_000

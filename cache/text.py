@@ -19,7 +19,7 @@ from ucudnn.cache.fields import FIELD_BY_NAME, FIELDS, entry_from_values
 from ucudnn.cache.folder import write_file
 from ucudnn.cache.values import Entry
 from ucudnn.errors import CacheError, shortened
-from ucudnn.files import parse_json
+from ucudnn.system.files import parse_json
 
 FORMAT = "ucudnn-measurements"
 VERSION = 1

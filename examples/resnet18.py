@@ -25,7 +25,7 @@ from ucudnn.backends.torch_cpu.allocator import (
     set_mmap_threshold,
 )
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
-from ucudnn.tables import plan_summary, plan_table
+from ucudnn.reports.text import plan_summary, plan_table
 from ucudnn.tuning.progress import Progress
 from ucudnn.units import format_ns
 

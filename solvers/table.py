@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.forking import cached_property
 from ucudnn.plan import Step
 from ucudnn.solvers._base import Item, require_int, require_limit
 from ucudnn.solvers.bounds import split_bound_ns
 from ucudnn.solvers.sweep import Costs, History, Rows
 from ucudnn.solvers.variants import ANY, FIRST, LATER, SINGLE
+from ucudnn.system.forking import cached_property
 from ucudnn.units import format_bytes
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ucudnn.config import Config as Config
     from ucudnn.convert import convert_ as convert_
+    from ucudnn.convert import installed as installed
     from ucudnn.convert import revert_ as revert_
     from ucudnn.convert import tune_ as tune_
-    from ucudnn.dispatch import installed as installed
     from ucudnn.errors import PlanError as PlanError
     from ucudnn.errors import UcudnnError as UcudnnError
     from ucudnn.plan import Plan as Plan
@@ -35,7 +35,7 @@ _MODULE_BY_NAME = {
     "UcudnnError": "errors",
     "advise": "tuning.advisor",
     "convert_": "convert",
-    "installed": "dispatch",
+    "installed": "convert",
     "revert_": "convert",
     "trace": "tracing",
     "tune": "tuning.model",

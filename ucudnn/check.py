@@ -13,7 +13,7 @@ from ucudnn.benchmark.bench import Whole
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.cache import MemoryCache
 from ucudnn.errors import ConfigError, UnsupportedError
-from ucudnn.execute import build
+from ucudnn.execution.execute import build
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step
 from ucudnn.tuning.session import Session
 from ucudnn.units import format_bytes, format_ns

@@ -1,4 +1,4 @@
-"""Swap the convolutions of a model for planned ones, in place, and back."""
+"""Bring a plan to a model: swap its convolutions for planned ones, or let aten's follow it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from torch.nn.utils import parametrize
 from ucudnn import nn as planned_nn
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.execution.override import Installation
+from ucudnn.execution.runner import Layer, require_same_device
+from ucudnn.execution.untraced import untraced
+from ucudnn.nn import planned_runner
 from ucudnn.plan import KernelPlan, Plan
-from ucudnn.runner import Layer, Runner, require_same_device
 from ucudnn.tuning.model import tune
 from ucudnn.tuning.progress import Progress
 
@@ -103,7 +106,7 @@ def convert_(
     unplanned = tuple(name for name in convolutions if name not in matched)
     _require_some(plan, matched, unplanned, otherwise)
     # nothing was changed so far, and nothing fails from here
-    runner = Runner(plan)
+    runner = planned_runner(plan)
     for name, layer in matched.items():
         module = convolutions[name]
         if layer not in changed:
@@ -193,3 +196,33 @@ def _planned_otherwise(
         fits = isinstance(module, nn.modules.conv._ConvNd) and planned_nn.layer_of(module) in layers
         if name in named or fits:
             yield name
+
+
+@untraced
+def installed(plan: Plan) -> Installation:
+    """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
+
+    Works from the call until the context ends or `close` is called, in all threads, autograd's
+    too. Of several plans for one kind of device the last one installed acts, alone. Convolutions of
+    layers that the plan was not made for stay torch's own. A CUDA graph keeps what it captured.
+    From the first installation on, until the process ends, torch's convolutions take some
+    microseconds more; make that one while no other thread computes any.
+    torch.compile lays convolutions out channels-last where it expects to gain by that: tune a model
+    that is to be compiled in channels_last.
+
+    >>> import tempfile, torch, ucudnn
+    >>> layer, x = torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9)
+    >>> config = ucudnn.Config(policy="undivided", cache=tempfile.mkdtemp())
+    >>> with installed(ucudnn.tune(layer, x, config)):
+    ...     y = torch.nn.functional.conv2d(x, layer.weight, layer.bias)
+    >>> torch.allclose(y, layer(x), atol=1e-5)
+    True
+
+    Args:
+        plan: made for this device.
+
+    Raises:
+        PlanError: the plan was made for another device.
+    """
+    require_same_device(plan)
+    return Installation(plan.device.type, planned_runner(plan))

@@ -1,4 +1,4 @@
-"""One candidate, timed: the numbers, and everything they depend on as a documented key."""
+"""A candidate, and the same timed: the numbers, and all they depend on as a documented key."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from ucudnn.units import TOO_LARGE
 
 ROLES = ("alone", "first", "later")
 STATUSES = ("ok", "screened", "untimed", "failed")
+# Note of a candidate that also adds a bias, in the kernel that computes the convolution.
+ADDS_BIAS = "adds bias"
 _TYPES = {"str": str, "bool": bool}
 
 
@@ -27,6 +29,27 @@ def _require_fields(value: Any) -> None:
 def _require_count(name: str, value: object) -> None:
     if type(value) is not int or not 0 <= value < TOO_LARGE:
         raise UcudnnError(f"{name} must be an int from 0 to 2^63 - 1, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A problem at a micro-batch size together with an algorithm that can compute it.
+
+    >>> c = Candidate(Problem("fprop", 8, 4, 4, (9, 9), (1, 1)), "gemm")
+    >>> c.problem.batch, c.workspace_bytes
+    (8, None)
+
+    Args:
+        problem: the problem at the micro-batch size.
+        algorithm: the algorithm's stable name.
+        workspace_bytes: temporary memory in bytes, None where only a run can tell.
+        notes: facts such as "nondeterministic" or "kernel=onednn".
+    """
+
+    problem: Problem
+    algorithm: str
+    workspace_bytes: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ucudnn.autograd import Geometry, convolution
 from ucudnn.config import Config
-from ucudnn.runner import Layer, Runner
-from ucudnn.untraced import untraced
+from ucudnn.execution.autograd import Geometry, convolution
+from ucudnn.execution.runner import Layer, Runner
+from ucudnn.execution.untraced import untraced
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
 
 if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attributes they read
 
@@ -25,6 +27,21 @@ if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attri
 
 else:
     _Convolution = object
+
+
+def planned_runner(plan: Plan | None, config: Config | None = None) -> Runner:
+    """A runner that tunes a shape without a plan, where its settings ask for that.
+
+    >>> planned_runner(None, Config(unplanned="error")).config.unplanned
+    'error'
+    """
+    return Runner(plan, config, _tune_unplanned)
+
+
+def _tune_unplanned(problem: Problem, config: Config, has_bias: bool) -> Plan:
+    from ucudnn.tuning.tuner import tune_problems  # layers that never tune need no solver
+
+    return tune_problems([("", problem)], config, biased=[problem] if has_bias else [])
 
 
 class AbstractPlanned(_Convolution):
@@ -42,7 +59,7 @@ class AbstractPlanned(_Convolution):
         if device is not None:  # a parameter because torch.nn.utils.skip_init looks for one
             kwargs["device"] = device
         super().__init__(*args, **kwargs)
-        follow(self, Runner(None, config))
+        follow(self, planned_runner(None, config))
 
 
 class AbstractConvolution(AbstractPlanned):

@@ -12,13 +12,13 @@ from typing import Any
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UcudnnError, shortened
-from ucudnn.files import parse_json, write
-from ucudnn.forking import cached_property
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.step_race import StepRace
+from ucudnn.system.files import parse_json, write
+from ucudnn.system.forking import cached_property
 from ucudnn.units import TOO_LARGE
 
 __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ucudnn.execute import bind
+from ucudnn.execution.execute import bind
 from ucudnn.plan import Split, Step
 from ucudnn.problem import OPS, Problem
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ucudnn.errors import ProblemError, UnsupportedError
-from ucudnn.execute import bind
+from ucudnn.execution.execute import bind
 from ucudnn.plan import Split, Step
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
 from ucudnn.slabs import row_count, slab

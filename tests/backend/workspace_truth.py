@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from ucudnn.backends import open_backend
-from ucudnn.execute import Call, bind
+from ucudnn.execution.execute import Call, bind
 from ucudnn.plan import Split, Step
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count

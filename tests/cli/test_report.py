@@ -16,7 +16,7 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.report import report, write_report
+from ucudnn.reports.html import report, write_report
 
 EVIL = "<script>alert(1)</script>"
 MS = 1_000_000
@@ -346,7 +346,7 @@ def test_an_existing_report_survives_a_failed_write(drawn, tmp_path, monkeypatch
 
     target = tmp_path / "report.html"
     target.write_text("the old one")
-    monkeypatch.setattr("ucudnn.report.os.fsync", full)
+    monkeypatch.setattr("ucudnn.reports.html.os.fsync", full)
     with pytest.raises(PlanError, match="No space left on device; choose another path"):
         write_report(plan_of(kernel()), target)
     assert target.read_text() == "the old one"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ucudnn.backends.cudnn.deviceless import list_configurations
+from ucudnn.backends.cudnn.enumeration import enumerate_table
 from ucudnn.backends.cudnn.profile import DeviceProfile
-from ucudnn.enumeration import enumerate_table
 from ucudnn.problem import Problem
 
 ROOT = Path(__file__).parents[2]

@@ -196,7 +196,7 @@ def fsdp(folder: Path, rank: int) -> dict[str, Any]:
 
 def count_calls() -> list[int]:
     """How often a planned convolution runs from now on."""
-    from ucudnn import execute
+    from ucudnn.execution import execute
 
     calls = [0]
     original: Callable[..., Tensor] = execute.Call.__call__

@@ -13,14 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from ucudnn.comparison import compare
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.tables import comparison_summary, comparison_table, kernel_table, plan_summary
-from ucudnn.tables import plan_table as table_of
+from ucudnn.reports.comparison import compare
+from ucudnn.reports.text import comparison_summary, comparison_table, kernel_table, plan_summary
+from ucudnn.reports.text import plan_table as table_of
 
 PIECES = (
     *(b"1e999", b"NaN", b"-1", b"[[[[", b'"\\ud800"', b"9" * 30, b"9" * 5000, b"null", b"\x00"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ucudnn.backends.cudnn.executable import RefusedError
-from ucudnn.execute import bind
+from ucudnn.execution.execute import bind
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import OPS, Problem
 

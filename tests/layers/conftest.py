@@ -9,7 +9,7 @@ from torch import nn
 
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
-from ucudnn.execute import Call
+from ucudnn.execution.execute import Call
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.tracing import trace_layers
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ucudnn
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.config import Config
-from ucudnn.execute import Call, as_kernel
+from ucudnn.execution.execute import Call, as_kernel
 
 ALGORITHMS = TorchCpuBackend().algorithms()
 LAYERS = {

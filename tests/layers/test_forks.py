@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import ucudnn
-from ucudnn import forking
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.config import Config
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
+from ucudnn.system import forking
 from ucudnn.testing import sample_measurements
 from ucudnn.tuning import tuner
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 import ucudnn
-from ucudnn import dispatch
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.config import Config
+from ucudnn.execution import override as dispatch
 from ucudnn.measurement import Device
 
 

@@ -246,7 +246,7 @@ def lines_put_back(model: nn.Module, x: torch.Tensor, stop_at: int | None) -> in
         return on_line
 
     def on_call(frame, event, arg):
-        is_ours = frame.f_code.co_filename == ucudnn.snapshot.__file__
+        is_ours = frame.f_code.co_filename == ucudnn.execution.snapshot.__file__
         return on_line if is_ours and frame.f_code.co_name in ("put_back", "write") else None
 
     previous = sys.gettrace()

@@ -9,8 +9,9 @@ from torch.nn import functional
 
 import ucudnn
 from ucudnn.backends.original import tf32_allowed
+from ucudnn.backends.tensors import problem_of, uses_channels_last
 from ucudnn.errors import ConfigError
-from ucudnn.tracing import problem_of, trace_layers, uses_channels_last
+from ucudnn.tracing import trace_layers
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ucudnn.forking import ForkSafeLock, cached_property
+from ucudnn.system.forking import ForkSafeLock, cached_property
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 InChild = Callable[[Callable[[], object]], None]
@@ -112,4 +112,4 @@ def test_every_lock_of_the_package_is_of_this_kind(package: Path) -> None:
     for room in (package, package / "solvers", package / "cache"):
         for path in room.rglob("*.py"):
             assert path.name == "forking.py" or not theirs.search(path.read_text()), path
-    assert theirs.search((package / "forking.py").read_text())
+    assert theirs.search((package / "system" / "forking.py").read_text())

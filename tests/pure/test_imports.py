@@ -18,24 +18,13 @@ import ucudnn
 
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
 VALUES = {
-    *(
-        "axis",
-        "candidate",
-        "closing",
-        "comparison",
-        "config",
-        "errors",
-        "files",
-        "forking",
-        "layer_table",
-        "measurement",
-        "plan",
-        "problem",
-    ),
-    *("slabs", "split", "step_race", "units"),
+    *("axis", "config", "errors", "layer_table", "measurement", "plan", "problem", "slabs"),
+    *("split", "step_race", "system", "units"),
 }
 # What each inner room may use beside itself.
-INWARD = {"solvers": VALUES, "cache": VALUES, "backends": VALUES}
+INWARD = {"solvers": VALUES, "cache": VALUES, "backends": VALUES, "reports": VALUES}
+INWARD["execution"] = VALUES | {"backends"}
+INWARD["benchmark"] = INWARD["execution"] | {"execution"}
 OUTER = {"nn", "convert", "distributed", "cli", "__main__"}
 
 

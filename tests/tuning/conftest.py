@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Activity, Executable
-from ucudnn.candidate import ADDS_BIAS, Candidate
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.measurement import ADDS_BIAS, Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
 MIB = 1 << 20

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable, open_backend
-from ucudnn.candidate import Candidate
 from ucudnn.errors import UcudnnError
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
 _CPU = open_backend("torch_cpu")

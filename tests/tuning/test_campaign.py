@@ -12,7 +12,7 @@ from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.tables import payback, steps_to_pay_back
+from ucudnn.reports.text import payback, steps_to_pay_back
 from ucudnn.tuning import scheduler, session
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems

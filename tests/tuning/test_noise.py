@@ -14,7 +14,7 @@ from ucudnn.config import Config
 from ucudnn.measurement import Conditions, Device, Software, is_perturbation
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.tables import plan_table
+from ucudnn.reports.text import plan_table
 from ucudnn.tuning.noise import PERTURBED, Noise, NoiseWarning, noise_of
 from ucudnn.tuning.tuner import tune_problems
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ucudnn.autograd import Geometry, convolution
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.cache import MemoryCache
+from ucudnn.execution.autograd import Geometry, convolution
 from ucudnn.tuning import overhead, session
 from ucudnn.tuning.session import Session
 

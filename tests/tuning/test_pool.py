@@ -9,9 +9,9 @@ import warnings
 
 import pytest
 
-from ucudnn.candidate import Candidate
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning import scheduler

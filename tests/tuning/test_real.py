@@ -11,7 +11,7 @@ from ucudnn.backends import open_backend
 from ucudnn.benchmark.protocol import Ring, WholeLoop
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.execute import bind
+from ucudnn.execution.execute import bind
 
 
 def model():

@@ -20,7 +20,7 @@ from ucudnn.errors import ConfigError, PlanError, UnsupportedError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.plan import Split, Step
 from ucudnn.problem import Problem
-from ucudnn.tables import plan_summary, plan_table
+from ucudnn.reports.text import plan_summary, plan_table
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20

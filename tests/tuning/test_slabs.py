@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import ucudnn
 from ucudnn.axis import RowAxis
 from ucudnn.backends import AbstractBackend, Executable, open_backend
-from ucudnn.candidate import Candidate
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
-from ucudnn.execute import bind
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.execution.execute import bind
+from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.plan import Plan, Split, Step
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count

@@ -8,8 +8,8 @@ from ucudnn.config import Config
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
+from ucudnn.reports.text import larger_limits, plan_verdict
 from ucudnn.step_race import StepRace
-from ucudnn.tables import larger_limits, plan_verdict
 
 MIB, MS = 1 << 20, 1_000_000
 

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucudnn.candidate import Candidate
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ucudnn.backends._base import AbstractBackend, Executable
-from ucudnn.candidate import Candidate
 from ucudnn.errors import ConfigError, UnsupportedError
-from ucudnn.measurement import Conditions, Device, Measurement, Software
+from ucudnn.measurement import Candidate, Conditions, Device, Measurement, Software
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
 

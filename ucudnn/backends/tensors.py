@@ -1,12 +1,25 @@
-"""dtype and layout of a problem's tensors in torch's words."""
+"""Tensors: the problem that a call computes; dtype, layout and strides in torch's words."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from ucudnn.problem import Problem
+# `suggest_memory_format` imports it when it is first called, which takes seconds: of a process that
+# forks meanwhile in another thread, the child would wait for that import for ever
+import torch.fx.experimental.symbolic_shapes
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from ucudnn.backends.original import tf32_allowed
+from ucudnn.errors import ProblemError
+from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
 CHANNELS_LAST_BY_RANK = {2: torch.channels_last, 3: torch.channels_last_3d}
+# A transposed convolution is the gradient of one: its forward pass computes dgrad, and so on.
+_TRANSPOSED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
 
 
 def memory_format(problem: Problem) -> torch.memory_format:
@@ -44,3 +57,137 @@ def strides_of(shape: tuple[int, ...], is_channels_last: bool) -> tuple[int, ...
         strides[axis] = step
         step *= shape[axis]
     return tuple(strides)
+
+
+def problem_of(
+    which: str,
+    x: Tensor,
+    w: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool = False,
+    output_padding: Sequence[int] = (0,),
+    groups: int = 1,
+    device_type: str | None = None,
+) -> Problem | None:
+    """The problem that a pass of an aten convolution with these arguments computes.
+
+    >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
+    >>> print(problem_of("wgrad", x, w, [1, 1], [0, 0], [1, 1]))
+    wgrad conv2d(3->4, k3, 8x8) at batch 2
+    >>> print(problem_of("fprop", x, w[:3], [2, 2], [0, 0], [1, 1], True, [1, 1]))
+    dgrad conv2d(3->3, k3, 18x18, s2) at batch 2
+
+    Args:
+        which: "fprop", "dgrad" or "wgrad": forward, or a gradient of x or w. The forward pass of a
+            transposed convolution is the dgrad of one, its gradient of x the fprop.
+        x: input.
+        w: filter.
+        stride: per axis, as all that follow.
+        padding: at both ends.
+        dilation: of the filter.
+        transposed: a transposed convolution.
+        output_padding: of a transposed convolution.
+        groups: of channels.
+        device_type: where it is computed; default: where x is.
+
+    Returns:
+        The problem, or None where it is not one that can be planned: empty, of a dtype that no
+        backend computes, or impossible.
+    """
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype not in BYTES_BY_DTYPE or x.dtype != w.dtype or x.dim() not in (3, 4, 5):
+        return None
+    channels = w.shape[0] if transposed else w.shape[1] * groups
+    if x.dim() != w.dim() or x.shape[1] != channels or x.device != w.device:
+        return None
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
+    try:
+        return _problem(which, x, w, geometry, device_type or x.device.type)
+    except ProblemError:
+        return None
+
+
+def _problem(which: str, x: Tensor, w: Tensor, geometry: Any, where: str) -> Problem | None:
+    *per_axis, transposed, output_padding, groups = geometry
+    rank = x.dim() - 2
+    of_axis = [_per_axis(values, rank) for values in (*per_axis, output_padding)]
+    x_size, k_size = tuple(map(int, x.shape[2:])), tuple(map(int, w.shape[2:]))
+    dtype = str(x.dtype).removeprefix("torch.")
+    problem = Problem(
+        op=_TRANSPOSED[which] if transposed else which,
+        batch=int(x.shape[0]),
+        in_channels=int(w.shape[1]) * groups,
+        out_channels=int(w.shape[0]),
+        input_size=_transposed_size(x_size, k_size, *of_axis) if transposed else x_size,
+        kernel_size=k_size,
+        stride=of_axis[0],
+        padding=tuple((amount, amount) for amount in of_axis[1]),
+        dilation=of_axis[2],
+        groups=int(groups),
+        dtype=dtype,
+        layout="nhwc" if rank > 1 and uses_channels_last(x, w, geometry, where) else "nchw",
+        math="tf32" if where == "cuda" and dtype == "float32" and tf32_allowed() else "strict",
+    )
+    # an output_padding of a stride or more has no convolution that it is the gradient of
+    return problem if not transposed or problem.output_size == x_size else None
+
+
+def _transposed_size(
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    output_padding: tuple[int, ...],
+) -> tuple[int, ...]:
+    axes = zip(size, kernel, stride, padding, dilation, output_padding, strict=True)
+    return tuple((n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, d, o in axes)
+
+
+def uses_channels_last(
+    x: Tensor, w: Tensor, geometry: Sequence[Any], device_type: str = "cpu"
+) -> bool:
+    """True if torch computes a convolution channels-last, and gives such results.
+
+    >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
+    >>> last = w.to(memory_format=torch.channels_last)
+    >>> geometry = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    >>> uses_channels_last(x, w, geometry), uses_channels_last(x, last, geometry)
+    (False, True)
+
+    Args:
+        x: input.
+        w: filter; it alone decides in 1-D.
+        geometry: as aten's operator takes it, from stride to groups.
+        device_type: "cuda": cuDNN's rule; else that of the kernel which torch picks here.
+    """
+    if x.dim() == 3:  # torch copies x, and computes in 2-D
+        x, w = x.new_empty(x.shape).unsqueeze(2), w.unsqueeze(2)
+        stride, padding, dilation, transposed, output_padding, groups = geometry
+        geometry = (
+            [1, *stride],
+            [0, *padding],
+            [1, *dilation],
+            transposed,
+            [0, *output_padding],
+            groups,
+        )
+    if x.dim() not in (4, 5) or CHANNELS_LAST_BY_RANK[x.dim() - 2] not in (
+        suggest_memory_format(x),
+        suggest_memory_format(w),
+    ):
+        return False
+    if device_type == "cuda":
+        return x.dtype != torch.float64
+    if device_type != "cpu" or x.numel() == 0 or w.numel() == 0:
+        return True
+    backend = torch._C._select_conv_backend(x, w, None, *geometry)
+    form = torch._C._conv_determine_backend_memory_format(x, w, backend)
+    return bool(form == CHANNELS_LAST_BY_RANK[x.dim() - 2])
+
+
+def _per_axis(values: Sequence[int], rank: int) -> tuple[int, ...]:
+    sizes = tuple(map(int, values))
+    return sizes * rank if len(sizes) == 1 else sizes

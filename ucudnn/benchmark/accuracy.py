@@ -17,7 +17,7 @@ from ucudnn.backends import Executable
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.benchmark.protocol import Ring, empty_total
 from ucudnn.benchmark.reference import Reference
-from ucudnn.execute import empty_result, run_first
+from ucudnn.execution.execute import empty_result, run_first
 from ucudnn.problem import Problem
 
 # The value that `add` adds to: an element that is written instead shows.

@@ -14,7 +14,7 @@ from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler
 from ucudnn.benchmark.reference import Reference
 from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
 from ucudnn.errors import UnsupportedError
-from ucudnn.execute import Call, bind
+from ucudnn.execution.execute import Call, bind
 from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
 

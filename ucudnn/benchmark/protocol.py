@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.errors import UnsupportedError
-from ucudnn.execute import Call, Slices, empty_result, places, run_first
+from ucudnn.execution.execute import Call, Slices, empty_result, places, run_first
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
 from ucudnn.units import format_bytes

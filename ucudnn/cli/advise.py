@@ -13,7 +13,7 @@ from rich.table import Table
 from ucudnn.cli import options
 from ucudnn.cli.console import err, out, say
 from ucudnn.cli.options import JsonOption, settings
-from ucudnn.load import name_model
+from ucudnn.cli.targets import name_model
 from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:

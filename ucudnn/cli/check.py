@@ -55,8 +55,8 @@ def compare(
 
     Example: ucudnn compare before.plan.json after.plan.json
     """
-    from ucudnn.comparison import compare as compare_plans
-    from ucudnn.tables import comparison_summary, comparison_table
+    from ucudnn.reports.comparison import compare as compare_plans
+    from ucudnn.reports.text import comparison_summary, comparison_table
 
     found = compare_plans(Plan.load(one), Plan.load(other))
     if as_json:

@@ -43,7 +43,7 @@ def enumerate_(
     Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
     --device-profile benchmarks/devices/h200.json -o candidates.csv
     """
-    from ucudnn.enumeration import enumerate_table
+    from ucudnn.backends.cudnn.enumeration import enumerate_table
 
     start = time.monotonic()
     with Progress(console=err, transient=True) as bar:
@@ -82,7 +82,7 @@ def show(
     if as_json:
         print(json.dumps(loaded.to_dict()))
         return
-    from ucudnn.tables import kernel_table, plan_summary, plan_table
+    from ucudnn.reports.text import kernel_table, plan_summary, plan_table
     from ucudnn.tuning.noise import noise_of
 
     if kernel is None:
@@ -120,7 +120,7 @@ def report(
 
     Example: ucudnn report resnet18.plan.json -o report.html
     """
-    from ucudnn.report import write_report
+    from ucudnn.reports.html import write_report
 
     loaded = Plan.load(plan)
     write_report(loaded, output)

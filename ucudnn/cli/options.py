@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ucudnn.cli.targets import read_config
 from ucudnn.config import Config
-from ucudnn.load import read_config
 
 CacheOption = Annotated[
     str | None, typer.Option("--cache", help="Folder of the measurement cache.", metavar="DIR")

@@ -14,9 +14,9 @@ import typer
 from ucudnn.cli import options
 from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, err, out, progress, say
 from ucudnn.cli.options import CacheOption, JsonOption, settings
+from ucudnn.cli.targets import NamedModel, name_model
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
-from ucudnn.load import NamedModel, name_model
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 
@@ -166,7 +166,7 @@ def _keep(plan: Plan, calls: int, output: Path | None) -> str:
 def _print_tuned(
     plan: Plan, counts: dict[str, int], seconds: float, output: Path | None, as_json: bool
 ) -> None:
-    from ucudnn.tables import (
+    from ucudnn.reports.text import (
         payback,
         plan_summary,
         plan_table,

@@ -20,10 +20,10 @@ from ucudnn.benchmark.rounds import failure_of
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UnsupportedError
+from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.advice import Advice, KernelAdvice
 from ucudnn.tuning.step_judge import race

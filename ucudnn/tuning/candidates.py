@@ -8,8 +8,8 @@ from functools import lru_cache
 from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.backends import Cost
 from ucudnn.benchmark.bench import Arm
-from ucudnn.candidate import Candidate
-from ucudnn.forking import cached_property
+from ucudnn.measurement import Candidate
+from ucudnn.system.forking import cached_property
 from ucudnn.tuning.items import lists_of
 from ucudnn.tuning.session import Session
 

@@ -17,11 +17,10 @@ from ucudnn.benchmark.bench import AbstractBench, Arm, Look
 from ucudnn.benchmark.rounds import Result, failure_of
 from ucudnn.benchmark.statistics import median_interval, median_ns, spread_ns
 from ucudnn.benchmark.worker import LostError
-from ucudnn.candidate import Candidate
-from ucudnn.forking import cached_property
-from ucudnn.measurement import Measurement, MeasurementKey, is_perturbation
+from ucudnn.measurement import Candidate, Measurement, MeasurementKey, is_perturbation
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
+from ucudnn.system.forking import cached_property
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination
 from ucudnn.tuning.items import rank_of

@@ -12,11 +12,11 @@ from torch import nn
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.rounds import failure_of
 from ucudnn.config import Config
-from ucudnn.dispatch import Installation
+from ucudnn.execution.override import Installation
+from ucudnn.execution.runner import Runner
+from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.plan import Plan
-from ucudnn.runner import Runner
 from ucudnn.step_race import StepRace
-from ucudnn.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.progress import Progress
@@ -123,7 +123,7 @@ class _Installer:
         self._runners: dict[int, Runner] = {}  # each keeps its plan, so that no other has its id
 
     def __call__(self, plan: Plan) -> Installation:
-        return Installation(plan, self._runners.setdefault(id(plan), Runner(plan)))
+        return Installation(plan.device.type, self._runners.setdefault(id(plan), Runner(plan)))
 
 
 def _until(config: Config, began: float, step_ns: int) -> float | None:

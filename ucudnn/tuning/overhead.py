@@ -14,12 +14,12 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ucudnn.autograd import AbstractRunner, Bound, Geometry, Pass, convolution
 from ucudnn.backends import AbstractBackend, open_backend, original
-from ucudnn.execute import Call, bind
-from ucudnn.forking import ForkSafeLock
+from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass, convolution
+from ucudnn.execution.execute import Call, bind
 from ucudnn.problem import OPS, Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.system.forking import ForkSafeLock
 
 _ROUNDS, _CALLS = 25, 5
 # A larger value shows a busy machine, not an overhead.

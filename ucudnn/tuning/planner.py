@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis, axis_of
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.candidate import ADDS_BIAS
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.forking import cached_property
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import ADDS_BIAS, Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split
 from ucudnn.problem import Problem
+from ucudnn.system.forking import cached_property
 from ucudnn.tuning.confirmation import Finalist, choose, race, recall_race
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.measurer import KernelMeasurer

@@ -21,10 +21,10 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.forking import ForkSafeLock, cached_property
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
+from ucudnn.system.forking import ForkSafeLock, cached_property
 from ucudnn.tuning.division import Choices, divided, require_solver
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.noise import PERTURBED

@@ -14,9 +14,9 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
-from ucudnn.forking import ForkSafeLock
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.system.forking import ForkSafeLock
 from ucudnn.tuning.noise import NoiseWarning, noise_of
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.replay import open_recording, recorded_by_profile

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from ucudnn.benchmark.bench import Arm
-from ucudnn.forking import cached_property
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
+from ucudnn.system.forking import cached_property
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.items import held_bytes
 

@@ -13,8 +13,8 @@ from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c
 from typing import Self
 
 from ucudnn.backends.cudnn.constants import Attribute, DataType, Kind, Type
-from ucudnn.closing import AbstractClosable
 from ucudnn.errors import UcudnnError, UnsupportedError
+from ucudnn.system.closing import AbstractClosable
 
 _MESSAGE_BYTES = 4096
 

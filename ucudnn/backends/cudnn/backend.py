@@ -22,9 +22,8 @@ from ucudnn.backends.cudnn.raw import empty_raw
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
-from ucudnn.candidate import ADDS_BIAS, Candidate
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.measurement import ADDS_BIAS, Candidate, Conditions, Device, Software
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
 

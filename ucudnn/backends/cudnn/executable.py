@@ -19,8 +19,8 @@ from ucudnn.backends.cudnn.engine import parse_identity
 from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views, views_of
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
-from ucudnn.forking import ForkSafeLock
 from ucudnn.problem import Problem
+from ucudnn.system.forking import ForkSafeLock
 
 # Addresses for which a pack is kept. A training step meets the same ones again and again; a program
 # that never does would otherwise keep one pack per call.

@@ -11,7 +11,7 @@ from pathlib import Path
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.constants import DEVICELESS_SINCE, Attribute, Kind
 from ucudnn.errors import ConfigError, UnsupportedError
-from ucudnn.files import parse_json
+from ucudnn.system.files import parse_json
 
 # As cuDNN writes them; it may write others too.
 _COUNTS = (

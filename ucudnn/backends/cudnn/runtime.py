@@ -17,8 +17,8 @@ import torch
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.engine import Configuration, ExecutionPlan, build, configurations
 from ucudnn.backends.cudnn.graph import Target, Views
-from ucudnn.forking import ForkSafeLock
 from ucudnn.problem import Problem
+from ucudnn.system.forking import ForkSafeLock
 
 
 class AnyHandle(Protocol):

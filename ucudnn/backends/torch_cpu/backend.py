@@ -28,9 +28,8 @@ from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
 from ucudnn.backends.torch_cpu.load import LoadMeter
 from ucudnn.backends.torch_cpu.speed import roofline
 from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, unseen_bytes
-from ucudnn.candidate import Candidate
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
 # Samples of random operands; more are copies of these.

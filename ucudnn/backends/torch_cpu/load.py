@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ucudnn.forking import ForkSafeLock
+from ucudnn.system.forking import ForkSafeLock
 
 # Counters of the kernel advance in steps of 10 ms: a shorter time says nothing.
 _LEAST_S = 0.2

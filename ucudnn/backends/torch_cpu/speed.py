@@ -10,7 +10,7 @@ import torch
 
 from ucudnn.backends._base import Roofline
 from ucudnn.backends.torch_cpu.identity import usable_cache_bytes
-from ucudnn.forking import ForkSafeLock
+from ucudnn.system.forking import ForkSafeLock
 
 # By how much a convolution may come closer to the peak than the product and the copy below do.
 MARGIN = 1.25

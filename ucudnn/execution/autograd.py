@@ -18,12 +18,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ucudnn.backends import original
-from ucudnn.backends.tensors import memory_format, strides_of
-from ucudnn.execute import Call, as_kernel
-from ucudnn.forking import ForkSafeLock
+from ucudnn.backends.tensors import memory_format, strides_of, uses_channels_last
+from ucudnn.execution.execute import Call, as_kernel
+from ucudnn.execution.untraced import untraced
 from ucudnn.problem import OPS, Problem
-from ucudnn.tracing import uses_channels_last
-from ucudnn.untraced import untraced
+from ucudnn.system.forking import ForkSafeLock
 
 _aten = torch.ops.aten
 # Shapes that are remembered; a training run has few, a server with free sizes may have many.

@@ -18,9 +18,9 @@ from math import ceil, floor, log2, log10
 from typing import Any, NamedTuple
 
 from ucudnn.errors import UcudnnError
-from ucudnn.files import write
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
-from ucudnn.tables import plan_summary, plan_table
+from ucudnn.reports.text import plan_summary, plan_table
+from ucudnn.system.files import write
 from ucudnn.units import format_bytes, format_ns
 
 # What a mark stands for: the kernel, and its timing under the default or the plan.

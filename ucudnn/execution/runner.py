@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ucudnn.autograd import AbstractRunner, Bound, Geometry, Pass
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.backends.tensors import memory_format
+from ucudnn.backends.tensors import memory_format, problem_of
 from ucudnn.config import Config
 from ucudnn.errors import BusyError, PlanError, UcudnnError, UnsupportedError
-from ucudnn.execute import Call, as_kernel, build
+from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
+from ucudnn.execution.execute import Call, as_kernel, build
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
-from ucudnn.tracing import problem_of
 
 _MOST_WARNINGS = 8
+# Plans one problem, with its bias or without one.
+Tuner = Callable[[Problem, Config, bool], Plan]
 
 
 class Layer(NamedTuple):
@@ -49,11 +51,16 @@ class Runner(AbstractRunner):
     Args:
         plan: None: every shape is unplanned.
         config: what to do with unplanned shapes, and how to tune them; default: the plan's.
+        tuner: plans a shape that has no plan, where the settings ask for that; None: such shapes
+            stay torch's own.
     """
 
-    def __init__(self, plan: Plan | None, config: Config | None = None) -> None:
+    def __init__(
+        self, plan: Plan | None, config: Config | None = None, tuner: Tuner | None = None
+    ) -> None:
         super().__init__()
         self.config = config or (plan.config if plan else Config())
+        self._tuner = tuner
         self._backend: AbstractBackend | None = None
         self._tuning = False
         self._warned: set[Problem] = set()
@@ -65,8 +72,8 @@ class Runner(AbstractRunner):
         self._layers = {Layer.of(kernel.problem) for kernel in kernels}
         self.filter_shapes = {kernel.problem.w_shape for kernel in kernels}
 
-    def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config]]:
-        return type(self), (self.plan, self.config)
+    def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config, Tuner | None]]:
+        return type(self), (self.plan, self.config, self._tuner)
 
     def __deepcopy__(self, memo: object) -> Runner:
         return self  # plans are values: copies of a model may share one
@@ -150,24 +157,21 @@ class Runner(AbstractRunner):
                 f"{problem} has no plan and unplanned='error'; tune with an example input of this "
                 f"shape and at least this batch, or set unplanned='torch'"
             )
-        if self.config.unplanned == "torch":
+        if self.config.unplanned == "torch" or self._tuner is None:
             self._warn(
                 problem,
                 f"{problem} has no plan: torch's own convolution computes it; tune with an example "
                 f"input of this shape and at least this batch, or set unplanned='tune'",
             )
             return
-        self._tune(problem, has_bias)
+        self._tune(self._tuner, problem, has_bias)
 
-    def _tune(self, problem: Problem, has_bias: bool) -> None:
+    def _tune(self, tuner: Tuner, problem: Problem, has_bias: bool) -> None:
         _require_idle(problem)
         # a child forked from now on, where nobody tunes, keeps this and torch's own convolution
         self._tuning = True
         try:
-            from ucudnn.tuning.tuner import tune_problems  # layers that never tune need no solver
-
-            biased = [problem] if has_bias else []
-            tuned = tune_problems([("", problem)], self.config, biased=biased)
+            tuned = tuner(problem, self.config, has_bias)
         except BusyError:
             raise
         except (UcudnnError, OSError, RuntimeError) as error:  # which must not end a training step

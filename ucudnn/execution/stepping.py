@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.errors import UcudnnError
-from ucudnn.snapshot import unchanged
+from ucudnn.execution.snapshot import unchanged
 
 # What a step may raise where it was traced but cannot be computed here.
 STEP_ERRORS = (

@@ -8,65 +8,33 @@ from typing import Any
 from torch import Tensor
 from torch.library import Library
 
-from ucudnn.autograd import Geometry
 from ucudnn.backends import original
-from ucudnn.closing import AbstractClosable
-from ucudnn.forking import ForkSafeLock
-from ucudnn.plan import Plan
-from ucudnn.runner import Runner, require_same_device
-from ucudnn.untraced import untraced
+from ucudnn.execution.autograd import Geometry
+from ucudnn.execution.runner import Runner
+from ucudnn.execution.untraced import untraced
+from ucudnn.system.closing import AbstractClosable
+from ucudnn.system.forking import ForkSafeLock
 
 _lock = ForkSafeLock()
 
 
 class Installation(AbstractClosable):
-    """Handle of `installed`: convolutions of this process follow a plan until it closes.
+    """Handle of `ucudnn.installed`: convolutions of this process follow a plan until it closes.
 
     Args:
-        plan: made for this device.
-        runner: that looks the plan up, from an earlier installation: what it found then stays
-            found; None: a new one.
+        device_type: the kind of device whose convolutions follow it, "cpu" or "cuda".
+        runner: runs them by the plan; of an earlier installation, what it found then stays found.
     """
 
-    def __init__(self, plan: Plan, runner: Runner | None = None) -> None:
-        self.runner = Runner(plan) if runner is None else runner
-        self._override = _overrides.setdefault(plan.device.type, _Override(plan.device.type))
+    def __init__(self, device_type: str, runner: Runner) -> None:
+        self.runner = runner
+        self._override = _overrides.setdefault(device_type, _Override(device_type))
         self._override.add(self)
 
     @untraced
     def close(self) -> None:
         """Convolutions follow the plan no more; closing twice does no harm."""
         self._override.remove(self)
-
-
-@untraced
-def installed(plan: Plan) -> Installation:
-    """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
-
-    Works from the call until the context ends or `close` is called, in all threads, autograd's
-    too. Of several plans for one kind of device the last one installed acts, alone. Convolutions of
-    layers that the plan was not made for stay torch's own. A CUDA graph keeps what it captured.
-    From the first installation on, until the process ends, torch's convolutions take some
-    microseconds more; make that one while no other thread computes any.
-    torch.compile lays convolutions out channels-last where it expects to gain by that: tune a model
-    that is to be compiled in channels_last.
-
-    >>> import tempfile, torch, ucudnn
-    >>> layer, x = torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9)
-    >>> config = ucudnn.Config(policy="undivided", cache=tempfile.mkdtemp())
-    >>> with installed(ucudnn.tune(layer, x, config)):
-    ...     y = torch.nn.functional.conv2d(x, layer.weight, layer.bias)
-    >>> torch.allclose(y, layer(x), atol=1e-5)
-    True
-
-    Args:
-        plan: made for this device.
-
-    Raises:
-        PlanError: the plan was made for another device.
-    """
-    require_same_device(plan)
-    return Installation(plan)
 
 
 class _Override:

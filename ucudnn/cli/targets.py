@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
-from ucudnn.files import parse_json
+from ucudnn.system.files import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -1,0 +1,1 @@
+"""Reports: plans as text, as a page and beside each other."""

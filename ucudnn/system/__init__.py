@@ -1,0 +1,1 @@
+"""System: files written whole, locks that survive a fork, things that close."""
