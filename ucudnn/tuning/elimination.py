@@ -73,7 +73,15 @@ class Elimination:
                 f"it needs {format_bytes(least)} at least, more than the {format_bytes(most)} that "
                 f"a candidate may take here"
             )
-        if best_ns is None or not self.is_active:
+        if not self.is_active:
+            return ""
+        limit = self._workspaces.limit
+        if limit is not None and least > limit:
+            return (
+                f"it needs {format_bytes(least)} at least, and the workspace limit is "
+                f"{format_bytes(limit)}"
+            )
+        if best_ns is None:
             return ""
         rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
         times = rate * self._candidates.axis.extent / best_ns

@@ -264,6 +264,8 @@ class KernelMeasurer:
             for workspace in [workspaces.known(arm)]
             if workspace is not None and workspaces.fits(arm, workspace)
         ]
+        if not self._listed.lists(arms[0]) and not self._is_worth_telling(curve, arms[-1]):
+            return None
         if not known:
             smaller = any(arm.size < whole for arm, name in curves.items() if name == curve)
             is_no_probe = arms[0] in self._records or (arms[0].size == whole and smaller)
@@ -273,6 +275,15 @@ class KernelMeasurer:
         is_open = is_open and not workspaces.can_be_run(last)
         tells_more = len(known) == 1 and not self._listed.lists(second)
         return second if is_open and tells_more and workspaces.can_be_run(second) else None
+
+    def _is_worth_telling(self, curve: str, whole: Arm) -> bool:
+        """True if small chunks alone could show that the undivided call fits, when no others do."""
+        if not self._workspaces.may_fit(whole) or self._workspaces.can_be_run(whole):
+            return False
+        return any(
+            name == curve and arm.role != whole.role and arm in self._records
+            for arm, name in self._listed.curves.items()
+        )
 
     def _wanted(self) -> list[Arm]:
         for launch_ns in CHUNK_NS:

@@ -58,6 +58,11 @@ class WorkspaceModel:
         held = workspace + held_bytes(self._candidates.problem, arm.role)
         return self.limit is None or held <= self.limit
 
+    def may_fit(self, arm: Arm) -> bool:
+        """False where the least that the algorithm takes, by its own account, is too much."""
+        cost = self._candidates.cost(arm.size, arm.algorithm)
+        return cost is None or self.may_run(arm, cost.workspace_bytes)
+
     def may_run(self, arm: Arm, workspace: int) -> bool:
         """True where so many bytes are within the limit and within the machine's memory."""
         return self.fits(arm, workspace) and workspace <= self.most_bytes
