@@ -109,7 +109,10 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No default time budget ends a tuning: what a test sees hangs on no clock."""
     from ucudnn.tuning import effort, model, scheduler
 
-    patient = {name: replace(one, least_budget_s=3600.0) for name, one in effort.EFFORTS.items()}
+    patient = {
+        name: replace(one, least_budget_s=3600.0, most_budget_s=3600.0)
+        for name, one in effort.EFFORTS.items()
+    }
     monkeypatch.setattr(effort, "EFFORTS", patient)
     for module in (scheduler, model):
         monkeypatch.setattr(module, "EFFORTS", patient)

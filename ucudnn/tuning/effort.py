@@ -14,6 +14,7 @@ class Effort:
     Args:
         budget_steps: the default time budget, as a number of training steps; None: no budget.
         least_budget_s: seconds that the default budget is at least.
+        most_budget_s: seconds that it is at most, where every kernel may stay torch's own.
         ignored_share: a kernel that could gain less than this fraction of a step's time, or that
             uses less than ten times as much, is not measured beyond torch's own convolution.
         tolerated_share: a kernel is measured no further when a better split could gain no more
@@ -24,20 +25,29 @@ class Effort:
 
     budget_steps: int | None
     least_budget_s: float
+    most_budget_s: float
     ignored_share: float
     tolerated_share: float
     chunks: Protocol
     wholes: Protocol
 
-    def budget_s(self, step_ns: int) -> float | None:
-        """The default time budget in seconds for a step that takes so many ns.
+    def budget_s(self, step_ns: int, is_forced: bool = False) -> float | None:
+        """The default time budget in seconds, for everything that `tune` does.
 
         >>> EFFORTS["normal"].budget_s(400_000_000), EFFORTS["normal"].budget_s(1_000)
         (40.0, 10.0)
+        >>> EFFORTS["normal"].budget_s(2 * 10**9), EFFORTS["normal"].budget_s(2 * 10**9, True)
+        (60.0, 200.0)
+
+        Args:
+            step_ns: time of a step.
+            is_forced: torch's own exceeds the workspace limit in some kernel, so that a plan must
+                be found, however long that takes.
         """
         if self.budget_steps is None:
             return None
-        return max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
+        budget_s = max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
+        return budget_s if is_forced else min(budget_s, self.most_budget_s)
 
 
 # Nine pairs forgive a perturbed one at either end of a 95 % interval. Of fewer the interval is all
@@ -47,6 +57,7 @@ EFFORTS = {
     "quick": Effort(
         budget_steps=25,
         least_budget_s=5.0,
+        most_budget_s=30.0,
         ignored_share=0.005,
         tolerated_share=0.01,
         chunks=Protocol(least_rounds=2, most_rounds=3, target=0.1, enough_ns=200_000_000),
@@ -55,6 +66,7 @@ EFFORTS = {
     "normal": Effort(
         budget_steps=100,
         least_budget_s=10.0,
+        most_budget_s=60.0,
         ignored_share=0.001,
         tolerated_share=0.003,
         chunks=Protocol(least_rounds=2, most_rounds=4, enough_ns=200_000_000),
@@ -63,6 +75,7 @@ EFFORTS = {
     "thorough": Effort(
         budget_steps=None,
         least_budget_s=0.0,
+        most_budget_s=0.0,
         ignored_share=0.0,
         tolerated_share=0.0,
         chunks=Protocol(),

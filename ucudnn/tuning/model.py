@@ -20,7 +20,7 @@ from ucudnn.step_race import StepRace
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.progress import Progress
-from ucudnn.tuning.step_judge import StepJudge
+from ucudnn.tuning.step_judge import StepJudge, may_be_torchs
 from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed, tune_problems
 
 # Time to leave of the budget: both contestants in two rounds more than decide a clear race.
@@ -97,7 +97,7 @@ def judged(
         with undisturbed(model):
             step = Steps(model, example_inputs, backward)
             began = monotonic() if began is None else began
-            until = _until(config, began, backend.elapsed_ns(step))
+            until = _until(plan, config, began, backend.elapsed_ns(step))
             judge = StepJudge(
                 step,
                 _Installer(),
@@ -126,12 +126,13 @@ class _Installer:
         return Installation(plan.device.type, self._runners.setdefault(id(plan), Runner(plan)))
 
 
-def _until(config: Config, began: float, step_ns: int) -> float | None:
-    """When the race must end: with the budget that was set, or after a part of the default one."""
-    if config.time_budget_s is not None:
-        return began + config.time_budget_s
-    budget_s = EFFORTS[config.effort].budget_s(step_ns)
-    return None if budget_s is None else monotonic() + budget_s / 2
+def _until(plan: Plan, config: Config, began: float, step_ns: int) -> float | None:
+    """When the race must end: with the budget that was set, or with the default one."""
+    budget_s = config.time_budget_s
+    if budget_s is None:
+        is_forced = any(not may_be_torchs(plan, kernel) for kernel in plan.kernels)
+        budget_s = EFFORTS[config.effort].budget_s(step_ns, is_forced)
+    return None if budget_s is None else began + budget_s
 
 
 def _reason_against(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:

@@ -191,6 +191,12 @@ class KernelPlanner:
         """Measurers that have something to measure."""
         return [self._plain, *(one for one in (self._fused, self._slabs) if not one.is_empty)]
 
+    def release(self) -> None:
+        """Give operands back, which no later kernel uses; they are made anew where it must be."""
+        for name in ("_plain", "_fused", "_slabs"):
+            if name in self.__dict__:
+                self.__dict__[name].release()
+
     def front(self) -> Front:
         """Front of time over workspace of the splits, by the measurements at this limit.
 
@@ -208,16 +214,20 @@ class KernelPlanner:
             PlanError: none fits the limit.
         """
         planner = self
-        while True:
-            evidence = planner.evidence()
-            if not planner._has_split(evidence):
-                return None
-            solved, rows = planner._solve(evidence), planner._rows(evidence)
-            finalists = planner._finalists(planner._splits(solved, rows), solved, rows)
-            winner = choose(finalists, self.limit, self._session.planned_call_ns())
-            if winner is not None:
-                return planner._plan(winner, finalists, evidence, solved, rows)
-            planner = planner._tighter(finalists, evidence)
+        try:
+            while True:
+                evidence = planner.evidence()
+                if not planner._has_split(evidence):
+                    return None
+                solved, rows = planner._solve(evidence), planner._rows(evidence)
+                finalists = planner._finalists(planner._splits(solved, rows), solved, rows)
+                winner = choose(finalists, self.limit, self._session.planned_call_ns())
+                if winner is not None:
+                    return planner._plan(winner, finalists, evidence, solved, rows)
+                planner.release()
+                planner = planner._tighter(finalists, evidence)
+        finally:
+            planner.release()
 
     def _plan(
         self,
@@ -302,7 +312,6 @@ class KernelPlanner:
         surplus = need - chunk
         if chunk_limit < 0:
             raise self._nothing_fits(evidence, surplus)
-        self._working()[-1].release()
         kernel, limits = self._kernel, (self.limit, self.default, chunk_limit)
         more = (surplus, self._tolerance)
         return KernelPlanner(self._session, self._config, kernel, *limits, *more)
@@ -376,7 +385,9 @@ def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
     front: Front = ()
     limit, needs = most, most + 1
     while limit >= 0:
-        found = planner_at(limit).front()
+        planner = planner_at(limit)
+        found = planner.front()
+        planner.release()
         front = pareto((*front, *found))
         fitting = [point.workspace_bytes for point in found if point.workspace_bytes <= limit]
         if not fitting:

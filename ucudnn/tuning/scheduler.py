@@ -191,9 +191,10 @@ class TuningScheduler:
     def _set_budget(self) -> None:
         """Derive the time budget from the step, where none is set, and say so."""
         if self._budget_s is None and self._by_share:
-            self._budget_s = self._effort.budget_s(self._total_ns)
+            is_forced = any(stake.is_forced for stake in self._stakes.values())
+            self._budget_s = self._effort.budget_s(self._total_ns, is_forced)
         if self._budget_s is not None:
-            reserved_s = min(self._budget_s / 4, self._reserved_steps * self._total_ns / 1e9)
+            reserved_s = min(self._budget_s / 3, self._reserved_steps * self._total_ns / 1e9)
             self._deadline = self._began + self._budget_s - reserved_s
             for session in self._sessions:
                 session.until = session.race_until = self._deadline
@@ -297,7 +298,9 @@ class TuningScheduler:
         def task(session: Session) -> None:
             if not session.is_over:
                 with torch.autocast("cpu", enabled=False):
-                    found = self._planner(session, problem).look_at_default()
+                    planner = self._planner(session, problem)
+                    found = planner.look_at_default()
+                    planner.release()
                 if found is not None:
                     self._default[problem] = found
 
@@ -435,6 +438,7 @@ class TuningScheduler:
             with torch.autocast("cpu", enabled=False):
                 for planner in self._measured(session, problems):
                     planner.evidence()
+                    planner.release()
 
         return task
 

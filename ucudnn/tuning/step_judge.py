@@ -59,7 +59,7 @@ class StepJudge:
             return plan
         peaks = self._peak(None), self._peak(plan)  # which warms up, too
         race = self._race(plan, is_warm=True)
-        replaceable = [kernel for kernel in changed if _has_default(plan, kernel)]
+        replaceable = [kernel for kernel in changed if may_be_torchs(plan, kernel)]
         if race.is_loss and replaceable:
             kept = self._kept(plan, replaceable)
             dropped = [kernel for kernel in replaceable if kernel not in kept]
@@ -76,7 +76,7 @@ class StepJudge:
         if self._is_over:
             return []
         others = [kernel for kernel in plan.kernels if kernel not in kernels]
-        without = [kernel for kernel in others if _has_default(plan, kernel)]
+        without = [kernel for kernel in others if may_be_torchs(plan, kernel)]
         if not self._race(_without(plan, without)).is_loss:
             return list(kernels)
         if len(kernels) == 1:
@@ -150,10 +150,14 @@ def _is_decided(plan: Sequence[int], torch: Sequence[int]) -> bool:
     return high < 1 or low > 1 + TOLERATED or (low > 1 - TOLERATED and high < 1 + TOLERATED)
 
 
-def _has_default(plan: Plan, kernel: KernelPlan) -> bool:
+def may_be_torchs(plan: Plan, kernel: KernelPlan) -> bool:
     """True where torch's own convolution may replace a kernel's plan.
 
     It must be within the workspace limit. Of a pool no kernel may take more than it did.
+
+    Args:
+        plan: with the limit.
+        kernel: of the plan.
     """
     limit = plan.config.limit_bytes
     if plan.config.total_bytes is not None:

@@ -17,7 +17,7 @@ _MOST_COPIES = 128
 # Without a workspace limit a candidate may take this many times its operands and result, or so many
 # bytes: more would raise the peak of a step, and of tuning, far above what the model needs.
 _MOST_OPERANDS = 4
-_SMALL_BYTES = 256 << 20
+_SMALL_BYTES = 128 << 20
 
 
 class WorkspaceModel:
