@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +37,34 @@ class Counts:
 
     def __call__(self, event):
         self.measured, self.reused = event.measured, event.reused
+
+
+@pytest.fixture
+def _no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_operands_of_one_kernel_at_a_time_are_in_memory(scripted, monkeypatch):
+    """Without waiting for the collector, which comes when it likes."""
+    backend = scripted(torch_default=linear(2.0, 1.0), lean=linear(1.0, 0.5))
+    alive, together = weakref.WeakSet(), []
+    operands = backend.operands
+
+    def watched(problem, samples):
+        a, b = operands(problem, samples)
+        alive.add(a)
+        together.append(len(alive))
+        return a, b
+
+    monkeypatch.setattr(backend, "operands", watched)
+    problems = [replace(FPROP, in_channels=channels) for channels in (2, 4, 6, 8)]
+    tune_problems([("", problem) for problem in problems], Config())
+    assert len(together) >= 2 * len(problems)
+    assert max(together) == 1
 
 
 def tune(problem=FPROP, **settings):
