@@ -13,7 +13,7 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back
-from ucudnn.tuning import scheduler, session
+from ucudnn.tuning import budget, scheduler, session
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
@@ -38,7 +38,7 @@ def is_default(plan: Plan, problem: Problem) -> bool:
 def clock(monkeypatch):
     """Time that passes by a second whenever the budget is looked at."""
     ticks = itertools.count()
-    for module in (scheduler, session):
+    for module in (budget, session):
         monkeypatch.setattr(module, "monotonic", lambda: float(next(ticks)))
     return ticks
 
@@ -50,9 +50,9 @@ def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
     assert not is_default(whole, WIDE)
     assert not is_default(whole, NARROW)
     decided = set()
-    for budget in range(1, 60):
+    for seconds in range(1, 60):
         scripted(torch_default=linear(2.0), fast=linear(1.0))
-        config = Config(time_budget_s=budget, cache=f"{Config().cache}-{budget}")
+        config = Config(time_budget_s=seconds, cache=f"{Config().cache}-{seconds}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", scheduler.UntunedWarning)
             plan = tune_problems(layers, config)

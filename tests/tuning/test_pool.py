@@ -234,7 +234,7 @@ def test_one_shape_at_a_time_cannot_divide_a_pool():
 
 def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkeypatch):
     ticks = itertools.count()
-    for module in ("tuning.scheduler", "tuning.session"):
+    for module in ("tuning.budget", "tuning.session"):
         monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: float(next(ticks)))
     sizes = set()
     for budget in (*range(1, 40, 3), *range(40, 400, 40)):

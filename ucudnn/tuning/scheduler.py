@@ -7,12 +7,8 @@ Where kernels divide one pool of workspace, what each could do with how much is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from queue import SimpleQueue
-from time import monotonic
 
 import torch
 
@@ -20,25 +16,21 @@ from ucudnn.backends import AbstractBackend
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
-from ucudnn.measurement import Measurement
+from ucudnn.errors import PlanError
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.system.forking import ForkSafeLock, cached_property
-from ucudnn.tuning.division import Choices, divided, require_solver
+from ucudnn.system.forking import ForkSafeLock
+from ucudnn.tuning.budget import Budget
+from ucudnn.tuning.devices import Devices, Task, require_one_kind
+from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.noise import PERTURBED
-from ucudnn.tuning.planner import Kernel, KernelPlanner, survey
+from ucudnn.tuning.planner import Kernel, KernelPlanner
+from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, UntunedWarning
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import solve
-from ucudnn.tuning.worth import Stake, least_ns
-
-Task = Callable[[Session], None]
-# Of the time that a group gets, this part is kept for timing whole calls.
-_RACING = 0.4
-# However little it could gain, a group gets this part of the time that is left.
-_LEAST_PART = 0.05
+from ucudnn.tuning.step_shares import StepShares
 
 
 class TuningScheduler:
@@ -72,7 +64,7 @@ class TuningScheduler:
         reserved_steps: int = 0,
         remeasure: bool = False,
     ) -> None:
-        _require_one_kind(backends)
+        require_one_kind(backends)
         if config.total_bytes is not None:
             require_solver(config.solver)
         self._config = config
@@ -82,54 +74,47 @@ class TuningScheduler:
             for problem, layers in layers_by_problem.items()
         }
         self._on_progress = on_progress
-        self._began = monotonic()
         self._effort = EFFORTS[config.effort]
+        self._reserved_steps = reserved_steps
+        self._budget = Budget(config.time_budget_s)
         is_recorded = isinstance(backends[0], RecordedBackend)
         self._by_share = is_whole_step and config.total_bytes is None and not is_recorded
-        self._reserved_steps = reserved_steps
-        self._budget_s = config.time_budget_s
-        self._deadline = None if self._budget_s is None else self._began + self._budget_s
-        lock = ForkSafeLock()
-        self._sessions = [
+        self.devices = self._opened(backends, cache, remeasure)
+        self._shares = StepShares(self.devices.first, layers_by_problem, config.limit_bytes)
+        self._pool: Pool | None = None
+        if config.total_bytes is not None:
+            self._pool = Pool(
+                config,
+                layers_by_problem,
+                self.devices,
+                self._shares,
+                self._planner,
+                lambda: self._budget.is_over,
+                self._begin,
+            )
+        self._plans: dict[Problem, KernelPlan] = {}
+        self._at_work = ""
+        self._total_ns = 0
+
+    def _opened(
+        self, backends: Sequence[AbstractBackend], cache: AbstractCache, remeasure: bool
+    ) -> Devices:
+        effort = self._effort if self._by_share else replace(self._effort, ignored_share=0)
+        lock, deadline = ForkSafeLock(), self._budget.deadline
+        sessions = [
             Session(
                 backend,
                 cache,
-                until=self._deadline,
-                race_until=self._deadline,
+                until=deadline,
+                race_until=deadline,
                 isolated=backend.in_worker or len(backends) > 1,
-                effort=self._effort if self._by_share else replace(self._effort, ignored_share=0),
+                effort=effort,
                 lock=lock,
                 remeasure=remeasure,
             )
             for backend in backends
         ]
-        for session in self._sessions:
-            session.on_run = self._report
-        self._default: dict[Problem, Measurement] = {}
-        self._choices: dict[Problem, Choices] = {}
-        self._shares: dict[Problem, int] = {}
-        self._surplus: dict[Problem, int] = {}
-        self._refusals: dict[Problem, PlanError] = {}
-        self._learned: dict[Problem, PlanError] = {}
-        self._plans: dict[Problem, KernelPlan] = {}
-        self._at_work = ""
-        self._done_ns = self._total_ns = 0
-        self._tuning_began = self._began
-
-    @property
-    def is_busy(self) -> bool:
-        """True where others used the processors when tuning began."""
-        return any(session.is_busy for session in self._sessions)
-
-    @property
-    def measured(self) -> int:
-        """Candidates measured so far."""
-        return sum(session.measured for session in self._sessions)
-
-    @property
-    def reused(self) -> int:
-        """Candidates found in the cache so far."""
-        return sum(session.reused for session in self._sessions)
+        return Devices(sessions, self._report)
 
     def run(self) -> None:
         """Tune everything, or until the time is over.
@@ -140,36 +125,19 @@ class TuningScheduler:
         try:
             # function modes such as `with torch.device("meta")` act on what makes operands
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                if not isinstance(self._sessions[0].backend, RecordedBackend):
-                    self._spread(map(self._look, sorted(self._layers, key=self._flops)))
-                    for session in self._sessions:  # whichever tunes a kernel, it knows of the look
-                        session.flush()
-                self._tuning_began, self._total_ns = monotonic(), self._cost_ns(self._layers)
-                self._set_budget()
-                total = self._config.total_bytes
-                if total is not None:
-                    self._divide(total)
-                self._keep_defaults()
-                self._spread(map(self._tune, self._by_worth()))
-                while total is not None and self._learn():
-                    self._divide(total)
-                    self._spread(map(self._tune, self._by_geometry()))
+                if not self.devices.is_recorded:
+                    self.devices.spread(map(self._look, self._shares.by_expected_cost()))
+                    self.devices.flush()  # whichever tunes a kernel, it knows of the look
+                self._begin_tuning()
+                self._tune_all()
+        except BaseException:
+            self._budget.end()
+            raise
         finally:
-            for session in self._sessions:
-                session.close()
+            self.devices.close()
         self._at_work = ""
         self._report()
-        left_out = len(self._layers) - len(self.kernels)
-        if left_out:
-            budget = "" if self._budget_s is None else f" of {self._budget_s:g} s"
-            warnings.warn(
-                f"{left_out} of {len(self._layers)} kernels are not in the plan: "
-                f"the time budget{budget} was over before they were looked at, or torch's own "
-                f"convolution exceeds the workspace limit; raise it by time_budget_s, "
-                f"or tune again and go on from what is in the cache",
-                UntunedWarning,
-                stacklevel=3,
-            )
+        self._warn_of_untuned()
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -177,55 +145,47 @@ class TuningScheduler:
         plans = (self._plans.get(p) or self._untuned(p) for p in self._layers)
         return tuple(plan for plan in plans if plan is not None)
 
-    def _by_geometry(self) -> list[list[Problem]]:
-        """Kernels that differ in their batch alone share measurements; the costliest come first."""
-        groups: dict[Problem, list[Problem]] = {}
-        for problem in self._layers:
-            groups.setdefault(problem.with_batch(1), []).append(problem)
-        return sorted(groups.values(), key=self._cost_ns, reverse=True)
-
-    def _flops(self, problem: Problem) -> int:
-        """Sorts the kernels that are likely to take longest first."""
-        return -problem.flops * len(self._layers[problem])
-
-    def _set_budget(self) -> None:
+    def _begin_tuning(self) -> None:
         """Derive the time budget from the step, where none is set, and say so."""
-        if self._budget_s is None and self._by_share:
-            is_forced = any(stake.is_forced for stake in self._stakes.values())
-            self._budget_s = self._effort.budget_s(self._total_ns, is_forced)
-        if self._budget_s is not None:
-            reserved_s = min(self._budget_s / 3, self._reserved_steps * self._total_ns / 1e9)
-            self._deadline = self._began + self._budget_s - reserved_s
-            for session in self._sessions:
-                session.until = session.race_until = self._deadline
+        shares, seconds = self._shares, self._budget.seconds
+        self._total_ns = shares.cost_ns(self._layers)
+        if seconds is None and self._by_share:
+            is_forced = any(stake.is_forced for stake in shares.stakes.values())
+            seconds = self._effort.budget_s(self._total_ns, is_forced)
+        self._budget.begin_tuning(seconds, self._reserved_steps * self._total_ns / 1e9)
+        if self._budget.deadline is not None:
+            self.devices.stop_at(self._budget.deadline)
         self._report()
 
-    @cached_property
-    def _stakes(self) -> dict[Problem, Stake]:
-        """The parts of the kernels in the step, of those that were looked at."""
-        limit, found = self._config.limit_bytes, {}
-        for problem, entry in self._default.items():
-            calls = len(self._layers[problem])
-            is_forced = limit is not None and (entry.workspace_bytes or 0) > limit
-            time_ns, least_ns = entry.time_ns or 0, self._least_ns(problem)
-            if least_ns > time_ns:  # the machine was busy when its speed was taken
-                least_ns = 0
-            found[problem] = Stake(calls * time_ns, calls * least_ns, is_forced)
-        return found
+    def _tune_all(self) -> None:
+        pool = self._pool
+        if pool is not None:
+            pool.divide()
+        self._keep_defaults()
+        self.devices.spread(map(self._tune, self._by_worth()))
+        while pool is not None and pool.learn():
+            pool.divide()
+            self.devices.spread(map(self._tune, self._shares.by_geometry()))
 
-    def _least_ns(self, problem: Problem) -> int:
-        """A lower bound of a call's time by any algorithm; 0 where nothing is known."""
-        session = self._sessions[0]
-        roofline = session.roofline(problem.dtype)
-        listed = session.backend.candidates(problem)
-        costs = [session.cost(problem, candidate.algorithm) for candidate in listed]
-        return least_ns(costs, roofline)
+    def _warn_of_untuned(self) -> None:
+        left_out = len(self._layers) - len(self.kernels)
+        if left_out:
+            budget_s = self._budget.seconds
+            budget = "" if budget_s is None else f" of {budget_s:g} s"
+            warnings.warn(
+                f"{left_out} of {len(self._layers)} kernels are not in the plan: "
+                f"the time budget{budget} was over before they were looked at, or torch's own "
+                f"convolution exceeds the workspace limit; raise it by time_budget_s, "
+                f"or tune again and go on from what is in the cache",
+                UntunedWarning,
+                stacklevel=4,
+            )
 
     def _keep_defaults(self) -> None:
         """Decide the kernels that are not worth measuring anything of."""
         if not self._by_share:
             return
-        for problem, stake in self._stakes.items():
+        for problem, stake in self._shares.stakes.items():
             if stake.is_ignored(self._total_ns, self._effort):
                 share = min(stake.time_ns, stake.gain_ns) / self._total_ns
                 note = (
@@ -239,70 +199,29 @@ class TuningScheduler:
         """Groups of kernels that share measurements, the largest possible gain first."""
         groups = [
             left
-            for group in self._by_geometry()
+            for group in self._shares.by_geometry()
             if (left := [problem for problem in group if problem not in self._plans])
         ]
-        return sorted(groups, key=self._gain_ns, reverse=True) if self._by_share else groups
-
-    def _gain_ns(self, problems: Iterable[Problem]) -> int:
-        return sum(self._stakes[p].gain_ns for p in problems if p in self._stakes)
+        return sorted(groups, key=self._shares.gain_ns, reverse=True) if self._by_share else groups
 
     def _allot(self, session: Session, problems: Sequence[Problem]) -> None:
         """Give a group its part of the time that is left, by what it could gain."""
-        if not self._by_share or self._deadline is None:
-            return
-        waiting = self._gain_ns(p for p in self._layers if p not in self._plans)
-        part = max(self._gain_ns(problems) / waiting, _LEAST_PART) if waiting else 1.0
-        left_s = max(0.0, self._deadline - monotonic()) * min(1.0, part * len(self._sessions))
-        session.race_until = monotonic() + left_s
-        session.until = session.race_until - _RACING * left_s
-
-    def _cost_ns(self, problems: Iterable[Problem]) -> int:
-        """Time of torch's own convolution for all calls of some kernels, as far as known."""
-        known = ((self._default.get(p), len(self._layers[p])) for p in problems)
-        return sum((entry.time_ns or 0) * calls for entry, calls in known if entry is not None)
-
-    def _spread(self, tasks: Iterable[Task]) -> None:
-        """Run tasks in their order, each on the next device that is free."""
-        if len(self._sessions) == 1:
-            for task in tasks:
-                task(self._sessions[0])
-            return
-        free: SimpleQueue[Session] = SimpleQueue()
-        for session in self._sessions:
-            free.put(session)
-
-        def run(task: Task) -> None:
-            session = free.get()
-            try:
-                with torch.no_grad():  # which is a setting of each thread
-                    task(session)
-            finally:
-                free.put(session)
-
-        with ThreadPoolExecutor(len(self._sessions)) as pool:
-            futures = [pool.submit(run, task) for task in tasks]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                self._deadline = 0.0
-                for session in self._sessions:
-                    session.until = session.race_until = 0.0
-                raise
+        if self._by_share:
+            waiting = self._shares.gain_ns(p for p in self._layers if p not in self._plans)
+            part = self._shares.gain_ns(problems) / waiting if waiting else 1.0
+            self._budget.allot(session, part * len(self.devices))
 
     def _look(self, problem: Problem) -> Task:
         """Run torch's own convolution once: a plan to fall back to, and what time it is worth."""
 
         def task(session: Session) -> None:
             if not session.is_over:
+                planner = self._planner(session, problem)
                 with torch.autocast("cpu", enabled=False):
-                    planner = self._planner(session, problem)
                     found = planner.look_at_default()
-                    planner.release()
+                planner.release()
                 if found is not None:
-                    self._default[problem] = found
+                    self._shares.defaults[problem] = found
 
         return task
 
@@ -310,181 +229,78 @@ class TuningScheduler:
         """Measure and plan kernels of one geometry, until none of them wants to know more."""
 
         def task(session: Session) -> None:
-            if self._is_over:
+            if self._budget.is_over:
                 return
-            self._at_work = str(problems[0])
-            self._report()
+            self._begin(problems[0])
             self._allot(session, problems)
+            parts = None if self._pool is None else self._pool.parts
+            planners = [self._planner(session, p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
-                plans = [self._decided(one) for one in self._measured(session, problems)]
+                measure(session, planners)
+                plans = [self._decided(planner) for planner in planners]
             self._plans |= {plan.problem: plan for plan in plans if plan is not None}
-            self._done_ns = self._cost_ns(self._plans)
 
         return task
+
+    def _begin(self, problem: Problem) -> None:
+        self._at_work = str(problem)
+        self._report()
 
     def _decided(self, planner: KernelPlanner) -> KernelPlan | None:
         try:
             return planner.decide()
         except PlanError as error:
-            if self._config.total_bytes is None or planner.limit == self._config.limit_bytes:
+            if self._pool is None or planner.limit == self._config.limit_bytes:
                 raise
-            self._refusals[planner.problem] = error
+            self._pool.refuse(planner.problem, error)
             return None
-
-    def _learn(self) -> bool:
-        """Note what calls need beyond what their chunks do, where that was more than their part.
-
-        Raises:
-            PlanError: a kernel has no plan within its part for another reason.
-        """
-        for problem, error in self._refusals.items():
-            one = self._choices[problem]
-            surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
-            if surplus <= self._surplus.get(problem, 0):
-                raise error
-            self._surplus[problem], self._learned[problem] = surplus, error
-        is_news = bool(self._refusals)
-        self._refusals.clear()
-        return is_news
-
-    def _measured(self, session: Session, problems: Iterable[Problem]) -> list[KernelPlanner]:
-        """Planners of kernels that share measurements, when none of them wants to know more."""
-        planners = [
-            self._planner(session, problem)
-            for problem in problems
-            if self._config.total_bytes is None or problem in self._shares
-        ]
-        while sum(planner.step() for planner in planners):
-            pass
-        session.flush()
-        return planners
 
     def _planner(
         self, session: Session, problem: Problem, limit: int | None = None
     ) -> KernelPlanner:
+        shares, config = self._shares, self._config
         if limit is None:
-            limit = self._shares.get(problem, self._config.limit_bytes)
-        kernel, default = self._kernels[problem], self._default.get(problem)
+            parts = {} if self._pool is None else self._pool.parts
+            limit = parts.get(problem, config.limit_bytes)
+        kernel, default = self._kernels[problem], shares.defaults.get(problem)
         tolerance = 0.0
-        if self._total_ns and problem in self._default and self._by_share:
-            tolerance = self._stakes[problem].tolerance(self._total_ns, self._effort)
-        planner = KernelPlanner(session, self._config, kernel, limit, default, tolerance=tolerance)
+        if self._total_ns and default is not None and self._by_share:
+            tolerance = shares.stakes[problem].tolerance(self._total_ns, self._effort)
+        planner = KernelPlanner(session, config, kernel, limit, default, tolerance=tolerance)
         if planner.default is not None:  # of a recording, too
-            self._default[problem] = planner.default
+            shares.defaults[problem] = planner.default
         return planner
-
-    def _divide(self, total: int) -> None:
-        """Find each kernel's part of the pool, by measurements that no longer grow.
-
-        A kernel that gets its part may want to know more, and what it finds may make another
-        division better; with the same cache a second run begins where this one ends.
-        """
-        self._shares = self._shares or self._shares_of_defaults(total)
-        while True:
-            before = self.measured
-            self._spread(map(self._survey, self._by_geometry()))
-            try:
-                self._shares = divided(self._choices, total, self._config.solver)
-            except PlanError:
-                if self._is_over:  # kernels that were not looked at have but torch's own
-                    return
-                if self.measured == before:
-                    raise
-                continue
-            self._spread(map(self._measure, self._by_geometry()))
-            if self.measured == before or self._is_over:
-                return
-
-    def _shares_of_defaults(self, total: int) -> dict[Problem, int]:
-        """Workspace of torch's own convolutions, where the pool holds all of them."""
-        most = total if self._config.limit_bytes is None else self._config.limit_bytes
-        needs = {
-            problem: entry.workspace_bytes
-            for problem, entry in self._default.items()
-            if entry.workspace_bytes is not None and entry.workspace_bytes <= most
-        }
-        together = sum(size * len(self._layers[problem]) for problem, size in needs.items())
-        return needs if together <= total else {}
-
-    @property
-    def _is_over(self) -> bool:
-        return self._deadline is not None and monotonic() >= self._deadline
-
-    def _survey(self, problems: Sequence[Problem]) -> Task:
-        """Find out what each kernel could do with how much workspace."""
-
-        def task(session: Session) -> None:
-            for problem in problems:
-                self._at_work = str(problem)
-                self._report()
-                with torch.autocast("cpu", enabled=False):
-                    self._choices[problem] = self._choices_of(session, problem)
-
-        return task
-
-    def _choices_of(self, session: Session, problem: Problem) -> Choices:
-        calls = len(self._layers[problem])
-        total, limit = self._config.total_bytes or 0, self._config.limit_bytes
-        most = total // calls if limit is None else min(limit, total // calls)
-        front = survey(partial(self._planner, session, problem), most)
-        surplus = self._surplus.get(problem, 0)
-        fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
-        if front and not fitting:
-            raise self._learned[problem]
-        return Choices(calls, most, fitting, surplus)
-
-    def _measure(self, problems: Sequence[Problem]) -> Task:
-        def task(session: Session) -> None:
-            with torch.autocast("cpu", enabled=False):
-                for planner in self._measured(session, problems):
-                    planner.evidence()
-                    planner.release()
-
-        return task
 
     def _untuned(
         self, problem: Problem, note: str = "not tuned: the time was over"
     ) -> KernelPlan | None:
         """Torch's own convolution, where it is within the limit."""
-        entry, limit = self._default.get(problem), self._config.limit_bytes
-        if self._config.total_bytes is not None:
-            limit = self._shares.get(problem, -1)
+        entry, limit = self._shares.defaults.get(problem), self._config.limit_bytes
+        if self._pool is not None:
+            limit = self._pool.parts.get(problem, -1)
         if entry is None or entry.time_ns is None or entry.workspace_bytes is None:
             return None
         if limit is not None and entry.workspace_bytes > limit:
             return None
         spread_ns, samples = entry.spread_ns or 0, len(entry.samples)
         timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
-        solved = solve(problem, [replace(entry, status="ok")], self._sessions[0].kernel_of, limit)
+        kernel_of = self.devices.first.kernel_of
+        solved = solve(problem, [replace(entry, status="ok")], kernel_of, limit)
         split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
         notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
         return solved.kernel_plan(self._layers[problem], split, timing, timing, notes)
 
     def _report(self) -> None:
         if self._on_progress is not None:
-            done, total = len(self._plans), len(self._layers)
-            left = self._seconds_left()
+            done_ns = self._shares.cost_ns(self._plans)
             self._on_progress(
                 Progress(
-                    self._at_work, done, total, self.measured, self.reused, left, self._budget_s
+                    self._at_work,
+                    len(self._plans),
+                    len(self._layers),
+                    self.devices.measured,
+                    self.devices.reused,
+                    self._budget.seconds_left(done_ns, self._total_ns),
+                    self._budget.seconds,
                 )
-            )
-
-    def _seconds_left(self) -> float | None:
-        """Seconds left at the rate so far, weighed by torch's time of each kernel."""
-        if not self._done_ns:
-            return None
-        still_ns = self._total_ns - self._done_ns
-        left = (monotonic() - self._tuning_began) * still_ns / self._done_ns
-        until = self._deadline
-        return left if until is None else min(left, max(0.0, until - monotonic()))
-
-
-def _require_one_kind(backends: Sequence[AbstractBackend]) -> None:
-    first = backends[0]
-    for other in backends[1:]:
-        if (other.device(), other.software()) != (first.device(), first.software()):
-            raise ConfigError(
-                f"devices that measure together must be of one kind with one set of versions, got "
-                f"{first.device()} and {other.device()}; leave one of them out"
             )

@@ -84,15 +84,16 @@ def tune_problems(
         devices = list(backends) if backends else [_open_backend(config, cache)]
         how = (on_progress, biased, is_whole_step, reserved_steps, remeasure)
         scheduler = TuningScheduler(devices, cache, config, by_problem, *how)
-        if scheduler.is_busy:
+        if scheduler.devices.is_busy:
             _warn(_BUSY)
         try:
             scheduler.run()
         except KeyboardInterrupt:
             raise TuningInterruptedError(_plan(scheduler, devices[0], config)) from None
-    _log.info("measured %d candidates, reused %d", scheduler.measured, scheduler.reused)
+    measured = scheduler.devices.measured
+    _log.info("measured %d candidates, reused %d", measured, scheduler.devices.reused)
     plan = _plan(scheduler, devices[0], config)
-    if scheduler.measured and (noise := noise_of(plan)).is_noisy:
+    if measured and (noise := noise_of(plan)).is_noisy:
         _warn(f"the times of this plan are noisy: {noise}; tune again when the machine is quiet")
     return plan
 

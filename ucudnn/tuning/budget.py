@@ -1,0 +1,68 @@
+"""The time budget of one tuning run, and each kernel's part of it."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from ucudnn.tuning.session import Session
+
+# Of the time that a group of kernels gets, this fraction is kept for timing whole calls.
+_RACING = 0.4
+# However little it could gain, a group gets this fraction of the time that is left.
+_LEAST_PART = 0.05
+
+
+class Budget:
+    """Time from the making of this object on.
+
+    Args:
+        seconds: that tuning may take; None: not known yet, or no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._began = self._counts_from = monotonic()
+        self.seconds = seconds
+        self.deadline = None if seconds is None else self._began + seconds
+
+    def begin_tuning(self, seconds: float | None, reserved_s: float) -> None:
+        """Set the budget, now that the time of a step is known, and count progress from now on.
+
+        Args:
+            seconds: from the making of this object on; None: no limit.
+            reserved_s: of these, to leave for the race of whole steps; a third at most.
+        """
+        self._counts_from = monotonic()
+        self.seconds = seconds
+        if seconds is not None:
+            self.deadline = self._began + seconds - min(seconds / 3, reserved_s)
+
+    @property
+    def is_over(self) -> bool:
+        """True after the deadline."""
+        return self.deadline is not None and monotonic() >= self.deadline
+
+    def end(self) -> None:
+        """Let nothing more begin."""
+        self.deadline = 0.0
+
+    def allot(self, session: Session, part: float) -> None:
+        """Give a session a part of the time that is left, as a fraction."""
+        if self.deadline is None:
+            return
+        left_s = max(0.0, self.deadline - monotonic()) * min(1.0, max(part, _LEAST_PART))
+        session.race_until = monotonic() + left_s
+        session.until = session.race_until - _RACING * left_s
+
+    def seconds_left(self, done_ns: int, total_ns: int) -> float | None:
+        """Expected seconds until the end; None before there is anything to go by.
+
+        Args:
+            done_ns: time of torch's own convolution in the kernels that are finished.
+            total_ns: the same of all kernels.
+        """
+        if not done_ns:
+            return None
+        left_s = (monotonic() - self._counts_from) * (total_ns - done_ns) / done_ns
+        if self.deadline is None:
+            return left_s
+        return min(left_s, max(0.0, self.deadline - monotonic()))

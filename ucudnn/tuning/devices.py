@@ -1,0 +1,121 @@
+"""The devices that measure together, and the tasks that are spread over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import torch
+
+from ucudnn.backends import AbstractBackend
+from ucudnn.backends.recorded import RecordedBackend
+from ucudnn.errors import ConfigError
+from ucudnn.tuning.session import Session
+
+Task = Callable[[Session], None]
+
+
+class Devices:
+    """Sessions of one or several devices of one kind.
+
+    Args:
+        sessions: one per device.
+        on_run: called whenever something was measured or found.
+
+    Raises:
+        ConfigError: the devices are of several kinds.
+    """
+
+    def __init__(self, sessions: Sequence[Session], on_run: Callable[[], None]) -> None:
+        require_one_kind([session.backend for session in sessions])
+        self._sessions = list(sessions)
+        for session in self._sessions:
+            session.on_run = on_run
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def first(self) -> Session:
+        """Any one of them, for what they all know."""
+        return self._sessions[0]
+
+    @property
+    def is_recorded(self) -> bool:
+        """True where a recording says what a device would measure."""
+        return isinstance(self.first.backend, RecordedBackend)
+
+    @property
+    def is_busy(self) -> bool:
+        """True where others used the processors when tuning began."""
+        return any(session.is_busy for session in self._sessions)
+
+    @property
+    def measured(self) -> int:
+        """Candidates measured so far."""
+        return sum(session.measured for session in self._sessions)
+
+    @property
+    def reused(self) -> int:
+        """Candidates found in the cache so far."""
+        return sum(session.reused for session in self._sessions)
+
+    def flush(self) -> None:
+        """Write what was measured to the cache, where every session finds it."""
+        for session in self._sessions:
+            session.flush()
+
+    def close(self) -> None:
+        """Write what is left and end the workers."""
+        for session in self._sessions:
+            session.close()
+
+    def stop_at(self, deadline: float) -> None:
+        """Measure nothing after a `time.monotonic`."""
+        for session in self._sessions:
+            session.until = session.race_until = deadline
+
+    def spread(self, tasks: Iterable[Task]) -> None:
+        """Run tasks in their order, each on the next device that is free."""
+        if len(self._sessions) == 1:
+            for task in tasks:
+                task(self.first)
+            return
+        free: SimpleQueue[Session] = SimpleQueue()
+        for session in self._sessions:
+            free.put(session)
+
+        def run(task: Task) -> None:
+            session = free.get()
+            try:
+                with torch.no_grad():  # which is a setting of each thread
+                    task(session)
+            finally:
+                free.put(session)
+
+        with ThreadPoolExecutor(len(self._sessions)) as pool:
+            futures = [pool.submit(run, task) for task in tasks]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                # the other devices end at their next candidate, so that the error is seen at once
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.stop_at(0.0)
+                raise
+
+
+def require_one_kind(backends: Sequence[AbstractBackend]) -> None:
+    """Refuse devices whose measurements cannot be mixed.
+
+    Raises:
+        ConfigError: they differ in hardware or versions.
+    """
+    first = backends[0]
+    for other in backends[1:]:
+        if (other.device(), other.software()) != (first.device(), first.software()):
+            raise ConfigError(
+                f"devices that measure together must be of one kind with one set of versions, got "
+                f"{first.device()} and {other.device()}; leave one of them out"
+            )

@@ -1,0 +1,165 @@
+"""Measure what kernels could do with how much of one pool of workspace, and divide it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from ucudnn.config import Config
+from ucudnn.errors import PlanError
+from ucudnn.problem import Problem
+from ucudnn.tuning.devices import Devices, Task
+from ucudnn.tuning.division import Choices, divided
+from ucudnn.tuning.planner import KernelPlanner, survey
+from ucudnn.tuning.session import Session
+from ucudnn.tuning.step_shares import StepShares
+
+
+class PlannerFactory(Protocol):
+    """Makes the planner of a kernel."""
+
+    def __call__(
+        self, session: Session, problem: Problem, limit: int | None = None
+    ) -> KernelPlanner:
+        """Within a limit of its own, or within its part of the pool."""
+        ...
+
+
+class Pool:
+    """Division of a pool by measurements that no longer change it.
+
+    Args:
+        config: with the size of the pool.
+        layers_by_problem: the names of the layers that run each kernel, each of which owns a part.
+        devices: that measure.
+        shares: times and workspaces of torch's own convolutions.
+        planner_of: makes planners.
+        is_over: true after the time budget.
+        on_work: called with the kernel that is being measured.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layers_by_problem: Mapping[Problem, tuple[str, ...]],
+        devices: Devices,
+        shares: StepShares,
+        planner_of: PlannerFactory,
+        is_over: Callable[[], bool],
+        on_work: Callable[[Problem], None],
+    ) -> None:
+        assert config.total_bytes is not None
+        self._total: int = config.total_bytes
+        self._config = config
+        self._layers = layers_by_problem
+        self._devices = devices
+        self._shares = shares
+        self._planner_of = planner_of
+        self._is_over = is_over
+        self._on_work = on_work
+        self._choices: dict[Problem, Choices] = {}
+        self.parts: dict[Problem, int] = {}
+        self._surplus: dict[Problem, int] = {}
+        self._refusals: dict[Problem, PlanError] = {}
+        self._learned: dict[Problem, PlanError] = {}
+
+    def divide(self) -> None:
+        """Find each kernel's part, in bytes of each of its calls.
+
+        A kernel that gets its part may want to know more, and what it finds may make another
+        division better; with the same cache a second run begins where this one ends.
+        """
+        self.parts = self.parts or self._parts_of_defaults()
+        while True:
+            before = self._devices.measured
+            self._devices.spread(map(self._survey, self._shares.by_geometry()))
+            try:
+                self.parts = divided(self._choices, self._total, self._config.solver)
+            except PlanError:
+                if self._is_over():  # kernels that were not looked at have but torch's own
+                    return
+                if self._devices.measured == before:
+                    raise
+                continue
+            self._devices.spread(map(self._measure, self._shares.by_geometry()))
+            if self._devices.measured == before or self._is_over():
+                return
+
+    def refuse(self, problem: Problem, error: PlanError) -> None:
+        """Note that a kernel has no plan within its part."""
+        self._refusals[problem] = error
+
+    def learn(self) -> bool:
+        """Note what calls need beyond what their chunks do, where that was more than their part.
+
+        Returns:
+            True if there were such calls, so that the pool must be divided anew.
+
+        Raises:
+            PlanError: a kernel has no plan within its part for another reason.
+        """
+        for problem, error in self._refusals.items():
+            one = self._choices[problem]
+            surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
+            if surplus <= self._surplus.get(problem, 0):
+                raise error
+            self._surplus[problem], self._learned[problem] = surplus, error
+        is_news = bool(self._refusals)
+        self._refusals.clear()
+        return is_news
+
+    def _parts_of_defaults(self) -> dict[Problem, int]:
+        """Workspace of torch's own convolutions, where the pool holds all of them."""
+        total, limit = self._total, self._config.limit_bytes
+        most = total if limit is None else limit
+        needs = {
+            problem: entry.workspace_bytes
+            for problem, entry in self._shares.defaults.items()
+            if entry.workspace_bytes is not None and entry.workspace_bytes <= most
+        }
+        together = sum(size * len(self._layers[problem]) for problem, size in needs.items())
+        return needs if together <= total else {}
+
+    def _survey(self, problems: Sequence[Problem]) -> Task:
+        """Find out what each kernel could do with how much workspace."""
+
+        def task(session: Session) -> None:
+            for problem in problems:
+                self._on_work(problem)
+                with torch.autocast("cpu", enabled=False):
+                    self._choices[problem] = self._choices_of(session, problem)
+
+        return task
+
+    def _choices_of(self, session: Session, problem: Problem) -> Choices:
+        calls, limit = len(self._layers[problem]), self._config.limit_bytes
+        most = self._total // calls if limit is None else min(limit, self._total // calls)
+        front = survey(partial(self._planner_of, session, problem), most)
+        surplus = self._surplus.get(problem, 0)
+        fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
+        if front and not fitting:
+            raise self._learned[problem]
+        return Choices(calls, most, fitting, surplus)
+
+    def _measure(self, problems: Sequence[Problem]) -> Task:
+        """Measure kernels within the parts that they got."""
+
+        def task(session: Session) -> None:
+            planners = [self._planner_of(session, p) for p in problems if p in self.parts]
+            with torch.autocast("cpu", enabled=False):
+                measure(session, planners)
+                for planner in planners:
+                    planner.evidence()
+                    planner.release()
+
+        return task
+
+
+def measure(session: Session, planners: Sequence[KernelPlanner]) -> None:
+    """Let planners of kernels that share measurements measure until none wants to know more."""
+    while sum(planner.step() for planner in planners):
+        pass
+    session.flush()

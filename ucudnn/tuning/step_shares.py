@@ -1,0 +1,72 @@
+"""What each kernel takes of a step by torch's own convolution, and what a plan could gain of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ucudnn.measurement import Measurement
+from ucudnn.problem import Problem
+from ucudnn.system.forking import cached_property
+from ucudnn.tuning.session import Session
+from ucudnn.tuning.worth import Stake, least_ns
+
+
+class StepShares:
+    """Times of torch's own convolutions in a step, as far as they are known.
+
+    Args:
+        session: of a device, with the algorithms that it has and its roofline.
+        layers_by_problem: the names of the layers that run each kernel.
+        limit: workspace limit in bytes, None for any.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        layers_by_problem: Mapping[Problem, tuple[str, ...]],
+        limit: int | None,
+    ) -> None:
+        self._session = session
+        self._layers = layers_by_problem
+        self._limit = limit
+        self.defaults: dict[Problem, Measurement] = {}  # filled while kernels are looked at
+
+    @cached_property
+    def stakes(self) -> dict[Problem, Stake]:
+        """The parts of the kernels in the step; taken once, when all of them were looked at."""
+        found = {}
+        for problem, entry in self.defaults.items():
+            calls = len(self._layers[problem])
+            is_forced = self._limit is not None and (entry.workspace_bytes or 0) > self._limit
+            time_ns, bound_ns = entry.time_ns or 0, self._least_ns(problem)
+            if bound_ns > time_ns:  # the machine was busy when its speed was taken
+                bound_ns = 0
+            found[problem] = Stake(calls * time_ns, calls * bound_ns, is_forced)
+        return found
+
+    def _least_ns(self, problem: Problem) -> int:
+        """A lower bound of a call's time by any algorithm; 0 where nothing is known."""
+        session = self._session
+        listed = session.backend.candidates(problem)
+        costs = [session.cost(problem, candidate.algorithm) for candidate in listed]
+        return least_ns(costs, session.roofline(problem.dtype))
+
+    def cost_ns(self, problems: Iterable[Problem]) -> int:
+        """Time of torch's own convolution for all calls of some kernels, as far as known."""
+        known = ((self.defaults.get(p), len(self._layers[p])) for p in problems)
+        return sum((entry.time_ns or 0) * calls for entry, calls in known if entry is not None)
+
+    def gain_ns(self, problems: Iterable[Problem]) -> int:
+        """The most that plans of some kernels could save of a step."""
+        return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
+
+    def by_expected_cost(self) -> list[Problem]:
+        """The kernels that are likely to take longest first, before any was run."""
+        return sorted(self._layers, key=lambda p: -p.flops * len(self._layers[p]))
+
+    def by_geometry(self) -> list[list[Problem]]:
+        """Kernels that differ in their batch alone share measurements; the costliest come first."""
+        groups: dict[Problem, list[Problem]] = {}
+        for problem in self._layers:
+            groups.setdefault(problem.with_batch(1), []).append(problem)
+        return sorted(groups.values(), key=self.cost_ns, reverse=True)
