@@ -1,0 +1,121 @@
+"""Measurements of one kernel's chunks: from the cache, or new; and which of them a plan may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ucudnn.benchmark.bench import Arm
+from ucudnn.benchmark.statistics import median_interval
+from ucudnn.measurement import Measurement, MeasurementKey
+from ucudnn.solvers.lazy import Interval
+from ucudnn.tuning.candidates import KernelCandidates
+from ucudnn.tuning.session import Session
+from ucudnn.tuning.workspace_model import WorkspaceModel
+
+# Why a candidate was not timed in full: the reason names the algorithm that it lost against.
+BEATEN = "beaten by "
+
+
+class KernelRecords:
+    """What is known of a kernel's candidates.
+
+    Args:
+        session: the device and the cache.
+        listed: the candidates.
+        limit: workspace in bytes, None for any.
+        max_error: relative error (L2) that a candidate may have, None: any that is not wrong.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        listed: KernelCandidates,
+        limit: int | None,
+        max_error: float | None,
+    ) -> None:
+        self._session = session
+        self._listed = listed
+        self._max_error = max_error
+        self.by_arm: dict[Arm, Measurement] = {}
+        self.skipped: set[Arm] = set()  # for which there was no memory this time
+        memory = session.backend.memory_bytes()
+        self.workspaces = WorkspaceModel(listed, self.by_arm, limit, memory)
+
+    def recall(self) -> None:
+        """Take in what the cache has, and what was measured for a kernel that shares it."""
+        for arm in self._listed.by_arm:
+            known = self._session.find(self.key(arm))
+            if known is not None:
+                self.by_arm[arm] = self._session.reuse(known)
+
+    def keep(self, arm: Arm, measurement: Measurement) -> None:
+        """Take in a new one."""
+        self.by_arm[arm] = self._session.keep(measurement)
+
+    def key(self, arm: Arm) -> MeasurementKey:
+        """The key under which the cache has a candidate."""
+        return self._session.key(self._listed.part(arm.size), arm.algorithm, arm.role)
+
+    def by_size(self) -> Iterator[tuple[Arm, Measurement]]:
+        """Everything known, the smallest chunks first."""
+        return ((arm, self.by_arm[arm]) for arm in self._listed.by_arm if arm in self.by_arm)
+
+    @property
+    def usable(self) -> list[Measurement]:
+        """Measurements in full that fit and are exact enough."""
+        return [entry for arm, entry in self.by_size() if self.is_usable(arm, entry)]
+
+    def is_usable(self, arm: Arm, entry: Measurement) -> bool:
+        """True for a measurement in full of what may be part of a plan."""
+        return entry.status == "ok" and self.is_allowed(arm, entry)
+
+    def is_allowed(self, arm: Arm, entry: Measurement) -> bool:
+        """True for a candidate that fits the limit and is exact enough."""
+        if entry.workspace_bytes is None or not self.workspaces.fits(arm, entry.workspace_bytes):
+            return False
+        return self._max_error is None or (entry.error or 0.0) <= self._max_error
+
+    def is_open(self, arm: Arm) -> bool:
+        """True for a candidate that was run once and may yet win."""
+        entry = self.by_arm.get(arm)
+        if entry is None or entry.status != "screened" or self.has_lost(arm, entry):
+            return False
+        return self.is_allowed(arm, entry)
+
+    def has_lost(self, arm: Arm, entry: Measurement) -> bool:
+        """True if it lost its race against one that counts under this limit, too."""
+        if entry.status != "screened" or not entry.reason.startswith(BEATEN):
+            return False
+        rival = arm._replace(algorithm=entry.reason.removeprefix(BEATEN))
+        winner = self.by_arm.get(rival)
+        return winner is not None and self.is_usable(rival, winner)
+
+    def fastest(self, arm: Arm) -> Arm:
+        """The best known arm of the same size and role."""
+        rivals = {
+            other: entry
+            for other, entry in self.by_arm.items()
+            if other[::2] == arm[::2] and self.is_usable(other, entry)
+        }
+        return min(rivals, key=lambda other: rivals[other].time_ns or 0)
+
+    def best_times(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """Of each size and role the fastest that may be used, as (median, upper end) in ns."""
+        usable = [entry for entry in self.by_arm.items() if self.is_usable(*entry)]
+        return {
+            (arm.size, arm.role): (interval.time_ns, interval.high_ns)
+            for arm, entry in sorted(usable, key=_slowest_first)
+            if (interval := interval_of(entry)) is not None
+        }
+
+
+def interval_of(entry: Measurement) -> Interval | None:
+    """The interval that a time is known to, None where it was not timed."""
+    if entry.time_ns is None:
+        return None
+    low, high = median_interval(entry.samples) if entry.samples else (entry.time_ns, entry.time_ns)
+    return Interval(low, entry.time_ns, high)
+
+
+def _slowest_first(item: tuple[Arm, Measurement]) -> int:
+    return -(item[1].time_ns or 0)

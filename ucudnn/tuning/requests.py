@@ -1,0 +1,137 @@
+"""Chunks of one kernel to time next: those that the fastest possible split may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from ucudnn.benchmark.bench import Arm
+from ucudnn.measurement import Measurement
+from ucudnn.solvers.lazy import Option, Outlook, outlook
+from ucudnn.tuning.candidates import KernelCandidates
+from ucudnn.tuning.elimination import Elimination
+from ucudnn.tuning.items import rank_of
+from ucudnn.tuning.records import KernelRecords, interval_of
+from ucudnn.tuning.session import Session
+from ucudnn.tuning.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
+
+# A split that is this close to the fastest is close enough: finals could not tell them apart.
+TOLERANCE = 0.02
+
+
+class Requests:
+    """Asks the solver for what to time.
+
+    Args:
+        session: the device.
+        listed: the candidates.
+        records: what was measured so far.
+        elimination: which implementations cannot matter.
+        limit: workspace in bytes, None for any.
+        tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        listed: KernelCandidates,
+        records: KernelRecords,
+        elimination: Elimination,
+        limit: int | None,
+        tolerance: float,
+    ) -> None:
+        self._session = session
+        self._listed = listed
+        self._records = records
+        self._elimination = elimination
+        self._limit = limit
+        self._tolerance = max(tolerance, TOLERANCE)
+
+    def wanted(self) -> list[Arm]:
+        """What to time next; empty where the best split is known well enough."""
+        for launch_ns in CHUNK_NS:
+            wanted = self.outlook(launch_ns).wanted
+            if wanted:
+                return _arms(wanted)
+        return self._wanted_by_smaller_batches()
+
+    def outlook(self, launch_ns: int = 0) -> Outlook:
+        """Gap estimate of the best split of the timed chunks, and the chunks to time next."""
+        options = list(self._options())
+        worthwhile = [
+            option
+            for option in options
+            if "alone" in option.lists or not option.is_timed or _time_ns(option) >= WORTHWHILE_NS
+        ]
+        extent = self._listed.axis.extent
+        ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self._tolerance)
+        found = ask(worthwhile, least_ns=WORTHWHILE_NS)
+        if found.bound_ns is None:  # nothing else fits: then short chunks are allowed
+            found = ask(options)
+        return found
+
+    def _wanted_by_smaller_batches(self) -> list[Arm]:
+        """Chunks to time for the first batch that lacks a split and could have one."""
+        if self._listed.axis.name != "batch":
+            return []
+        problem, kernel_of = self._listed.problem, self._session.kernel_of
+        options = list(self._options())
+        bounds = self._limit, self._listed.sizes
+        for batch in uncovered_batches(problem, self._records.usable, kernel_of, *bounds):
+            possible = (
+                replace(option, lists=("alone", *option.lists))
+                if option.batch == batch and "first" in option.lists
+                else option
+                for option in options
+            )
+            wanted = outlook(possible, batch, tolerance=1.0).wanted
+            if wanted:
+                return _arms(wanted)
+        return []
+
+    def _options(self) -> Iterator[Option]:
+        """Chunks that the solver may choose among, and measured ones that tell about them."""
+        ruled_out = self._elimination.reasons()
+        for arm in self._listed.by_arm:
+            entry = self._records.by_arm.get(arm)
+            is_out = arm in self._records.skipped or (
+                entry is not None and entry.status == "failed"
+            )
+            if self._listed.curves[arm] in ruled_out and entry is None:
+                is_out = True
+            if not is_out:
+                option = self._option(arm, entry, self._listed.curves[arm] not in ruled_out)
+                if option.lists or option.interval is not None:
+                    yield option
+
+    def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> Option:
+        """An arm as the solver sees it; no part of any split where it may not be one."""
+        workspace = self._records.workspaces.expected(arm)
+        if entry is not None and entry.workspace_bytes is not None:
+            is_allowed = self._records.is_allowed(arm, entry) and not self._records.has_lost(
+                arm, entry
+            )
+        else:
+            is_allowed = workspace is not None and self._records.workspaces.may_run(arm, workspace)
+        return Option(
+            arm.size,
+            arm.algorithm,
+            self._listed.curves[arm],
+            self._listed.lists(arm) if is_allowed and may_matter else (),
+            None if entry is None else interval_of(entry),
+            entry is not None and entry.status == "ok",
+            workspace or 0,
+            rank_of(arm.algorithm, self._listed.by_arm[arm].notes),
+            arm.size in self._listed.even_sizes,
+            arm.role,
+            self._elimination.least_ns(arm) if entry is None else 0,
+        )
+
+
+def _arms(options: Iterable[Option]) -> list[Arm]:
+    return [Arm(option.batch, option.algorithm, option.role) for option in options]
+
+
+def _time_ns(option: Option) -> int:
+    return 0 if option.interval is None else option.interval.time_ns
