@@ -13,7 +13,7 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back
-from ucudnn.tuning import budget, scheduler, session
+from ucudnn.tuning import budget, progress, session
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
@@ -54,7 +54,7 @@ def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
         scripted(torch_default=linear(2.0), fast=linear(1.0))
         config = Config(time_budget_s=seconds, cache=f"{Config().cache}-{seconds}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", scheduler.UntunedWarning)
+            warnings.simplefilter("ignore", progress.UntunedWarning)
             plan = tune_problems(layers, config)
         for kernel in plan.kernels:
             assert kernel.split(16).size == 16
@@ -68,7 +68,7 @@ def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
 
 def test_kernels_that_were_not_looked_at_are_named_in_a_warning(scripted, clock):
     scripted(torch_default=linear(2.0))
-    with pytest.warns(scheduler.UntunedWarning, match="2 of 2 kernels are not in the plan"):
+    with pytest.warns(progress.UntunedWarning, match="2 of 2 kernels are not in the plan"):
         plan = tune_problems([("a", NARROW), ("b", WIDE)], Config(time_budget_s=0.5))
     assert plan.kernels == ()
 
@@ -119,7 +119,7 @@ def test_ctrl_c_keeps_the_plan_so_far(scripted, moment):
 
 def test_a_default_over_the_limit_is_no_plan_to_fall_back_to(scripted, clock):
     scripted(torch_default=linear(2.0, 1.0), fast=linear(1.0, 0.5))
-    with pytest.warns(scheduler.UntunedWarning):
+    with pytest.warns(progress.UntunedWarning):
         plan = tune_problems([("a", NARROW)], Config(workspace_limit="4MiB", time_budget_s=3.5))
     assert plan.kernels == ()
 

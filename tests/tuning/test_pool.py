@@ -14,7 +14,7 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning import scheduler
+from ucudnn.tuning import progress
 from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
 MIB = 1 << 20
@@ -111,7 +111,7 @@ def test_a_second_tune_measures_nothing_and_decides_alike(scripted):
     plans, counts = [], []
     for _ in range(2):
         scripted(torch_default=cost(4, 0), fast=cost(2, 1, 3), faster=cost(1, 2, 5))
-        events: list[scheduler.Progress] = []
+        events: list[progress.Progress] = []
         plans.append(tune_problems(layers, config, events.append))
         counts.append(events[-1].measured)
     assert counts[0] > 0
@@ -243,7 +243,7 @@ def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkey
             total_workspace="9MiB", time_budget_s=budget, cache=f"{Config().cache}-{budget}"
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", scheduler.UntunedWarning)
+            warnings.simplefilter("ignore", progress.UntunedWarning)
             plan = tune_problems(LAYERS, config)
         assert plan.workspace_bytes <= 9 * MIB
         sizes.add(len(plan.kernels))

@@ -182,7 +182,7 @@ def state_of(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.filterwarnings("ignore::ucudnn.tuning.scheduler.UntunedWarning")
+@pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning")
 def test_judging_leaves_a_model_as_it_was():
     torch.manual_seed(0)
     model, x = Model(), torch.randn(4, 3, 12, 12)

@@ -10,7 +10,10 @@ import torch
 
 from ucudnn.backends import AbstractBackend
 from ucudnn.backends.recorded import RecordedBackend
+from ucudnn.cache import AbstractCache
 from ucudnn.errors import ConfigError
+from ucudnn.system.forking import ForkSafeLock
+from ucudnn.tuning.effort import Effort
 from ucudnn.tuning.session import Session
 
 Task = Callable[[Session], None]
@@ -104,6 +107,41 @@ class Devices:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self.stop_at(0.0)
                 raise
+
+
+def open_devices(
+    backends: Sequence[AbstractBackend],
+    cache: AbstractCache,
+    effort: Effort,
+    deadline: float | None,
+    remeasure: bool,
+    on_run: Callable[[], None],
+) -> Devices:
+    """Begin a session per device; several measure in processes of their own.
+
+    Args:
+        backends: one per device.
+        cache: where measurements are kept.
+        effort: how precisely times are taken.
+        deadline: `time.monotonic` after which nothing is measured, None for any.
+        remeasure: take every time anew, whatever the cache has.
+        on_run: called whenever something was measured or found.
+    """
+    lock = ForkSafeLock()
+    sessions = [
+        Session(
+            backend,
+            cache,
+            until=deadline,
+            race_until=deadline,
+            isolated=backend.in_worker or len(backends) > 1,
+            effort=effort,
+            lock=lock,
+            remeasure=remeasure,
+        )
+        for backend in backends
+    ]
+    return Devices(sessions, on_run)
 
 
 def require_one_kind(backends: Sequence[AbstractBackend]) -> None:

@@ -11,6 +11,7 @@ import torch
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
+from ucudnn.tuning.budget import Budget
 from ucudnn.tuning.devices import Devices, Task
 from ucudnn.tuning.division import Choices, divided
 from ucudnn.tuning.planner import KernelPlanner, survey
@@ -37,7 +38,7 @@ class Pool:
         devices: that measure.
         shares: times and workspaces of torch's own convolutions.
         planner_of: makes planners.
-        is_over: true after the time budget.
+        budget: the time for all of it.
         on_work: called with the kernel that is being measured.
     """
 
@@ -48,7 +49,7 @@ class Pool:
         devices: Devices,
         shares: StepShares,
         planner_of: PlannerFactory,
-        is_over: Callable[[], bool],
+        budget: Budget,
         on_work: Callable[[Problem], None],
     ) -> None:
         assert config.total_bytes is not None
@@ -58,7 +59,7 @@ class Pool:
         self._devices = devices
         self._shares = shares
         self._planner_of = planner_of
-        self._is_over = is_over
+        self._budget = budget
         self._on_work = on_work
         self._choices: dict[Problem, Choices] = {}
         self.parts: dict[Problem, int] = {}
@@ -79,13 +80,13 @@ class Pool:
             try:
                 self.parts = divided(self._choices, self._total, self._config.solver)
             except PlanError:
-                if self._is_over():  # kernels that were not looked at have but torch's own
+                if self._budget.is_over:  # kernels that were not looked at have but torch's own
                     return
                 if self._devices.measured == before:
                     raise
                 continue
             self._devices.spread(map(self._measure, self._shares.by_geometry()))
-            if self._devices.measured == before or self._is_over():
+            if self._devices.measured == before or self._budget.is_over:
                 return
 
     def refuse(self, problem: Problem, error: PlanError) -> None:

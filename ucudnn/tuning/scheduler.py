@@ -6,7 +6,6 @@ Where kernels divide one pool of workspace, what each could do with how much is 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,19 +16,18 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
+from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
-from ucudnn.system.forking import ForkSafeLock
 from ucudnn.tuning.budget import Budget
-from ucudnn.tuning.devices import Devices, Task, require_one_kind
+from ucudnn.tuning.devices import Task, open_devices, require_one_kind
 from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS
-from ucudnn.tuning.noise import PERTURBED
-from ucudnn.tuning.planner import Kernel, KernelPlanner
+from ucudnn.tuning.fallback import plan_by_torch
+from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
-from ucudnn.tuning.progress import Progress, UntunedWarning
+from ucudnn.tuning.progress import Progress, warn_of_untuned
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import solve
+from ucudnn.tuning.sources import Bounds, Kernel
 from ucudnn.tuning.step_shares import StepShares
 
 
@@ -79,42 +77,19 @@ class TuningScheduler:
         self._budget = Budget(config.time_budget_s)
         is_recorded = isinstance(backends[0], RecordedBackend)
         self._by_share = is_whole_step and config.total_bytes is None and not is_recorded
-        self.devices = self._opened(backends, cache, remeasure)
+        effort = self._effort if self._by_share else replace(self._effort, ignored_share=0)
+        self.devices = open_devices(
+            backends, cache, effort, self._budget.deadline, remeasure, self._report
+        )
         self._shares = StepShares(self.devices.first, layers_by_problem, config.limit_bytes)
         self._pool: Pool | None = None
         if config.total_bytes is not None:
-            self._pool = Pool(
-                config,
-                layers_by_problem,
-                self.devices,
-                self._shares,
-                self._planner,
-                lambda: self._budget.is_over,
-                self._begin,
-            )
+            measuring = (self.devices, self._shares, self._planner)
+            more = (self._budget, self._begin)
+            self._pool = Pool(config, layers_by_problem, *measuring, *more)
         self._plans: dict[Problem, KernelPlan] = {}
         self._at_work = ""
         self._total_ns = 0
-
-    def _opened(
-        self, backends: Sequence[AbstractBackend], cache: AbstractCache, remeasure: bool
-    ) -> Devices:
-        effort = self._effort if self._by_share else replace(self._effort, ignored_share=0)
-        lock, deadline = ForkSafeLock(), self._budget.deadline
-        sessions = [
-            Session(
-                backend,
-                cache,
-                until=deadline,
-                race_until=deadline,
-                isolated=backend.in_worker or len(backends) > 1,
-                effort=effort,
-                lock=lock,
-                remeasure=remeasure,
-            )
-            for backend in backends
-        ]
-        return Devices(sessions, self._report)
 
     def run(self) -> None:
         """Tune everything, or until the time is over.
@@ -137,12 +112,14 @@ class TuningScheduler:
             self.devices.close()
         self._at_work = ""
         self._report()
-        self._warn_of_untuned()
+        left_out = len(self._layers) - len(self.kernels)
+        if left_out:
+            warn_of_untuned(left_out, len(self._layers), self._budget.seconds)
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """The best plan so far, of each kernel that has one within the limit."""
-        plans = (self._plans.get(p) or self._untuned(p) for p in self._layers)
+        plans = (self._plans.get(p) or self._by_torch(p) for p in self._layers)
         return tuple(plan for plan in plans if plan is not None)
 
     def _begin_tuning(self) -> None:
@@ -162,47 +139,21 @@ class TuningScheduler:
         if pool is not None:
             pool.divide()
         self._keep_defaults()
-        self.devices.spread(map(self._tune, self._by_worth()))
+        left = [problem for problem in self._layers if problem not in self._plans]
+        groups = self._shares.by_gain(left) if self._by_share else self._shares.by_geometry()
+        self.devices.spread(map(self._tune, groups))
         while pool is not None and pool.learn():
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
-
-    def _warn_of_untuned(self) -> None:
-        left_out = len(self._layers) - len(self.kernels)
-        if left_out:
-            budget_s = self._budget.seconds
-            budget = "" if budget_s is None else f" of {budget_s:g} s"
-            warnings.warn(
-                f"{left_out} of {len(self._layers)} kernels are not in the plan: "
-                f"the time budget{budget} was over before they were looked at, or torch's own "
-                f"convolution exceeds the workspace limit; raise it by time_budget_s, "
-                f"or tune again and go on from what is in the cache",
-                UntunedWarning,
-                stacklevel=4,
-            )
 
     def _keep_defaults(self) -> None:
         """Decide the kernels that are not worth measuring anything of."""
         if not self._by_share:
             return
-        for problem, stake in self._shares.stakes.items():
-            if stake.is_ignored(self._total_ns, self._effort):
-                share = min(stake.time_ns, stake.gain_ns) / self._total_ns
-                note = (
-                    f"looked at once: it could save {share:.2%} of the convolutions' time at most"
-                )
-                plan = self._untuned(problem, note)
-                if plan is not None:
-                    self._plans[problem] = plan
-
-    def _by_worth(self) -> list[list[Problem]]:
-        """Groups of kernels that share measurements, the largest possible gain first."""
-        groups = [
-            left
-            for group in self._shares.by_geometry()
-            if (left := [problem for problem in group if problem not in self._plans])
-        ]
-        return sorted(groups, key=self._shares.gain_ns, reverse=True) if self._by_share else groups
+        for problem, reason in self._shares.ignored(self._total_ns, self._effort):
+            plan = self._by_torch(problem, reason)
+            if plan is not None:
+                self._plans[problem] = plan
 
     def _allot(self, session: Session, problems: Sequence[Problem]) -> None:
         """Give a group its part of the time that is left, by what it could gain."""
@@ -266,29 +217,20 @@ class TuningScheduler:
         tolerance = 0.0
         if self._total_ns and default is not None and self._by_share:
             tolerance = shares.stakes[problem].tolerance(self._total_ns, self._effort)
-        planner = KernelPlanner(session, config, kernel, limit, default, tolerance=tolerance)
+        planner = KernelPlanner(session, config, kernel, Bounds(limit, limit, tolerance), default)
         if planner.default is not None:  # of a recording, too
             shares.defaults[problem] = planner.default
         return planner
 
-    def _untuned(
+    def _by_torch(
         self, problem: Problem, note: str = "not tuned: the time was over"
     ) -> KernelPlan | None:
         """Torch's own convolution, where it is within the limit."""
-        entry, limit = self._shares.defaults.get(problem), self._config.limit_bytes
+        limit = self._config.limit_bytes
         if self._pool is not None:
             limit = self._pool.parts.get(problem, -1)
-        if entry is None or entry.time_ns is None or entry.workspace_bytes is None:
-            return None
-        if limit is not None and entry.workspace_bytes > limit:
-            return None
-        spread_ns, samples = entry.spread_ns or 0, len(entry.samples)
-        timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
-        kernel_of = self.devices.first.kernel_of
-        solved = solve(problem, [replace(entry, status="ok")], kernel_of, limit)
-        split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
-        notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
-        return solved.kernel_plan(self._layers[problem], split, timing, timing, notes)
+        entry, layers = self._shares.defaults.get(problem), self._layers[problem]
+        return plan_by_torch(problem, layers, entry, limit, self.devices.first.kernel_of, note)
 
     def _report(self) -> None:
         if self._on_progress is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.system.forking import cached_property
+from ucudnn.tuning.effort import Effort
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.worth import Stake, least_ns
 
@@ -60,13 +61,37 @@ class StepShares:
         """The most that plans of some kernels could save of a step."""
         return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
 
+    def ignored(self, total_ns: int, effort: Effort) -> Iterator[tuple[Problem, str]]:
+        """Kernels that are not worth measuring anything of, with the reason.
+
+        Args:
+            total_ns: of all kernels of the step.
+            effort: which gains are too small to look for.
+        """
+        for problem, stake in self.stakes.items():
+            if stake.is_ignored(total_ns, effort):
+                share = min(stake.time_ns, stake.gain_ns) / total_ns
+                yield (
+                    problem,
+                    f"looked at once: it could save {share:.2%} of the convolutions' time at most",
+                )
+
     def by_expected_cost(self) -> list[Problem]:
         """The kernels that are likely to take longest first, before any was run."""
         return sorted(self._layers, key=lambda p: -p.flops * len(self._layers[p]))
 
     def by_geometry(self) -> list[list[Problem]]:
         """Kernels that differ in their batch alone share measurements; the costliest come first."""
-        groups: dict[Problem, list[Problem]] = {}
-        for problem in self._layers:
-            groups.setdefault(problem.with_batch(1), []).append(problem)
-        return sorted(groups.values(), key=self.cost_ns, reverse=True)
+        return sorted(_grouped(self._layers), key=self.cost_ns, reverse=True)
+
+    def by_gain(self, problems: Iterable[Problem]) -> list[list[Problem]]:
+        """Some kernels in such groups, the largest possible gain first."""
+        groups = sorted(_grouped(problems), key=self.cost_ns, reverse=True)
+        return sorted(groups, key=self.gain_ns, reverse=True)
+
+
+def _grouped(problems: Iterable[Problem]) -> list[list[Problem]]:
+    groups: dict[Problem, list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault(problem.with_batch(1), []).append(problem)
+    return list(groups.values())

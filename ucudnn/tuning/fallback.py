@@ -1,0 +1,42 @@
+"""The plan of a kernel that is left to torch's own convolution. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ucudnn.measurement import Measurement
+from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
+from ucudnn.problem import Problem
+from ucudnn.tuning.noise import PERTURBED
+from ucudnn.tuning.solve import solve
+
+
+def plan_by_torch(
+    problem: Problem,
+    layers: tuple[str, ...],
+    entry: Measurement | None,
+    limit: int | None,
+    kernel_of: Callable[[Problem, str], str | None],
+    note: str,
+) -> KernelPlan | None:
+    """The undivided plan, None where torch's own was not timed or exceeds the limit.
+
+    Args:
+        problem: the kernel at its largest batch.
+        layers: names of the layers that run it.
+        entry: torch's own convolution of it, as it was measured; None: it was not.
+        limit: workspace in bytes, None for any.
+        kernel_of: name of the implementation by which an algorithm runs a problem.
+        note: the reason, for the plan.
+    """
+    if entry is None or entry.time_ns is None or entry.workspace_bytes is None:
+        return None
+    if limit is not None and entry.workspace_bytes > limit:
+        return None
+    spread_ns, samples = entry.spread_ns or 0, len(entry.samples)
+    timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
+    solved = solve(problem, [replace(entry, status="ok")], kernel_of, limit)
+    split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
+    notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
+    return solved.kernel_plan(layers, split, timing, timing, notes)

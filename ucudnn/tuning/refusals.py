@@ -1,0 +1,45 @@
+"""Errors for kernels of which no plan fits, with the smallest limit that one would fit."""
+
+from __future__ import annotations
+
+from ucudnn.errors import PlanError
+from ucudnn.tuning.solve import SolvedRows, smallest_workspace
+from ucudnn.tuning.sources import AbstractSource, Evidence
+from ucudnn.units import format_bytes
+
+
+def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes: int) -> PlanError:
+    """Error for a limit that nothing fits.
+
+    Args:
+        source: of the kernel.
+        evidence: what was tried.
+        call_overhead_bytes: measured workspace of a whole call minus that of its largest chunk.
+    """
+    known = [
+        entry
+        for entry in evidence.everything
+        if entry.workspace_bytes is not None and entry.status != "failed"
+    ]
+    problem, config, kernel_of = source.kernel.problem, source.config, source.session.kernel_of
+    rows = SolvedRows.of(source.rows_axis, source.row_sizes, known, kernel_of)
+    smallest = smallest_workspace(problem, known, kernel_of, rows)
+    if smallest is None:
+        reasons = (entry.reason for entry in evidence.everything if entry.status == "failed")
+        return PlanError(f"no algorithm could be run on {problem}: {'; '.join(reasons)}")
+    least, what = smallest
+    least += call_overhead_bytes
+    more = "" if config.policy == "all" else " or allow more sizes by policy"
+    limit, total, calls = source.bounds.limit, config.total_bytes, len(source.kernel.layers)
+    if total is None or limit == config.limit_bytes:
+        return PlanError(
+            f"no plan for {problem} fits workspace_limit={format_bytes(limit or 0)}; the smallest "
+            f"needs {format_bytes(least)} ({what}); raise the limit{more}",
+            least,
+        )
+    together = f", {format_bytes(calls * least)} for its {calls} calls" if calls > 1 else ""
+    return PlanError(
+        f"no plan for {problem} fits its part of total_workspace={format_bytes(total)}; the "
+        f"smallest needs {format_bytes(least)} ({what}){together}; raise it{more}",
+        calls * least,
+    )
