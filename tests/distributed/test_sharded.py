@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn.distributed.cores import cores
+from ucudnn.distributed.affinity import cores
 
 
 def test_ranks_that_tune_alone_end_with_different_plans(launch):

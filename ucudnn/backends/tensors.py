@@ -13,7 +13,7 @@ import torch.fx.experimental.symbolic_shapes
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from ucudnn.backends.original import tf32_allowed
+from ucudnn.backends.aten import tf32_allowed
 from ucudnn.errors import ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 

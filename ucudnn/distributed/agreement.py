@@ -11,7 +11,7 @@ from typing import Any
 
 import ucudnn
 from ucudnn.backends import open_backend
-from ucudnn.distributed.meeting import Group, Meeting, name_ranks
+from ucudnn.distributed.rendezvous import Group, Meeting, name_ranks
 from ucudnn.errors import PlanError, RankError, UcudnnError
 from ucudnn.measurement import Device, Software
 from ucudnn.plan import Plan

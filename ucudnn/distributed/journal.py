@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from ucudnn import cache as caches
 from ucudnn.cache import AbstractCache, LayeredCache
 from ucudnn.cache.values import Entry
-from ucudnn.distributed.meeting import Meeting
+from ucudnn.distributed.rendezvous import Meeting
 
 _JOURNALS = "journals"
 _LOCK = "alive.lock"

@@ -21,18 +21,18 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
+from ucudnn.distributed.affinity import Lane, bound_to, cores, host_name, lane_of
 from ucudnn.distributed.agreement import (
     job_facts,
     kind_facts,
     require_equal,
     require_one_plan,
 )
-from ucudnn.distributed.board import Board, Pulse, Turns
-from ucudnn.distributed.cores import Lane, bound_to, cores, host_name, lane_of
 from ucudnn.distributed.journal import Journal
-from ucudnn.distributed.known import packed, share_known, unpacked
-from ucudnn.distributed.meeting import Group, Meeting
+from ucudnn.distributed.measurement_sync import packed, share_known, unpacked
 from ucudnn.distributed.recording import RecordingCache, Records, SealedCache
+from ucudnn.distributed.rendezvous import Group, Meeting
+from ucudnn.distributed.work_queue import Board, Pulse, Turns
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem

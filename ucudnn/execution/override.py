@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import Library
 
-from ucudnn.backends import original
+from ucudnn.backends import aten
 from ucudnn.execution.autograd import Geometry
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.untraced import untraced
@@ -65,7 +65,7 @@ class _Override:
             self._runner = self._open[-1].runner if self._open else None
 
     def _stand_in(self) -> Library:
-        own_forward, own_backward = original.keep(self._device_type)
+        own_forward, own_backward = aten.keep(self._device_type)
 
         @untraced
         def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
@@ -86,7 +86,7 @@ class _Override:
             return runner.bound(x, w, _frozen(*geometry)).backward(dy, x, w, bias_sizes, mask)
 
         library = Library("aten", "IMPL")
-        key = original.DISPATCH_KEYS[self._device_type]
+        key = aten.DISPATCH_KEYS[self._device_type]
         with warnings.catch_warnings():  # torch says so where the device has a kernel of its own
             warnings.filterwarnings("ignore", message="(?s).*a previously registered kernel")
             library.impl("convolution", convolution, key)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ucudnn.backends import AbstractBackend
 from ucudnn.cache.values import Entry
 from ucudnn.distributed.journal import Journal
-from ucudnn.distributed.meeting import Meeting
+from ucudnn.distributed.rendezvous import Meeting
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import Conditions
 from ucudnn.problem import Problem

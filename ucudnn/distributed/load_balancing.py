@@ -16,7 +16,7 @@ from time import perf_counter_ns
 import torch
 
 from ucudnn.distributed.agreement import refuse
-from ucudnn.distributed.meeting import Group, Meeting, name_ranks
+from ucudnn.distributed.rendezvous import Group, Meeting, name_ranks
 from ucudnn.errors import ConfigError, RankError
 from ucudnn.solvers import balance
 

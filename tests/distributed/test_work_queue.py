@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ucudnn.distributed.board import Board, Pulse, Turns
-from ucudnn.distributed.cores import Lane, bound_to, cores, lane_of
+from ucudnn.distributed.affinity import Lane, bound_to, cores, lane_of
 from ucudnn.distributed.sharded import Patience
+from ucudnn.distributed.work_queue import Board, Pulse, Turns
 from ucudnn.errors import ConfigError
 
 LEASE_S = 0.4
