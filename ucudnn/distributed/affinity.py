@@ -1,4 +1,4 @@
-"""Processors for ranks that share a host: disjoint while they measure, or they time each other."""
+"""CPU affinity of ranks that share a host: on disjoint cores they do not disturb each other."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """Processors on which one rank measures at a time.
+class CpuSet:
+    """Logical CPUs on which one rank at a time measures.
 
     Args:
-        processors: their numbers, as the system counts them.
-        ranks: who measures there, in turn where there are several.
+        cpus: their numbers, as the operating system counts them.
+        ranks: the ranks that measure there, in turn if there are several.
     """
 
-    processors: tuple[int, ...]
+    cpus: tuple[int, ...]
     ranks: tuple[int, ...]
 
 
 def host_name() -> str:
-    """Equal in all processes on one running kernel, in whatever containers they are."""
+    """Identifier of the running kernel, equal in all containers of one host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def cores() -> list[list[int]]:
-    """The processors that this process may use, those of one core together."""
-    together: dict[str, list[int]] = {}
-    for processor in sorted(os.sched_getaffinity(0)):
-        topology = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
-        core = topology.read_text().strip() if topology.exists() else str(processor)
-        together.setdefault(core, []).append(processor)
-    return list(together.values())
+    """Logical CPUs that this process may use, grouped by physical core."""
+    by_core: dict[str, list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        core = siblings.read_text().strip() if siblings.exists() else str(cpu)
+        by_core.setdefault(core, []).append(cpu)
+    return list(by_core.values())
 
 
-def lane_of(rank: int, cores_by_rank: Mapping[int, Sequence[Sequence[int]]], threads: int) -> Lane:
-    """The processors for one of the ranks of a host: whole cores, a core for each of its threads.
+def assign_cpus(
+    rank: int, cores_by_rank: Mapping[int, Sequence[Sequence[int]]], threads: int
+) -> CpuSet:
+    """Assign CPUs to one of the ranks of a host: whole cores, at least one for each thread.
 
-    Ranks that a launcher has bound elsewhere keep their own. Where there are too few cores, ranks
-    share a lane and take turns.
+    Ranks with the same cores divide them. A rank that its launcher has bound to other cores keeps
+    those. If there are too few cores, several ranks get the same set and take turns.
 
     >>> four = [[0], [1], [2], [3]]
-    >>> lane_of(1, {0: four, 1: four}, threads=2)
-    Lane(processors=(2, 3), ranks=(1,))
-    >>> lane_of(3, {rank: four for rank in range(4)}, threads=2)
-    Lane(processors=(2, 3), ranks=(1, 3))
+    >>> assign_cpus(1, {0: four, 1: four}, threads=2)
+    CpuSet(cpus=(2, 3), ranks=(1,))
+    >>> assign_cpus(3, {rank: four for rank in range(4)}, threads=2)
+    CpuSet(cpus=(2, 3), ranks=(1, 3))
 
     Args:
-        rank: whose lane.
-        cores_by_rank: for each rank of the host what `cores` said there.
-        threads: that a rank measures with.
+        rank: the rank to assign CPUs to.
+        cores_by_rank: for each rank of the host, the result of `cores` there.
+        threads: number of threads that a rank measures with.
     """
     own = [list(core) for core in cores_by_rank[rank]]
-    mates = [other for other in sorted(cores_by_rank) if list(cores_by_rank[other]) == own]
-    count = max(1, min(len(mates), len(own) // max(1, threads)))
-    index = mates.index(rank) % count
-    share = own[index * len(own) // count : (index + 1) * len(own) // count]
-    processors = tuple(sorted(processor for core in share for processor in core))
-    return Lane(processors, tuple(mates[index::count]))
+    peers = [other for other in sorted(cores_by_rank) if list(cores_by_rank[other]) == own]
+    count = max(1, min(len(peers), len(own) // max(1, threads)))
+    index = peers.index(rank) % count
+    part = own[index * len(own) // count : (index + 1) * len(own) // count]
+    return CpuSet(tuple(sorted(cpu for core in part for cpu in core)), tuple(peers[index::count]))
 
 
 @contextmanager
-def bound_to(processors: Sequence[int]) -> Iterator[None]:
-    """Bind every thread of this process, and free them again at the end.
-
-    Each by itself: those that torch has started already do not follow the main thread.
-    """
+def bound_to(cpus: Sequence[int]) -> Iterator[None]:
+    """Bind every thread of this process to some CPUs, and restore their affinity at the end."""
     before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
     whole = os.sched_getaffinity(0)
     try:
+        # Affinity is a property of a thread: the threads that torch has already started do not
+        # follow the main thread.
         for thread in before:
             with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.sched_setaffinity(thread, processors)
+                os.sched_setaffinity(thread, cpus)
         yield
     finally:
         for thread in _threads():

@@ -1,8 +1,9 @@
-"""Work items on the job's store: claimed one by one, adopted when their owner goes silent.
+"""Work queue on the job's store: items are claimed one by one, under leases that can be taken over.
 
-No rank waits for another while there is work. A rank shows that it lives by counting up a key; who
-has watched it stand still for the length of a lease, by a clock of their own, takes its item. An
-owner that was only slow or stopped may come back: of two results of one item the first counts.
+No rank waits for another while there is an item left to claim. Every rank increments a heartbeat
+counter; if a counter has not changed for the length of a lease, by the clock of the rank that
+watches it, that rank takes the item over. The owner may only have been slow or stopped, and finish
+the item later: of two results of one item the first counts.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 
-class Pulse:
-    """Shows the others that this process lives, and watches them.
+class Heartbeat:
+    """A thread that shows the other ranks that this process is alive, and a watch on theirs.
 
     Args:
-        store: keys of one meeting.
-        rank: of this process.
-        lease_s: a rank that stands still for so long counts as lost.
+        store: keys of one rendezvous.
+        rank: number of this process.
+        lease_s: a rank whose heartbeat stops for this long counts as lost.
     """
 
     def __init__(self, store: Store, rank: int, lease_s: float) -> None:
         self._store, self._rank, self._lease_s = store, rank, lease_s
         self._seen: dict[int, tuple[int, float]] = {}
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="ucudnn-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="ucudnn-heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -46,54 +47,62 @@ class Pulse:
         self._thread.join()
 
     def _beat(self) -> None:
+        # Six beats per lease, so that a few late ones are no reason to take a rank for lost.
         try:
             while not self._end.is_set():
-                self._store.add(f"pulse/{self._rank}", 1)
+                self._store.add(f"heartbeat/{self._rank}", 1)
                 self._end.wait(self._lease_s / 6)
-        except dist.DistError:  # the main thread meets the same error, and says so
+        except dist.DistError:
+            # The store is gone; the main thread gets the same error and reports it.
             return
 
     def is_lost(self, rank: int) -> bool:
-        """True if a rank stood still for a lease, as far as this process has watched it."""
-        count, now = self._store.add(f"pulse/{rank}", 0), time.monotonic()
-        known, since = self._seen.get(rank, (-1, now))
-        if count != known:
+        """True if a rank's heartbeat has not changed for a lease, as observed by this process.
+
+        The lease begins with the first call for that rank, which returns False.
+        """
+        # Adding 0 reads the counter also where it was never written.
+        count, now = self._store.add(f"heartbeat/{rank}", 0), time.monotonic()
+        last, since = self._seen.get(rank, (-1, now))
+        if count != last:
             self._seen[rank] = (count, now)
             return False
         return rank != self._rank and now - since > self._lease_s
 
 
-class Board:
-    """Items from 0 on, each done once as far as anyone can know.
+class WorkQueue:
+    """Items 0, 1, ..., each computed once, or again only if its owner seems to be lost.
 
     Args:
-        store: keys of one meeting and one team.
-        rank: of this process.
-        order: all items, those that this rank prefers first.
-        pulse: tells who is lost.
+        store: keys of one rendezvous and one team.
+        rank: number of this process.
+        order: all items, in the order in which this rank claims them.
+        heartbeat: tells which owners are lost.
     """
 
-    def __init__(self, store: Store, rank: int, order: Sequence[int], pulse: Pulse) -> None:
-        self._store, self._rank, self._pulse = store, rank, pulse
-        self._free = list(reversed(order))
-        # Leases of others: "0:3" is the first of an item, and rank 3's.
+    def __init__(self, store: Store, rank: int, order: Sequence[int], heartbeat: Heartbeat) -> None:
+        self._store, self._rank, self._heartbeat = store, rank, heartbeat
+        self._unclaimed = list(reversed(order))
+        # Leases of other ranks by item: "0:3" is the first lease of an item, held by rank 3.
         self._leases: dict[int, str] = {}
 
     def claim(self) -> int | None:
-        """An item for this rank: one that nobody had, else one whose owner is lost, else None."""
-        while self._free:
-            item = self._free.pop()
+        """An unclaimed item, or else one whose owner is lost; None if there is neither."""
+        while self._unclaimed:
+            item = self._unclaimed.pop()
             lease = self._swap(item, "", f"0:{self._rank}")
             if lease == f"0:{self._rank}":
                 return item
             self._leases[item] = lease
         for item, lease in list(self._leases.items()):
             number, owner = map(int, lease.split(":"))
-            if not self._pulse.is_lost(owner):
+            if not self._heartbeat.is_lost(owner):
                 continue
             if self.is_done(item):
                 del self._leases[item]
                 continue
+            # The number makes every lease different, so that of several ranks which take over at
+            # the same time the compare-and-swap lets exactly one succeed.
             mine = f"{number + 1}:{self._rank}"
             self._leases[item] = self._swap(item, lease, mine)
             if self._leases[item] == mine:
@@ -105,8 +114,9 @@ class Board:
         return self._store.compare_set(f"lease/{item}", expected, desired).decode()
 
     def finish(self, item: int, result: bytes) -> bool:
-        """Publish a result; False where another rank's was first and counts."""
-        # bytes are as good as the text that torch's hints ask for
+        """Publish a result; False if another rank's result was first, and counts."""
+        # The result is stored before the item is marked as done: whoever sees the mark can read
+        # it. torch's hints ask for text, and bytes work as well.
         self._store.set(f"result/{item}/{self._rank}", result)  # type: ignore[arg-type]
         first = self._store.compare_set(f"done/{item}", "", str(self._rank))
         return int(first) == self._rank
@@ -116,55 +126,56 @@ class Board:
         return self._store.check([f"done/{item}"])
 
     def are_done(self, items: Sequence[int]) -> bool:
-        """True if all of some items have results."""
+        """True if all of these items have results."""
         return self._store.check([f"done/{item}" for item in items])
 
     def count_done(self, items: Sequence[int]) -> int:
-        """Number of some items that have results."""
+        """Number of these items that have results."""
         return sum(self.is_done(item) for item in items)
 
     def result(self, item: int) -> bytes:
-        """The result that counts, of an item that is done."""
+        """The first result of an item that is done."""
         first = self._store.get(f"done/{item}").decode()
         return self._store.get(f"result/{item}/{first}")
 
 
-class Turns:
-    """Ranks that share processors measure in turn, one item each; one rank alone always may.
+class TurnLock:
+    """Round-robin lock of ranks that share CPUs: one of them measures at a time.
 
     Args:
-        store: keys of one meeting.
-        name: of the processors.
-        ranks: those that share them.
-        rank: of this process.
-        pulse: tells whose turn is skipped.
+        store: keys of one rendezvous.
+        name: identifies the shared CPUs.
+        ranks: the ranks that share them; a single one always holds the lock.
+        rank: number of this process.
+        heartbeat: tells whose turn is skipped.
     """
 
     def __init__(
-        self, store: Store, name: str, ranks: Sequence[int], rank: int, pulse: Pulse
+        self, store: Store, name: str, ranks: Sequence[int], rank: int, heartbeat: Heartbeat
     ) -> None:
-        self._store, self._key, self._pulse = store, f"turn/{name}", pulse
+        self._store, self._key, self._heartbeat = store, f"turn/{name}", heartbeat
         self._ranks, self._rank = ranks, rank
 
-    def is_mine(self) -> bool:
-        """True if this rank may measure now; skips who is lost."""
+    def is_held(self) -> bool:
+        """True if it is this rank's turn; a lost holder's turn is skipped."""
         if len(self._ranks) == 1:
             return True
         turn = self._turn()
         holder = self._ranks[turn % len(self._ranks)]
-        if holder != self._rank and self._pulse.is_lost(holder):
-            self._set(turn)
+        if holder != self._rank and self._heartbeat.is_lost(holder):
+            self._advance(turn)
         return holder == self._rank
 
-    def pass_on(self) -> None:
-        """Let the next one measure."""
+    def release(self) -> None:
+        """Give the turn to the next rank."""
         if len(self._ranks) > 1:
             turn = self._turn()
-            if self._ranks[turn % len(self._ranks)] == self._rank:  # not while it was skipped
-                self._set(turn)
+            # A rank that was taken for lost no longer holds the turn, and must not end another's.
+            if self._ranks[turn % len(self._ranks)] == self._rank:
+                self._advance(turn)
 
     def _turn(self) -> int:
         return int(self._store.compare_set(self._key, "", "0"))
 
-    def _set(self, turn: int) -> None:
+    def _advance(self, turn: int) -> None:
         self._store.compare_set(self._key, str(turn), str(turn + 1))
