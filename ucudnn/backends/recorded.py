@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ucudnn.backends._base import AbstractBackend, Executable
+from ucudnn.backends.registry import entry_for_device, open_backend
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Measurement, Software
 from ucudnn.plan import DEFAULT_ALGORITHM
@@ -20,8 +21,6 @@ from ucudnn.problem import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a recording of a device is planned for; a plan names the backend that runs it.
-_BACKEND_BY_TYPE = {"cpu": "torch_cpu", "cuda": "cudnn"}
 _RACE = "plan["  # how a whole plan that was raced is called
 
 
@@ -67,7 +66,8 @@ class RecordedBackend(AbstractBackend):
         if len(groups) != 1:
             raise ConfigError(_not_one(list(groups), device))
         (self._group,) = groups
-        self.name = _BACKEND_BY_TYPE[self._group.device.type]
+        # A plan names the backend that runs it, which is not this one.
+        self.name = entry_for_device(self._group.device.type).name
         self._twin = self._find_twin()
         self._has_roles = any(entry.key.conditions.role != "alone" for entry in listed)
         # by problem, algorithm and role
@@ -89,9 +89,7 @@ class RecordedBackend(AbstractBackend):
         """The CPU backend, where it is as it was recorded: it knows what was not measured."""
         if self.name != "torch_cpu":
             return None
-        from ucudnn.backends.torch_cpu import TorchCpuBackend
-
-        here = TorchCpuBackend()
+        here = open_backend(self.name)
         same = (here.device(), here.software(), here.conditions()) == self._group[:3]
         return here if same else None
 

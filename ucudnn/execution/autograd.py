@@ -18,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ucudnn.backends import aten
+from ucudnn.backends.registry import BACKENDS
 from ucudnn.backends.tensors import memory_format, strides_of, uses_channels_last
 from ucudnn.execution.execute import Call, as_kernel
 from ucudnn.execution.untraced import untraced
@@ -34,8 +35,9 @@ _keys_of: Any = torch._C._dispatch_keys
 def _odd_keys() -> int:
     """Bits of all dispatch keys but those of tensors that are simply their memory's elements."""
     names = ["ADInplaceOrView", "Conjugate"]
-    for device in aten.DISPATCH_KEYS.values():
-        names += [device, f"Autograd{device}", f"Autocast{device}"]
+    for entry in BACKENDS.values():
+        key = entry.dispatch_key
+        names += [key, f"Autograd{key}", f"Autocast{key}"]
     plain = 0
     for name in names:
         plain |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()

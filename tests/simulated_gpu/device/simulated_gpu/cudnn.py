@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ucudnn.backends import aten
 from ucudnn.backends.cudnn import api, driverless, raw, runtime
 from ucudnn.backends.cudnn.graph import Target, View, Views
 from ucudnn.backends.cudnn.profile import DeviceProfile
+from ucudnn.backends.registry import BACKENDS
 from ucudnn.problem import Problem
 
 _ORDER = {"fprop": "xwy", "dgrad": "ywx", "wgrad": "xyw"}
@@ -170,7 +172,7 @@ def _let_torch_see_its_tensors() -> None:
     """Tell torch the true devices of tensors where it asks for them below Python."""
     from ucudnn import tracing
 
-    aten.DISPATCH_KEYS["cuda"] = "CPU"
+    BACKENDS["cudnn"] = replace(BACKENDS["cudnn"], dispatch_key="CPU")
     trace_layers = tracing.trace_layers
 
     def traced(*arguments: Any, device_type: str | None = None, **options: Any) -> Any:
