@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 
 import ucudnn
-from ucudnn import distributed
+from ucudnn import distributed, testing
 from ucudnn.distributed import Timeouts
+from ucudnn.distributed.journal import Journal
+from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import UcudnnError
-from ucudnn.measurement import Device, Software
+from ucudnn.measurement import Device, Measurement, Software
 from ucudnn.problem import Problem
 
 MIB = 1 << 20
@@ -208,6 +210,30 @@ def agree(folder: Path, rank: int, paths: list[str], how: str, what: str = "") -
     else:
         plan = distributed.agree(ucudnn.Plan.load(paths[rank]), timeout_s=60)
     return {"hash": plan.hash, "device": plan.device.name}
+
+
+def die_after_meeting(folder: Path, rank: int) -> dict[str, Any]:
+    """Rank 1 is killed between the rendezvous and the exchange."""
+    with Rendezvous("test", None, timeout_s=20) as rendezvous:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rendezvous.exchange("values", rank)
+
+
+def measurements(first: int, count: int) -> list[Measurement]:
+    """The same ones in every process; none are in two ranges that do not overlap."""
+    return testing.sample_measurements(20, seed=5)[first : first + count]
+
+
+def keep_journal(folder: Path, rank: int, path: str, count: int) -> dict[str, Any]:
+    """Put measurements, say so, and wait: this process is killed or told to go on."""
+    with Rendezvous("test") as rendezvous, Journal(rendezvous, path) as journal:
+        for measurement in measurements(rank * count, count):
+            journal.cache.put([measurement])
+        (folder / f"kept-{rank}").touch()
+        while not (folder / "go on").exists():
+            time.sleep(0.01)
+    return {"peers": journal.peers}
 
 
 def come_late(folder: Path, rank: int) -> dict[str, Any]:
