@@ -81,7 +81,7 @@ def load(
             try:
                 plans = [Plan.load(one) for one in paths]
             except UcudnnError as caught:
-                # Raised on all ranks at once by the exchange: the others would wait for this one.
+                # Sent to all ranks, which raise it together: the others would wait for this one.
                 error = str(caught)
         return _distribute(rendezvous, plans, error, src)
 
@@ -121,6 +121,7 @@ def _distribute(
     try:
         chosen = _for_this_device(plans)
     except PlanError as caught:
+        # The other ranks must end, too, rather than wait for this one in the next exchange.
         error = str(caught)
     raise_errors(rendezvous.exchange("choices", error))
     assert chosen is not None
@@ -180,6 +181,7 @@ def kind_facts(device: Device, software: Software) -> dict[str, str]:
 def _plan_facts(plan: Plan) -> dict[str, str]:
     """A plan, piece by piece, so that a difference can be named."""
     made_with = {f"{name} that the plan was made with": str(text) for name, text in _made(plan)}
+    # The split of the largest batch is for people; the digest covers all batches.
     kernels = {
         f"plan of {kernel.problem}": f"{kernel.split(kernel.problem.batch)}, over all batches "
         f"{_digest(kernel.decisions())}"
@@ -243,6 +245,7 @@ def require_equal(facts: Mapping[int, Mapping[str, str]]) -> None:
     Raises:
         RankError: they differ.
     """
+    # In a fixed order: the message must be the same on all ranks.
     names = dict.fromkeys(name for sent in facts.values() for name in sent)
     sentences: list[str] = []
     named: dict[int, None] = {}

@@ -77,6 +77,7 @@ class RecordingCache(AbstractWrapper):
     def get(self, key: MeasurementKey) -> Measurement | None:
         """The latest measurement with this key, which is recorded as reused."""
         found = self._inner.get(key)
+        # What this tuning has put itself is measured, not reused.
         if found is not None and key not in self._measured:
             self._reused[key] = Entry(found)
         return found

@@ -149,6 +149,7 @@ def tune_problems(
         rendezvous = stack.enter_context(Rendezvous("tune", group, timeouts.timeout_s))
         team = _form_team(rendezvous, listed, config, biased)
         journal = stack.enter_context(Journal(rendezvous, config.cache))
+        # Items of different teams have the same numbers, so each team has its own keys.
         store = PrefixStore(team.name, rendezvous.store)
         heartbeat = stack.enter_context(Heartbeat(store, rendezvous.rank, timeouts.lease_s))
         work = _Work(listed, config, journal, on_progress, biased)
@@ -163,6 +164,7 @@ def tune_problems(
             _measure_all(work, queue, turn)
         results = [unpacked(queue.result(item)) for item in range(len(work.items))]
         plan, sealed = _decide(listed, config, dict(zip(work.keys, results, strict=True)), biased)
+        # If the plans differ, the journals stay, and the next job starts with their measurements.
         require_one_plan(rendezvous, plan)
         journal.publish(sealed.entries(), team.ranks)
     _log.info("ranks %s agreed on plan %s", team.ranks, plan.hash)
@@ -246,6 +248,7 @@ def _form_team(
 
 
 def _text(problem: Problem) -> str:
+    # `str(problem)` is for people, and leaves out the padding and the math.
     return ", ".join(f"{name}={value}" for name, value in problem.to_dict().items())
 
 
@@ -308,6 +311,7 @@ class _Work:
 
         def forward(event: Progress) -> None:
             self._measured, self._reused = measured + event.measured, reused + event.reused
+            # The time left depends on how many items the other ranks take.
             report(
                 replace(
                     event,
