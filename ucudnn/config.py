@@ -248,7 +248,9 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_environment() -> None:
-    """Warn of UCUDNN_* variables that are no settings, and refuse those that `Config` would.
+    """Warn of UCUDNN_* variables that are no settings; refuse those of mu-cuDNN without equivalent.
+
+    >>> check_environment()
 
     Raises:
         ConfigError: as from `read_environment`.

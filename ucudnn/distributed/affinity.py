@@ -68,7 +68,16 @@ def assign_cpus(
 
 @contextmanager
 def bound_to(cpus: Sequence[int]) -> Iterator[None]:
-    """Bind every thread of this process to some CPUs, and restore their affinity at the end."""
+    """Bind every thread of this process to some CPUs, and restore their affinity at the end.
+
+    >>> first = cores()[0]
+    >>> with bound_to(first):
+    ...     cores() == [first]
+    True
+
+    Args:
+        cpus: their numbers, as the operating system counts them.
+    """
     before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
     whole = os.sched_getaffinity(0)
     try:

@@ -28,6 +28,12 @@ _LOCK = "alive.lock"
 class Journal:
     """The journal of this rank, on top of the cache.
 
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> with Rendezvous("example") as rendezvous, Journal(rendezvous, folder) as journal:
+    ...     len(journal.cache), journal.peers
+    (0, (0,))
+
     Args:
         rendezvous: the ranks that keep journals now.
         path: folder of the cache, as `ucudnn.cache.open` takes it.

@@ -31,6 +31,10 @@ _POLL_S = (0.005, 0.1)
 class Rendezvous:
     """The ranks of a group at the same point of their program.
 
+    >>> with Rendezvous("example") as rendezvous:  # without a process group: this process alone
+    ...     rendezvous.exchange("greetings", "hello")
+    {0: 'hello'}
+
     Args:
         purpose: name of that point; ranks wait only for ranks with the same purpose.
         group: a process group; None: all ranks, or this process alone if there is no group.

@@ -73,6 +73,14 @@ class Heartbeat:
 class WorkQueue:
     """Items 0, 1, ..., each computed once, or again only if its owner seems to be lost.
 
+    >>> from torch._C._distributed_c10d import HashStore
+    >>> store = HashStore()
+    >>> queue = WorkQueue(store, 0, [1, 0], Heartbeat(store, 0, lease_s=30))
+    >>> queue.claim(), queue.claim(), queue.claim()
+    (1, 0, None)
+    >>> queue.finish(1, b"result"), queue.result(1), queue.is_done(0)
+    (True, b'result', False)
+
     Args:
         store: keys of one rendezvous and one team.
         rank: number of this process.
@@ -141,6 +149,12 @@ class WorkQueue:
 
 class TurnLock:
     """Round-robin lock of ranks that share CPUs: one of them measures at a time.
+
+    >>> from torch._C._distributed_c10d import HashStore
+    >>> store = HashStore()
+    >>> turn = TurnLock(store, "cpus 0-3", [0, 1], 0, Heartbeat(store, 0, lease_s=30))
+    >>> turn.is_held(), turn.release(), turn.is_held()
+    (True, None, False)
 
     Args:
         store: keys of one rendezvous.
