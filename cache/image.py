@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
+from itertools import count
 from typing import Any, cast
 
 import h5py
@@ -44,6 +45,7 @@ from ucudnn.measurement import STATUSES
 from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS
 from ucudnn.units import TOO_LARGE
 
+_numbers = count()
 _TEXTS = ("algorithms", "reasons", "notes", "device_uuids")
 _POINTERS = ("problem", "context", "algorithm", "reason", "notes", "device_uuid")
 # Every dataset of this version with its columns.
@@ -116,7 +118,8 @@ def to_image(table: Table) -> bytes:
         "measurements": _narrow_rows(table.rows),
         "samples": _narrow(table.samples),
     }
-    with h5py.File("image", "w", driver="core", backing_store=False) as file:
+    # HDF5 opens no two files of one name at a time in a process, not even in memory.
+    with h5py.File(f"image {next(_numbers)}", "w", driver="core", backing_store=False) as file:
         file.attrs.update({"format": FORMAT, "version": VERSION, "about": _ABOUT})
         for name, array in arrays.items():
             dataset = file.create_dataset(name, data=array, **_storage(name, array))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ucudnn.solvers._base import Division as Division
 from ucudnn.solvers._base import Item as Item
 from ucudnn.solvers.division import divide as divide
-from ucudnn.solvers.heterogeneous import balance as balance
-from ucudnn.solvers.heterogeneous import device_times as device_times
+from ucudnn.solvers.load_balancing import balance as balance
+from ucudnn.solvers.load_balancing import device_times as device_times
 from ucudnn.solvers.reuse import reuse as reuse
 from ucudnn.solvers.table import ReuseTable as ReuseTable
 from ucudnn.solvers.table import WalkEntry as WalkEntry

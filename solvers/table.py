@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import Step
 from ucudnn.solvers._base import Item, require_int, require_limit
-from ucudnn.solvers.bounds import split_bound_ns
 from ucudnn.solvers.sweep import Costs, History, Rows
-from ucudnn.solvers.variants import ANY, FIRST, LATER, SINGLE
+from ucudnn.solvers.variants import FIRST
 from ucudnn.system.forking import cached_property
 from ucudnn.units import format_bytes
 
@@ -116,22 +115,6 @@ class ReuseTable:
         if entries.start == entries.stop:
             return None
         return int(self.costs.workspaces[self.history.steps[entries.start]])
-
-    def bound_ns(self, n: int, limit: int | None = None) -> int | None:
-        """A time that no split of batch n can beat, seen from the items alone; None without any.
-
-        It certifies `time_ns` without trust in this table: what lies between is left to doubt.
-        """
-        lists: dict[int, list[Item]] = {ANY: [], SINGLE: [], FIRST: [], LATER: []}
-        for role, item in zip(self.costs.roles.tolist(), self.costs.items, strict=True):
-            lists[role].append(item)
-        self._require_batch(n)
-        if lists[ANY]:
-            return split_bound_ns(lists[ANY], n, limit, launch_ns=self.launch_ns)
-        first, later = lists[FIRST], lists[LATER]
-        return split_bound_ns(
-            lists[SINGLE], n, limit, first=first, accumulate=later, launch_ns=self.launch_ns
-        )
 
     def walk(self, limit: int | None = None) -> tuple[WalkEntry, ...]:
         """For n = 1..N what a plan file stores, so that any split is a walk from n down to 0.

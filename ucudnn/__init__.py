@@ -1,12 +1,11 @@
 """Micro-batching convolution autotuner for PyTorch.
 
-Names resolve on first use (PEP 562): importing this package loads no framework.
+Names resolve on first use (PEP 562): importing this package loads no framework, and no part of it.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from ucudnn.tracing import trace as trace
     from ucudnn.tuning.advisor import advise as advise
     from ucudnn.tuning.model import tune as tune
+
+    __version__: str
 
 _MODULE_BY_NAME = {
     "Config": "config",
@@ -44,19 +45,26 @@ _MODULE_BY_NAME = {
 _SUBMODULES = ("cache", "distributed", "nn", "solvers")
 __all__ = list(_MODULE_BY_NAME)
 
-try:
-    __version__ = version("ucudnn")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
-
 
 def __getattr__(name: str) -> Any:
     if name in _MODULE_BY_NAME:
         return getattr(import_module(f"ucudnn.{_MODULE_BY_NAME[name]}"), name)
     if name in _SUBMODULES:
         return import_module(f"ucudnn.{name}")
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'ucudnn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_BY_NAME, *_SUBMODULES])
+    return sorted([*globals(), *_MODULE_BY_NAME, *_SUBMODULES, "__version__"])
+
+
+def _version() -> str:
+    # Reading the metadata of a distribution takes longer than all other work of this import.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ucudnn")
+    except PackageNotFoundError:  # a source tree that was never installed
+        return "0+unknown"

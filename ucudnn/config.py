@@ -1,4 +1,4 @@
-"""Every setting, validated; the only module that reads UCUDNN_* environment variables."""
+"""Settings, validated; the only module that reads UCUDNN_* environment variables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ucudnn.units import parse_bytes
 
 POLICIES = ("undivided", "powers-of-two", "all")
 UNPLANNED = ("torch", "tune", "error")
+# The names in backends/registry.py, which this module must not import, and two more.
 BACKENDS = ("auto", "torch_cpu", "cudnn", "recorded")
 SOLVERS = ("auto", "exact", "highs", "cbc")
 EFFORT_NAMES = ("quick", "normal", "thorough")
@@ -60,7 +62,7 @@ def _default(name: str, compare: bool = True) -> Any:
     """A dataclass field whose default comes from UCUDNN_<NAME> when a Config is made."""
 
     def read() -> Any:
-        return read_environment(os.environ).get(name, _FALLBACKS[name])
+        return _settings().get(name, _FALLBACKS[name])
 
     return field(default_factory=read, compare=compare)
 
@@ -237,20 +239,47 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     for name, reason in _MUCUDNN_REFUSED.items():
         if name in environment:
             raise ConfigError(f"environment variable {name} is not supported: {reason}")
-    known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
-    for name in sorted(name for name in environment if name.startswith("UCUDNN_")):
-        if name not in known:
-            warnings.warn(
-                f"environment variable {name} is no setting of ucudnn and has no effect; settings "
-                f"are {', '.join(sorted(known))}",
-                UserWarning,
-                stacklevel=4,
-            )
     settings = _of_mucudnn(environment)
     for name in _FALLBACKS:
         value = environment.get(f"UCUDNN_{name.upper()}")
         if value:  # empty counts as unset, as in a shell
             settings[name] = value
+    return settings
+
+
+def check_environment() -> None:
+    """Warn of UCUDNN_* variables that are no settings; refuse those of mu-cuDNN without equivalent.
+
+    >>> check_environment()
+
+    Raises:
+        ConfigError: as from `read_environment`.
+    """
+    _settings()
+
+
+def _settings() -> dict[str, Any]:
+    variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
+    return _settings_from(tuple(sorted(variables)))
+
+
+# Kept, because every field of every Config asks for it; a mistyped variable is warned of once, and
+# again only after a variable has changed.
+@lru_cache(maxsize=1)
+def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    environment = dict(variables)
+    settings = read_environment(environment)
+    known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
+    for name in environment:
+        if name not in known:
+            warnings.warn(
+                f"environment variable {name} is no setting of ucudnn and has no effect; settings "
+                f"are {', '.join(sorted(known))}",
+                UserWarning,
+                # who makes the Config: beyond this function, `_settings`, the field's default and
+                # the generated __init__
+                stacklevel=5,
+            )
     return settings
 
 

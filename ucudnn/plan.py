@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ucudnn.config import Config
+from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError, UcudnnError, shortened
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
@@ -352,7 +352,7 @@ class Plan:
             PlanError: it cannot be read, is not a plan, is damaged, or is of a later version.
             ConfigError: an environment variable is refused, which is not the file's fault.
         """
-        Config()
+        check_environment()
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

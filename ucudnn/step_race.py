@@ -64,11 +64,6 @@ class StepRace:
         """True where steps are slower by the plan, beyond the noise."""
         return self.rounds > 0 and self.low > 1 + TOLERATED
 
-    @property
-    def is_win(self) -> bool:
-        """True where steps are faster by the plan, beyond the noise."""
-        return self.rounds > 0 and self.high < 1
-
     def __str__(self) -> str:
         if self.reason:
             return f"the plan was not judged by whole steps: {self.reason}"

@@ -16,7 +16,7 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn import testing
-from ucudnn.cache import CacheWarning, Entry, hdf5, reader, shelf
+from ucudnn.cache import CacheWarning, Entry, hdf5, image, reader, shelf
 from ucudnn.cache.values import LATEST_NS
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Device, Measurement
@@ -283,6 +283,24 @@ def test_a_reader_misses_nothing_while_another_compacts(
     interrupted(monkeypatch, reader, name, other.close)
     with caches.open(tmp_path, "r") as cache:
         assert texts(cache) == texts(MEASUREMENTS)
+
+
+def test_two_caches_of_one_process_can_be_written_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, other = image._storage, caches.open(tmp_path / "b")
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(image, "_storage", storage)
+        other.put(MEASUREMENTS[:5])  # as another thread does
+        return storage(*arguments)
+
+    monkeypatch.setattr(image, "_storage", meanwhile)
+    with caches.open(tmp_path / "a") as cache:
+        cache.put(MEASUREMENTS[5:])
+        assert texts(cache) == texts(MEASUREMENTS[5:])
+    with other:
+        assert texts(other) == texts(MEASUREMENTS[:5])
 
 
 @pytest.mark.parametrize(

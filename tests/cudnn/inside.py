@@ -20,7 +20,6 @@ from ucudnn.backends.cudnn.engine import (
     Configuration,
     build,
     configurations,
-    load_plan,
 )
 from ucudnn.backends.cudnn.graph import Target, View, Views, views_of
 from ucudnn.backends.cudnn.profile import DeviceProfile
@@ -124,16 +123,6 @@ def listing_refusal(problem: Fields) -> str:
     return ""
 
 
-def round_trip(problem: Fields) -> list[Any]:
-    """Serialize the first plan and restore it: size, workspace before and after, uids alike."""
-    known = Problem.from_dict(problem)
-    identity = configurations(TARGET, known)[0].identity
-    plan = build(TARGET, known, identity)
-    text = plan.serialize()
-    again = load_plan(TARGET, known, identity, text)
-    return [len(text), plan.workspace_bytes, again.workspace_bytes, plan.uids == again.uids]
-
-
 def serialized(
     problem: Fields,
     identity: str = "",
@@ -149,18 +138,7 @@ def serialized(
         listed = configurations(TARGET, known, views=views, bias=bias)
         identity = next(one.identity for one in listed if not one.is_runtime_compiled)
     plan = build(TARGET, known, identity, alpha=alpha, beta=beta, views=views)
-    return json.loads(plan.serialize())
-
-
-def damaged_plan(problem: Fields) -> str:
-    known = Problem.from_dict(problem)
-    identity = configurations(TARGET, known)[0].identity
-    text = build(TARGET, known, identity).serialize()
-    try:
-        load_plan(TARGET, known, identity, text[: len(text) // 2])
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    return json.loads(plan.descriptor.get_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION))
 
 
 def refused_profile(changes: Fields) -> list[str]:

@@ -196,17 +196,6 @@ def test_a_misaligned_view_is_refused(inside: Inside) -> None:
     assert "lignment" in message
 
 
-def test_a_plan_survives_being_text(inside: Inside) -> None:
-    size, before, after, same = inside("round_trip", problem=CONV2.to_dict())
-    assert size > 100
-    assert before == after
-    assert same
-
-
-def test_half_a_plan_is_a_miss(inside: Inside) -> None:
-    assert "does not take this plan" in inside("damaged_plan", problem=CONV2.to_dict())
-
-
 def test_errors_carry_status_name_and_what_was_attempted(inside: Inside) -> None:
     status, name, doing, _ = inside("error_of_a_wrong_attribute")
     assert 2000 <= status < 4000

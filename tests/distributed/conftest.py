@@ -9,14 +9,20 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from ucudnn.distributed import rendezvous
+from ucudnn.errors import UcudnnError
 
 RANKS = Path(__file__).with_name("ranks.py")
 # A machine that is busy with other work takes several times as long as an idle one.
@@ -103,6 +109,37 @@ def launch(server: Any, tmp_path: Path) -> Iterator[Launch]:
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, Any]]:
+    """Call a function with the number of a rank in one thread for each; they share a store.
+
+    Every call stands for a job that was started again: the store keeps what earlier calls wrote. A
+    group is a tuple of ranks. An error of ours is returned like a result.
+    """
+    here = threading.local()
+    store = HashStore()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group or here.ranks)
+    monkeypatch.setattr(rendezvous, "_get_default_store", lambda: store)
+
+    def run(
+        function: Callable[[int], Any], world: Sequence[int], absent: Sequence[int] = ()
+    ) -> dict[int, Any]:
+        def as_rank(rank: int) -> Any:
+            here.rank, here.ranks = rank, tuple(world)
+            try:
+                return function(rank)
+            except UcudnnError as error:
+                return error
+
+        present = [rank for rank in world if rank not in absent]
+        with ThreadPoolExecutor(len(present)) as pool:
+            return dict(zip(present, pool.map(as_rank, present), strict=True))
+
+    return run
 
 
 @pytest.fixture

@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 
 import ucudnn
-from ucudnn import distributed
-from ucudnn.distributed import Patience
+from ucudnn import distributed, testing
+from ucudnn.distributed import Timeouts
+from ucudnn.distributed.journal import Journal
+from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import UcudnnError
-from ucudnn.measurement import Device, Software
+from ucudnn.measurement import Device, Measurement, Software
 from ucudnn.problem import Problem
 
 MIB = 1 << 20
@@ -70,10 +72,10 @@ def scripted(rank: int, pause_s: float = 0.0, **identity: Any) -> Any:
     backend.disturbance = lambda: chance.uniform(0.98, 1.02)
     plain = backend.elapsed_ns
 
-    backend.lanes = set()
+    backend.cpu_sets = set()
 
     def elapsed_ns(run: Callable[[], object]) -> int:
-        backend.lanes.add(tuple(sorted(os.sched_getaffinity(0))))
+        backend.cpu_sets.add(tuple(sorted(os.sched_getaffinity(0))))
         time.sleep(pause_s)
         return plain(run)
 
@@ -119,15 +121,15 @@ def tune(
     counts = Counts(folder / f"measuring-{rank}" if sign_after else None, sign_after)
     cache = caches[rank] if caches else None
     config = ucudnn.Config(workspace_limit=limit, cache=cache, time_budget_s=budget_s)
-    patience = Patience(timeout_s, lease_s)
+    timeouts = Timeouts(timeout_s, lease_s)
     before = os.sched_getaffinity(0)
-    plan = distributed.tune_problems(problems(kernels), config, None, counts, patience)
+    plan = distributed.tune_problems(problems(kernels), config, None, counts, timeouts)
     assert os.sched_getaffinity(0) == before
     return {
         **counts.result(plan),
         "ran": len(backend.runs),
         "kernels": len(plan.kernels),
-        "lanes": list(backend.lanes),
+        "cpu_sets": list(backend.cpu_sets),
     }
 
 
@@ -150,7 +152,7 @@ def tune_and_die(folder: Path, rank: int) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     config = ucudnn.Config(workspace_limit=LIMIT)
-    plan = distributed.tune_problems(problems(), config, None, told, Patience(120, 5))
+    plan = distributed.tune_problems(problems(), config, None, told, Timeouts(120, 5))
     return {**counts.result(plan), "ran": len(backend.runs)}
 
 
@@ -169,7 +171,7 @@ def tune_kinds(folder: Path, rank: int) -> dict[str, Any]:
     counts = Counts()
     listed = problems(6, batch=16 - 4 * kind)
     config = ucudnn.Config(workspace_limit=LIMIT)
-    plan = distributed.tune_problems(listed, config, None, counts, Patience(120))
+    plan = distributed.tune_problems(listed, config, None, counts, Timeouts(120))
     distributed.agree(plan)
     return {**counts.result(plan), "device": plan.device.name}
 
@@ -187,7 +189,7 @@ def tune_differently(folder: Path, rank: int, what: str) -> dict[str, Any]:
     scripted(rank, **identity)
     if odd and what == "ucudnn":
         ucudnn.__version__ = "7.0"
-    distributed.tune_problems(listed, config, None, None, Patience(120))
+    distributed.tune_problems(listed, config, None, None, Timeouts(120))
     return {}
 
 
@@ -208,6 +210,30 @@ def agree(folder: Path, rank: int, paths: list[str], how: str, what: str = "") -
     else:
         plan = distributed.agree(ucudnn.Plan.load(paths[rank]), timeout_s=60)
     return {"hash": plan.hash, "device": plan.device.name}
+
+
+def die_after_meeting(folder: Path, rank: int) -> dict[str, Any]:
+    """Rank 1 is killed between the rendezvous and the exchange."""
+    with Rendezvous("test", None, timeout_s=20) as rendezvous:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rendezvous.exchange("values", rank)
+
+
+def measurements(first: int, count: int) -> list[Measurement]:
+    """The same ones in every process; none are in two ranges that do not overlap."""
+    return testing.sample_measurements(20, seed=5)[first : first + count]
+
+
+def keep_journal(folder: Path, rank: int, path: str, count: int) -> dict[str, Any]:
+    """Put measurements, say so, and wait: this process is killed or told to go on."""
+    with Rendezvous("test") as rendezvous, Journal(rendezvous, path) as journal:
+        for measurement in measurements(rank * count, count):
+            journal.cache.put([measurement])
+        (folder / f"kept-{rank}").touch()
+        while not (folder / "go on").exists():
+            time.sleep(0.01)
+    return {"peers": journal.peers}
 
 
 def come_late(folder: Path, rank: int) -> dict[str, Any]:

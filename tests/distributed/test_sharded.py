@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn.distributed.cores import cores
+from ucudnn.distributed.affinity import cores
 
 
 def test_ranks_that_tune_alone_end_with_different_plans(launch):
@@ -28,10 +28,10 @@ def test_ranks_divide_the_work_and_end_with_one_plan(launch, ranks, share):
     assert max(one["measured"] for one in said) <= share * alone
     assert len({one["hash"] for one in said}) == 1
     # Each measured on processors of its own, as far as there are enough.
-    lanes = [tuple(processors) for one in said for processors in one["lanes"]]
-    assert len(lanes) == ranks
-    assert len(set(lanes)) == min(ranks, len(cores()))
-    assert sorted(one for lane in set(lanes) for one in lane) == sorted(os.sched_getaffinity(0))
+    cpu_sets = [tuple(cpus) for one in said for cpus in one["cpu_sets"]]
+    assert len(cpu_sets) == ranks
+    assert len(set(cpu_sets)) == min(ranks, len(cores()))
+    assert sorted(one for cpus in set(cpu_sets) for one in cpus) == sorted(os.sched_getaffinity(0))
 
 
 def test_what_was_tuned_once_is_not_measured_again_by_any_number_of_ranks(launch):
@@ -51,7 +51,7 @@ def test_afterwards_one_cache_has_everything_and_no_journal_is_left(launch, tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill -9", "SIGSTOP"])
-def test_others_adopt_the_kernel_of_a_lost_rank_and_name_it_in_time(launch, number):
+def test_others_take_over_the_kernel_of_a_lost_rank_and_name_it_in_time(launch, number):
     job = launch("tune", 3, kernels=12, pause_s=0.006, lease_s=3, timeout_s=8, sign_after=60)
     job.wait_for("measuring-1")
     job.kill(1, number)
@@ -59,7 +59,7 @@ def test_others_adopt_the_kernel_of_a_lost_rank_and_name_it_in_time(launch, numb
     for one in said:
         assert one["error"] == "RankError"
         assert one["ranks"] == [1]
-        assert "rank 1 did not come to the exchange of plan within 8 s" in one["sentence"]
+        assert "rank 1 did not reach the exchange of plan within 8 s" in one["sentence"]
     if number == signal.SIGKILL:
         # What the lost rank had finished is not measured again, nor is what the others did.
         again = launch("tune", 2, kernels=12).end()
@@ -77,7 +77,7 @@ def test_a_rank_that_was_stopped_for_a_while_comes_back(launch):
     assert len({one["hash"] for one in said}) == 1
 
 
-def test_killing_the_rank_that_opened_the_meeting_stops_no_other(launch):
+def test_killing_the_rank_that_led_the_rendezvous_stops_no_other(launch):
     job = launch("tune", 2, kernels=12, pause_s=0.006, lease_s=3, timeout_s=8, sign_after=60)
     job.wait_for("measuring-0")
     job.kill(0)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import ucudnn
-from ucudnn.backends.original import tf32_allowed
+from ucudnn.backends.aten import tf32_allowed
 from ucudnn.backends.tensors import problem_of, uses_channels_last
 from ucudnn.errors import ConfigError
 from ucudnn.tracing import trace_layers

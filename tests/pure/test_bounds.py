@@ -31,7 +31,6 @@ def test_no_split_beats_its_bound(items: list[Item], limit: int | None, launch_n
     for n in range(1, 21):
         time_ns = table.time_ns(n, limit)
         bound_ns = split_bound_ns(items, n, limit, launch_ns=launch_ns)
-        assert bound_ns == table.bound_ns(n, limit)
         assert time_ns is None or (bound_ns is not None and bound_ns <= time_ns)
 
 
@@ -41,7 +40,8 @@ def test_no_split_of_three_lists_beats_its_bound(
 ) -> None:
     table = reuse(single, 20, first=first, accumulate=later, launch_ns=1)
     for n in range(1, 21):
-        time_ns, bound_ns = table.time_ns(n, limit), table.bound_ns(n, limit)
+        time_ns = table.time_ns(n, limit)
+        bound_ns = split_bound_ns(single, n, limit, first=first, accumulate=later, launch_ns=1)
         assert time_ns is None or (bound_ns is not None and bound_ns <= time_ns)
 
 

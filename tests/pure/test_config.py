@@ -112,6 +112,29 @@ def test_a_bad_variable_is_refused_like_a_bad_argument(monkeypatch: pytest.Monke
         Config()
 
 
+def test_a_mistyped_variable_is_warned_of_once_and_after_a_change_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCUDNN_POLCY", "all")
+    with pytest.warns(UserWarning, match="UCUDNN_POLCY is no setting of ucudnn") as caught:
+        configs = [Config() for _ in range(3)]
+    assert [warning.filename for warning in caught] == [__file__]
+    assert {config.policy for config in configs} == {"powers-of-two"}
+    monkeypatch.setenv("UCUDNN_POLICY", "undivided")
+    with pytest.warns(UserWarning, match="UCUDNN_POLCY is no setting of ucudnn"):
+        assert Config().policy == "undivided"
+    monkeypatch.delenv("UCUDNN_POLICY")
+    with pytest.warns(UserWarning, match="UCUDNN_POLCY is no setting of ucudnn"):
+        assert Config().policy == "powers-of-two"
+
+
+def test_a_refused_variable_is_refused_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCUDNN_DATABASE", "some.db")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="UCUDNN_DATABASE is not supported"):
+            Config()
+
+
 # The variables of the released mu-cuDNN, as its README documents them.
 
 

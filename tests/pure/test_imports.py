@@ -43,6 +43,28 @@ def test_importing_loads_no_framework(name: str, package: Path, tmp_path: Path) 
     assert not HEAVY & set(modules)
 
 
+def test_importing_the_package_loads_one_module_of_it_and_reads_no_metadata(package: Path) -> None:
+    program = (
+        "import json, sys; before = set(sys.modules); import ucudnn; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    output = subprocess.run(command, check=True, capture_output=True, env=environment).stdout
+    loaded = json.loads(output)
+    assert [name for name in loaded if is_ours(name)] == ["ucudnn"]
+    assert {name.partition(".")[0] for name in loaded} - {"ucudnn"} <= sys.stdlib_module_names
+    assert "importlib.metadata" not in loaded
+
+
+def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("importlib.metadata.version", lambda name: asked.append(name) or "9.8")
+    assert ucudnn.__version__ == "9.8"
+    assert asked == ["ucudnn"]
+    assert "__version__" in dir(ucudnn)
+
+
 def test_at_most_fourteen_public_names_and_each_is_there() -> None:
     assert len(ucudnn.__all__) <= 14
     for name in ucudnn.__all__:

@@ -85,7 +85,7 @@ def test_a_plan_that_wins_stays_and_says_by_how_much():
     assert judged.kernels == plan.kernels
     assert judged.hash == plan.hash
     race = judged.step_race
-    assert race.is_win
+    assert race.high < 1
     assert race.ratio == pytest.approx(0.7, abs=0.01)
     assert (race.torch_peak_bytes, race.plan_peak_bytes) == (9, 7)
 

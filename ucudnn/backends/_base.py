@@ -1,4 +1,8 @@
-"""The contract between hardware and everything else: enumerate candidates, build, run, identify."""
+"""The contract of backends: enumerate candidates, build and run them, identify the device.
+
+Everything that depends on hardware is behind these methods. Those that are not abstract have a
+default that is right for a backend which knows nothing better, such as no bound on a time.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,10 @@ if TYPE_CHECKING:
 class Executable(ABC):
     """A built candidate: the one object that both the benchmark and training run.
 
-    Operands are (x, w) for fprop, (dy, w) for dgrad and (x, dy) for wgrad. The number of samples
-    is that of the operands. Law: `write` leaves in `out` what `alone` returns, `begin` returns it,
-    `add` adds it; with a bias it is added to every channel of what `alone` and `write` compute.
+    Operands are (x, w) for fprop, (dy, w) for dgrad and (x, dy) for wgrad; their first axis gives
+    the number of samples. All methods compute the same result: `alone` and `begin` return it,
+    `write` stores it into `out` and `add` adds it there. The biased ones add one element of the
+    bias to each channel of it.
     """
 
     @abstractmethod
@@ -34,17 +39,18 @@ class Executable(ABC):
         return add_bias(self.alone(a, b), bias)
 
     def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        """Compute that into a slice of an existing result (fprop, dgrad)."""
+        """Compute the result plus a bias into a slice of an existing result (fprop, dgrad)."""
         self.write(a, b, out)
         add_bias(out, bias)
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a new result that others are added to: half precision as float32 (wgrad)."""
+        """Compute a new result for others to be added to; of half precision in float32 (wgrad)."""
         result = self.alone(a, b)
+        # Rounded to half precision after every chunk, the sum would get worse with each.
         return result.float() if result.dtype.itemsize < 4 else result
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Add to an existing result, in its precision (wgrad)."""
+        """Add the result to an existing one, in the precision of that (wgrad)."""
         out.add_(self.alone(a, b))
 
 
@@ -54,12 +60,12 @@ def add_bias(result: Tensor, bias: Tensor) -> Tensor:
 
 
 class Activity(NamedTuple):
-    """Processor time of a process until some moment.
+    """CPU time that a process has used until some moment.
 
     Args:
         clock_ns: the moment.
-        processor_ns: processor time of all its threads.
-        switches: how often it was taken off a processor.
+        processor_ns: CPU time of all threads of the process.
+        switches: involuntary context switches of the process.
     """
 
     clock_ns: int
@@ -68,13 +74,13 @@ class Activity(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The least that a candidate does, whatever implementation a library picks for it.
+    """Lower bounds of what a candidate needs, whatever implementation a library picks for it.
 
     Args:
         operations: floating-point operations; a multiply-add is two.
         traffic_bytes: bytes read from and written to memory: operands, result, and temporaries
             that hold the whole chunk, once per pass over them.
-        workspace_bytes: temporary memory at the same time, beyond the result.
+        workspace_bytes: peak of temporary memory, beyond the result.
     """
 
     operations: int
@@ -83,7 +89,7 @@ class Cost(NamedTuple):
 
 
 class Roofline(NamedTuple):
-    """The fastest that a machine computes and moves data, which bounds times from below.
+    """Peak rates of a machine, from which a lower bound of a candidate's time follows.
 
     Source: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance Model for
     Multicore Architectures" (CACM 52(4), 2009).
@@ -93,9 +99,9 @@ class Roofline(NamedTuple):
     (2000, 6000)
 
     Args:
-        operations_per_s: floating-point operations per second, of all processors in use together.
+        operations_per_s: floating-point operations per second, on all cores in use together.
         bytes_per_s: bytes read from and written to memory per second.
-        cached_bytes: traffic of one candidate that caches may keep from memory.
+        cached_bytes: traffic of one candidate that caches may absorb.
     """
 
     operations_per_s: float
@@ -103,10 +109,10 @@ class Roofline(NamedTuple):
     cached_bytes: int = 0
 
     def time_ns(self, cost: Cost) -> int:
-        """The shortest time in which a cost can be met.
+        """The shortest time in which this machine can do the work of a cost.
 
-        A caller that extrapolates from one batch to a larger one by the ratio of two such times
-        must not take more than the ratio of the batches: caches serve the smaller one better.
+        The ratio of two such times may exceed that of the batches, because caches absorb more of
+        the smaller batch: a caller that extrapolates must limit it to the ratio of the batches.
         """
         computing = cost.operations / self.operations_per_s
         moving = max(0, cost.traffic_bytes - self.cached_bytes) / self.bytes_per_s
@@ -117,9 +123,9 @@ class AbstractBackend(ABC):
     """Convolution algorithms of one kind of device.
 
     Args:
-        name: of the backend.
-        in_worker: whether candidates are measured in a process of their own, which one of them may
-            crash; the backend must then be picklable.
+        name: as in the registry and in plan files.
+        in_worker: measure candidates in a process of their own, which a candidate may crash; the
+            backend must then be picklable.
         candidate_timeout_s: how long a run of one candidate may take there.
     """
 
@@ -133,7 +139,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def software(self) -> Software:
-        """Versions that decide which kernels exist."""
+        """Versions of the libraries, which decide what kernels exist and how fast they are."""
 
     @abstractmethod
     def conditions(self, role: str = "alone") -> Conditions:
@@ -145,13 +151,13 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a problem, as a clause; None where it does."""
+        """Reason why an algorithm does not compute a problem, as a clause; None if it does."""
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a slab, as a clause; None where it does.
+        """Reason why an algorithm does not compute a slab, as a clause; None if it does.
 
-        torch's own convolution may be refused here: of a whole problem it is what torch computes,
-        right or wrong, but torch is never given a slab.
+        torch's own convolution of a whole problem is never refused, because it is what runs without
+        a plan. Its convolution of a slab may be: without a plan torch computes no slabs.
         """
         return self.refusal(problem, algorithm)
 
@@ -164,27 +170,27 @@ class AbstractBackend(ABC):
         """
 
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """Candidates that compute a convolution and add a bias at once, where others take two runs.
+        """Candidates that compute a convolution and add a bias in one kernel.
 
-        With a bias of zeros they compute the convolution alone, too. Noted `candidate.ADDS_BIAS`.
+        With a bias of zeros they compute the plain convolution. They have the note `ADDS_BIAS`.
         """
         del problem
         return ()
 
     @abstractmethod
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """Name of the kernel that an algorithm runs a problem by; it may depend on the batch."""
+        """Name of the implementation that an algorithm runs; it may depend on the batch."""
 
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
-        """The least that a candidate does; None where nothing is known of it."""
+        """Lower bounds of what a candidate needs; None if none are known."""
         del problem, algorithm
         return None
 
     blocks_host: bool = False
-    """Whether a call returns when its result is computed, so that what surrounds it takes time."""
+    """True if a call returns only when its result is computed: host code around it adds up."""
 
     def roofline(self, dtype: str) -> Roofline | None:
-        """The fastest that this process can compute in a dtype; None where it is not known."""
+        """Peak rates of this process in a dtype; None if they are not known."""
         del dtype
         return None
 
@@ -197,7 +203,7 @@ class AbstractBackend(ABC):
         """
 
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why a candidate cannot be run, where only building it tells; None where it can."""
+        """Reason, found only by building it, why a candidate cannot run; None if it can."""
         del problem, algorithm
         return None
 
@@ -218,25 +224,25 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def elapsed_ns(self, run: Callable[[], object]) -> int:
-        """Run once and return the time it took on the device, in nanoseconds."""
+        """Run once and return the time that it took on the device, in nanoseconds."""
 
     def is_broken(self) -> bool:
-        """True if a failure has left the device useless to this process, and to it alone."""
+        """True if after a failure this process, and no other, can no longer use the device."""
         return False
 
     def state(self) -> tuple[str, ...]:
-        """External conditions that may perturb times now: clocks, heat, other processes.
+        """Notes on what may perturb times now: clocks, temperature, other processes.
 
-        As notes of a measurement, "throttled=..." among them where the device slows itself down.
+        A note "throttled=..." says that the device has reduced its own clock.
         """
         return ()
 
     def activity(self) -> Activity | None:
-        """Processor time of this process so far; None where times do not depend on it."""
+        """CPU time of this process so far; None if times on the device do not depend on it."""
         return None
 
     def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
-        """Batches up to the problem's that keep all processors equally busy; () for no idea."""
+        """Batches up to the problem's that load all processors equally; () if not known."""
         del problem
         return ()
 
@@ -246,4 +252,4 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Memory that a benchmark may use without disturbing the machine."""
+        """Bytes of memory that a benchmark may use without disturbing the machine."""

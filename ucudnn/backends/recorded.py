@@ -1,6 +1,6 @@
-"""A device that is not here, as its measurements know it: it lists and times, and runs nothing.
+"""Backend that replays the measurements of a device: it lists candidates, and runs nothing.
 
-With it a fleet's plans are made on a laptop, and decisions about a GPU are tested without one.
+With it plans for a fleet of GPUs are made on a laptop, and decisions are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ucudnn.backends._base import AbstractBackend, Executable
+from ucudnn.backends.registry import entry_for_device, open_backend
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Measurement, Software
 from ucudnn.plan import DEFAULT_ALGORITHM
@@ -20,8 +21,6 @@ from ucudnn.problem import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a recording of a device is planned for; a plan names the backend that runs it.
-_BACKEND_BY_TYPE = {"cpu": "torch_cpu", "cuda": "cudnn"}
 _RACE = "plan["  # how a whole plan that was raced is called
 
 
@@ -43,7 +42,7 @@ class _Group(NamedTuple):
 
 
 class RecordedBackend(AbstractBackend):
-    """Replays measurements as if their device were here.
+    """Measurements of one device behind the interface of a backend for it.
 
     >>> from ucudnn.measurement import MeasurementKey
     >>> device, software = Device("cuda", "NVIDIA H200"), Software("2.13.0")
@@ -54,11 +53,12 @@ class RecordedBackend(AbstractBackend):
     ('cudnn', ['eng0'])
 
     Args:
-        measurements: of one device, with one set of versions and conditions, and any others.
+        measurements: those of the device, and any of others; those of the device must have one
+            set of versions and conditions.
         device: part of the name of the device to replay; None: there is only one.
 
     Raises:
-        ConfigError: no device or several have that name, or it was measured in several ways.
+        ConfigError: no device or several have that name, or its measurements have several sets.
     """
 
     def __init__(self, measurements: Iterable[Measurement], device: str | None = None) -> None:
@@ -67,10 +67,11 @@ class RecordedBackend(AbstractBackend):
         if len(groups) != 1:
             raise ConfigError(_not_one(list(groups), device))
         (self._group,) = groups
-        self.name = _BACKEND_BY_TYPE[self._group.device.type]
+        # A plan names the backend that runs it, which is not this one.
+        self.name = entry_for_device(self._group.device.type).name
         self._twin = self._find_twin()
         self._has_roles = any(entry.key.conditions.role != "alone" for entry in listed)
-        # by problem, algorithm and role
+        # Measurements by problem, algorithm and role; and the batches that there are, in order.
         self._entries: dict[Problem, dict[str, dict[str, Measurement]]] = {}
         self._sizes: dict[tuple[Problem, str], list[int]] = {}
         for entry in listed:
@@ -86,33 +87,31 @@ class RecordedBackend(AbstractBackend):
             sizes.sort()
 
     def _find_twin(self) -> AbstractBackend | None:
-        """The CPU backend, where it is as it was recorded: it knows what was not measured."""
+        """The CPU backend if this machine is as recorded: it also knows candidates not measured."""
         if self.name != "torch_cpu":
             return None
-        from ucudnn.backends.torch_cpu import TorchCpuBackend
-
-        here = TorchCpuBackend()
+        here = open_backend(self.name)
         same = (here.device(), here.software(), here.conditions()) == self._group[:3]
         return here if same else None
 
     def device(self) -> Device:
-        """The device that was measured."""
+        """The recorded device."""
         return self._group.device
 
     def software(self) -> Software:
-        """The versions that it was measured with."""
+        """The versions of the recording."""
         return self._group.software
 
     def conditions(self, role: str = "alone") -> Conditions:
-        """Conditions of its measurements."""
+        """The conditions of the recording."""
         return replace(self._group.conditions, role=role)
 
     def algorithms(self) -> tuple[str, ...]:
-        """Names of all algorithms that were measured, torch's own first."""
+        """Names of all algorithms in the recording, torch's own first."""
         return _default_first({name for by_name in self._entries.values() for name in by_name})
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """None for candidates that were measured at this batch or a larger one."""
+        """Reason why there is no candidate; None if one of this batch or a larger one is there."""
         if self._twin is not None:
             return self._twin.refusal(problem, algorithm)
         if self._computes(problem, algorithm):
@@ -120,13 +119,13 @@ class RecordedBackend(AbstractBackend):
         return f"the recording of {self.device()} has no measurement of it"
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a slab; None where it does."""
+        """Reason why an algorithm does not compute a slab; None if it does."""
         if self._twin is not None:
             return self._twin.slab_refusal(problem, algorithm)
         return self.refusal(problem, algorithm)
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        """Candidates measured at this very batch, torch's own first."""
+        """Candidates measured at exactly this batch, torch's own first."""
         by_name = self._entries.get(problem)
         if by_name is None:
             raise UnsupportedError(f"the recording of {self.device()} has nothing of {problem}")
@@ -136,10 +135,10 @@ class RecordedBackend(AbstractBackend):
         )
 
     def measurements(self, problem: Problem, parts: Iterable[Problem]) -> list[Measurement]:
-        """Measurements of a kernel, in the roles that its chunks have.
+        """Measurements of a kernel's chunks, in the roles that they have in a split.
 
-        In a recording that knows no roles the chunk alone stands for each: on a GPU one kernel runs
-        in all of them. In half precision the chunk's own gradient becomes workspace then.
+        If the recording has measurements in role "alone" only, they stand for the other roles: on a
+        GPU the same kernel runs in all of them.
 
         Args:
             problem: the kernel at its largest batch.
@@ -159,10 +158,12 @@ class RecordedBackend(AbstractBackend):
         return found
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """The kernel that was noted; between two recorded batches only where both ran the same."""
+        """Name of the recorded implementation."""
         if self._twin is not None:
             return self._twin.kernel(problem, algorithm)
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
+        # A batch between two recorded ones surely runs the same implementation only if both of
+        # them do; else it gets a name of its own, so that nothing is inferred from it.
         at = bisect_left(sizes, problem.batch)
         kernels = {self._noted(problem, algorithm, size) for size in sizes[max(0, at - 1) : at + 1]}
         if problem.batch in sizes:
@@ -185,21 +186,21 @@ class RecordedBackend(AbstractBackend):
         )
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
-        """A recording runs nothing."""
+        """Raise an error: a recording runs nothing."""
         self._refuse(f"{algorithm} on {problem}")
 
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
-        """A recording needs no operands."""
+        """Raise an error: a recording runs nothing, and needs no operands."""
         self._refuse(f"{problem} on {samples} samples")
 
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
-        """A recording runs nothing."""
+        """Raise an error: a recording runs nothing."""
         self._refuse(f"{run} of {list(parts)}")
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:
-        """A recording runs nothing."""
+        """Raise an error: a recording runs nothing."""
         self._refuse(str(run))
 
     def _refuse(self, what: str) -> NoReturn:
@@ -209,11 +210,11 @@ class RecordedBackend(AbstractBackend):
         )
 
     def cache_bytes(self) -> int:
-        """Nothing is run that a cache could hold."""
+        """0 bytes, because nothing is run."""
         return 0
 
     def memory_bytes(self) -> int:
-        """No memory, as nothing is run."""
+        """0 bytes, because nothing is run."""
         return 0
 
 
@@ -258,6 +259,7 @@ def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[str, ...]:
 
 def _stand_in(alone: Measurement, role: str) -> Measurement:
     problem, workspace = alone.key.problem, alone.workspace_bytes
+    # In half precision each chunk's gradient is a temporary that is added to the sum in float32.
     if workspace is not None and problem.op == "wgrad" and problem.bytes_per_element < 4:
         workspace += prod(problem.w_shape) * problem.bytes_per_element
     conditions = replace(alone.key.conditions, role=role)

@@ -1,4 +1,4 @@
-"""Tensors: the problem that a call computes; dtype, layout and strides in torch's words."""
+"""Tensors and problems: the problem that a call computes; dtype, layout and strides in torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-# `suggest_memory_format` imports it when it is first called, which takes seconds: of a process that
-# forks meanwhile in another thread, the child would wait for that import for ever
+# `suggest_memory_format` imports this module on its first call, which takes seconds. If another
+# thread forks meanwhile, the child inherits the lock of that import and waits for it for ever.
 import torch.fx.experimental.symbolic_shapes
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from ucudnn.backends.original import tf32_allowed
+from ucudnn.backends.aten import tf32_allowed
 from ucudnn.errors import ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
@@ -23,7 +23,7 @@ _TRANSPOSED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
 
 
 def memory_format(problem: Problem) -> torch.memory_format:
-    """The memory format that torch uses for the problem's layout.
+    """torch's memory format for the problem's layout.
 
     >>> memory_format(Problem("fprop", 1, 4, 4, (9, 9), (3, 3), layout="nhwc"))
     torch.channels_last
@@ -34,7 +34,7 @@ def memory_format(problem: Problem) -> torch.memory_format:
 
 
 def torch_dtype(problem: Problem) -> torch.dtype:
-    """The problem's dtype as torch knows it.
+    """The problem's dtype in torch.
 
     >>> torch_dtype(Problem("fprop", 1, 4, 4, (9, 9), (3, 3), dtype="float16"))
     torch.float16
@@ -45,7 +45,7 @@ def torch_dtype(problem: Problem) -> torch.dtype:
 
 
 def strides_of(shape: tuple[int, ...], is_channels_last: bool) -> tuple[int, ...]:
-    """Strides of a new tensor of shape (N, C, *spatial), also of one in 1-D.
+    """Strides of a dense tensor of shape (N, C, *spatial), contiguous or channels-last.
 
     >>> strides_of((2, 3, 5), False), strides_of((2, 3, 5), True)
     ((15, 5, 1), (15, 1, 3))
@@ -93,8 +93,8 @@ def problem_of(
         device_type: where it is computed; default: where x is.
 
     Returns:
-        The problem, or None where it is not one that can be planned: empty, of a dtype that no
-        backend computes, or impossible.
+        The problem, or None if it cannot be planned: it is empty, impossible, or of a dtype that no
+        backend computes.
     """
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in BYTES_BY_DTYPE or x.dtype != w.dtype or x.dim() not in (3, 4, 5):
@@ -130,7 +130,7 @@ def _problem(which: str, x: Tensor, w: Tensor, geometry: Any, where: str) -> Pro
         layout="nhwc" if rank > 1 and uses_channels_last(x, w, geometry, where) else "nchw",
         math="tf32" if where == "cuda" and dtype == "float32" and tf32_allowed() else "strict",
     )
-    # an output_padding of a stride or more has no convolution that it is the gradient of
+    # With an output_padding of a stride or more, no convolution has this one as its gradient.
     return problem if not transposed or problem.output_size == x_size else None
 
 
@@ -149,7 +149,7 @@ def _transposed_size(
 def uses_channels_last(
     x: Tensor, w: Tensor, geometry: Sequence[Any], device_type: str = "cpu"
 ) -> bool:
-    """True if torch computes a convolution channels-last, and gives such results.
+    """True if torch computes a convolution in channels-last and returns such a result.
 
     >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
     >>> last = w.to(memory_format=torch.channels_last)
@@ -159,11 +159,13 @@ def uses_channels_last(
 
     Args:
         x: input.
-        w: filter; it alone decides in 1-D.
-        geometry: as aten's operator takes it, from stride to groups.
-        device_type: "cuda": cuDNN's rule; else that of the kernel which torch picks here.
+        w: filter; in 1-D it alone decides.
+        geometry: the arguments of aten's operator from stride to groups.
+        device_type: "cuda": decide by torch's rule for cuDNN; else ask torch for the kernel that it
+            would pick here.
     """
-    if x.dim() == 3:  # torch copies x, and computes in 2-D
+    if x.dim() == 3:
+        # torch computes it in 2-D, on a contiguous copy of x.
         x, w = x.new_empty(x.shape).unsqueeze(2), w.unsqueeze(2)
         stride, padding, dilation, transposed, output_padding, groups = geometry
         geometry = (

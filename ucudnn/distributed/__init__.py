@@ -1,10 +1,22 @@
-"""Plans in data-parallel jobs: tuned together, agreed on before the first step, uneven shares.
+"""Plans in data-parallel jobs: tuned together, equal on all ranks, and load balancing between them.
 
-    sharded.py    every rank measures a part, all end with one plan
-    agreement.py  the same plan, versions and devices on all ranks, or an error that names them
-    uneven.py     more samples for faster ranks, with the gradient of the whole batch
+Public functions are in:
 
-The engine is torch.distributed: whatever started the ranks and made the default process group.
+    sharded.py         tune in all ranks, each of which measures a part
+    agreement.py       check that plan, versions and devices of all ranks agree, or name who differs
+    load_balancing.py  larger local batches for faster ranks, with the gradient of the whole batch
+
+They are built from:
+
+    rendezvous.py        the ranks at one point of the program, and all-gathers between them
+    work_queue.py        items that ranks claim, heartbeats, and turns on shared CPUs
+    affinity.py          CPUs for the ranks of one host
+    journal.py           measurements of each rank on disk until they are in the cache
+    measurement_sync.py  exchange of measurements between the caches of several hosts
+    recording.py         the measurements behind one kernel's plan, so that others can decide again
+
+All communication goes through the store of torch.distributed's default process group, whatever
+launched the ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +24,12 @@ from __future__ import annotations
 from ucudnn.distributed.agreement import agree as agree
 from ucudnn.distributed.agreement import broadcast as broadcast
 from ucudnn.distributed.agreement import load as load
-from ucudnn.distributed.sharded import Patience as Patience
+from ucudnn.distributed.load_balancing import Shares as Shares
+from ucudnn.distributed.load_balancing import share as share
+from ucudnn.distributed.load_balancing import step_times as step_times
+from ucudnn.distributed.sharded import Timeouts as Timeouts
 from ucudnn.distributed.sharded import tune as tune
 from ucudnn.distributed.sharded import tune_problems as tune_problems
-from ucudnn.distributed.uneven import Shares as Shares
-from ucudnn.distributed.uneven import share as share
-from ucudnn.distributed.uneven import step_times as step_times
 
 __all__ = [
     "tune",
@@ -27,6 +39,6 @@ __all__ = [
     "broadcast",
     "share",
     "step_times",
-    "Patience",
+    "Timeouts",
     "Shares",
 ]

@@ -1,4 +1,9 @@
-"""The same plan, versions and kind of device on every rank, or an error that names who differs."""
+"""Agreement of all ranks on plan, versions and devices, or an error that names who differs.
+
+Ranks that follow different plans wait for the slowest of them in every step, which nothing
+reports. So plans are compared before the first step, piece by piece, and the message names the
+piece.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,12 @@ from typing import Any
 
 import ucudnn
 from ucudnn.backends import open_backend
-from ucudnn.distributed.meeting import Group, Meeting, name_ranks
+from ucudnn.distributed.rendezvous import Group, Rendezvous, name_ranks
 from ucudnn.errors import PlanError, RankError, UcudnnError
 from ucudnn.measurement import Device, Software
 from ucudnn.plan import Plan
 
-# How many differences a message lists; one wrong version changes every kernel.
+# How many differences a message lists: one wrong version changes every kernel.
 _MOST_NAMED = 5
 PathLike = str | os.PathLike[str]
 
@@ -31,22 +36,22 @@ def agree(plan: Plan, group: Group = None, timeout_s: float = 300.0) -> Plan:
     >>> from ucudnn.measurement import Conditions
     >>> backend = open_backend()
     >>> plan = Plan((), backend.device(), backend.software(), Conditions(), Config())
-    >>> agree(plan) is plan  # this process alone, where there is no process group
+    >>> agree(plan) is plan  # without a process group: this process alone
     True
 
     Args:
-        plan: what this rank would follow.
+        plan: the plan that this rank would follow.
         group: the ranks that take part; None: all.
-        timeout_s: how long to wait for a rank that does not come.
+        timeout_s: how long to wait for a rank that does not arrive.
 
     Returns:
         The same plan.
 
     Raises:
-        RankError: ranks differ, or do not come; the message names them, and what differs.
+        RankError: ranks differ, or do not arrive; the message names them, and what differs.
     """
-    with Meeting("agree", group, timeout_s) as meeting:
-        require_one_plan(meeting, plan)
+    with Rendezvous("agree", group, timeout_s) as rendezvous:
+        require_one_plan(rendezvous, plan)
     return plan
 
 
@@ -63,21 +68,22 @@ def load(
             which each rank takes the one that was made for its device.
         group: the ranks that take part; None: all.
         src: the rank that reads; None: every rank reads, as from a folder that they share.
-        timeout_s: how long to wait for a rank that does not come.
+        timeout_s: how long to wait for a rank that does not arrive.
 
     Raises:
         RankError: a rank cannot read its plan, or ranks differ; the message names them.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    with Meeting("load", group, timeout_s) as meeting:
+    with Rendezvous("load", group, timeout_s) as rendezvous:
         plans: list[Plan] = []
-        complaint = None
-        if src in (None, meeting.rank):
+        error = None
+        if src in (None, rendezvous.rank):
             try:
                 plans = [Plan.load(one) for one in paths]
-            except UcudnnError as error:
-                complaint = str(error)
-        return _take(meeting, plans, complaint, src)
+            except UcudnnError as caught:
+                # Sent to all ranks, which raise it together: the others would wait for this one.
+                error = str(caught)
+        return _distribute(rendezvous, plans, error, src)
 
 
 def broadcast(
@@ -89,34 +95,37 @@ def broadcast(
         plan: the plan, on the rank that has it; the others may pass None.
         src: the rank that has it, in the numbers of the default group.
         group: the ranks that take part; None: all.
-        timeout_s: how long to wait for a rank that does not come.
+        timeout_s: how long to wait for a rank that does not arrive.
 
     Raises:
-        RankError: that rank has none or is not there, or ranks differ.
+        RankError: that rank has none or does not take part, or ranks differ.
     """
-    with Meeting("broadcast", group, timeout_s) as meeting:
-        plans = [plan] if plan is not None and meeting.rank == src else []
-        complaint = "it has no plan to send" if meeting.rank == src and not plans else None
-        return _take(meeting, plans, complaint, src)
+    with Rendezvous("broadcast", group, timeout_s) as rendezvous:
+        plans = [plan] if plan is not None and rendezvous.rank == src else []
+        error = "it has no plan to send" if rendezvous.rank == src and not plans else None
+        return _distribute(rendezvous, plans, error, src)
 
 
-def _take(meeting: Meeting, plans: list[Plan], complaint: str | None, src: int | None) -> Plan:
-    """The plan for this rank's device, of its own or those that another sends."""
-    if src is not None and src not in meeting.ranks:
-        raise RankError(f"src must be one of {name_ranks(meeting.ranks)}, got {src}")
+def _distribute(
+    rendezvous: Rendezvous, plans: list[Plan], error: str | None, src: int | None
+) -> Plan:
+    """The plan for this rank's device, from this rank's plans or those of rank `src`."""
+    if src is not None and src not in rendezvous.ranks:
+        raise RankError(f"src must be one of {name_ranks(rendezvous.ranks)}, got {src}")
     documents = [plan.to_dict() for plan in plans] if src is not None else []
-    said = meeting.exchange("plans", {"complaint": complaint, "plans": documents})
-    refuse({rank: one["complaint"] for rank, one in said.items()})
+    received = rendezvous.exchange("plans", {"error": error, "plans": documents})
+    raise_errors({rank: one["error"] for rank, one in received.items()})
     if src is not None:
-        plans = [Plan.from_dict(document) for document in said[src]["plans"]]
-    chosen, complaint = None, None
+        plans = [Plan.from_dict(document) for document in received[src]["plans"]]
+    chosen, error = None, None
     try:
         chosen = _for_this_device(plans)
-    except PlanError as error:
-        complaint = str(error)
-    refuse(meeting.exchange("choices", complaint))
+    except PlanError as caught:
+        # The other ranks must end, too, rather than wait for this one in the next exchange.
+        error = str(caught)
+    raise_errors(rendezvous.exchange("choices", error))
     assert chosen is not None
-    require_one_plan(meeting, chosen)
+    require_one_plan(rendezvous, chosen)
     return chosen
 
 
@@ -133,32 +142,29 @@ def _for_this_device(plans: Iterable[Plan]) -> Plan:
     )
 
 
-def require_one_plan(meeting: Meeting, plan: Plan) -> None:
-    """Compare plans, versions and devices over the ranks of a meeting.
+def require_one_plan(rendezvous: Rendezvous, plan: Plan) -> None:
+    """Compare plans, versions and devices over the ranks of a rendezvous.
 
     Raises:
         RankError: ranks differ.
     """
-    complaint = None
+    error = None
     try:
         _for_this_device([plan])
-    except UcudnnError as error:
-        complaint = str(error)
-    backend = open_backend(plan.backend) if complaint is None else None
+    except UcudnnError as caught:
+        error = str(caught)
+    backend = open_backend(plan.backend) if error is None else None
     kind = backend.device() if backend else plan.device
     software = backend.software() if backend else plan.software
-    said = {
-        "complaint": complaint,
+    sent = {
+        "error": error,
         "kind": str(asdict(kind)),
         "job": job_facts(software),
         "team": {**kind_facts(kind, software), **_plan_facts(plan)},
     }
-    heard = meeting.exchange("plan", said)
-    refuse({rank: one["complaint"] for rank, one in heard.items()})
-    require_equal({rank: one["job"] for rank, one in heard.items()})
-    for kind_text in {one["kind"] for one in heard.values()}:
-        team = {rank: one["team"] for rank, one in heard.items() if one["kind"] == kind_text}
-        require_equal(team)
+    received = rendezvous.exchange("plan", sent)
+    raise_errors({rank: one["error"] for rank, one in received.items()})
+    require_equal_teams(received)
 
 
 def job_facts(software: Software) -> dict[str, str]:
@@ -175,12 +181,14 @@ def kind_facts(device: Device, software: Software) -> dict[str, str]:
 def _plan_facts(plan: Plan) -> dict[str, str]:
     """A plan, piece by piece, so that a difference can be named."""
     made_with = {f"{name} that the plan was made with": str(text) for name, text in _made(plan)}
+    # The split of the largest batch is for people; the digest covers all batches.
     kernels = {
         f"plan of {kernel.problem}": f"{kernel.split(kernel.problem.batch)}, over all batches "
         f"{_digest(kernel.decisions())}"
         for kernel in plan.kernels
     }
     settings = {f"plan's {name}": str(value) for name, value in plan.config.to_dict().items()}
+    # Last, because the pieces above say more and a message lists the first differences only.
     whole = {"number of kernels in the plan": str(len(plan.kernels)), "hash of the plan": plan.hash}
     return {**made_with, **settings, **kernels, **whole}
 
@@ -195,20 +203,40 @@ def _digest(value: object) -> str:
     return sha256(repr(value).encode()).hexdigest()[:8]
 
 
-def refuse(complaints: Mapping[int, str | None]) -> None:
-    """Stop all ranks where one has something to complain of.
+def raise_errors(errors: Mapping[int, str | None]) -> None:
+    """Raise the errors of some ranks on all of them.
+
+    >>> raise_errors({0: None, 1: "it has no plan to send"})
+    Traceback (most recent call last):
+    ucudnn.errors.RankError: no rank starts, because of rank 1: it has no plan to send
+
+    Args:
+        errors: for each rank the message of its error, or None.
 
     Raises:
-        RankError: one has.
+        RankError: a rank has an error.
     """
-    said = {rank: text for rank, text in complaints.items() if text is not None}
-    if said:
-        listed = "; ".join(f"rank {rank}: {text}" for rank, text in said.items())
-        raise RankError(f"no rank starts, because of {listed}", tuple(said))
+    messages = {rank: text for rank, text in errors.items() if text is not None}
+    if messages:
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in messages.items())
+        raise RankError(f"no rank starts, because of {listed}", tuple(messages))
+
+
+def require_equal_teams(received: Mapping[int, Mapping[str, Any]]) -> None:
+    """Compare the facts that ranks sent: "job" over all ranks, "team" over those of one "kind".
+
+    Raises:
+        RankError: they differ.
+    """
+    require_equal({rank: one["job"] for rank, one in received.items()})
+    for kind in dict.fromkeys(one["kind"] for one in received.values()):
+        require_equal({rank: one["team"] for rank, one in received.items() if one["kind"] == kind})
 
 
 def require_equal(facts: Mapping[int, Mapping[str, str]]) -> None:
-    """Compare what ranks say, by name; the minority differs, and of two equal camps the later.
+    """Compare facts over ranks by name; the message names the ranks that are in the minority.
+
+    Of two groups of equal size the one with the lowest rank counts as the majority.
 
     >>> require_equal({0: {"torch": "2.13"}, 1: {"torch": "2.12"}})
     Traceback (most recent call last):
@@ -217,13 +245,14 @@ def require_equal(facts: Mapping[int, Mapping[str, str]]) -> None:
     Raises:
         RankError: they differ.
     """
-    names = dict.fromkeys(name for said in facts.values() for name in said)
+    # In a fixed order: the message must be the same on all ranks.
+    names = dict.fromkeys(name for sent in facts.values() for name in sent)
     sentences: list[str] = []
     named: dict[int, None] = {}
     for name in names:
         ranks_by_text: dict[str, list[int]] = {}
-        for rank, said in facts.items():
-            ranks_by_text.setdefault(said.get(name, "not there"), []).append(rank)
+        for rank, sent in facts.items():
+            ranks_by_text.setdefault(sent.get(name, "not there"), []).append(rank)
         (common, _), *others = Counter(
             {text: len(ranks) for text, ranks in ranks_by_text.items()}
         ).most_common()

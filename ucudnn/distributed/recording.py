@@ -1,4 +1,8 @@
-"""Record of the look-ups and writes of tuning one kernel: enough to decide again elsewhere."""
+"""Caches that record what tuning one kernel looks up and writes, and replay it on another rank.
+
+The measurements behind a plan determine it: with them another rank decides the same without
+measuring anything.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ class Records:
     """The measurements behind the plan of one kernel.
 
     Args:
-        measured: new ones.
-        reused: those that were known.
+        measured: taken in this job.
+        reused: found in the cache.
     """
 
     measured: tuple[Entry, ...]
@@ -24,7 +28,7 @@ class Records:
 
 
 class AbstractWrapper(AbstractCache):
-    """A cache that is another one, but for what a wrapper changes."""
+    """A cache that passes every call on to another one, for subclasses to change some of them."""
 
     def __init__(self, inner: AbstractCache) -> None:
         self._inner = inner
@@ -63,7 +67,20 @@ class AbstractWrapper(AbstractCache):
 
 
 class RecordingCache(AbstractWrapper):
-    """Notes what was found and what was put."""
+    """A cache that records which measurements were found in the wrapped one and which were put.
+
+    >>> from ucudnn.testing import sample_measurements
+    >>> old, new = sample_measurements(2, seed=0)
+    >>> recording = RecordingCache(MemoryCache())
+    >>> recording.put([new])
+    >>> recording.get(new.key) == new, recording.get(old.key)
+    (True, None)
+    >>> len(recording.records().measured), len(recording.records().reused)
+    (1, 0)
+
+    Args:
+        inner: the cache to wrap.
+    """
 
     def __init__(self, inner: AbstractCache) -> None:
         super().__init__(inner)
@@ -71,14 +88,15 @@ class RecordingCache(AbstractWrapper):
         self._reused: dict[MeasurementKey, Entry] = {}
 
     def get(self, key: MeasurementKey) -> Measurement | None:
-        """The latest measurement with this key, which is noted."""
+        """The latest measurement with this key, which is recorded as reused."""
         found = self._inner.get(key)
+        # What this tuning has put itself is measured, not reused.
         if found is not None and key not in self._measured:
             self._reused[key] = Entry(found)
         return found
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
-        """Keep entries and note them."""
+        """Keep entries in the wrapped cache and record them as measured."""
         listed = list(entries)
         self._inner.put_entries(listed)
         for entry in listed:
@@ -86,24 +104,32 @@ class RecordingCache(AbstractWrapper):
             self._reused.pop(entry.measurement.key, None)
 
     def records(self) -> Records:
-        """The records."""
+        """The measurements recorded so far."""
         return Records(tuple(self._measured.values()), tuple(self._reused.values()))
 
 
 class SealedCache(AbstractWrapper):
-    """Answers every question, so that nothing is measured any more, on no rank.
+    """A cache with an answer for every key, so that tuning with it measures nothing.
 
-    What nobody measured, for want of memory or time, counts as failed: that is one answer for all
-    ranks, whatever their memory and time would have allowed.
+    A candidate that no rank measured, for lack of memory or time, counts as failed. So all ranks
+    decide alike, even if one of them would have had the memory or the time to measure it.
+
+    >>> from ucudnn.testing import sample_measurements
+    >>> (measurement,) = sample_measurements(1, seed=0)
+    >>> SealedCache([]).get(measurement.key).reason
+    'it was not measured'
+
+    Args:
+        records: those of all kernels.
     """
 
     def __init__(self, records: Iterable[Records]) -> None:
         inner = MemoryCache()
-        for kernel in records:
-            inner.put(entry.measurement for entry in (*kernel.reused, *kernel.measured))
+        for one in records:
+            inner.put(entry.measurement for entry in (*one.reused, *one.measured))
         super().__init__(inner)
 
     def get(self, key: MeasurementKey) -> Measurement | None:
-        """The measurement with this key, or that there is none."""
+        """The measurement with this key, or a failed one where there is none."""
         missing = Measurement(key, "failed", reason="it was not measured")
         return self._inner.get(key) or missing

@@ -1,10 +1,10 @@
-"""Tune in all ranks at once: each measures a part of the kernels, all end with one plan.
+"""Sharded tuning: all ranks at once, each measures a part of the kernels, all end with one plan.
 
-The unit of work is a kernel with everything that decides its plan. Ranks take kernels one by one
-from the job's store, the costliest first, and publish the records of each when it is done; there is
-nothing else to wait for, so a rank that has less to measure, fails or ends stops no other. At the
-end every rank has all records and decides by itself, as one process with a full cache would: the
-same records, the same decisions; then all compare their plans.
+The unit of work is a group of kernels that can share measurements. Ranks claim these items one by
+one from the job's store, the most expensive first, and publish the measurements of each when it is
+finished. There is no collective while they measure, so a rank that has less to do, fails or ends
+blocks no other. At the end every rank has all measurements and decides by itself, like one process
+with a full cache: equal measurements, equal decisions. Then all compare their plans.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
+from ucudnn.distributed.affinity import CpuSet, assign_cpus, bound_to, cores, host_name
 from ucudnn.distributed.agreement import (
     job_facts,
     kind_facts,
-    require_equal,
+    require_equal_teams,
     require_one_plan,
 )
-from ucudnn.distributed.board import Board, Pulse, Turns
-from ucudnn.distributed.cores import Lane, bound_to, cores, host_name, lane_of
 from ucudnn.distributed.journal import Journal
-from ucudnn.distributed.known import packed, share_known, unpacked
-from ucudnn.distributed.meeting import Group, Meeting
+from ucudnn.distributed.measurement_sync import packed, sync_measurements, unpacked
 from ucudnn.distributed.recording import RecordingCache, Records, SealedCache
+from ucudnn.distributed.rendezvous import Group, Rendezvous
+from ucudnn.distributed.work_queue import Heartbeat, TurnLock, WorkQueue
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
@@ -43,18 +43,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 _log = logging.getLogger("ucudnn")
+# Pause of a rank that has nothing to measure; each poll is a few requests to the store.
 _POLL_S = 0.05
 Layers = list[tuple[str, Problem]]
 Report = Callable[[Progress], None] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """Timeouts of waiting for other ranks.
 
     Args:
-        timeout_s: for one that does not come to a meeting.
-        lease_s: for a sign of life from one that measures; then others adopt its kernel.
+        timeout_s: how long to wait for a rank that does not arrive at a rendezvous or an exchange.
+        lease_s: after this long without a heartbeat, other ranks take over what a rank measures.
+
+    Raises:
+        ConfigError: one of them is not above 0.
     """
 
     timeout_s: float = 300.0
@@ -72,11 +76,11 @@ def tune(
     config: Config | None = None,
     group: Group = None,
     on_progress: Report = None,
-    patience: Patience | None = None,
+    timeouts: Timeouts | None = None,
 ) -> Plan:
-    """Like `ucudnn.tune`, in all ranks of a job at once; every rank gets the plan for its device.
+    """Tune like `ucudnn.tune`, in all ranks of a job at once; each rank gets its device's plan.
 
-    Call it on all ranks after `init_process_group` and before the model is wrapped. Ranks on
+    Call it on all ranks after `init_process_group` and before the model is wrapped. Ranks with
     devices of one kind share the work; what was measured before, also by a job that was killed, is
     not measured again.
 
@@ -88,16 +92,16 @@ def tune(
 
     Args:
         model: the same on all ranks.
-        example_inputs: with the batch of one rank.
+        example_inputs: with the local batch of one rank.
         config: the same on all ranks; the cache may be a folder of each host or one of all. After
             `time_budget_s` no rank begins another kernel; those left over run torch's own
             convolution.
         group: the ranks that take part; None: all.
         on_progress: called after every measurement of this rank.
-        patience: how long to wait for other ranks.
+        timeouts: how long to wait for other ranks.
 
     Raises:
-        RankError: ranks differ, or do not come; the message names them.
+        RankError: ranks differ, or do not arrive; the message names them.
         ConfigError: the model does not accept the inputs or computes no convolution.
         PlanError: no plan of some kernel fits the workspace limit; all ranks raise it.
     """
@@ -105,7 +109,7 @@ def tune(
 
     config = config or Config()
     traced = trace_layers(model, example_inputs, config.ops)
-    return tune_problems(traced.layers, config, group, on_progress, patience, traced.biased)
+    return tune_problems(traced.layers, config, group, on_progress, timeouts, traced.biased)
 
 
 def tune_problems(
@@ -113,10 +117,10 @@ def tune_problems(
     config: Config | None = None,
     group: Group = None,
     on_progress: Report = None,
-    patience: Patience | None = None,
+    timeouts: Timeouts | None = None,
     biased: Collection[Problem] = (),
 ) -> Plan:
-    """Like `ucudnn.tuning.tuner.tune_problems`, in all ranks of a job at once.
+    """Tune like `ucudnn.tuning.tuner.tune_problems`, in all ranks of a job at once.
 
     Args:
         layers: the name of a layer and its problem, once per call; the same on all ranks whose
@@ -124,15 +128,15 @@ def tune_problems(
         config: the same on all these ranks.
         group: the ranks that take part; None: all.
         on_progress: called after every measurement of this rank.
-        patience: how long to wait for other ranks.
-        biased: of the problems those to whose result a layer adds a bias; the same likewise.
+        timeouts: how long to wait for other ranks.
+        biased: the problems to whose result a layer adds a bias; the same on all these ranks.
 
     Raises:
-        RankError: ranks differ, or do not come; the message names them.
+        RankError: ranks differ, or do not arrive; the message names them.
         ConfigError: there is no problem to plan.
         PlanError: no plan of some problem fits the workspace limit; all ranks raise it.
     """
-    config, patience = config or Config(), patience or Patience()
+    config, timeouts = config or Config(), timeouts or Timeouts()
     if config.total_bytes is not None:
         raise ConfigError(
             "total_workspace is one pool of all kernels, which ranks that measure a part of them "
@@ -142,22 +146,26 @@ def tune_problems(
     if not listed:
         raise ConfigError("there is no convolution to plan: pass the layers of a model")
     with ExitStack() as stack:
-        meeting = stack.enter_context(Meeting("tune", group, patience.timeout_s))
-        team = _form_team(meeting, listed, config, biased)
-        journal = stack.enter_context(Journal(meeting, config.cache))
-        store = PrefixStore(team.name, meeting.store)
-        pulse = stack.enter_context(Pulse(store, meeting.rank, patience.lease_s))
+        rendezvous = stack.enter_context(Rendezvous("tune", group, timeouts.timeout_s))
+        team = _form_team(rendezvous, listed, config, biased)
+        journal = stack.enter_context(Journal(rendezvous, config.cache))
+        # Items of different teams have the same numbers, so each team has its own keys.
+        store = PrefixStore(team.name, rendezvous.store)
+        heartbeat = stack.enter_context(Heartbeat(store, rendezvous.rank, timeouts.lease_s))
         work = _Work(listed, config, journal, on_progress, biased)
-        heads = [_relatives(part[0][1]) for part in work.parts]
-        share_known(meeting, team.ranks, journal, open_backend(config.backend), heads, _relatives)
-        costly_first = sorted(range(len(heads)), key=lambda item: -_flops(work.parts[item]))
-        board = Board(store, meeting.rank, costly_first, pulse)
-        turns = Turns(store, str(team.lane.ranks), team.lane.ranks, meeting.rank, pulse)
-        with bound_to(team.lane.processors) if team.lane.processors else nullcontext():
-            _measure_all(work, board, turns)
-        results = [unpacked(board.result(item)) for item in range(len(work.parts))]
-        plan, sealed = _decide(listed, config, dict(zip(heads, results, strict=True)), biased)
-        require_one_plan(meeting, plan)
+        backend = open_backend(config.backend)
+        sync_measurements(rendezvous, team.ranks, journal, backend, work.keys, _work_group_key)
+        # The most expensive item first: a long one that starts last would keep all others waiting.
+        order = sorted(range(len(work.items)), key=lambda item: -_flops(work.items[item]))
+        queue = WorkQueue(store, rendezvous.rank, order, heartbeat)
+        cpus = team.cpu_set
+        turn = TurnLock(store, str(cpus.ranks), cpus.ranks, rendezvous.rank, heartbeat)
+        with bound_to(cpus.cpus) if cpus.cpus else nullcontext():
+            _measure_all(work, queue, turn)
+        results = [unpacked(queue.result(item)) for item in range(len(work.items))]
+        plan, sealed = _decide(listed, config, dict(zip(work.keys, results, strict=True)), biased)
+        # If the plans differ, the journals stay, and the next job starts with their measurements.
+        require_one_plan(rendezvous, plan)
         journal.publish(sealed.entries(), team.ranks)
     _log.info("ranks %s agreed on plan %s", team.ranks, plan.hash)
     return plan
@@ -166,9 +174,9 @@ def tune_problems(
 def _decide(
     layers: Layers, config: Config, results: Mapping[Problem, object], biased: Collection[Problem]
 ) -> tuple[Plan, SealedCache]:
-    """The plan that all records lead to, of the kernels that there was time for."""
-    records = {head: one for head, one in results.items() if isinstance(one, Records)}
-    tuned = [(name, problem) for name, problem in layers if _relatives(problem) in records]
+    """The plan that all measurements lead to, without the kernels that there was no time for."""
+    records = {key: result for key, result in results.items() if isinstance(result, Records)}
+    tuned = [(name, problem) for name, problem in layers if _work_group_key(problem) in records]
     if len(tuned) < len(layers):
         warnings.warn(
             f"{len(layers) - len(tuned)} of {len(layers)} calls are not in the plan and run "
@@ -178,6 +186,7 @@ def _decide(
             stacklevel=3,
         )
     sealed = SealedCache(records.values())
+    # Deciding measures nothing; a budget would only let a slow rank decide otherwise.
     untimed = replace(config, time_budget_s=None)
     plan = tuner.tune_problems(tuned, untimed, None, sealed, biased=biased, is_whole_step=False)
     return replace(plan, config=config), sealed
@@ -189,19 +198,19 @@ class _Team:
 
     Args:
         name: different for each kind.
-        ranks: in order.
-        lane: where this rank measures; no processors: wherever the system puts it.
+        ranks: in ascending order.
+        cpu_set: the CPUs on which this rank measures; none: wherever the system schedules it.
     """
 
     name: str
     ranks: tuple[int, ...]
-    lane: Lane
+    cpu_set: CpuSet
 
 
 def _form_team(
-    meeting: Meeting, layers: Layers, config: Config, biased: Collection[Problem]
+    rendezvous: Rendezvous, layers: Layers, config: Config, biased: Collection[Problem]
 ) -> _Team:
-    """Find the ranks of this one's kind, and make sure that they are about to do the same.
+    """Find the ranks with this kind of device, and check that they are about to do the same.
 
     Raises:
         RankError: they are not.
@@ -213,7 +222,7 @@ def _form_team(
         f"problem {number}": _text(one) + (", with a bias" if one in biased else "")
         for number, (_, one) in enumerate(layers)
     }
-    said = {
+    sent = {
         "kind": str(asdict(device)),
         "job": job_facts(software),
         "team": {
@@ -226,32 +235,32 @@ def _form_team(
         "host": host_name(),
         "cores": cores() if device.type == "cpu" else [],
     }
-    heard = meeting.exchange("work", said)
-    require_equal({rank: one["job"] for rank, one in heard.items()})
-    kinds = list(dict.fromkeys(one["kind"] for one in heard.values()))
-    for kind in kinds:
-        require_equal({rank: one["team"] for rank, one in heard.items() if one["kind"] == kind})
-    mine = {rank: one for rank, one in heard.items() if one["kind"] == said["kind"]}
-    lane = Lane((), (meeting.rank,))
+    received = rendezvous.exchange("work", sent)
+    require_equal_teams(received)
+    kinds = list(dict.fromkeys(one["kind"] for one in received.values()))
+    team = {rank: one for rank, one in received.items() if one["kind"] == sent["kind"]}
+    cpu_set = CpuSet((), (rendezvous.rank,))
+    # Only on a CPU do ranks compete for the processors that they measure on.
     if device.type == "cpu":
-        here = {rank: one["cores"] for rank, one in mine.items() if one["host"] == said["host"]}
-        lane = lane_of(meeting.rank, here, backend.conditions().threads)
-    return _Team(f"kind {kinds.index(str(said['kind']))}", tuple(mine), lane)
+        here = {rank: one["cores"] for rank, one in team.items() if one["host"] == sent["host"]}
+        cpu_set = assign_cpus(rendezvous.rank, here, backend.conditions().threads)
+    return _Team(f"kind {kinds.index(str(sent['kind']))}", tuple(team), cpu_set)
 
 
 def _text(problem: Problem) -> str:
+    # `str(problem)` is for people, and leaves out the padding and the math.
     return ", ".join(f"{name}={value}" for name, value in problem.to_dict().items())
 
 
 class _Work:
-    """The kernels in parts that share no measurement, and how this rank tunes one of them.
+    """The kernels in items that share no measurements, and the tuning of one item on this rank.
 
     Args:
-        layers: of the whole job.
+        layers: the whole list of the job.
         config: the settings.
         journal: where measurements go.
-        on_progress: told of this rank's measurements.
-        biased: of the problems those to whose result a layer adds a bias.
+        on_progress: called after every measurement of this rank.
+        biased: the problems to whose result a layer adds a bias.
     """
 
     def __init__(
@@ -264,55 +273,64 @@ class _Work:
     ) -> None:
         groups: dict[Problem, Layers] = {}
         for name, problem in layers:
-            groups.setdefault(_relatives(problem), []).append((name, problem))
-        self.parts = list(groups.values())
+            groups.setdefault(_work_group_key(problem), []).append((name, problem))
+        self.keys, self.items = list(groups), list(groups.values())
+        # The budget is that of the whole job, and is checked before an item begins: one that is cut
+        # short would be decided from half of its measurements.
         self._config = replace(config, time_budget_s=None)
-        self._journal, self._on_progress, self._biased = journal, on_progress, biased
         budget = config.time_budget_s
-        self._until = None if budget is None else time.monotonic() + budget
+        self._deadline = None if budget is None else time.monotonic() + budget
+        self._journal, self._on_progress, self._biased = journal, on_progress, biased
         self._measured = self._reused = 0
 
-    def tune(self, item: int, done: Callable[[], int]) -> bytes:
-        """Measure one part; its records, None after the time, or the error that ends all ranks."""
-        if self._until is not None and time.monotonic() > self._until:
+    def tune(self, item: int, count_done: Callable[[], int]) -> bytes:
+        """Measure one item: its records, None after the deadline, or an error for all ranks."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
             return packed(None)
         recording = RecordingCache(self._journal.cache)
-        kernels_done = done()
+        report = self._report_of_job(count_done())
         try:
-            told, part = self._told(kernels_done), self.parts[item]
             tuner.tune_problems(
-                part, self._config, told, recording, biased=self._biased, is_whole_step=False
+                self.items[item],
+                self._config,
+                report,
+                recording,
+                biased=self._biased,
+                is_whole_step=False,
             )
-        except (PlanError, UnsupportedError) as error:  # of the problem, not of this rank
+        except (PlanError, UnsupportedError) as error:
+            # These are properties of the problem: every rank would get the same error.
             return packed(error)
         return packed(recording.records())
 
-    def _told(self, done: int) -> Report:
+    def _report_of_job(self, done: int) -> Report:
+        """A callback that turns the progress of one item into that of the job on this rank."""
         if self._on_progress is None:
             return None
         report, measured, reused = self._on_progress, self._measured, self._reused
 
-        def pass_on(event: Progress) -> None:
+        def forward(event: Progress) -> None:
             self._measured, self._reused = measured + event.measured, reused + event.reused
+            # The time left depends on how many items the other ranks take.
             report(
                 replace(
                     event,
                     done=done,
-                    total=len(self.parts),
+                    total=len(self.items),
                     measured=self._measured,
                     reused=self._reused,
                     seconds_left=None,
                 )
             )
 
-        return pass_on
+        return forward
 
 
-def _relatives(problem: Problem) -> Problem:
-    """Stands for all problems whose measurements may be the same, by micro-batches or by slabs.
+def _work_group_key(problem: Problem) -> Problem:
+    """Key of a work group: equal for problems that can share measurements.
 
-    A smaller batch of one may be measured for the other, or a slab, whose outermost size and
-    padding differ.
+    A smaller batch of one problem may be measured for another, or a slab of it, whose size and
+    padding along the outermost axis differ.
     """
     kernel = problem.dilation[0] * (problem.kernel_size[0] - 1) + 1
     return replace(
@@ -322,19 +340,19 @@ def _relatives(problem: Problem) -> Problem:
     )
 
 
-def _flops(part: Layers) -> int:
-    return sum(problem.flops for problem in {problem for _, problem in part})
+def _flops(item: Layers) -> int:
+    return sum(problem.flops for problem in {problem for _, problem in item})
 
 
-def _measure_all(work: _Work, board: Board, turns: Turns) -> None:
-    """Measure whatever is to be had until everything is done, by whomever."""
-    everything = range(len(work.parts))
-    while not board.are_done(everything):
+def _measure_all(work: _Work, queue: WorkQueue, turn: TurnLock) -> None:
+    """Measure items until every one has a result, from whichever rank."""
+    everything = range(len(work.items))
+    while not queue.are_done(everything):
         item = None
-        if turns.is_mine():
-            item = board.claim()
+        if turn.is_held():
+            item = queue.claim()
             if item is not None:
-                board.finish(item, work.tune(item, lambda: board.count_done(everything)))
-            turns.pass_on()
+                queue.finish(item, work.tune(item, lambda: queue.count_done(everything)))
+            turn.release()
         if item is None:
             time.sleep(_POLL_S)

@@ -17,7 +17,8 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ucudnn.backends import original
+from ucudnn.backends import aten
+from ucudnn.backends.registry import BACKENDS
 from ucudnn.backends.tensors import memory_format, strides_of, uses_channels_last
 from ucudnn.execution.execute import Call, as_kernel
 from ucudnn.execution.untraced import untraced
@@ -34,8 +35,9 @@ _keys_of: Any = torch._C._dispatch_keys
 def _odd_keys() -> int:
     """Bits of all dispatch keys but those of tensors that are simply their memory's elements."""
     names = ["ADInplaceOrView", "Conjugate"]
-    for device in original.DISPATCH_KEYS.values():
-        names += [device, f"Autograd{device}", f"Autocast{device}"]
+    for entry in BACKENDS.values():
+        key = entry.dispatch_key
+        names += [key, f"Autograd{key}", f"Autocast{key}"]
     plain = 0
     for name in names:
         plain |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
@@ -69,7 +71,7 @@ class AbstractRunner(ABC):
         """The convolution of these operands, made when such are first met."""
         # looked up by what torch sees, because building a Problem costs more than a small launch
         # TF32 is the one thing that a problem depends on beside its tensors
-        tf32 = x.is_cuda and original.tf32_allowed()
+        tf32 = x.is_cuda and aten.tf32_allowed()
         key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, tf32)
         try:
             return self._bounds[key]
@@ -157,7 +159,7 @@ class Bound:
         """The output, without a graph."""
         fprop = self.planned("fprop", bias is not None)
         if fprop is None or not self.takes(bias):
-            return original.convolution(x, w, bias, *self.geometry)
+            return aten.convolution(x, w, bias, *self.geometry)
         return as_kernel(fprop, x, w, bias)
 
     def backward(
@@ -171,7 +173,7 @@ class Bound:
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
         # the bias alone is torch's too where nothing is planned, to the last bit
         if rest[0] or rest[1] or not (dgrad or wgrad):
-            dx, dw, db = original.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
+            dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
         else:
             dx, dw, db = None, None, dy.sum((0, *range(2, dy.dim()))) if rest[2] else None
         if dgrad or wgrad:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.library import Library
 
-from ucudnn.backends import original
+from ucudnn.backends import aten
+from ucudnn.backends.registry import entry_for_device
 from ucudnn.execution.autograd import Geometry
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.untraced import untraced
@@ -65,7 +66,8 @@ class _Override:
             self._runner = self._open[-1].runner if self._open else None
 
     def _stand_in(self) -> Library:
-        own_forward, own_backward = original.keep(self._device_type)
+        dispatch_key = entry_for_device(self._device_type).dispatch_key
+        own_forward, own_backward = aten.keep_kernels(self._device_type, dispatch_key)
 
         @untraced
         def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
@@ -86,11 +88,10 @@ class _Override:
             return runner.bound(x, w, _frozen(*geometry)).backward(dy, x, w, bias_sizes, mask)
 
         library = Library("aten", "IMPL")
-        key = original.DISPATCH_KEYS[self._device_type]
         with warnings.catch_warnings():  # torch says so where the device has a kernel of its own
             warnings.filterwarnings("ignore", message="(?s).*a previously registered kernel")
-            library.impl("convolution", convolution, key)
-            library.impl("convolution_backward", convolution_backward, key)
+            library.impl("convolution", convolution, dispatch_key)
+            library.impl("convolution_backward", convolution_backward, dispatch_key)
         return library
 
 

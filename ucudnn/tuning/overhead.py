@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ucudnn.backends import AbstractBackend, open_backend, original
+from ucudnn.backends import AbstractBackend, aten, open_backend
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass, convolution
 from ucudnn.execution.execute import Call, bind
 from ucudnn.problem import OPS, Problem
@@ -125,5 +125,5 @@ def _kernels(calls: dict[str, Call], x: Tensor, w: Tensor, dy: Tensor) -> None:
 
 
 def _torchs_kernels(x: Tensor, w: Tensor, dy: Tensor) -> None:
-    original.convolution(x, w, None, *_GEOMETRY)
-    original.convolution_backward(dy, x, w, None, *_GEOMETRY, [True, True, False])
+    aten.convolution(x, w, None, *_GEOMETRY)
+    aten.convolution_backward(dy, x, w, None, *_GEOMETRY, [True, True, False])

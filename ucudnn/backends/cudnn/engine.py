@@ -91,10 +91,6 @@ class ExecutionPlan:
     workspace_bytes: int
     uids: tuple[int, ...]
 
-    def serialize(self) -> str:
-        """The plan as JSON, for `load_plan` with the same cuDNN and kind of device."""
-        return self.descriptor.get_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION)
-
 
 def configurations(
     target: Target, problem: Problem, *, views: Views | None = None, bias: bool = False
@@ -224,28 +220,6 @@ def build(
             config.set_descriptors(Attribute.ENGINECFG_KNOB_CHOICES, *choices)
         plan = Descriptor(target.cudnn, Kind.EXECUTION_PLAN)
         plan.set_descriptors(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config.finalize())
-        return _finalized(target, plan, identity, _uids(problem, bias))
-
-
-def load_plan(target: Target, problem: Problem, identity: str, serialized: str) -> ExecutionPlan:
-    """Restore a plan from its JSON, without compiling anything.
-
-    Args:
-        target: what it was made for.
-        problem: the convolution it was made for.
-        identity: of its configuration.
-        serialized: what `ExecutionPlan.serialize` returned.
-
-    Raises:
-        UnsupportedError: this cuDNN or this device does not take it: a miss.
-    """
-    _, _, bias = parse_identity(identity)
-    plan = Descriptor(target.cudnn, Kind.EXECUTION_PLAN)
-    said = f"cuDNN {target.cudnn.version_text} does not take this plan of {identity}"
-    with _refusals(said):
-        if target.device is not None:
-            plan.set_descriptors(Attribute.EXECUTION_PLAN_DEVICEPROP, target.device)
-        plan.set_text(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION, serialized)
         return _finalized(target, plan, identity, _uids(problem, bias))
 
 

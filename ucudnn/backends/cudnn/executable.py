@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ucudnn.backends import original
+from ucudnn.backends import aten
 from ucudnn.backends._base import Executable
 from ucudnn.backends.cudnn.engine import parse_identity
 from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views, views_of
@@ -307,11 +307,11 @@ class DefaultExecutable(Executable):
     def _compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         problem = self._problem
         if problem.op == "fprop":
-            return original.convolution(a, b, bias, *self._geometry)
+            return aten.convolution(a, b, bias, *self._geometry)
         # aten reads only the shape of the operand whose gradient is asked for
         if problem.op == "dgrad":
             x_like = a.new_empty(1).expand(a.shape[0], *problem.x_shape[1:])
-            found = original.convolution_backward(a, x_like, b, None, *self._geometry, _DGRAD)[0]
+            found = aten.convolution_backward(a, x_like, b, None, *self._geometry, _DGRAD)[0]
         else:
             w_like = torch.empty(
                 problem.w_shape,
@@ -319,6 +319,6 @@ class DefaultExecutable(Executable):
                 device=a.device,
                 memory_format=memory_format(problem),
             )
-            found = original.convolution_backward(b, a, w_like, None, *self._geometry, _WGRAD)[1]
+            found = aten.convolution_backward(b, a, w_like, None, *self._geometry, _WGRAD)[1]
         assert isinstance(found, Tensor)
         return found

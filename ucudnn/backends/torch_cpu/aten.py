@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ucudnn.backends import original
+from ucudnn.backends import aten
 from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import memory_format
 from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, phantom
@@ -347,7 +347,7 @@ class _Aten(OpsExecutable):
 def _convolution(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> Any:
     _, stride, padding, dilation, groups = geometry
     none = [0] * len(stride)
-    return original.convolution(x, w, bias, stride, padding, dilation, False, none, groups)
+    return aten.convolution(x, w, bias, stride, padding, dilation, False, none, groups)
 
 
 def _convolution_backward(
@@ -355,7 +355,7 @@ def _convolution_backward(
 ) -> Any:
     _, stride, padding, dilation, groups = geometry
     none = [0] * len(stride)
-    return original.convolution_backward(
+    return aten.convolution_backward(
         dy, x, w, None, stride, padding, dilation, False, none, groups, mask
     )
 

@@ -6,16 +6,18 @@ import ctypes
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from simulated_gpu import cuda, faults, tensors
 
-from ucudnn.backends import original
+from ucudnn.backends import aten
 from ucudnn.backends.cudnn import api, driverless, raw, runtime
 from ucudnn.backends.cudnn.graph import Target, View, Views
 from ucudnn.backends.cudnn.profile import DeviceProfile
+from ucudnn.backends.registry import BACKENDS
 from ucudnn.problem import Problem
 
 _ORDER = {"fprop": "xwy", "dgrad": "ywx", "wgrad": "xyw"}
@@ -155,22 +157,22 @@ def _exact(problem: Problem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     geometry = (list(problem.stride), none, list(problem.dilation), False, none, problem.groups)
     if problem.op == "fprop":
         x = torch.nn.functional.pad(a, padding)
-        return original.convolution(x, b, None, *geometry)
+        return aten.convolution(x, b, None, *geometry)
     if problem.op == "dgrad":
         x = torch.nn.functional.pad(torch.zeros(problem.x_shape, dtype=torch.float64), padding)
         mask = [True, False, False]
-        dx = original.convolution_backward(a, x, b, None, *geometry, mask)[0]
+        dx = aten.convolution_backward(a, x, b, None, *geometry, mask)[0]
         return torch.nn.functional.pad(dx, [-amount for amount in padding])
     x = torch.nn.functional.pad(a, padding)
     w = torch.zeros(problem.w_shape, dtype=torch.float64)
-    return original.convolution_backward(b, x, w, None, *geometry, [False, True, False])[1]
+    return aten.convolution_backward(b, x, w, None, *geometry, [False, True, False])[1]
 
 
 def _let_torch_see_its_tensors() -> None:
     """Tell torch the true devices of tensors where it asks for them below Python."""
     from ucudnn import tracing
 
-    original.DISPATCH_KEYS["cuda"] = "CPU"
+    BACKENDS["cudnn"] = replace(BACKENDS["cudnn"], dispatch_key="CPU")
     trace_layers = tracing.trace_layers
 
     def traced(*arguments: Any, device_type: str | None = None, **options: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Uneven data parallelism: shares of a global batch, so that the slowest device finishes first.
+"""Load balancing: local batches of unequal devices that minimize the time of the slowest.
 
-Every device has its own time for every number of samples, which need not rise with it: plans are
-best at some sizes. The makespan is found by bisection over the times that occur; whether devices
-can take the batch within a makespan is a question of sums, answered exactly with sets of bits. This
-is for the heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER 2018).
+Each device has its own time for each local batch. The times need not increase with the batch: plans
+are better at some sizes than at others. The smallest makespan is found by bisection over the times
+that occur; whether the devices can take the whole batch within one is a subset-sum question, which
+bit sets answer exactly. The heterogeneous cluster of the mu-cuDNN paper (Oyama et al., CLUSTER
+2018) is such a case.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ucudnn.solvers.table import ReuseTable
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Shares of a global batch.
+    """Local batches of a global batch.
 
     Args:
-        sizes: samples of each device, 0 where it does better to wait.
-        times_ns: what each device takes for its share.
+        sizes: local batch of each device, 0 for one that would only delay the others.
+        times_ns: time of each device for its local batch.
     """
 
     sizes: tuple[int, ...]
@@ -38,15 +39,15 @@ class Balance:
 
 
 def device_times(tables: Iterable[ReuseTable], limit: int | None = None) -> list[int | None]:
-    """Times of a device for n = 1..N samples: sums over its kernels, None where one cannot.
+    """Times of a device for n = 1..N samples: the sum over its kernels, None if one has none.
 
     >>> from ucudnn.solvers import Item, reuse
     >>> device_times([reuse([Item(2, 0, 7, "a")], 4), reuse([Item(1, 0, 1, "a")], 4)])
     [None, 9, None, 18]
 
     Args:
-        tables: one per kernel of the model, the same one again for each repetition.
-        limit: workspace of this device in bytes, None for any.
+        tables: one per call of a kernel in the model; the same table again for each repetition.
+        limit: workspace limit of this device in bytes; None: no limit.
 
     Raises:
         ConfigError: no table, or a limit that is out of range.
@@ -63,9 +64,9 @@ def device_times(tables: Iterable[ReuseTable], limit: int | None = None) -> list
 
 
 def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
-    """Share a global batch among devices so that the slowest of them finishes first.
+    """Divide a global batch among devices so that the slowest finishes as early as possible.
 
-    Of the shares with that makespan the one with the least time summed over the devices wins.
+    If several divisions have that makespan, the one with the smallest sum of times is returned.
 
     >>> fast, slow = [10 * n for n in range(1, 9)], [30 * n for n in range(1, 9)]
     >>> shares = balance([fast, slow], batch=8)
@@ -73,8 +74,8 @@ def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
     ((6, 2), 60)
 
     Args:
-        times: per device its time in ns for 1, 2, ... samples, None where it cannot compute so
-            many; `device_times` gives them.
+        times: for each device its times in ns for 1, 2, ... samples, None for a number that it
+            cannot compute; `device_times` gives them.
         batch: the global batch.
 
     Raises:
@@ -101,7 +102,7 @@ def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
 
 
 def _choices(device: int, row: Sequence[int | None], batch: int) -> dict[int, int]:
-    """Time by size of what a device can do, nothing at all included."""
+    """Time by size for all sizes that a device can compute, and 0 samples in no time."""
     choices = {0: 0}
     for size, time_ns in enumerate(row[:batch], start=1):
         if time_ns is not None:
@@ -111,7 +112,9 @@ def _choices(device: int, row: Sequence[int | None], batch: int) -> dict[int, in
 
 
 def _reaches(choices: Sequence[dict[int, int]], batch: int, most_ns: int) -> bool:
-    """True if sizes of at most some time sum up to the batch; bit n of `sums` stands for n."""
+    """True if sizes that take at most some time sum up to the batch."""
+    # Bit n is set if the devices so far can take n samples. Shifting adds a size to all sums at
+    # once, which is exact and faster than a table of them.
     sums, every = 1, (1 << (batch + 1)) - 1
     for sizes in choices:
         reached = 0
@@ -123,22 +126,25 @@ def _reaches(choices: Sequence[dict[int, int]], batch: int, most_ns: int) -> boo
 
 
 def _least_sum(choices: Sequence[dict[int, int]], batch: int) -> tuple[int, ...]:
-    """Sizes that sum up to the batch with the least sum of times, device by device."""
+    """Sizes that sum up to the batch with the smallest sum of times."""
+    # Dynamic programming, device by device: the least time for n samples on the devices so far, and
+    # the size of the last device in it, which the traceback at the end follows. Sums that might
+    # overflow 64 bits are computed with Python's integers.
     infinite = 1 + sum(max(sizes.values()) for sizes in choices)
     dtype = np.int64 if 2 * infinite < SAFE else object
     least = np.full(batch + 1, infinite, dtype)
     least[0] = 0
-    taken: list[Integers] = []
+    back_pointers: list[Integers] = []
     for sizes in choices:
-        found, last = np.full(batch + 1, infinite, dtype), np.zeros(batch + 1, np.int64)
+        found, back = np.full(batch + 1, infinite, dtype), np.zeros(batch + 1, np.int64)
         for size, time_ns in sizes.items():
             sums = least[: batch + 1 - size] + time_ns
             better = np.flatnonzero(sums < found[size:])
-            found[size + better], last[size + better] = sums[better], size
+            found[size + better], back[size + better] = sums[better], size
         least = found
-        taken.append(last)
+        back_pointers.append(back)
     sizes_reversed, left = [], batch
-    for last in reversed(taken):
-        sizes_reversed.append(int(last[left]))
+    for back in reversed(back_pointers):
+        sizes_reversed.append(int(back[left]))
         left -= sizes_reversed[-1]
     return tuple(reversed(sizes_reversed))

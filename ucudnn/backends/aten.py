@@ -1,6 +1,6 @@
-"""torch's own convolution, also while `ucudnn.installed` stands in for the operator.
+"""torch's own convolution, also while `ucudnn.installed` lets a plan stand in for the operator.
 
-Whoever times or computes torch's own convolution calls it here, so that no plan comes between.
+Code that times or runs torch's own convolution calls it here, so that it never gets a plan's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 _aten = torch.ops.aten
 _convolution: Callable[..., Any] = torch._convolution
 _cudnn: Any = torch.backends.cudnn
@@ -28,7 +27,7 @@ _kept: dict[str, Kernels] = {}
 
 
 def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """torch's own convolution.
+    """Compute a convolution as torch does.
 
     >>> convolution(torch.ones(1, 1, 3), torch.ones(1, 1, 3), None, [1], [0], [1], False, [0], 1)
     tensor([[[3.]]])
@@ -48,34 +47,44 @@ def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Te
 def convolution_backward(
     dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, *geometry_and_mask: Any
 ) -> Any:
-    """torch's own gradients of x, w and the bias; None for those that are not wanted.
+    """Compute the gradients of x, w and the bias as torch does; None for those not requested.
 
     Args:
         dy: gradient of the output.
         x: input.
         w: filter.
         bias_sizes: [K], None without a bias.
-        geometry_and_mask: as for `convolution`, then which gradients of x, w and bias are wanted.
+        geometry_and_mask: as for `convolution`, then which gradients of x, w and bias to compute.
     """
     kernels = _kept.get(dy.device.type)
     function = _aten.convolution_backward.default if kernels is None else kernels[1]
     return function(dy, x, w, bias_sizes, *geometry_and_mask)
 
 
-def keep(device_type: str) -> Kernels:
-    """Remember the kernels that others are about to stand in for."""
+def keep_kernels(device_type: str, dispatch_key: str) -> Kernels:
+    """Keep the kernels of a kind of device, before others are registered in their place.
+
+    Args:
+        device_type: the kind of device.
+        dispatch_key: the dispatch key of its kernels.
+
+    Returns:
+        The kernels, which `convolution` and `convolution_backward` call from now on.
+    """
     _kept[device_type] = Kernels(
-        _forward_kernel(device_type), _boxed("aten::convolution_backward", device_type)
+        _forward_kernel(device_type, dispatch_key),
+        _boxed("aten::convolution_backward", dispatch_key),
     )
     return _kept[device_type]
 
 
-def _forward_kernel(device_type: str) -> Callable[..., Any]:
-    name, key = "aten::convolution", DISPATCH_KEYS[device_type]
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-        return _boxed(name, device_type)  # another library's
-    # torch's kernel for every device only adds these four flags; calling what it calls takes half
-    # as long as calling it boxed
+def _forward_kernel(device_type: str, dispatch_key: str) -> Callable[..., Any]:
+    name = "aten::convolution"
+    # A kernel for this very device is another library's.
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
+        return _boxed(name, dispatch_key)
+    # torch's own kernel is one for all devices, and only adds these four flags. Calling what it
+    # calls takes half as long as calling it boxed.
     return _cuda_convolution if device_type == "cuda" else _cpu_convolution
 
 
@@ -93,19 +102,17 @@ def _cuda_convolution(*arguments: Any) -> Any:
 def tf32_allowed() -> bool:
     """True if torch may round the operands of a float32 convolution on a GPU to TF32 now.
 
-    `torch.backends.cudnn.allow_tf32` raises once the newer `fp32_precision` was used; this reads
-    the newer one, which follows both.
-
     >>> torch.backends.cudnn.conv.fp32_precision == ("tf32" if tf32_allowed() else "ieee")
     True
     """
+    # `torch.backends.cudnn.allow_tf32` raises once the newer setting was used; the newer one
+    # follows both.
     return bool(_cudnn.conv.fp32_precision == "tf32")
 
 
-def _boxed(name: str, device_type: str) -> Callable[..., Any]:
-    key = DISPATCH_KEYS[device_type]
-    kernel = torch.library.get_kernel(name, key)
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+def _boxed(name: str, dispatch_key: str) -> Callable[..., Any]:
+    kernel = torch.library.get_kernel(name, dispatch_key)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
 
     def call(*arguments: Any) -> Any:
         return kernel.call_boxed(keys, *arguments)

@@ -1,0 +1,96 @@
+"""Registry of the backends: one entry for each, and the functions that look them up.
+
+An entry says what can be known of a backend without importing it. `Config.backend` allows the same
+names (and "auto" and "recorded"); everything else about which backends there are is here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ucudnn.backends._base import AbstractBackend
+from ucudnn.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A backend before it is imported.
+
+    Args:
+        name: as in `Config.backend` and in plan files.
+        device_type: torch's name of the kind of device that it runs on.
+        dispatch_key: torch's dispatch key of the kernels for that kind.
+        open: imports the backend and starts it.
+    """
+
+    name: str
+    device_type: str
+    dispatch_key: str
+    open: Callable[[], AbstractBackend]
+
+
+def _open_torch_cpu() -> AbstractBackend:
+    from ucudnn.backends.torch_cpu import TorchCpuBackend
+
+    return TorchCpuBackend()
+
+
+def _open_cudnn() -> AbstractBackend:
+    from ucudnn.backends.cudnn.backend import CudnnBackend
+
+    return CudnnBackend()
+
+
+_ENTRIES = (
+    Entry("torch_cpu", "cpu", "CPU", _open_torch_cpu),
+    Entry("cudnn", "cuda", "CUDA", _open_cudnn),
+)
+BACKENDS = {entry.name: entry for entry in _ENTRIES}
+
+
+def backend_entry(name: str = "auto") -> Entry:
+    """The entry of a backend; "auto" stands for the one of the best device present.
+
+    >>> backend_entry("cudnn").device_type
+    'cuda'
+
+    Raises:
+        ConfigError: there is no backend of that name.
+    """
+    if name == "auto":
+        return BACKENDS["cudnn" if sees_a_gpu() else "torch_cpu"]
+    if name not in BACKENDS:
+        raise ConfigError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {name!r}")
+    return BACKENDS[name]
+
+
+def entry_for_device(device_type: str) -> Entry:
+    """The entry of the backend that runs on a kind of device.
+
+    >>> entry_for_device("cpu").name
+    'torch_cpu'
+    """
+    (found,) = [entry for entry in BACKENDS.values() if entry.device_type == device_type]
+    return found
+
+
+def open_backend(name: str = "auto") -> AbstractBackend:
+    """Start a backend by name; "auto" takes the one of the best device present.
+
+    >>> open_backend("torch_cpu").name
+    'torch_cpu'
+
+    Raises:
+        ConfigError: there is no backend of that name.
+        UnsupportedError: its device or its libraries are not here.
+    """
+    return backend_entry(name).open()
+
+
+def sees_a_gpu() -> bool:
+    """True if torch has an NVIDIA GPU in this process."""
+    import torch
+
+    # A build for AMD GPUs answers is_available, too, and has no CUDA version.
+    return torch.cuda.is_available() and torch.version.cuda is not None

@@ -1,0 +1,214 @@
+"""Rendezvous of ranks at the job's key-value store: who takes part, and all-gathers between them.
+
+Everything goes through the store that `init_process_group` made, under keys of one rendezvous, and
+nothing through a process group. So no collective of ours is in flight on a GPU, a rank that is late
+or dead is named after our own timeout, and a rank that was stopped for a while may still arrive: no
+connection has broken meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store, _get_default_store
+
+from ucudnn.errors import RankError
+
+Group: TypeAlias = ProcessGroup | None
+# Polling starts with the first interval and doubles it up to the second: a rendezvous of ranks that
+# arrive together takes milliseconds, and a long wait does not load the server of the store.
+_POLL_S = (0.005, 0.1)
+
+
+class Rendezvous:
+    """The ranks of a group at the same point of their program.
+
+    >>> with Rendezvous("example") as rendezvous:  # without a process group: this process alone
+    ...     rendezvous.exchange("greetings", "hello")
+    {0: 'hello'}
+
+    Args:
+        purpose: name of that point; ranks wait only for ranks with the same purpose.
+        group: a process group; None: all ranks, or this process alone if there is no group.
+        timeout_s: how long to wait for a rank.
+
+    Attributes:
+        rank: number of this process in the default group.
+        ranks: numbers of all ranks that take part.
+        nonce: random name of this rendezvous; no other one has it.
+        store: keys of this rendezvous only.
+
+    Raises:
+        RankError: on entering, if a rank did not arrive in time; the message names it.
+    """
+
+    nonce: str
+    store: Store
+
+    def __init__(self, purpose: str, group: Group = None, timeout_s: float = 300.0) -> None:
+        self._timeout_s = timeout_s
+        if dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.ranks = tuple(dist.get_process_group_ranks(group))
+            job_store = _get_default_store()
+        else:
+            self.rank, self.ranks = 0, (0,)
+            job_store = HashStore()
+        if self.rank not in self.ranks:
+            raise RankError(
+                f"rank {self.rank} is not in the group of ranks {_list(self.ranks)}; call this on "
+                f"the ranks of the group alone",
+                (self.rank,),
+            )
+        members = sha256(repr(self.ranks).encode()).hexdigest()[:16]
+        self._handshake: Store = PrefixStore(f"ucudnn/{purpose}/{members}", job_store)
+
+    def __enter__(self) -> Self:
+        # A store may outlive its ranks (torchrun keeps it over restarts) and then still holds the
+        # keys of dead ones. The nonce handshake makes everybody ignore them: the first rank
+        # publishes a new nonce, and accepts only answers that repeat it.
+        try:
+            self.nonce = self._lead() if self.rank == self.ranks[0] else self._join()
+        except dist.DistError as error:
+            raise _store_lost(error) from error
+        self.store = PrefixStore(self.nonce, self._handshake)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, dist.DistError):
+            raise _store_lost(error) from error
+
+    def _lead(self) -> str:
+        """Publish a new nonce, wait for the answers of all others, and confirm them."""
+        nonce = os.urandom(8).hex()
+        self._handshake.set("nonce", nonce)
+        keys = {rank: f"answer/{rank}" for rank in self.ranks[1:]}
+        tokens: dict[str, str] = {}
+
+        def missing() -> list[int]:
+            for rank, key in keys.items():
+                if str(rank) not in tokens and self._handshake.check([key]):
+                    answered, _, token = self._handshake.get(key).decode().partition(":")
+                    if answered == nonce:
+                        tokens[str(rank)] = token
+            return [rank for rank in keys if str(rank) not in tokens]
+
+        self._wait(missing, "the rendezvous of all ranks")
+        self._handshake.set(f"confirmed/{nonce}", json.dumps(tokens))
+        return nonce
+
+    def _join(self) -> str:
+        """Answer the first rank's nonce until the answer of this very process is confirmed."""
+        token, answered = os.urandom(8).hex(), ""
+
+        def missing() -> list[int]:
+            nonlocal answered
+            if not self._handshake.check(["nonce"]):
+                return [self.ranks[0]]
+            # It may be the nonce of an earlier rendezvous, which the first rank is about to
+            # replace: answer each new one.
+            nonce = self._handshake.get("nonce").decode()
+            if nonce != answered:
+                self._handshake.set(f"answer/{self.rank}", f"{nonce}:{token}")
+                answered = nonce
+            confirmed = f"confirmed/{nonce}"
+            if self._handshake.check([confirmed]):
+                # The token tells this process from an earlier one of the same rank.
+                tokens = json.loads(self._handshake.get(confirmed))
+                if tokens.get(str(self.rank)) == token:
+                    return []
+            return [rank for rank in self.ranks[1:] if not self._has_answered(rank, nonce)] or [
+                self.ranks[0]
+            ]
+
+        self._wait(missing, "the rendezvous of all ranks")
+        return answered
+
+    def _has_answered(self, rank: int, nonce: str) -> bool:
+        key = f"answer/{rank}"
+        if not self._handshake.check([key]):
+            return False
+        return self._handshake.get(key).decode().startswith(f"{nonce}:")
+
+    def exchange(self, topic: str, value: Any) -> dict[int, Any]:
+        """All-gather: the values of all ranks, by rank, once each has sent its own.
+
+        Args:
+            topic: different for each exchange of one rendezvous.
+            value: JSON values.
+
+        Raises:
+            RankError: a rank did not send its value in time; the message names it.
+        """
+        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        waiting = dict.fromkeys(self.ranks)
+
+        def missing() -> list[int]:
+            for rank in list(waiting):
+                # One request per poll: those after the first missing rank are looked for when it
+                # has sent its value, or when it is time to name who has not.
+                if not self._has_sent(topic, rank):
+                    break
+                del waiting[rank]
+            return list(waiting)
+
+        self._wait(missing, f"the exchange of {topic}", lambda rank: self._has_sent(topic, rank))
+        return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in self.ranks}
+
+    def _has_sent(self, topic: str, rank: int) -> bool:
+        return self.store.check([f"{topic}/{rank}"])
+
+    def _wait(
+        self,
+        missing: Callable[[], list[int]],
+        event: str,
+        is_present: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        pause_s, longest_s = _POLL_S
+        while absent := missing():
+            if time.monotonic() > deadline:
+                named = tuple(rank for rank in absent if not is_present(rank)) or tuple(absent)
+                raise RankError(
+                    f"{name_ranks(named)} did not reach {event} within {self._timeout_s:g} s; it "
+                    f"has ended, hangs or is much slower: look at its output, start the job again "
+                    f"(what was measured is kept) or give a longer timeout",
+                    named,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as the subject of a sentence.
+
+    >>> name_ranks([3]), name_ranks([1, 2])
+    ('rank 3', 'ranks 1, 2')
+    """
+    listed = list(ranks)
+    return f"rank{'' if len(listed) == 1 else 's'} {_list(listed)}"
+
+
+def _list(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _store_lost(error: dist.DistError) -> RankError:
+    return RankError(
+        f"the job's store does not answer any more ({str(error).splitlines()[0]}): the process "
+        f"that holds it has ended, which is torchrun's agent or else rank 0; start the job again, "
+        f"what was measured is kept"
+    )
