@@ -23,6 +23,7 @@ from ucudnn.backends.torch_cpu.aten import (
     chosen_kernel,
     cramped_refusal,
 )
+from ucudnn.backends.torch_cpu.diagonal import DiagonalGemm
 from ucudnn.backends.torch_cpu.fft import Fft
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
 from ucudnn.backends.torch_cpu.load import LoadMeter
@@ -44,6 +45,7 @@ _ALGORITHMS = {
         Im2colGemm(),
         Gemm(),
         Fft(),
+        DiagonalGemm(),
     )
 }
 
