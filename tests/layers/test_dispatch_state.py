@@ -32,6 +32,7 @@ LAYERS = {
     "one input channel": (partial(nn.Conv2d, 1, 8, 3), (3, 1, 9, 8)),
     "one output channel": (partial(nn.Conv2d, 8, 1, 3), (3, 8, 9, 8)),
     "depthwise": (partial(nn.Conv2d, 4, 4, 3, groups=4), (3, 4, 9, 8)),
+    "wide depthwise": (partial(nn.Conv2d, 4, 4, 5, padding=2, groups=4), (3, 4, 9, 8)),
     "grouped": (partial(nn.Conv2d, 4, 6, 3, groups=2), (3, 4, 9, 8)),
     "strided": (partial(nn.Conv2d, 4, 6, 3, stride=(2, 1), padding=1), (3, 4, 9, 8)),
     "dilated": (partial(nn.Conv2d, 4, 6, 3, dilation=2, padding=2), (3, 4, 9, 8)),

@@ -49,17 +49,20 @@ class DiagonalGemm(AbstractAlgorithm):
         """Products of blocks, which are copies of x and dy, written once and read once."""
         flat = problem.as_2d()
         blocks, element = _blocks(flat), max(problem.bytes_per_element, 4)
-        places = problem.groups * problem.batch * blocks.count
+        places = problem.groups * problem.batch * blocks.number
         copied = flat.output_size[0] * blocks.block
         # rows that fill up to a multiple of the stride are neither written nor read
         written = places * (copied + flat.input_size[0] * blocks.columns) * element
         copies = places * (copied + blocks.x_rows * blocks.columns) * element
-        rows = places * sum(tap.count for tap in blocks.taps)
-        products = problem.groups * flat.kernel_size[0] * blocks.window * blocks.block * element
+        summed = places * sum(tap.rows for tap in blocks.taps)
+        row = problem.groups * blocks.block * element
+        products = flat.kernel_size[0] * blocks.window * row
+        # that of a filter row before it is put in place; the result comes later
+        one = blocks.columns * row - problem.result_bytes if blocks.taps else 0
         return Cost(
-            2 * rows * blocks.columns * blocks.block,
+            2 * summed * blocks.columns * blocks.block,
             direct_cost(problem).traffic_bytes + 2 * written,
-            copies + products,
+            copies + products + max(one, 0),
         )
 
     def executable(self, problem: Problem) -> Executable:
@@ -73,14 +76,14 @@ class _RowTap(NamedTuple):
     position: int
     x_begin: int
     y_begin: int
-    count: int
+    rows: int
 
 
 class _Blocks(NamedTuple):
     """A division of the columns of dy into blocks, each with the columns of x that it meets.
 
     Args:
-        count: blocks.
+        number: of blocks.
         block: columns of dy in each; the last is filled up with zeros.
         window: columns of x that the filter covers beside a block, padding included.
         columns: those of them that are copied: a single block needs no padding.
@@ -89,7 +92,7 @@ class _Blocks(NamedTuple):
         taps: rows that meet, by filter row.
     """
 
-    count: int
+    number: int
     block: int
     window: int
     columns: int
@@ -165,10 +168,10 @@ class _DiagonalGemm(Executable):
         shape = (flat.groups, flat.kernel_size[0], blocks.window, blocks.block)
         products = left.new_zeros(shape)
         kept = slice(blocks.skipped, blocks.skipped + blocks.columns)
-        each = x.shape[0] * blocks.count
-        for position, x_begin, y_begin, count in blocks.taps:
-            x_rows = left[:, x_begin * each : (x_begin + count) * each]
-            y_rows = right[:, y_begin * each : (y_begin + count) * each]
+        each = x.shape[0] * blocks.number
+        for position, x_begin, y_begin, height in blocks.taps:
+            x_rows = left[:, x_begin * each : (x_begin + height) * each]
+            y_rows = right[:, y_begin * each : (y_begin + height) * each]
             products[:, position, kept] = torch.bmm(x_rows.mT, y_rows)
         return self._diagonals(products).sum(-1).view(self._problem.w_shape)
 
@@ -186,7 +189,7 @@ class _DiagonalGemm(Executable):
         for phase in range(stride[0]):
             source = x.permute(1, 2, 0, 3)[:, phase :: stride[0]]
             target = rows[:, phase * per_phase :][:, : source.shape[1]]
-            for index in range(blocks.count):
+            for index in range(blocks.number):
                 first = index * blocks.block * stride[1] + blocks.skipped - begin
                 _copy_columns(source, target[:, :, :, index], first)
         return rows.flatten(1, 3)
@@ -194,12 +197,12 @@ class _DiagonalGemm(Executable):
     def _y_rows(self, dy: Tensor) -> Tensor:
         blocks = self._blocks
         rows = self._rows(dy, self._flat.output_size[0], blocks.block)
-        for index in range(blocks.count):
+        for index in range(blocks.number):
             _copy_columns(dy.permute(1, 2, 0, 3), rows[:, :, :, index], index * blocks.block)
         return rows.flatten(1, 3)
 
     def _rows(self, like: Tensor, height: int, columns: int) -> Tensor:
-        shape = (self._flat.groups, height, like.shape[0], self._blocks.count, columns)
+        shape = (self._flat.groups, height, like.shape[0], self._blocks.number, columns)
         return like.new_empty(shape, dtype=self._dtype)
 
 

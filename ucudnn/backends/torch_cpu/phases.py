@@ -1,4 +1,4 @@
-"""Data gradients of strided convolutions, one phase of the input after the other.
+"""Data gradients of strided convolutions, one phase of the input after another.
 
 Inputs whose places have the same remainder of the stride, a phase, meet the same filter positions,
 and neighbours among them meet neighbouring outputs: the gradient of a phase is a convolution of dy
@@ -7,7 +7,7 @@ at stride 1, with every so many-th position of the filter in reverse, and no pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -43,7 +43,7 @@ class Phases(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Those of the phases, each of which is copied into dx."""
+        """Costs of the phases, each of which is copied into dx."""
         operations = traffic = workspace = 0
         element = problem.bytes_per_element
         covered = 0
@@ -63,9 +63,12 @@ class Phases(AbstractAlgorithm):
         """Build for a problem that is not refused."""
         return _PhasesExecutable(problem)
 
-    def problems(self, problem: Problem) -> list[Problem]:
-        """The convolutions that compute the phases."""
-        return [phase.problem for phase in _phases(problem)]
+    def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
+        """Kernels of the phases."""
+        for phase in _phases(problem):
+            inner = _inner(phase.problem)
+            assert inner is not None
+            yield phase.problem, inner.name
 
 
 def _inner(problem: Problem) -> AbstractAlgorithm | None:
@@ -222,5 +225,5 @@ class _PhasesExecutable(Executable):
         """Filters with the channels in and out of each group exchanged, reversed."""
         groups = self._problem.groups
         exchanged = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-        reverse = exchanged.flip(tuple(range(2, w.dim())))
+        reverse: Tensor = exchanged.flip(tuple(range(2, w.dim())))
         return reverse.contiguous(memory_format=memory_format(self._problem))
