@@ -253,7 +253,7 @@ def test_compiled_in_the_first_and_the_second_call(case, plan_by_hand, algorithm
 # Inductor's first import defines functions of torch.jit
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_compiled_by_inductor(plan_by_hand, algorithms_run, monkeypatch, tmp_path):
-    """In 1-D, because 2-D convolutions are laid out channels-last, which fft does not compute."""
+    """One layer, which takes Inductor less time than all."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, inputs = nn.Conv1d(1, 4, 9), [torch.randn(3, 1, 40)]
     truth = step(copy.deepcopy(model).double(), [x.double() for x in inputs])
