@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from operator import ge
 
 import pytest
@@ -21,6 +22,8 @@ SPECIAL = {
     "one-element": {"input_size": (1, 1), "kernel_size": (1, 1)},
     "one-output": {"input_size": (8, 8), "kernel_size": (8, 8)},
     "nothing-cut-away": {"input_size": (32,), "kernel_size": (5,)},
+    "wide": {"input_size": (9, 40), "kernel_size": (3, 7), "padding": ((1, 1), (3, 3))},
+    "wide-strided": {"input_size": (9, 10), "kernel_size": (2, 5), "stride": (2, 2)},
     "padded-pointwise": {"input_size": (9, 9), "kernel_size": (1, 1), "padding": ((1, 1), (1, 1))},
 }
 # Batch, channels in and out, groups.
@@ -109,6 +112,32 @@ def test_stated_workspace_where_copies_are_left_out(backend, special, op):
             assert cost.workspace_bytes <= measured(backend, problem, algorithm), (
                 f"{algorithm} on {problem}"
             )
+
+
+@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("op", OPS)
+def test_stated_workspace_of_channels_last_problems(backend, geometry, special, op):
+    for shape, case, dtype in product((geometry, special), CASES, ("float32", "bfloat16")):
+        if len(shape["input_size"]) == 1:
+            continue
+        problem = problem_of(op, case, shape, dtype, "nhwc")
+        for algorithm, cost in costs(backend, problem):
+            assert cost.workspace_bytes <= measured(backend, problem, algorithm), (
+                f"{algorithm} on {problem}"
+            )
+
+
+def test_stated_workspace_of_diagonals_and_phases_is_most_of_the_measured_one(backend):
+    # oneDNN's own copies, of which nothing is stated, are left out by the dtype and the layout
+    for dtype, layout in (("float64", "nchw"), ("float32", "nhwc")):
+        sizes = ((20, 60), (7, 7), (1, 1), ((3, 3), (3, 3)))
+        wide = Problem("wgrad", 4, 16, 16, *sizes, groups=16, dtype=dtype, layout=layout)
+        least = 0.95 * measured(backend, wide, "diagonal_gemm")
+        assert backend.cost(wide, "diagonal_gemm").workspace_bytes >= least
+        sizes = ((40, 40), (3, 3), (2, 2), ((1, 1), (1, 1)))
+        strided = Problem("dgrad", 4, 32, 32, *sizes, dtype=dtype, layout=layout)
+        least = 0.4 * measured(backend, strided, "phases")
+        assert backend.cost(strided, "phases").workspace_bytes >= least
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -57,6 +57,7 @@ def test_reported_workspace_is_the_true_one(counting_malloc):
     rows = truth(counting_malloc, {}, *BYTES_BY_DTYPE)
     algorithms = {row[3] for row in rows}
     assert algorithms >= {"torch_default", "slow_conv2d", "im2col_gemm", "gemm", "fft"}
+    assert algorithms >= {"phases", "diagonal_gemm"}
     # in which half precisions this processor computes, as torch sees it
     computed = {"bfloat16": torch.cpu._is_avx512_bf16_supported()}
     computed["float16"] = torch.ops.mkldnn._is_mkldnn_fp16_supported()

@@ -17,16 +17,35 @@ from ucudnn.plan import Split, Step
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count
 
+_3X3 = {"input_size": (40, 40), "kernel_size": (3, 3), "padding": ((1, 1), (1, 1))}
 # Large enough that a table or a thread's stack is small beside the workspace.
 GEOMETRIES = {
-    "3x3": {"input_size": (40, 40), "kernel_size": (3, 3), "padding": ((1, 1), (1, 1))},
+    "3x3": _3X3,
     "1x1": {"input_size": (40, 40), "kernel_size": (1, 1)},
     "1x1-strided": {"input_size": (40, 40), "kernel_size": (1, 1), "stride": (2, 2)},
     "5x5-strided": {"input_size": (40, 40), "kernel_size": (5, 5), "stride": (2, 2)},
     "dilated": {"input_size": (28, 28), "kernel_size": (3, 3), "dilation": (2, 2)},
+    "3x3 nhwc": {**_3X3, "layout": "nhwc"},
+    "5x5-strided nhwc": {
+        "input_size": (40, 40),
+        "kernel_size": (5, 5),
+        "stride": (2, 2),
+        "layout": "nhwc",
+    },
     "grouped": {"input_size": (28, 28), "kernel_size": (3, 3), "groups": 32},
     "1d": {"input_size": (900,), "kernel_size": (5,)},
     "3d": {"input_size": (12, 12, 12), "kernel_size": (3, 3, 3)},
+}
+
+# Only of weight gradients: diagonal_gemm computes nothing else.
+DEPTHWISE = {
+    "depthwise": {
+        "in_channels": 64,
+        "input_size": (40, 40),
+        "kernel_size": (7, 7),
+        "padding": ((3, 3), (3, 3)),
+        "groups": 64,
+    },
 }
 
 
@@ -52,11 +71,12 @@ def main() -> None:
     library = ctypes.CDLL(sys.argv[1])
     library.counted_live.restype = library.counted_peak.restype = ctypes.c_long
     backend = open_backend("torch_cpu")
-    for name, geometry in {**GEOMETRIES, **SLABS}.items():
-        for op in OPS:
+    for name, geometry in {**GEOMETRIES, **DEPTHWISE, **SLABS}.items():
+        for op in ("wgrad",) if name in DEPTHWISE else OPS:
             for dtype in sys.argv[2:]:
                 batch = 2 if name in SLABS else 4
-                problem = Problem(op, batch, 32, 64, dtype=dtype, **geometry)
+                shape = {"in_channels": 32, "out_channels": 64, **geometry}
+                problem = Problem(op, batch, dtype=dtype, **shape)
                 a, b = backend.operands(problem, problem.batch)
                 for algorithm, call in calls(problem):
                     run = partial(call, a, b)

@@ -141,7 +141,7 @@ def arguments_of(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     arguments = {
         "in_channels": draw(widths),
         "out_channels": draw(widths),
-        "kernel_size": draw(per_axis(rank, st.integers(1, 3 if rank == 3 else 4))),
+        "kernel_size": draw(per_axis(rank, st.integers(1, {1: 7, 2: 5, 3: 3}[rank]))),
         "stride": draw(per_axis(rank, st.sampled_from([1, 1, 2, 3]))),
         "padding": draw(per_axis(rank, st.integers(0, 2))),
         "dilation": draw(per_axis(rank, st.sampled_from([1, 1, 2]))),

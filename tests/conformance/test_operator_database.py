@@ -34,6 +34,7 @@ ALGORITHMS = (
     "im2col_gemm",
     "gemm",
     "fft",
+    "phases",
     "mixed",
 )
 WAYS = [way for way in product(DIVISIONS, ALGORITHMS) if way != ("whole", "torch_default")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from math import prod
 
 import torch
@@ -32,6 +33,10 @@ class AbstractAlgorithm(ABC):
     @abstractmethod
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
+
+    def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
+        """Each kernel that it runs, one at a time, after the problem that this computes."""
+        return ((problem, self.name),)
 
 
 class OpsExecutable(Executable):

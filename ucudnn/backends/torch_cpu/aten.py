@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
@@ -93,6 +93,10 @@ class TorchDefault(AbstractAlgorithm):
         """Build for a problem that is not refused."""
         return padded(problem, partial(_Aten, forward=_convolution, backward=_convolution_backward))
 
+    def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
+        """The kernel that aten picks."""
+        return ((problem, chosen_kernel(problem)),)
+
 
 class OneDnn(AbstractAlgorithm):
     """oneDNN in the layout of the operands, also where aten would pick another kernel.
@@ -151,11 +155,11 @@ class SlowConv2d(AbstractAlgorithm):
     name = "slow_conv2d"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Two axes at most, no groups, no dilation, channels first."""
+        """Two axes at most, no groups, no dilation."""
         if problem.rank == 3 or problem.groups > 1 or set(problem.dilation) != {1}:
             return "it computes 1-D and 2-D problems without groups and dilation only"
-        if problem.layout == "nhwc":
-            return "it computes channels-first operands only"
+        if problem.layout == "nhwc" and problem.in_channels == 1:
+            return "channels-last it computes several input channels only"
         return None
 
     def cost(self, problem: Problem) -> Cost:
@@ -164,9 +168,10 @@ class SlowConv2d(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        return _lifted(
-            problem, partial(_Aten, forward=_slow_conv2d, backward=_slow_conv2d_backward)
-        )
+        is_last = problem.layout == "nhwc"
+        forward = partial(_slow_conv2d, is_last=is_last)
+        backward = partial(_slow_conv2d_backward, is_last=is_last)
+        return _lifted(problem, partial(_Aten, forward=forward, backward=backward))
 
 
 def _is_both(shape: tuple[int, ...]) -> bool:
@@ -365,19 +370,36 @@ def _onednn(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> A
     return _aten.mkldnn_convolution.default(x, w, bias, padding, stride, dilation, groups)
 
 
-def _slow_conv2d(x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry) -> Any:
+def _slow_conv2d(
+    x: Tensor, w: Tensor, bias: Tensor | None, geometry: _Geometry, is_last: bool
+) -> Any:
     kernel_size, stride, padding, *_ = geometry
+    if is_last:
+        x, w = (_plain(operand, is_last) for operand in (x, w))
     return _aten._slow_conv2d_forward.default(x, w, kernel_size, bias, stride, padding)
 
 
 def _slow_conv2d_backward(
-    dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool]
+    dy: Tensor, x: Tensor, w: Tensor, geometry: _Geometry, mask: list[bool], is_last: bool
 ) -> Any:
     kernel_size, stride, padding, *_ = geometry
-    # torch's kernel takes for granted that x is contiguous, which slabs are not; and refuses one
-    # that is also channels-last, as with one column: a view of a view forgets such strides
-    x = x.contiguous().view(-1).view(x.shape)
+    # torch's kernel takes for granted that x is contiguous, which slabs are not
+    x = _plain(x, is_last)
+    if is_last:
+        dy, w = (_plain(operand, is_last) for operand in (dy, w))
     return _aten._slow_conv2d_backward.output_mask(dy, x, w, kernel_size, stride, padding, mask)
+
+
+def _plain(tensor: Tensor, is_last: bool) -> Tensor:
+    """A contiguous tensor whose strides are in order along axes of one element, too.
+
+    By such strides torch's kernel would take one layout for the other, as with one column; a view
+    of a view forgets them.
+    """
+    if not is_last:
+        return tensor.contiguous().view(-1).view(tensor.shape)
+    last = tensor.movedim(1, -1)
+    return last.contiguous().view(-1).view(last.shape).movedim(-1, 1)
 
 
 def _tensor(value: Any) -> Tensor:

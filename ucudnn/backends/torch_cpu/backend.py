@@ -23,9 +23,11 @@ from ucudnn.backends.torch_cpu.aten import (
     chosen_kernel,
     cramped_refusal,
 )
+from ucudnn.backends.torch_cpu.diagonal import DiagonalGemm
 from ucudnn.backends.torch_cpu.fft import Fft
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
 from ucudnn.backends.torch_cpu.load import LoadMeter
+from ucudnn.backends.torch_cpu.phases import Phases
 from ucudnn.backends.torch_cpu.speed import roofline
 from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, unseen_bytes
 from ucudnn.errors import UnsupportedError
@@ -44,6 +46,8 @@ _ALGORITHMS = {
         Im2colGemm(),
         Gemm(),
         Fft(),
+        Phases(),
+        DiagonalGemm(),
     )
 }
 
@@ -152,8 +156,9 @@ class TorchCpuBackend(AbstractBackend):
     ) -> int:
         """Run once and return the peak of temporary memory, beyond the returned tensor."""
         unseen = (
-            unseen_bytes(problem, self.kernel(problem, algorithm), torch.get_num_threads())
+            unseen_bytes(computed, kernel, torch.get_num_threads())
             for problem, algorithm in set(parts)
+            for computed, kernel in _ALGORITHMS[algorithm].kernels(problem)
         )
         return max(unseen, default=0) + allocated_peak_bytes(run)
 

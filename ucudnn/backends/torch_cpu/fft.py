@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
+from ucudnn.backends.tensors import memory_format
 from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable
-from ucudnn.backends.torch_cpu.gemm import channels_last_refusal
 from ucudnn.backends.torch_cpu.taps import direct_cost
 from ucudnn.problem import Problem
 
@@ -25,12 +25,12 @@ class Fft(AbstractAlgorithm):
     name = "fft"
 
     def refusal(self, problem: Problem) -> str | None:
-        """float32 and float64, channels first, filters of more than one element."""
+        """float32 and float64, filters of more than one element."""
         if problem.bytes_per_element < 4:
             return f"torch has no Fourier transform in {problem.dtype} on a CPU"
         if set(problem.kernel_size) == {1}:
             return "a filter of size 1 has a flat spectrum; gemm computes it"
-        return channels_last_refusal(problem)
+        return None
 
     def cost(self, problem: Problem) -> Cost:
         """Transforms, products of spectra, and passes over padded tensors and their spectra."""
@@ -84,7 +84,8 @@ def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: l
         first, second, second_canvas = second, first, padded[0]
     cut = {"fprop": problem.output_size, "dgrad": problem.input_size, "wgrad": problem.kernel_size}
     is_cut = cut[problem.op] != tuple(sizes) and prod(problem.result_shape[:2]) > 1
-    # where nothing is cut away, the result is what the inverse transform returns
+    is_cut |= problem.layout == "nhwc" and problem.result_shape[1] > 1
+    # where nothing is cut away or transposed, the result is what the inverse transform returns
     result = problem.result_bytes if is_cut else padded[2]
     # torch transforms all axes but the last into a copy
     inverse = product * min(problem.rank, 2) + padded[2] - result
@@ -104,6 +105,7 @@ class _Fft(OpsExecutable):
         super().__init__(problem)
         self._sizes = transform_sizes(problem)
         self._axes = tuple(range(-problem.rank, 0))
+        self._form = memory_format(problem)
         self._every_stride = self._grid(problem.output_size, problem.stride)
         self._every_dilation = self._grid(problem.kernel_size, problem.dilation)
         self._input = tuple(
@@ -154,7 +156,7 @@ class _Fft(OpsExecutable):
     def _inverse(self, spectrum: Tensor, where: tuple[slice, ...]) -> Tensor:
         flattened = spectrum.flatten(*((1, 2) if self.problem.op != "wgrad" else (0, 1)))
         values: Tensor = torch.fft.irfftn(flattened, s=self._sizes, dim=self._axes)
-        return values[(slice(None), slice(None), *where)].contiguous()
+        return values[(slice(None), slice(None), *where)].contiguous(memory_format=self._form)
 
 
 def smooth_size(size: int) -> int:

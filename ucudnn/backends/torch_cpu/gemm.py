@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import Cost, Executable
-from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, empty
-from ucudnn.backends.torch_cpu.instructions import has_instructions
+from ucudnn.backends.torch_cpu.instructions import product_dtype
+from ucudnn.backends.torch_cpu.places import PlacesGemm, places_cost, places_refusal
 from ucudnn.backends.torch_cpu.taps import columns_bytes, direct_cost, taps
 from ucudnn.problem import Problem
 
@@ -18,18 +18,20 @@ _ALL = slice(None)
 
 
 class Gemm(AbstractAlgorithm):
-    """One matrix product per sample for 1x1 filters: no columns, no temporary copy at stride 1."""
+    """One matrix product per sample or chunk for 1x1 filters: no temporary copy at stride 1."""
 
     name = "gemm"
 
     def refusal(self, problem: Problem) -> str | None:
-        """1x1 filters without padding, channels first."""
+        """1x1 filters without padding; channels-last without groups."""
         if prod(problem.kernel_size) > 1 or any(map(sum, problem.padding)):
             return "it computes filters of size 1 without padding only"
-        return channels_last_refusal(problem)
+        return places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
         """The products; their operands of one sample are copied where they are strided or half."""
+        if problem.layout == "nhwc":
+            return places_cost(problem)
         x_sample, y_sample = (
             prod(shape[1:]) for shape in (_sampled_shape(problem), problem.y_shape)
         )
@@ -43,7 +45,7 @@ class Gemm(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        return _Gemm(problem)
+        return PlacesGemm(problem) if problem.layout == "nhwc" else _Gemm(problem)
 
 
 class Im2colGemm(AbstractAlgorithm):
@@ -56,13 +58,15 @@ class Im2colGemm(AbstractAlgorithm):
     name = "im2col_gemm"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Channels first; 1x1 filters that need no columns belong to gemm."""
+        """1x1 filters that need no columns belong to gemm; channels-last without groups."""
         if prod(problem.kernel_size) == 1 and not any(map(sum, problem.padding)):
             return "a filter of size 1 needs no columns; gemm computes it"
-        return channels_last_refusal(problem)
+        return places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
         """Products of columns, padding included; columns are written once and read once."""
+        if problem.layout == "nhwc":
+            return places_cost(problem)
         direct, columns = direct_cost(problem), columns_bytes(problem)
         # the product has channels before samples, which is another order where there are several
         y = 0
@@ -76,24 +80,7 @@ class Im2colGemm(AbstractAlgorithm):
 
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
-        return _Im2colGemm(problem)
-
-
-def channels_last_refusal(problem: Problem) -> str | None:
-    """The reason the matrix-product and Fourier algorithms refuse channels-last operands."""
-    return "it computes channels-first operands only" if problem.layout == "nhwc" else None
-
-
-def product_dtype(problem: Problem) -> torch.dtype:
-    """The dtype in which matrices are multiplied.
-
-    float32 instead of a half precision that the processor lacks instructions for: torch would
-    multiply element by element, or convert in memory that its allocator does not see.
-    """
-    is_half = problem.bytes_per_element == 2
-    return (
-        torch.float32 if is_half and not has_instructions(problem.dtype) else torch_dtype(problem)
-    )
+        return PlacesGemm(problem) if problem.layout == "nhwc" else _Im2colGemm(problem)
 
 
 def _sampled_shape(problem: Problem) -> tuple[int, ...]:

@@ -11,6 +11,9 @@ import platform
 
 import torch
 
+from ucudnn.backends.tensors import torch_dtype
+from ucudnn.problem import Problem
+
 _X86 = ("x86_64", "AMD64")
 _BELOW_AVX2 = ("SSE41", "AVX")
 _BELOW_BFLOAT16 = (*_BELOW_AVX2, "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -36,6 +39,18 @@ def has_instructions(dtype: str) -> bool:
     if dtype == "bfloat16":
         return _avx512_bf16() and onednn_isa_limit() not in _BELOW_BFLOAT16
     return platform.machine() not in _X86 or (_avx2() and onednn_isa_limit() not in _BELOW_AVX2)
+
+
+def product_dtype(problem: Problem) -> torch.dtype:
+    """The dtype in which matrices are multiplied.
+
+    float32 instead of a half precision that the processor lacks instructions for: torch would
+    multiply element by element, or convert in memory that its allocator does not see.
+    """
+    is_half = problem.bytes_per_element == 2
+    return (
+        torch.float32 if is_half and not has_instructions(problem.dtype) else torch_dtype(problem)
+    )
 
 
 def _avx2() -> bool:

@@ -1,0 +1,216 @@
+"""Weight gradients of depthwise convolutions by matrix products whose diagonals are summed.
+
+An element of the gradient is the sum of x times dy over all pairs of places at one distance. The
+product of all columns of x with all columns of dy, summed over rows and samples, holds the sum of
+every pair of columns; pairs at one distance lie on a diagonal of it. Most of the product is not
+needed, but it is one matrix product per channel and filter row, where kernels that compute only
+what is needed multiply element by element. It pays for wide filters.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ucudnn.backends._base import Cost, Executable
+from ucudnn.backends.tensors import memory_format, torch_dtype
+from ucudnn.backends.torch_cpu._base import AbstractAlgorithm
+from ucudnn.backends.torch_cpu.taps import direct_cost
+from ucudnn.problem import Problem
+
+# Columns of dy in a block, at least: products of narrower matrices are far from the peak.
+_LEAST_BLOCK = 14
+# Columns of a filter, at least: for narrower ones torch's own kernels were faster in every trial.
+_LEAST_WIDTH = 5
+
+
+class DiagonalGemm(AbstractAlgorithm):
+    """One matrix product per channel and filter row, over blocks of columns."""
+
+    name = "diagonal_gemm"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Weight gradients of depthwise convolutions with wide filters, on one or two axes."""
+        if (
+            problem.op != "wgrad"
+            or not problem.in_channels == problem.out_channels == problem.groups
+        ):
+            return "it computes weight gradients of depthwise convolutions only"
+        if problem.rank == 3:
+            return "it computes 1-D and 2-D problems only"
+        if problem.kernel_size[-1] < _LEAST_WIDTH:
+            return f"it computes filters of at least {_LEAST_WIDTH} columns only"
+        return None
+
+    def cost(self, problem: Problem) -> Cost:
+        """Products of blocks, which are copies of x and dy, written once and read once."""
+        flat = problem.as_2d()
+        blocks, element = _blocks(flat), max(problem.bytes_per_element, 4)
+        places = problem.groups * problem.batch * blocks.number
+        copied = flat.output_size[0] * blocks.block
+        # rows that fill up to a multiple of the stride are neither written nor read
+        written = places * (copied + flat.input_size[0] * blocks.columns) * element
+        copies = places * (copied + blocks.x_rows * blocks.columns) * element
+        summed = places * sum(tap.rows for tap in blocks.taps)
+        row = problem.groups * blocks.block * element
+        products = flat.kernel_size[0] * blocks.window * row
+        # that of a filter row before it is put in place; the result comes later
+        one = blocks.columns * row - problem.result_bytes if blocks.taps else 0
+        return Cost(
+            2 * summed * blocks.columns * blocks.block,
+            direct_cost(problem).traffic_bytes + 2 * written,
+            copies + products + max(one, 0),
+        )
+
+    def executable(self, problem: Problem) -> Executable:
+        """Build for a problem that is not refused."""
+        return _DiagonalGemm(problem)
+
+
+class _RowTap(NamedTuple):
+    """Rows of x and dy that meet at a filter row, as rows of the copies."""
+
+    position: int
+    x_begin: int
+    y_begin: int
+    rows: int
+
+
+class _Blocks(NamedTuple):
+    """A division of the columns of dy into blocks, each with the columns of x that it meets.
+
+    Args:
+        number: of blocks.
+        block: columns of dy in each; the last is filled up with zeros.
+        window: columns of x that the filter covers beside a block, padding included.
+        columns: those of them that are copied: a single block needs no padding.
+        skipped: columns of padding before those.
+        x_rows: rows of x, sorted by their remainder of the stride and filled up to its multiple.
+        taps: rows that meet, by filter row.
+    """
+
+    number: int
+    block: int
+    window: int
+    columns: int
+    skipped: int
+    x_rows: int
+    taps: tuple[_RowTap, ...]
+
+
+@lru_cache(maxsize=4096)
+def _blocks(problem: Problem) -> _Blocks:
+    """The division for a problem of two axes; about as many columns as the filter covers."""
+    extent = problem.dilation[1] * (problem.kernel_size[1] - 1) + 1
+    places, size, begin = problem.output_size[1], problem.input_size[1], problem.padding[1][0]
+    count = max(1, places // max(extent, _LEAST_BLOCK))
+    block = -(-places // count)
+    count = -(-places // block)
+    window = (block - 1) * problem.stride[1] + extent
+    skipped, columns = 0, window
+    if count == 1:
+        skipped = min(begin, window)
+        columns = max(0, min(window, begin + size) - skipped)
+    per_phase = -(-problem.input_size[0] // problem.stride[0])
+    return _Blocks(
+        count,
+        block,
+        window,
+        columns,
+        skipped,
+        per_phase * problem.stride[0],
+        tuple(_row_taps(problem, per_phase)),
+    )
+
+
+def _row_taps(problem: Problem, per_phase: int) -> list[_RowTap]:
+    stride, (begin, _) = problem.stride[0], problem.padding[0]
+    found = []
+    for position in range(problem.kernel_size[0]):
+        ahead, phase = divmod(position * problem.dilation[0] - begin, stride)
+        first = max(0, -ahead)
+        present = -(-(problem.input_size[0] - phase) // stride)
+        count = min(problem.output_size[0], present - ahead) - first
+        if count > 0:
+            found.append(_RowTap(position, phase * per_phase + first + ahead, first, count))
+    return found
+
+
+class _DiagonalGemm(Executable):
+    """Rows of the copies are (row, sample, block), so that a filter row shifts them as a whole."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._flat = problem.as_2d()
+        self._blocks = _blocks(self._flat)
+        # sums of half-precision products are rounded once, at the end
+        self._dtype = torch.promote_types(torch_dtype(problem), torch.float32)
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        """Compute the result of these operands into a new tensor."""
+        form = memory_format(self._problem)
+        return self._sum(a, b).to(a.dtype).contiguous(memory_format=form)
+
+    def begin(self, a: Tensor, b: Tensor) -> Tensor:
+        return self._sum(a, b).contiguous(memory_format=memory_format(self._problem))
+
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        out.add_(self._sum(a, b))
+
+    def _sum(self, x: Tensor, dy: Tensor) -> Tensor:
+        if self._problem.rank == 1:
+            x, dy = x.unsqueeze(2), dy.unsqueeze(2)
+        flat, blocks = self._flat, self._blocks
+        left, right = self._x_rows(x), self._y_rows(dy)
+        shape = (flat.groups, flat.kernel_size[0], blocks.window, blocks.block)
+        products = left.new_zeros(shape)
+        kept = slice(blocks.skipped, blocks.skipped + blocks.columns)
+        each = x.shape[0] * blocks.number
+        for position, x_begin, y_begin, height in blocks.taps:
+            x_rows = left[:, x_begin * each : (x_begin + height) * each]
+            y_rows = right[:, y_begin * each : (y_begin + height) * each]
+            products[:, position, kept] = torch.bmm(x_rows.mT, y_rows)
+        return self._diagonals(products).sum(-1).view(self._problem.w_shape)
+
+    def _diagonals(self, products: Tensor) -> Tensor:
+        """A view (channel, filter row, filter column, column of the block) of the products."""
+        channel, row, column, one = products.stride()
+        (_, stride), (_, dilation) = self._flat.stride, self._flat.dilation
+        shape = (*products.shape[:2], self._flat.kernel_size[1], self._blocks.block)
+        return products.as_strided(shape, (channel, row, dilation * column, stride * column + one))
+
+    def _x_rows(self, x: Tensor) -> Tensor:
+        blocks, stride, begin = self._blocks, self._flat.stride, self._flat.padding[1][0]
+        rows = self._rows(x, blocks.x_rows, blocks.columns)
+        per_phase = blocks.x_rows // stride[0]
+        for phase in range(stride[0]):
+            source = x.permute(1, 2, 0, 3)[:, phase :: stride[0]]
+            target = rows[:, phase * per_phase :][:, : source.shape[1]]
+            for index in range(blocks.number):
+                first = index * blocks.block * stride[1] + blocks.skipped - begin
+                _copy_columns(source, target[:, :, :, index], first)
+        return rows.flatten(1, 3)
+
+    def _y_rows(self, dy: Tensor) -> Tensor:
+        blocks = self._blocks
+        rows = self._rows(dy, self._flat.output_size[0], blocks.block)
+        for index in range(blocks.number):
+            _copy_columns(dy.permute(1, 2, 0, 3), rows[:, :, :, index], index * blocks.block)
+        return rows.flatten(1, 3)
+
+    def _rows(self, like: Tensor, height: int, columns: int) -> Tensor:
+        shape = (self._flat.groups, height, like.shape[0], self._blocks.number, columns)
+        return like.new_empty(shape, dtype=self._dtype)
+
+
+def _copy_columns(source: Tensor, target: Tensor, begin: int) -> None:
+    """Copy the columns that begin at one of the source; those that it lacks are zero."""
+    wanted, there = target.shape[-1], source.shape[-1]
+    first = min(max(0, -begin), wanted)
+    last = max(first, min(wanted, there - begin))
+    target[..., :first] = 0
+    target[..., first:last] = source[..., begin + first : begin + last]
+    target[..., last:] = 0

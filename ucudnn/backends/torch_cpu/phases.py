@@ -1,0 +1,229 @@
+"""Data gradients of strided convolutions, one phase of the input after another.
+
+Inputs whose places have the same remainder of the stride, a phase, meet the same filter positions,
+and neighbours among them meet neighbouring outputs: the gradient of a phase is a convolution of dy
+at stride 1, with every so many-th position of the filter in reverse, and no product with a zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from math import gcd, prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ucudnn.backends._base import Cost, Executable
+from ucudnn.backends.tensors import memory_format
+from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, empty
+from ucudnn.backends.torch_cpu.aten import OneDnn, cramped_refusal
+from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
+from ucudnn.backends.torch_cpu.taps import Slices
+from ucudnn.problem import Problem
+
+_INNER = (OneDnn(), Gemm(), Im2colGemm())
+_ALL = slice(None)
+
+
+class Phases(AbstractAlgorithm):
+    """One convolution at stride 1 per phase, each written into a strided view of dx."""
+
+    name = "phases"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Data gradients with a stride, where another algorithm computes each phase."""
+        if problem.op != "dgrad" or set(problem.stride) == {1}:
+            return "it computes data gradients of strided convolutions only"
+        for phase in _phases(problem):
+            if _inner(phase.problem) is None:
+                return f"no algorithm computes its phase {phase.problem}"
+        return None
+
+    def cost(self, problem: Problem) -> Cost:
+        """Costs of the phases, each of which is copied into dx."""
+        operations = traffic = workspace = 0
+        element = problem.bytes_per_element
+        covered = 0
+        for phase in _phases(problem):
+            inner = _inner(phase.problem)
+            assert inner is not None
+            cost = inner.cost(phase.problem)
+            copied = element * problem.batch * problem.in_channels * phase.places
+            covered += copied
+            operations += cost.operations
+            traffic += cost.traffic_bytes + 2 * copied
+            workspace = max(workspace, phase.problem.result_bytes + cost.workspace_bytes)
+        traffic += problem.result_bytes - covered  # zeros
+        return Cost(operations, traffic, workspace)
+
+    def executable(self, problem: Problem) -> Executable:
+        """Build for a problem that is not refused."""
+        return _PhasesExecutable(problem)
+
+    def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
+        """Kernels of the phases."""
+        for phase in _phases(problem):
+            inner = _inner(phase.problem)
+            assert inner is not None
+            yield phase.problem, inner.name
+
+
+def _inner(problem: Problem) -> AbstractAlgorithm | None:
+    """The algorithm that computes a phase; None where there is none."""
+    if cramped_refusal(problem) is None and _INNER[0].refusal(problem) is None:
+        return _INNER[0]
+    able = (algorithm for algorithm in _INNER[1:] if algorithm.refusal(problem) is None)
+    return next(able, None)
+
+
+class _AxisPhase(NamedTuple):
+    """One phase along one axis, where any output reads it.
+
+    Args:
+        taps: positions of the filter that it meets.
+        taps_count: number of them.
+        inputs: its places in dx, those left out that no output reads.
+        places: number of them.
+        outputs: places of dy that it meets.
+        outputs_count: number of them.
+        begin: zeros before the outputs, in units of the phase.
+        end: zeros after them.
+        dilation: of the filter that is left.
+    """
+
+    taps: slice
+    taps_count: int
+    inputs: slice
+    places: int
+    outputs: slice
+    outputs_count: int
+    begin: int
+    end: int
+    dilation: int
+
+
+def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
+    """The phases along an axis.
+
+    With g the greatest common divisor of stride s and dilation d, every (s/g)-th position of the
+    filter falls on a phase, and neighbours among these read outputs at a distance of d/g. Places of
+    a phase are counted in strides from the begin of the padding.
+    """
+    stride, dilation = problem.stride[axis], problem.dilation[axis]
+    size, outputs = problem.input_size[axis], problem.output_size[axis]
+    kernel, begin = problem.kernel_size[axis], problem.padding[axis][0]
+    divisor = gcd(stride, dilation)
+    step, distance = stride // divisor, dilation // divisor
+    for first in range(min(step, kernel)):
+        offset, remainder = divmod(first * dilation, stride)
+        count = len(range(first, kernel, step))
+        reach = (count - 1) * distance
+        # places of the phase in the input, then those that an output reads
+        low = max(-(-(begin - remainder) // stride), offset)
+        high = min(-(-(begin + size - remainder) // stride), outputs + offset + reach)
+        if low >= high:
+            continue
+        start = low * stride + remainder - begin
+        stop = (high - 1) * stride + remainder - begin + 1
+        left, right = low - offset - reach, high - offset
+        yield _AxisPhase(
+            slice(first, None, step),
+            count,
+            slice(start, stop, stride),
+            high - low,
+            slice(max(left, 0), min(right, outputs)),
+            min(right, outputs) - max(left, 0),
+            max(-left, 0),
+            max(right - outputs, 0),
+            distance,
+        )
+
+
+class _Phase(NamedTuple):
+    """One phase along all axes.
+
+    Args:
+        problem: that computes it from dy and reversed filters, with as many zeros at both ends.
+        taps: positions of the filter.
+        inputs: places in dx.
+        outputs: places of dy.
+        kept: places of the result that are no excess of the zeros.
+        places: number of them.
+    """
+
+    problem: Problem
+    taps: Slices
+    inputs: Slices
+    outputs: Slices
+    kept: Slices
+    places: int
+
+
+@lru_cache(maxsize=4096)
+def _phases(problem: Problem) -> tuple[_Phase, ...]:
+    axes = [tuple(_axis_phases(problem, axis)) for axis in range(problem.rank)]
+    return tuple(_phase(problem, parts) for parts in product(*axes))
+
+
+def _phase(problem: Problem, parts: tuple[_AxisPhase, ...]) -> _Phase:
+    margins = [max(part.begin, part.end) for part in parts]
+    inner = replace(
+        problem,
+        op="fprop",
+        in_channels=problem.out_channels,
+        out_channels=problem.in_channels,
+        input_size=tuple(part.outputs_count for part in parts),
+        kernel_size=tuple(part.taps_count for part in parts),
+        stride=(1,) * problem.rank,
+        padding=tuple((margin, margin) for margin in margins),
+        dilation=tuple(part.dilation for part in parts),
+    )
+    kept = tuple(
+        slice(margin - part.begin, margin - part.begin + part.places)
+        for margin, part in zip(margins, parts, strict=True)
+    )
+    return _Phase(
+        inner,
+        tuple(part.taps for part in parts),
+        tuple(part.inputs for part in parts),
+        tuple(part.outputs for part in parts),
+        kept,
+        prod(part.places for part in parts),
+    )
+
+
+class _PhasesExecutable(Executable):
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._phases = []
+        for phase in _phases(problem):
+            inner = _inner(phase.problem)
+            assert inner is not None
+            self._phases.append((phase, inner.executable(phase.problem)))
+        places = sum(phase.places for phase, _ in self._phases)
+        self._is_all_covered = places == prod(problem.input_size)
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        """Compute the result of these operands into a new tensor."""
+        dx = empty(self._problem, (a.shape[0], *self._problem.x_shape[1:]))
+        self.write(a, b, dx)
+        return dx
+
+    def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        form = memory_format(self._problem)
+        if not self._is_all_covered:
+            out.zero_()
+        for phase, inner in self._phases:
+            dy = a[(_ALL, _ALL, *phase.outputs)].contiguous(memory_format=form)
+            found = inner.alone(dy, self._filters(b[(_ALL, _ALL, *phase.taps)]))
+            out[(_ALL, _ALL, *phase.inputs)] = found[(_ALL, _ALL, *phase.kept)]
+
+    def _filters(self, w: Tensor) -> Tensor:
+        """Filters with the channels in and out of each group exchanged, reversed."""
+        groups = self._problem.groups
+        exchanged = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        reverse: Tensor = exchanged.flip(tuple(range(2, w.dim())))
+        return reverse.contiguous(memory_format=memory_format(self._problem))
