@@ -167,7 +167,7 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values (not the cache: it names a host)."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        # the hash of a plan without a pool, or of a model as it is, is that from before these fields
+        # plans without a pool, or for a model as it is, hash as they did before these fields
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
         layout = ("layout",) if self.layout == "keep" else ()
         for name in (*_OF_THE_PROCESS, *pool, *layout):

@@ -93,6 +93,7 @@ def trace_layers(
     *,
     real: bool = False,
     device_type: str | None = None,
+    memory_format: str = "keep",
 ) -> Traced:
     """Like `trace`, each problem with the name of the module that computes it.
 
@@ -102,6 +103,7 @@ def trace_layers(
         passes: some of "fprop", "dgrad" and "wgrad": forward, gradients of inputs and of weights.
         real: as for `trace`.
         device_type: as for `trace`.
+        memory_format: "keep", or "channels_last": as if `convert_` had laid the model out so.
     """
     recorder = _Recorder(passes, device_type)
     names = {id(module): name for name, module in model.named_modules()}
@@ -110,12 +112,16 @@ def trace_layers(
         # tensors that a model keeps outside its parameters and buffers are made fake on the way
         fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
         with unchanged(model, fake_mode), _module_names(recorder, names):
-            _trace_one(model, inputs, recorder, fake_mode)
+            _trace_one(model, inputs, recorder, fake_mode, memory_format)
     return Traced(recorder.layers, frozenset(recorder.biased))
 
 
 def _trace_one(
-    model: nn.Module, inputs: Any, recorder: _Recorder, fake_mode: FakeTensorMode | None
+    model: nn.Module,
+    inputs: Any,
+    recorder: _Recorder,
+    fake_mode: FakeTensorMode | None,
+    memory_format: str,
 ) -> None:
     real = fake_mode is None
     if not real:
@@ -129,7 +135,7 @@ def _trace_one(
             recorder,
         ):
             backward = set(recorder.passes) != {"fprop"}
-            Stepper(model, inputs, fake_mode, backward).run()
+            Stepper(model, inputs, fake_mode, backward, memory_format).run()
     except _MODEL_ERRORS as error:
         shapes = [tuple(leaf.shape) for leaf in tensors_of(inputs)]
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -120,8 +120,8 @@ def _follow_inputs(module: nn.Module, axes: frozenset[int]) -> None:
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A module's own parameters and buffers that have a layout to choose."""
     for tensors in (module._parameters, module._buffers):
-        for name, tensor in tensors.items():  # None where there is none
-            if type(tensor) in _PLAIN and tensor.dim() in _RANKS:
+        for name, tensor in tensors.items():
+            if tensor is not None and type(tensor) in _PLAIN and tensor.dim() in _RANKS:
                 yield name, tensor
 
 
