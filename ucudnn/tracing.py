@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
 from ucudnn.errors import ConfigError
+from ucudnn.execution.randomness import same_random_states
 from ucudnn.execution.snapshot import unchanged
 from ucudnn.execution.stepping import Stepper, tensors_of
 from ucudnn.problem import OPS, Problem
@@ -47,10 +48,10 @@ def trace(
 ) -> list[Problem]:
     """List every convolution that one training step would compute, in order, without computing it.
 
-    Runs the model on fake tensors: no memory, no device; parameters, buffers, gradients, torch's
-    random state and whatever else forward stores, wherever it does, are as before. Hooks see the
-    fake tensors; one that needs values is left out with a warning. A model none of whose parameters
-    or inputs requires a gradient has no backward problems.
+    Runs the model on fake tensors: no memory, no device; parameters, buffers, gradients, random
+    states (torch's, Python's, NumPy's) and whatever else forward stores, wherever it does, are as
+    before. Hooks see the fake tensors; one that needs values is left out with a warning. A model
+    none of whose parameters or inputs requires a gradient has no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
@@ -130,7 +131,7 @@ def _trace_one(
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.random.fork_rng(devices=None if real else []),
+            same_random_states(on_devices=real),
             fake_mode or nullcontext(),
             recorder,
         ):

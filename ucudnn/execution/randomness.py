@@ -17,17 +17,20 @@ _SEED = 0
 
 
 @contextmanager
-def same_random_states() -> Iterator[None]:
+def same_random_states(on_devices: bool = True) -> Iterator[None]:
     """Put back the random states of torch, of Python and of NumPy when the context ends.
 
     >>> with same_random_states():
     ...     inside = random.random()
     >>> random.random() == inside
     True
+
+    Args:
+        on_devices: those of GPUs, too.
     """
     pythons, numpys = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=None if on_devices else []):
             yield
     finally:
         random.setstate(pythons)

@@ -21,6 +21,8 @@ from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
 # Time to leave of the budget: both contestants in two rounds more than decide a clear race.
 RESERVED_STEPS = 10
+# The same for two layouts: see `judging`; four contestants in four rounds, and what comes before.
+_LAYOUT_STEPS = 25
 # Of a budget that is over something must be given: then kernels are not even looked at.
 _LEAST_BUDGET_S = 1e-3
 
@@ -149,14 +151,11 @@ class _Tuning:
         budget_s = self._config.time_budget_s
         half = replace(self._config, time_budget_s=budget_s and budget_s / 2)
         report = _Joined(self._on_progress, len(set(_problems(traced["channels_last"]))))
-        own = self._tuned(traced["keep"], half, RESERVED_STEPS, report)
+        own = self._tuned(traced["keep"], half, _LAYOUT_STEPS // 2, report)
         report.go_on()
-        left_s = None
-        if budget_s is not None:
-            left_s = max(_LEAST_BUDGET_S, self._began + budget_s - monotonic())
-        rest = replace(self._config, time_budget_s=left_s)
+        rest = replace(self._config, time_budget_s=self._seconds_for_the_second(own))
         try:
-            last = self._tuned(traced["channels_last"], rest, 2 * RESERVED_STEPS, report)
+            last = self._tuned(traced["channels_last"], rest, 0, report)
         except TuningInterruptedError:
             raise TuningInterruptedError(own) from None
         except PlanError as error:
@@ -166,6 +165,16 @@ class _Tuning:
         plans = {"keep": own, "channels_last": replace(last, memory_format="channels_last")}
         calls = {which: len(one.layers) for which, one in traced.items()}
         return judged_in_layouts(model, inputs, plans, calls, self._config, self._began)
+
+    def _seconds_for_the_second(self, own: Plan) -> float | None:
+        """What the budget leaves without the race."""
+        if self._config.time_budget_s is None:
+            return None
+        left_s = self._began + self._config.time_budget_s - monotonic()
+        timed = [(kernel.default or kernel.timing, len(kernel.layers)) for kernel in own.kernels]
+        step_s = sum(timing.time_ns * calls for timing, calls in timed) / 1e9
+        race_s = min(left_s / 2, _LAYOUT_STEPS * step_s) if self._config.step_race else 0.0
+        return max(_LEAST_BUDGET_S, left_s - race_s)
 
     def _tuned(
         self, traced: Traced, config: Config, reserved_steps: int, report: Report | None
