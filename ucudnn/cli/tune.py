@@ -180,6 +180,7 @@ def _print_tuned(
     plan: Plan, counts: dict[str, int], seconds: float, output: Path | None, as_json: bool
 ) -> None:
     from ucudnn.reports.text import (
+        layout_table,
         payback,
         plan_summary,
         plan_table,
@@ -207,6 +208,8 @@ def _print_tuned(
         return
     out.print(plan_table(plan, out.width))
     out.print(plan_summary(plan), highlight=False)
+    if plan.layout_race is not None and plan.layout_race.contestants:
+        out.print(layout_table(plan.layout_race))
     for sentence in plan_verdict(plan):
         say(sentence)
     say(f"Noise: {noise_of(plan)}.")

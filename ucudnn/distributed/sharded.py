@@ -138,6 +138,12 @@ def tune_problems(
             "total_workspace is one pool of all kernels, which ranks that measure a part of them "
             "cannot divide; tune in one process and load its plan, or set workspace_limit"
         )
+    if config.layout != "keep":
+        raise ConfigError(
+            f"layout={config.layout!r} is decided by whole steps of a model, which ranks that "
+            f"measure a part of its kernels do not take; tune in one process and load its plan, or "
+            f"set layout='keep'"
+        )
     listed = list(layers)
     if not listed:
         raise ConfigError("there is no convolution to plan: pass the layers of a model")
