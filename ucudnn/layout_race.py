@@ -123,6 +123,9 @@ class LayoutRace:
                 f"({self.reason}): {', '.join(sums)}"
             )
         first = self.contestants[0]
+        if winner is first:
+            least = format_ns(first.time_ns)
+            return f"the layout is {chosen}: torch's own steps are the fastest, {least}"
         return (
             f"the layout is {chosen}: a step by {winner.name} takes {winner.ratio:.2f} "
             f"({winner.low:.2f} to {winner.high:.2f}) times as long as by {first.name}, "

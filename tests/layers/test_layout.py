@@ -279,6 +279,8 @@ def test_exported_and_compiled_models_keep_the_layout(plan_last):
     ucudnn.convert_(model, plan)
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), truth, rtol=1e-5, atol=1e-5)
+    assert program.state_dict["first.weight"].is_contiguous(memory_format=LAST)
+    assert "memory_format = torch.channels_last" in program.graph_module.code
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), truth, rtol=1e-5, atol=1e-5)
 

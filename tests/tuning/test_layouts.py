@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch import nn
 
 import ucudnn
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.tuner import TuningInterruptedError
@@ -352,3 +353,17 @@ def test_tuning_in_place_lays_the_model_out(rank, monkeypatch):
         found = model(x)
     assert found.is_contiguous(memory_format=last_format)
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_that_share_the_work_refuse_to_decide_a_layout():
+    from ucudnn import distributed
+
+    with pytest.raises(ConfigError, match="layout='auto' is decided by whole steps"):
+        distributed.tune(nn.Conv2d(3, 4, 3), torch.randn(SHAPE), Config(**AUTO))
+
+
+def test_the_code_in_the_document_runs(repository, capsys):
+    text = (repository / "docs" / "layout.md").read_text()
+    (code,) = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith(("keep\nthe layout", "channels_last\nthe layout"))

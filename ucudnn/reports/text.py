@@ -138,7 +138,9 @@ def plan_verdict(plan: Plan) -> list[str]:
     if plan.layout_race is not None:
         sentences.append(as_sentence(str(plan.layout_race)))
     if plan.step_race is not None:
-        sentences.append(as_sentence(str(plan.step_race)))
+        where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
+        said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
+        sentences.append(as_sentence(said))
     return sentences
 
 
