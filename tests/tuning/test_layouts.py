@@ -17,6 +17,7 @@ from torch import nn
 import ucudnn
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.execution.layout import lay_out_
 from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.tuner import TuningInterruptedError
@@ -353,6 +354,23 @@ def test_tuning_in_place_lays_the_model_out(rank, monkeypatch):
         found = model(x)
     assert found.is_contiguous(memory_format=last_format)
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["keep", "auto"])
+@pytest.mark.parametrize("parameters", [True, False])
+def test_a_converted_model_is_tuned_again_in_the_layout_that_it_has(layout, parameters):
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(SHAPE)
+    lay_out_(model, parameters)
+    before = contents(model)
+    conversion = ucudnn.tune_(model, x, Config(**{**AUTO, "layout": layout}))
+    assert conversion.plan.memory_format == "channels_last"
+    assert {one.problem.layout for one in conversion.plan.kernels} == {"nhwc"}
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+    if parameters:
+        require_same(contents(model), before)
 
 
 def test_ranks_that_share_the_work_refuse_to_decide_a_layout():

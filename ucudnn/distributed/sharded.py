@@ -101,11 +101,13 @@ def tune(
         ConfigError: the model does not accept the inputs or computes no convolution.
         PlanError: no plan of some kernel fits the workspace limit; all ranks raise it.
     """
+    from ucudnn.execution.layout import memory_format_of
     from ucudnn.tracing import trace_layers
 
     config = config or Config()
     traced = trace_layers(model, example_inputs, config.ops)
-    return tune_problems(traced.layers, config, group, on_progress, patience, traced.biased)
+    plan = tune_problems(traced.layers, config, group, on_progress, patience, traced.biased)
+    return replace(plan, memory_format=memory_format_of(model))
 
 
 def tune_problems(

@@ -112,6 +112,18 @@ def restore_layout_(model: nn.Module) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
+def memory_format_of(model: nn.Module) -> str:
+    """The memory format of a plan for a model as it is: what `lay_out_` made of it, or "keep".
+
+    >>> model = nn.Conv2d(3, 4, 3)
+    >>> lay_out_(model)
+    >>> memory_format_of(model), memory_format_of(nn.Conv2d(3, 4, 3))
+    ('channels_last', 'keep')
+    """
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return "channels_last" if any(type(hook) is InputsFollow for hook in hooks) else "keep"
+
+
 def _follow_inputs(module: nn.Module, axes: frozenset[int]) -> None:
     if axes:
         module.register_forward_pre_hook(InputsFollow(axes), with_kwargs=True)

@@ -12,6 +12,7 @@ from torch import nn
 from ucudnn.benchmark.rounds import failure_of
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.execution.layout import memory_format_of
 from ucudnn.layout_race import LayoutRace
 from ucudnn.plan import Plan
 from ucudnn.tracing import Traced, trace_layers
@@ -130,8 +131,7 @@ class _Tuning:
         """Tune and judge."""
         config = self._config
         if config.layout == "keep":
-            plan = self._tuned(traced, config, RESERVED_STEPS, self._on_progress)
-            return judged(model, inputs, plan, config, self._began)
+            return self._as_it_is(model, inputs, traced)
         try:
             how: dict[str, Any] = {"real": real, "device_type": device_type}
             last = trace_layers(model, inputs, config.ops, **how, memory_format="channels_last")
@@ -142,10 +142,15 @@ class _Tuning:
             if _problems(last) == _problems(traced):
                 reason = "channels_last changes none of its convolutions"
         if reason:
-            plan = self._tuned(traced, config, RESERVED_STEPS, self._on_progress)
-            plan = judged(model, inputs, plan, config, self._began)
+            plan = self._as_it_is(model, inputs, traced)
             return replace(plan, layout_race=LayoutRace(reason=reason))
         return self._in_layouts(model, inputs, {"keep": traced, "channels_last": last})
+
+    def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
+        plan = self._tuned(traced, self._config, RESERVED_STEPS, self._on_progress)
+        # of a model that was converted already it is a plan for the layout that this gave it
+        plan = replace(plan, memory_format=memory_format_of(model))
+        return judged(model, inputs, plan, self._config, self._began)
 
     def _in_layouts(self, model: nn.Module, inputs: Any, traced: Mapping[str, Traced]) -> Plan:
         budget_s = self._config.time_budget_s
