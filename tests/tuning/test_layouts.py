@@ -206,6 +206,16 @@ def test_what_rounding_does_to_a_model_is_no_difference():
     assert against(model, x) == ""
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_ordinary_network_computes_the_same(seed):
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(6):
+        layers += [nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+    model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    assert against(model, torch.randn(4, 3, 24, 24)) == ""
+
+
 def test_half_precision_is_held_to_its_own_rounding():
     torch.manual_seed(0)
     layers = [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]

@@ -93,14 +93,15 @@ class Stepper:
         Args:
             nudge: change each weight by this fraction of itself, up or down by chance.
         """
-        outputs, leaves = self._step(nudge)
+        # rounding changes the gradient of a loss without a jump by little
+        outputs, leaves = self._step(nudge, is_smooth=True)
         gradients = (leaf.grad for leaf in leaves.values())
         return Results(
             [tensor.detach() for tensor in tensors_of(outputs)],
             [gradient for gradient in gradients if gradient is not None],
         )
 
-    def _step(self, nudge: float = 0.0) -> tuple[Any, dict[int, Tensor]]:
+    def _step(self, nudge: float = 0.0, is_smooth: bool = False) -> tuple[Any, dict[int, Tensor]]:
         leaf = _leaf if self._fake_mode is None else self._fake
         weights = self._weights.items()
         leaves = {which: leaf(_nudged(tensor, nudge)) for which, tensor in weights}
@@ -110,7 +111,8 @@ class Stepper:
         args, kwargs = self._follow.laid_out(tree_map_only(Tensor, _leaf, self._inputs))
         # functional_call swaps the copies in for the call
         outputs = torch.func.functional_call(self._model, state, args, kwargs)
-        losses = [tensor.abs().sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
+        wanted = (tensor.abs() for tensor in tensors_of(outputs) if tensor.requires_grad)
+        losses = [(tensor.square() if is_smooth else tensor).sum() for tensor in wanted]
         if losses and self._backward:
             torch.autograd.backward(losses)
         return outputs, leaves

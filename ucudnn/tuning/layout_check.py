@@ -17,6 +17,9 @@ _EPS_OF_TF32 = 2.0**-10
 # Rounding differs by layout as much as by any other order of sums: so many times what a change of
 # the weights by one rounding does to the same results (1 to 3 times was seen).
 _MOST_TIMES = 10.0
+# Differences up to these powers of the coarsest rounding are usual. Where rounding moves a value
+# over a ReLU's edge or changes the largest of a pool, gradients jump: by 0.002 in a ResNet-18.
+_POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
 _OUT_OF_MEMORY = "can't allocate memory"
 
 
@@ -43,14 +46,14 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
             raise
         return f"it fails in channels_last ({failure_of(error)})"
     eps = _coarsest_eps(plan)
+    usual = {"outputs": eps**_POWER_OF_OUTPUTS, "gradients": eps**_POWER_OF_GRADIENTS}
     differences = _differences(truth, found)
     del found  # before another step needs memory
-    if max(differences) <= eps**0.5:
+    if all(one <= most for one, most in zip(differences, usual.values(), strict=True)):
         return ""
     nudged = _differences(truth, own.results(nudge=eps))
-    names = ("outputs", "gradients")
-    for name, difference, rounding in zip(names, differences, nudged, strict=True):
-        if difference > max(eps**0.5, _MOST_TIMES * rounding):
+    for name, difference, rounding in zip(usual, differences, nudged, strict=True):
+        if difference > max(usual[name], _MOST_TIMES * rounding):
             return (
                 f"in channels_last its {name} differ by {difference:.2g} of their norm, and by "
                 f"{rounding:.2g} where weights change by one rounding"

@@ -178,8 +178,9 @@ class _Tuning:
         left_s = self._began + self._config.time_budget_s - monotonic()
         timed = [(kernel.default or kernel.timing, len(kernel.layers)) for kernel in own.kernels]
         step_s = sum(timing.time_ns * calls for timing, calls in timed) / 1e9
-        race_s = min(left_s / 2, _LAYOUT_STEPS * step_s) if self._config.step_race else 0.0
-        return max(_LEAST_BUDGET_S, left_s - race_s)
+        # a step is longer than its convolutions, by how much is not known yet
+        race_s = min(left_s / 2, max(left_s / 4, 2 * _LAYOUT_STEPS * step_s))
+        return max(_LEAST_BUDGET_S, left_s - race_s if self._config.step_race else left_s)
 
     def _tuned(
         self, traced: Traced, config: Config, reserved_steps: int, report: Report | None
