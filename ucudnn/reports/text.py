@@ -155,16 +155,14 @@ def as_sentence(said: str) -> str:
 
 def layout_table(layouts: LayoutRace) -> Table:
     """One row per contestant of a race of layouts; the winner is marked."""
-    what = "sum of kernels" if layouts.is_by_sums else "step"
-    caption = (
-        "sums of kernels, predicted for a step; "
-        if layouts.is_by_sums
-        else (f"median of {layouts.rounds} interleaved rounds, with the ratio's 95 % interval; ")
-    )
+    what, caption = "step", f"median of {layouts.rounds} interleaved rounds"
+    if layouts.is_by_sums:
+        what, caption = "sum of kernels", "sums of kernels, no steps were run"
+    if not all(one.is_allowed for one in layouts.contestants):
+        caption += "; over the limit: torch's own, of more workspace than allowed, never chosen"
     table = Table(
         title="Layout of the model",
-        caption=caption + "*: the plan is for this; over the limit: torch's own takes more "
-        "workspace than it may, and is never chosen",
+        caption=f"{caption}; *: what the plan is for",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
