@@ -14,7 +14,7 @@ from ucudnn.layout_race import Contestant, LayoutRace
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.tuning.layout import by_sums
+from ucudnn.tuning.layout import by_sums, entrants, winner
 from ucudnn.tuning.layout_judge import LayoutJudge
 
 MIB = 1 << 20
@@ -148,6 +148,23 @@ def test_where_layouts_tie_the_model_keeps_its_own():
         machine = Machine(1_000_000, 996_000, {4: 0, 5: 0}, noise=0.002)
         machine.chance.seed(seed)
         assert machine.judge(plans_of([4], [5])).memory_format == "keep"
+
+
+@pytest.mark.parametrize(
+    ("last", "chosen"),
+    [
+        ([90] * 3, "channels_last"),
+        ([90, 90, 110], "keep"),
+        ([90] * 6 + [300], "channels_last"),
+        ([90] * 5 + [101, 300], "keep"),
+        ([99.5] * 7, "keep"),
+    ],
+    ids=str,
+)
+def test_one_perturbed_round_of_seven_is_forgiven(last, chosen):
+    of = entrants(plans_of([], []))
+    samples = [[1000] * len(last), [int(10 * one) for one in last]]
+    assert of[winner(of, samples)].memory_format == chosen
 
 
 def test_plans_that_change_nothing_leave_two_contestants():
