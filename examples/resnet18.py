@@ -1,14 +1,17 @@
-"""Tune ResNet-18 on this machine; print every kernel, the training step and the gradients' error.
+"""Tune ResNet-18 on this machine in the better of two layouts; print kernels, steps and errors.
 
 python examples/resnet18.py --batch 32 --workspace-limit 16MiB
+python examples/resnet18.py --workspace-limit none
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from models import resnet18
@@ -18,6 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import ucudnn
+from ucudnn.backends import open_backend
 from ucudnn.backends.torch_cpu.allocator import (
     GLIBC_MMAP_THRESHOLD,
     LARGE_MMAP_THRESHOLD,
@@ -25,12 +29,17 @@ from ucudnn.backends.torch_cpu.allocator import (
     set_mmap_threshold,
 )
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
-from ucudnn.reports.text import plan_summary, plan_table
+from ucudnn.reports.text import layout_table, plan_summary, plan_table, plan_verdict
+from ucudnn.step_race import TOLERATED
 from ucudnn.tuning.progress import Progress
-from ucudnn.units import format_ns
+from ucudnn.units import format_bytes, format_ns
 
+PLAN = "resnet18.plan.json"
 # A busy machine takes several times as long: then fewer rounds have to do.
 LEAST_ROUNDS, ENOUGH_S = 3, 75
+AS_IT_COMES = "as it comes"
+# By malloc and model: times of steps in ns.
+Samples = dict[tuple[str, str], list[int]]
 console = Console(width=170, soft_wrap=True, highlight=False)
 
 
@@ -40,23 +49,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--workspace-limit", default="16MiB")
+    parser.add_argument("--workspace-limit", default="16MiB", help="of each kernel, or none")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=120, help="for tuning")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     images = torch.randn(arguments.batch, 3, 224, 224)
     labels = torch.randint(1000, (arguments.batch,))
     model = resnet18()
-    config = ucudnn.Config(workspace_limit=arguments.workspace_limit)
+    limit = None if arguments.workspace_limit == "none" else arguments.workspace_limit
+    config = ucudnn.Config(workspace_limit=limit, layout="auto", time_budget_s=arguments.seconds)
 
     plan = tune(model, images, config)
-    plan.save("resnet18.plan.json")
+    plan.save(PLAN)
     planned = copy.deepcopy(model)
     conversion = ucudnn.convert_(planned, plan)
-    console.print(f"Plan written to resnet18.plan.json. {conversion}.\n")
+    console.print(f"Plan written to {PLAN}. {conversion}.\n")
 
-    compare_steps(model, planned, images, labels, arguments.rounds)
+    samples = compare_steps(model, planned, images, labels, arguments.rounds)
     compare_gradients(model, planned, images[:4], labels[:4])
+    console.print(f"\n{recommendation(plan, samples)}")
 
 
 def tune(model: nn.Module, images: Tensor, config: ucudnn.Config) -> ucudnn.Plan:
@@ -74,6 +86,10 @@ def tune(model: nn.Module, images: Tensor, config: ucudnn.Config) -> ucudnn.Plan
     assert last is not None
     console.print(plan_table(plan))
     console.print(plan_summary(plan))
+    if plan.layout_race is not None and plan.layout_race.contestants:
+        console.print(layout_table(plan.layout_race))
+    for sentence in plan_verdict(plan):
+        console.print(sentence, markup=False)
     console.print(
         f"Tuning took {time.monotonic() - start:.0f} s: {last.measured} candidates measured, "
         f"{last.reused} found in the cache."
@@ -93,7 +109,7 @@ def training_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[
 
 def compare_steps(
     model: nn.Module, planned: nn.Module, images: Tensor, labels: Tensor, rounds: int
-) -> None:
+) -> Samples:
     """Time whole training steps, interleaved in one run, under two settings of malloc."""
     last = copy.deepcopy(model).to(memory_format=torch.channels_last)
     last_images = images.to(memory_format=torch.channels_last)
@@ -102,10 +118,11 @@ def compare_steps(
         "channels_last": training_step(last, last_images, labels),
         "ucudnn": training_step(planned, images, labels),
     }
-    mallocs = {"as it comes": GLIBC_MMAP_THRESHOLD, "large mmap threshold": LARGE_MMAP_THRESHOLD}
+    peaks = {name: (allocated_peak(step), high_water(step)) for name, step in steps.items()}
+    mallocs = {AS_IT_COMES: GLIBC_MMAP_THRESHOLD, "large mmap threshold": LARGE_MMAP_THRESHOLD}
     if not describe_allocator().startswith("glibc"):
-        mallocs = {describe_allocator(): 0}
-    samples = {(malloc, name): [] for malloc in mallocs for name in steps}
+        mallocs = {AS_IT_COMES: 0}
+    samples: Samples = {(malloc, name): [] for malloc in mallocs for name in steps}
     began = time.monotonic()
     for number in range(rounds + 1):
         if number > LEAST_ROUNDS and time.monotonic() - began > ENOUGH_S:
@@ -118,43 +135,65 @@ def compare_steps(
                 step()
                 if number:  # the first round warms up
                     samples[malloc, name].append(time.perf_counter_ns() - start)
-    print_steps(samples, list(mallocs), list(steps), len(images))
+    print_steps(samples, peaks, list(mallocs), len(images))
+    return samples
+
+
+def allocated_peak(step: Callable[[], None]) -> str:
+    """Peak of the memory that torch allocates in a step, beyond what there is before it."""
+    return format_bytes(open_backend("torch_cpu").workspace_bytes(step, ()))
+
+
+def high_water(step: Callable[[], None]) -> str:
+    """The most memory that the process has in a step, where the system says so."""
+    marks = Path("/proc/self/clear_refs")
+    if not marks.exists():
+        return "-"
+    marks.write_text("5")  # resets the mark
+    step()
+    status = Path("/proc/self/status").read_text()
+    return format_bytes(int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10)
 
 
 def print_steps(
-    samples: dict[tuple[str, str], list[int]],
-    mallocs: Sequence[str],
-    names: Sequence[str],
-    batch: int,
+    samples: Samples, peaks: Mapping[str, tuple[str, str]], mallocs: Sequence[str], batch: int
 ) -> None:
-    """One row per malloc and model, and the verdict."""
+    """One row per malloc and model."""
     table = Table(
         title=f"Training step (forward, loss, backward) of ResNet-18 at N={batch}, interleaved",
-        caption="ratio: median over rounds of eager's time over this one's, with its 95 % interval",
+        caption="ratio: median over rounds of eager's time over this one's, with its 95 % "
+        "interval; peaks of a step, malloc as it comes: what torch allocates, what the process has",
     )
-    for heading in ("malloc", "model", "step", "ratio to eager"):
+    for heading in ("malloc", "model", "step", "ratio to eager", "allocated", "process"):
         table.add_column(heading)
     for malloc in mallocs:
-        for name in names:
+        for name in peaks:
             taken = samples[malloc, name]
             ratio, low, high = ratio_interval(samples[malloc, "eager"], taken)
             step = f"{format_ns(median_ns(taken))} ± {format_ns(spread_ns(taken))}"
-            table.add_row(malloc, name, step, f"{ratio:.2f} ({low:.2f} to {high:.2f})")
+            said = peaks[name] if malloc == AS_IT_COMES else ("", "")
+            table.add_row(malloc, name, step, f"{ratio:.2f} ({low:.2f} to {high:.2f})", *said)
     console.print(table)
-    for malloc in mallocs:
-        rivals = [name for name in names if name != "ucudnn"]
-        best = min(rivals, key=lambda name, malloc=malloc: median_ns(samples[malloc, name]))
-        ratio, low, high = ratio_interval(samples[malloc, "ucudnn"], samples[malloc, best])
-        verdict = f"{best} and the plan differ by less than the noise"
-        if low > 1:
-            verdict = f"{best} is faster than the plan: where memory does not matter, use that"
-        elif high < 1:
-            verdict = f"the plan is faster than {best}, the best of the others"
-        console.print(
-            f"Malloc {malloc}: {verdict} (time of the plan over {best}: {ratio:.2f}, 95 % interval "
-            f"{low:.2f} to {high:.2f})."
-        )
     console.print()
+
+
+def recommendation(plan: ucudnn.Plan, samples: Samples) -> str:
+    """What to do, in one line."""
+    mine = samples[AS_IT_COMES, "ucudnn"]
+    rivals = {name: samples[AS_IT_COMES, name] for name in ("eager", "channels_last")}
+    best = min(rivals, key=lambda name: median_ns(rivals[name]))
+    ratio, low, high = ratio_interval(mine, rivals[best])
+    said = f"a step takes {ratio:.2f} ({low:.2f} to {high:.2f}) times as long as by {best}"
+    limit = plan.config.limit_bytes
+    if low <= 1 + TOLERATED:
+        how = f"ucudnn.convert_(model, ucudnn.Plan.load('{PLAN}'))"
+        return f"Use the plan, by {how}: {said}, the faster of the others."
+    if limit is not None:
+        return (
+            f"The limit of {format_bytes(limit)} costs time: {said}, which takes more workspace. "
+            f"Where memory does not matter, run this again with --workspace-limit none."
+        )
+    return f"Use {best} here, or tune again with more --seconds: by the plan {said}."
 
 
 def compare_gradients(model: nn.Module, planned: nn.Module, images: Tensor, labels: Tensor) -> None:

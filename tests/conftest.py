@@ -107,14 +107,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No default time budget ends a tuning: what a test sees hangs on no clock."""
-    from ucudnn.tuning import effort, model, scheduler
+    from ucudnn.tuning import effort, judging, scheduler
 
     patient = {
         name: replace(one, least_budget_s=3600.0, most_budget_s=3600.0)
         for name, one in effort.EFFORTS.items()
     }
     monkeypatch.setattr(effort, "EFFORTS", patient)
-    for module in (scheduler, model):
+    for module in (scheduler, judging):
         monkeypatch.setattr(module, "EFFORTS", patient)
 
 

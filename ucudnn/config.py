@@ -20,6 +20,7 @@ UNPLANNED = ("torch", "tune", "error")
 BACKENDS = ("auto", "torch_cpu", "cudnn", "recorded")
 SOLVERS = ("auto", "exact", "highs", "cbc")
 EFFORT_NAMES = ("quick", "normal", "thorough")
+LAYOUTS = ("keep", "auto")
 
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
@@ -48,6 +49,7 @@ _FALLBACKS: dict[str, Any] = {
     "device": None,
     "device_profile": None,
     "max_error": None,
+    "layout": "keep",
     "effort": "normal",
     "time_budget_s": None,
     "step_race": True,
@@ -95,6 +97,9 @@ class Config:
             Plans by what the cache has of that GPU, and this cuDNN could run on it.
         max_error: relative error (L2) against float64 that an algorithm may have; None: any that
             rounding explains.
+        layout: "keep" plans a model as it is; "auto" plans it in channels_last, too (3-D:
+            channels_last_3d), and keeps the faster plan, by whose layout `convert_` lays the model
+            out. It says nothing about layers without a model.
         effort: "quick", "normal" or "thorough": how long to look for how small a gain. The default
             time budget is 25 steps of the model (5 to 30 s), 100 steps (10 to 60 s), or none.
         time_budget_s: seconds that tuning may take; what is not finished then runs torch's own
@@ -117,6 +122,7 @@ class Config:
     device: str | None = _default("device", compare=False)
     device_profile: str | None = _default("device_profile", compare=False)
     max_error: float | None = _default("max_error")
+    layout: str = _default("layout")
     effort: str = _default("effort", compare=False)
     time_budget_s: float | None = _default("time_budget_s", compare=False)
     step_race: bool = _default("step_race", compare=False)
@@ -133,6 +139,7 @@ class Config:
             "backend": _choice("backend", self.backend, BACKENDS),
             "device_profile": _path("device_profile", self.device_profile, "a file's path"),
             "max_error": _positive("max_error", self.max_error),
+            "layout": _choice("layout", self.layout, LAYOUTS),
             "effort": _choice("effort", self.effort, EFFORT_NAMES),
             "time_budget_s": _positive("time_budget_s", self.time_budget_s),
             "step_race": _switch("step_race", self.step_race),
@@ -162,9 +169,10 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values (not the cache: it names a host)."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        # the hash of a plan without a pool stays what it was before there were any
+        # plans without a pool, or for a model as it is, hash as they did before these fields
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
-        for name in (*_OF_THE_PROCESS, *pool):
+        layout = ("layout",) if self.layout == "keep" else ()
+        for name in (*_OF_THE_PROCESS, *pool, *layout):
             del values[name]
         return {**values, "ops": list(self.ops)}
 

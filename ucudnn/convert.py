@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.nn.utils import parametrize
 from ucudnn import nn as planned_nn
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.execution.layout import lay_out_, restore_layout_
 from ucudnn.execution.override import Installation
-from ucudnn.execution.runner import Layer, require_same_device
+from ucudnn.execution.runner import Layer, Runner, require_same_device
 from ucudnn.execution.untraced import untraced
 from ucudnn.nn import planned_runner
 from ucudnn.plan import KernelPlan, Plan
@@ -63,12 +64,20 @@ class Conversion:
 
 
 def convert_(
-    model: nn.Module, plan: Plan, filter_fn: Callable[[nn.Module, str], bool] | None = None
+    model: nn.Module,
+    plan: Plan,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    *,
+    parameters: bool = True,
 ) -> Conversion:
     """Make the torch.nn convolutions of a model follow a plan, in place.
 
     The modules, their parameters, names, hooks and modes stay the same objects; only the class of
     a module changes. A layer all of whose plans are torch's own convolution is left as it is.
+
+    A plan for channels_last (`plan.memory_format`) lays the model out, whatever layers are swapped:
+    parameters, buffers, gradients and the state of optimisers keep their values and get other
+    strides, and the inputs of the model follow in its forward.
 
     What the plan covers and this cannot swap is listed, and said in a warning. Under torch.compile
     a swapped layer is torch's plain convolution, which follows the plan inside
@@ -78,6 +87,8 @@ def convert_(
         model: any module, also a convolution itself.
         plan: made for this model, or for layers of the same shapes.
         filter_fn: called with (module, name); False leaves the layer out.
+        parameters: False leaves their strides as they are, for what takes contiguous ones alone,
+            such as FSDP2; of a plan for channels_last each convolution lays its input out then.
 
     Raises:
         PlanError: the plan was made for another device, or covers no convolution of the model.
@@ -89,11 +100,8 @@ def convert_(
         for name, module in modules.items()
         if type(module) in _PLANNED_BY_TORCH or type(module) in _TORCH_BY_PLANNED
     }
-    convolutions = {
-        name: module
-        for name, module in swappable.items()
-        if filter_fn is None or filter_fn(module, name)
-    }
+    wanted = filter_fn or (lambda *_: True)
+    convolutions = {name: module for name, module in swappable.items() if wanted(module, name)}
     layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
     planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
     changed = {Layer.of(kernel.problem) for kernel in plan.kernels if not _is_torchs_own(kernel)}
@@ -101,23 +109,32 @@ def convert_(
     otherwise = tuple(
         name
         for name in _planned_otherwise(modules, plan, matched)
-        if name not in swappable and (filter_fn is None or filter_fn(modules[name], name))
+        if name not in swappable and wanted(modules[name], name)
     )
     unplanned = tuple(name for name in convolutions if name not in matched)
     _require_some(plan, matched, unplanned, otherwise)
     # nothing was changed so far, and nothing fails from here
-    runner = planned_runner(plan)
-    for name, layer in matched.items():
-        module = convolutions[name]
-        if layer not in changed:
-            revert_(module)
+    _swap({name: convolutions[name] for name in matched}, matched, changed, planned_runner(plan))
+    restore_layout_(model) if plan.memory_format == "keep" else lay_out_(model, parameters)
+    swapped = tuple(name for name, layer in matched.items() if layer in changed)
+    left = tuple(name for name, layer in matched.items() if layer not in changed)
+    return Conversion(model, plan, swapped, left, unplanned, otherwise)
+
+
+def _swap(
+    convolutions: Mapping[str, Any],
+    matched: Mapping[str, Layer],
+    changed: Collection[Layer],
+    runner: Runner,
+) -> None:
+    """Let convolutions follow a plan, but those that it leaves to torch."""
+    for name, module in convolutions.items():
+        if matched[name] not in changed:
+            _unswap(module)
         else:
             # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
             planned_nn.follow(module, runner)
             module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
-    swapped = tuple(name for name, layer in matched.items() if layer in changed)
-    left = tuple(name for name, layer in matched.items() if layer not in changed)
-    return Conversion(model, plan, swapped, left, unplanned, otherwise)
 
 
 def _require_some(
@@ -143,11 +160,19 @@ def _require_some(
 def revert_(model: nn.Module) -> nn.Module:
     """Turn every planned convolution of a model back into torch.nn's, in place.
 
+    What `convert_` laid out has the strides again that it had.
+
     >>> revert_(nn.Sequential(planned_nn.Conv2d(3, 8, 3)))
     Sequential(
       (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
     )
     """
+    _unswap(model)
+    restore_layout_(model)
+    return model
+
+
+def _unswap(model: nn.Module) -> None:
     for module in model.modules():
         planned = next((base for base in type(module).__mro__ if base in _TORCH_BY_PLANNED), None)
         if planned is type(module):
@@ -160,7 +185,6 @@ def revert_(model: nn.Module) -> nn.Module:
         else:
             continue
         planned_nn.unfollow(module)
-    return model
 
 
 def tune_(
@@ -205,6 +229,8 @@ def installed(plan: Plan) -> Installation:
     Works from the call until the context ends or `close` is called, in all threads, autograd's
     too. Of several plans for one kind of device the last one installed acts, alone. Convolutions of
     layers that the plan was not made for stay torch's own. A CUDA graph keeps what it captured.
+    No model is changed: a plan for channels_last (`plan.memory_format`) says once in a warning that
+    the model should be so, where it is not.
     From the first installation on, until the process ends, torch's convolutions take some
     microseconds more; make that one while no other thread computes any.
     torch.compile lays convolutions out channels-last where it expects to gain by that: tune a model

@@ -12,6 +12,7 @@ from typing import Any
 
 from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError, UcudnnError, shortened
+from ucudnn.layout_race import MEMORY_FORMATS, LayoutRace
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
@@ -24,8 +25,8 @@ from ucudnn.units import TOO_LARGE
 __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
 FORMAT = "ucudnn-plan"
-# A plan is written in the first version that can hold it: 2 has slabs.
-VERSIONS = (1, 2)
+# A plan is written in the first version that can hold it: 2 has slabs, 3 a memory format.
+VERSIONS = (1, 2, 3)
 # In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
 BY_BATCH, BY_SLABS = -1, -2
 
@@ -228,9 +229,12 @@ class Plan:
         backend: name of the backend that runs it.
         step_race: whole steps of the model by the plan against torch's own; None where the plan was
             made without its model.
+        memory_format: layout of the model that it was made for: "keep", as the model was, or
+            "channels_last" (of 5-D tensors channels_last_3d).
+        layout_race: how that was decided; None where the settings did not ask for it.
 
     Raises:
-        PlanError: the name of the backend is no string.
+        PlanError: the name of the backend is no string, or there is no such memory format.
     """
 
     kernels: tuple[KernelPlan, ...]
@@ -240,9 +244,16 @@ class Plan:
     config: Config
     backend: str = "torch_cpu"
     step_race: StepRace | None = field(default=None, compare=False)
+    memory_format: str = "keep"
+    layout_race: LayoutRace | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _require_strings("backend", (self.backend,))
+        if self.memory_format not in MEMORY_FORMATS:
+            raise PlanError(
+                f"memory_format must be one of {', '.join(MEMORY_FORMATS)}, "
+                f"got {self.memory_format!r}"
+            )
 
     def split(self, problem: Problem) -> Split:
         """The split of a problem at its own batch, which may be any up to the planned one.
@@ -300,7 +311,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the problems, splits, settings and device: equal plans, equal hash.
+        """SHA-256 of the problems, splits, layout, settings and device: equal plans, equal hash.
 
         Times, dates and hosts are left out, so two machines of one kind can agree on it.
         """
@@ -308,8 +319,19 @@ class Plan:
             "kernels": sorted(_canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
             "device": asdict(self.device),
+            **self._layout_to_dict(),
         }
         return _sha256(decisions)
+
+    def _layout_to_dict(self) -> dict[str, str]:
+        """The memory format; nothing where the model keeps its own, as before version 3."""
+        return {} if self.memory_format == "keep" else {"memory_format": self.memory_format}
+
+    @property
+    def _version(self) -> int:
+        if self.memory_format != "keep":
+            return 3
+        return 2 if any(kernel.slabs for kernel in self.kernels) else 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file; a reader sees the old file or the new one, never half.
@@ -323,7 +345,8 @@ class Plan:
         """The plan as JSON values, as `save` writes it."""
         document: dict[str, Any] = {
             "format": FORMAT,
-            "version": 2 if any(kernel.slabs for kernel in self.kernels) else 1,
+            "version": self._version,
+            **self._layout_to_dict(),
             "hash": self.hash,
             "backend": self.backend,
             "config": self.config.to_dict(),
@@ -342,6 +365,8 @@ class Plan:
         }
         if self.step_race is not None:
             document["step_race"] = self.step_race.to_dict()
+        if self.layout_race is not None:
+            document["layout_race"] = self.layout_race.to_dict()
         return {**document, "checksum": _sha256(document)}
 
     @classmethod
@@ -368,7 +393,7 @@ class Plan:
         if version not in VERSIONS:
             raise PlanError(
                 f"{path} is a plan of format version {shortened(repr(version))}, "
-                f"this ucudnn reads {' and '.join(map(str, VERSIONS))}; "
+                f"this ucudnn reads {VERSIONS[0]} to {VERSIONS[-1]}; "
                 f"make it anew with `ucudnn tune` or use the ucudnn that wrote it"
             )
         try:
@@ -389,7 +414,7 @@ class Plan:
         rest = {name: value for name, value in document.items() if name != "checksum"}
         if document["checksum"] != _sha256(rest):
             raise PlanError("its checksum does not agree with its contents")
-        race = document.get("step_race")
+        race, layouts = document.get("step_race"), document.get("layout_race")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
@@ -398,6 +423,8 @@ class Plan:
             config=Config.from_dict(document["config"]),
             backend=document["backend"],
             step_race=None if race is None else StepRace.from_dict(race),
+            memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
+            layout_race=None if layouts is None else LayoutRace.from_dict(layouts),
         )
 
 

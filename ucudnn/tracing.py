@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
 from ucudnn.errors import ConfigError
+from ucudnn.execution.randomness import same_random_states
 from ucudnn.execution.snapshot import unchanged
 from ucudnn.execution.stepping import Stepper, tensors_of
 from ucudnn.problem import OPS, Problem
@@ -47,10 +48,10 @@ def trace(
 ) -> list[Problem]:
     """List every convolution that one training step would compute, in order, without computing it.
 
-    Runs the model on fake tensors: no memory, no device; parameters, buffers, gradients, torch's
-    random state and whatever else forward stores, wherever it does, are as before. Hooks see the
-    fake tensors; one that needs values is left out with a warning. A model none of whose parameters
-    or inputs requires a gradient has no backward problems.
+    Runs the model on fake tensors: no memory, no device; parameters, buffers, gradients, random
+    states (torch's, Python's, NumPy's) and whatever else forward stores, wherever it does, are as
+    before. Hooks see the fake tensors; one that needs values is left out with a warning. A model
+    none of whose parameters or inputs requires a gradient has no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
@@ -93,6 +94,7 @@ def trace_layers(
     *,
     real: bool = False,
     device_type: str | None = None,
+    memory_format: str = "keep",
 ) -> Traced:
     """Like `trace`, each problem with the name of the module that computes it.
 
@@ -102,6 +104,7 @@ def trace_layers(
         passes: some of "fprop", "dgrad" and "wgrad": forward, gradients of inputs and of weights.
         real: as for `trace`.
         device_type: as for `trace`.
+        memory_format: "keep", or "channels_last": as if `convert_` had laid the model out so.
     """
     recorder = _Recorder(passes, device_type)
     names = {id(module): name for name, module in model.named_modules()}
@@ -110,12 +113,16 @@ def trace_layers(
         # tensors that a model keeps outside its parameters and buffers are made fake on the way
         fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
         with unchanged(model, fake_mode), _module_names(recorder, names):
-            _trace_one(model, inputs, recorder, fake_mode)
+            _trace_one(model, inputs, recorder, fake_mode, memory_format)
     return Traced(recorder.layers, frozenset(recorder.biased))
 
 
 def _trace_one(
-    model: nn.Module, inputs: Any, recorder: _Recorder, fake_mode: FakeTensorMode | None
+    model: nn.Module,
+    inputs: Any,
+    recorder: _Recorder,
+    fake_mode: FakeTensorMode | None,
+    memory_format: str,
 ) -> None:
     real = fake_mode is None
     if not real:
@@ -124,12 +131,12 @@ def _trace_one(
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.random.fork_rng(devices=None if real else []),
+            same_random_states(on_devices=real),
             fake_mode or nullcontext(),
             recorder,
         ):
             backward = set(recorder.passes) != {"fprop"}
-            Stepper(model, inputs, fake_mode, backward).run()
+            Stepper(model, inputs, fake_mode, backward, memory_format).run()
     except _MODEL_ERRORS as error:
         shapes = [tuple(leaf.shape) for leaf in tensors_of(inputs)]
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

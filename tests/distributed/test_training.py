@@ -10,7 +10,10 @@ FLOAT32 = 2e-4
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, {}), (2, {}), (4, {}), (2, {"static_graph": True, "gradient_as_bucket_view": True})],
+    [
+        *((1, {}), (2, {}), (4, {}), (2, {"last": True})),
+        (2, {"static_graph": True, "gradient_as_bucket_view": True}),
+    ],
 )
 def test_ddp_with_converted_layers_equals_ddp_with_torch_layers(launch, ranks, options):
     for one in launch("ddp", ranks, **options).end():
@@ -37,8 +40,9 @@ def test_ranks_with_different_numbers_of_batches(launch):
         assert one["replicated"]
 
 
-def test_fully_sharded_parameters(launch):
-    for one in launch("fsdp", 2).end():
+@pytest.mark.parametrize("last", [False, True], ids=["keep", "channels_last"])
+def test_fully_sharded_parameters(launch, last):
+    for one in launch("fsdp", 2, last=last).end():
         assert one["loss"] < FLOAT32
         assert one["weights"] < FLOAT32
         # forward and weight gradient of three layers, data gradient of two

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,17 @@ def network(seed: int = 0, dtype: torch.dtype = torch.float32, norm: bool = True
     return nn.Sequential(*layers).to(dtype)
 
 
-def planned(model: nn.Module, batch: int = BATCH) -> nn.Module:
-    """A copy that computes every batch in chunks of two samples, backward too."""
+def planned(
+    model: nn.Module, batch: int = BATCH, last: bool = False, parameters: bool = True
+) -> nn.Module:
+    """A copy that computes every batch in chunks of two samples, backward too.
+
+    Args:
+        model: what to copy.
+        batch: the largest one.
+        last: by a plan for channels_last.
+        parameters: those of such a plan, too.
+    """
     path = Path(__file__).parents[1] / "layers" / "conftest.py"
     spec = importlib.util.spec_from_file_location("plans_by_hand", path)
     assert spec is not None
@@ -41,10 +51,14 @@ def planned(model: nn.Module, batch: int = BATCH) -> nn.Module:
     by_hand = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(by_hand)
     dtype = next(model.parameters()).dtype
-    plan = by_hand._plan(model, torch.empty(batch, 3, 9, 9, dtype=dtype))
+    traced = copy.deepcopy(model).to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
+    plan = by_hand._plan(traced, torch.empty(batch, 3, 9, 9, dtype=dtype))
+    plan = replace(plan, memory_format="channels_last" if last else "keep")
     converted = copy.deepcopy(model)
-    conversion = ucudnn.convert_(converted, distributed.agree(plan, timeout_s=100))
+    agreed = distributed.agree(plan, timeout_s=100)
+    conversion = ucudnn.convert_(converted, agreed, parameters=parameters)
     assert len(conversion.swapped) == 3
+    assert converted[0].weight.is_contiguous() != (last and parameters)
     return converted
 
 
@@ -73,11 +87,12 @@ def is_replicated(model: nn.Module) -> bool:
     return ok
 
 
-def ddp(folder: Path, rank: int, **options: Any) -> dict[str, Any]:
+def ddp(folder: Path, rank: int, last: bool = False, **options: Any) -> dict[str, Any]:
     """Train both for 20 steps, the last batch of each epoch smaller and not the same on all."""
     ranks = dist.get_world_size()
     model = network()
-    both = [DistributedDataParallel(m, **options) for m in (planned(model), copy.deepcopy(model))]
+    pair = planned(model, last=last), copy.deepcopy(model)
+    both = [DistributedDataParallel(m, **options) for m in pair]
     counts = [count_buckets(m) for m in both]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in both]
     images, labels = data(ranks * BATCH * 4 + ranks * 3)
@@ -160,14 +175,15 @@ def join(folder: Path, rank: int) -> dict[str, Any]:
     }
 
 
-def fsdp(folder: Path, rank: int) -> dict[str, Any]:
+def fsdp(folder: Path, rank: int, last: bool = False) -> dict[str, Any]:
     """Parameters sharded over the ranks: `fully_shard` on every layer and on the whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = network(norm=False)
-    both = [planned(model), copy.deepcopy(model)]
+    # fully_shard takes contiguous parameters alone
+    both = [planned(model, last=last, parameters=not last), copy.deepcopy(model)]
     for one in both:
         for layer in one:
             if list(layer.parameters()):

@@ -15,12 +15,21 @@ from rich.console import Console
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.layout_race import Contestant, LayoutRace
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.comparison import compare
-from ucudnn.reports.text import comparison_summary, comparison_table, kernel_table, plan_summary
+from ucudnn.reports.text import (
+    comparison_summary,
+    comparison_table,
+    kernel_table,
+    layout_table,
+    plan_summary,
+    plan_verdict,
+)
 from ucudnn.reports.text import plan_table as table_of
+from ucudnn.step_race import StepRace
 
 PIECES = (
     *(b"1e999", b"NaN", b"-1", b"[[[[", b'"\\ud800"', b"9" * 30, b"9" * 5000, b"null", b"\x00"),
@@ -30,7 +39,21 @@ VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, -2, 2, 3, 5, 10**6, 2**31, 2**62, 2**63, 10**30, 10**4000),
     *(0.0, 1.0, 2.0, -1.0, 1.5, float("inf"), float("nan"), "", "x", "torch_default", "fft"),
     *("im2col_gemm", "onednn", "nhwc", "wgrad", "tf32", "float16", "µ\ud800\x00", "../../x"),
-    *("9" * 400, "64MiB", [], [[]], [1], [[1, 0]], [0, 0], ["a"], {}, {"a": 1}, [3, 3]),
+    *(
+        "9" * 400,
+        "64MiB",
+        "channels_last",
+        "keep",
+        [],
+        [[]],
+        [1],
+        [[1, 0]],
+        [0, 0],
+        ["a"],
+        {},
+        {"a": 1},
+        [3, 3],
+    ),
     *([[1, 1], [1, 1]], [[2, 0], [5, 1]], "cudnn", "recorded", "[" * 9),
 )
 
@@ -61,8 +84,16 @@ def sample_plan() -> Plan:
         *(flat.with_batch(2), ("tail",), names[:1], (0, 0), ((0, -1), (0, -1)), 7, timing, timing)
     )
     device = Device("cpu", "Example CPU", isa="AVX2", cores=2)
+    contestants = (Contestant("keep", False, 110), Contestant("channels_last", True, 90, 0.8))
     return Plan(
-        (by_batch, by_slabs, alone), device, Software("2.13.0"), Conditions(threads=2), Config()
+        (by_batch, by_slabs, alone),
+        device,
+        Software("2.13.0"),
+        Conditions(threads=2),
+        Config(),
+        step_race=StepRace(110, 90, 0.8, 0.79, 0.81, 5, dropped=("stem",)),
+        memory_format="channels_last",
+        layout_race=LayoutRace(contestants, winner=1, rounds=5),
     )
 
 
@@ -166,8 +197,10 @@ class Trials:
         assert (again.kernels, again.hash) == (plan.kernels, plan.hash)
         found = compare(self._plan, plan)
         json.dumps(found.to_dict())
-        for value in (table_of(plan), plan_summary(plan)):
+        for value in (table_of(plan), plan_summary(plan), *plan_verdict(plan)):
             self._print(value)
+        if plan.layout_race is not None:
+            self._print(layout_table(plan.layout_race))
         for value in (comparison_table(found), comparison_summary(found)):
             self._print(value)
 

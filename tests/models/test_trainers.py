@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,14 +30,19 @@ def seeded(seed: int):
     return torch.randn(SHAPE), torch.randint(10, SHAPE[:1])
 
 
+@pytest.mark.parametrize("memory_format", ["keep", "channels_last"])
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_a_trainer_follows_the_plan(script, repository, random_plan, tmp_path):
+def test_a_trainer_follows_the_plan(script, memory_format, repository, random_plan, tmp_path):
     package, network = SCRIPTS[script]
     if package is not None:
         pytest.importorskip(package, reason=f"the extra `test` brings {package}")
     example = runpy.run_path(str(repository / "examples" / script))
-    plan = random_plan(example[network](), torch.empty(SHAPE), random.Random(0))
+    model = example[network]()
+    if memory_format == "channels_last":
+        model.to(memory_format=torch.channels_last)
+    plan = random_plan(model, torch.empty(SHAPE), random.Random(0))
+    plan = replace(plan, memory_format=memory_format)
     plan.save(tmp_path / "plan.json")
     script_path = repository / "examples" / script
     finished = subprocess.run(

@@ -19,7 +19,7 @@ import ucudnn
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
 VALUES = {
     *("axis", "config", "errors", "layer_table", "measurement", "plan", "problem", "slabs"),
-    *("split", "step_race", "system", "units"),
+    *("layout_race", "split", "step_race", "system", "units"),
 }
 # What each inner room may use beside itself.
 INWARD = {"solvers": VALUES, "cache": VALUES, "backends": VALUES, "reports": VALUES}

@@ -227,7 +227,7 @@ def test_a_model_that_cannot_run_a_step_is_planned_all_the_same(monkeypatch):
                 raise RuntimeError("only on real tensors\nof which it says more")
             return y
 
-    monkeypatch.setattr("ucudnn.tuning.model._reason_against", lambda *_: "")
+    monkeypatch.setattr("ucudnn.tuning.judging._reason_against", lambda *_: "")
     plan = ucudnn.tune(Fails(2, 2, 3), torch.ones(1, 2, 8, 8), Config(policy="undivided"))
     assert plan.kernels
     assert plan.step_race.reason == "a step could not be computed (only on real tensors)"
@@ -243,17 +243,17 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
                 raise KeyboardInterrupt
             return y
 
-    monkeypatch.setattr("ucudnn.tuning.model._reason_against", lambda *_: "")
+    monkeypatch.setattr("ucudnn.tuning.judging._reason_against", lambda *_: "")
     plan_of_one = plan_of(kernel(4))
     monkeypatch.setattr("ucudnn.tuning.model.tune_problems", lambda *_, **__: plan_of_one)
-    monkeypatch.setattr("ucudnn.tuning.model.Installation", lambda *_: torch.no_grad())
+    monkeypatch.setattr("ucudnn.tuning.judging.Installation", lambda *_: torch.no_grad())
     with pytest.raises(TuningInterruptedError) as caught:
         ucudnn.tune(Interrupted(2, 2, 3), torch.ones(1, 2, 8, 8))
     assert caught.value.plan == plan_of_one
 
 
 def test_what_was_looked_up_for_a_plan_stays_between_the_steps_of_a_race():
-    from ucudnn.tuning.model import _Installer
+    from ucudnn.tuning.judging import _Installer
 
     first, second = (replace(plan_of(kernel(5)), device=ucudnn_device()) for _ in range(2))
     install = _Installer()

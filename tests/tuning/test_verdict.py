@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ucudnn.config import Config
+from ucudnn.layout_race import Contestant, LayoutRace
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
@@ -52,3 +53,20 @@ def test_the_race_of_steps_is_part_of_it():
     race = StepRace(reason="step_race is off")
     said = plan_verdict(replace(plan_of(kernel(4, 10, 8, 10)), step_race=race))
     assert said == ["The plan was not judged by whole steps: step_race is off."]
+
+
+def test_the_layout_is_part_of_it():
+    contestants = (Contestant("keep", False, 110), Contestant("channels_last", True, 90, 0.8))
+    plan = replace(
+        plan_of(kernel(4, 10, 8, 10)),
+        memory_format="channels_last",
+        layout_race=LayoutRace(contestants, 1, 5),
+        step_race=StepRace(100, 90, 0.9, 0.88, 0.93, 5),
+    )
+    layout, step = plan_verdict(plan)
+    assert layout.startswith(
+        "The layout is channels_last: a step by plan in channels_last takes 0.8"
+    )
+    assert step.endswith(" 90 ns against 100 ns (both in channels_last).")
+    same = replace(plan, memory_format="keep", layout_race=LayoutRace(contestants, 0, 5))
+    assert plan_verdict(same)[0].endswith("torch's own steps are the fastest, 110 ns.")

@@ -33,6 +33,17 @@ def memory_format(problem: Problem) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def in_channels_last(tensor: Tensor) -> Tensor:
+    """The same values with channels innermost, where torch has such a layout: in 4-D and 5-D.
+
+    >>> in_channels_last(torch.empty(8, 4, 1, 1)).stride(), in_channels_last(torch.ones(3)).stride()
+    ((4, 1, 4, 4), (1,))
+    """
+    layout = CHANNELS_LAST_BY_RANK.get(tensor.dim() - 2)
+    # `contiguous` would leave the strides of a 1x1 filter, by which torch picks a layout
+    return tensor if layout is None else tensor.to(memory_format=layout)
+
+
 def torch_dtype(problem: Problem) -> torch.dtype:
     """The problem's dtype in torch.
 

@@ -82,12 +82,22 @@ def show(
     if as_json:
         print(json.dumps(loaded.to_dict()))
         return
-    from ucudnn.reports.text import kernel_table, plan_summary, plan_table
+    from ucudnn.reports.text import (
+        as_sentence,
+        kernel_table,
+        layout_table,
+        plan_summary,
+        plan_table,
+    )
     from ucudnn.tuning.noise import noise_of
 
     if kernel is None:
         out.print(plan_table(loaded, out.width))
         out.print(plan_summary(loaded), highlight=False)
+        if loaded.layout_race is not None:
+            if loaded.layout_race.contestants:
+                out.print(layout_table(loaded.layout_race))
+            say(as_sentence(str(loaded.layout_race)))
         out.print(f"Noise: {noise_of(loaded)}.", highlight=False)
         return
     chosen = [

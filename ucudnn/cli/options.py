@@ -36,7 +36,13 @@ OpsOption = Annotated[
     str | None, typer.Option(help="Some of fprop,dgrad,wgrad, separated by commas.")
 ]
 DtypeOption = Annotated[str, typer.Option(help="For a CSV: dtype of its layers.")]
-LayoutOption = Annotated[str, typer.Option(help="For a CSV: nchw or nhwc.")]
+LayoutOption = Annotated[
+    str | None,
+    typer.Option(
+        help="For a CSV: nchw or nhwc. For a model: keep, or auto for the better of its own "
+        "layout and channels_last."
+    ),
+]
 ChannelsLastOption = Annotated[
     bool, typer.Option(help="For a model: convert it and its inputs to channels-last.")
 ]

@@ -15,7 +15,7 @@ from ucudnn.cli import options
 from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, err, out, progress, say
 from ucudnn.cli.options import CacheOption, JsonOption, settings
 from ucudnn.cli.targets import NamedModel, name_model
-from ucudnn.config import Config
+from ucudnn.config import LAYOUTS, Config
 from ucudnn.errors import ConfigError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
@@ -35,7 +35,7 @@ def tune(
     policy: options.PolicyOption = None,
     ops: options.OpsOption = None,
     dtype: options.DtypeOption = "float32",
-    layout: options.LayoutOption = "nchw",
+    layout: options.LayoutOption = None,
     channels_last: options.ChannelsLastOption = False,
     autocast: options.AutocastOption = False,
     infer: options.InferOption = False,
@@ -60,6 +60,7 @@ def tune(
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace}
     given |= {"solver": solver, "effort": effort, "step_race": step_race}
+    table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
     if solver is not None and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
@@ -70,7 +71,7 @@ def tune(
 
     where = device_type(config)
     if model.endswith(".csv"):
-        layers = _read_table(model, config, dtype, layout, math if where == "cuda" else None)
+        layers = _read_table(model, config, dtype, table_layout, math if where == "cuda" else None)
         plan = _tune(Traced(layers), None, config, output, as_json, remeasure)
         _judge_noise(plan, fail_if_noisy)
         return
@@ -78,6 +79,17 @@ def tune(
     traced = named.trace(config.ops, where)
     plan = _tune(traced, named, config, output, as_json, remeasure)
     _judge_noise(plan, fail_if_noisy)
+
+
+def _layouts(layout: str | None, is_table: bool) -> tuple[str, str | None]:
+    """The layout of a table's layers, and the setting for a model: one flag has both."""
+    allowed = ("nchw", "nhwc") if is_table else LAYOUTS
+    if layout is not None and layout not in allowed:
+        what = "the layers of a CSV" if is_table else "a model"
+        raise ConfigError(
+            f"--layout must be one of {', '.join(allowed)} for {what}, got {layout!r}"
+        )
+    return (layout or "nchw", None) if is_table else ("nchw", layout)
 
 
 def _judge_noise(plan: Plan, fail_if_noisy: bool) -> None:
@@ -130,24 +142,25 @@ def _plan(
     remeasure: bool,
 ) -> Plan:
     """Tune, and judge the plan by whole steps where there is a model to run."""
-    from ucudnn.tuning.model import RESERVED_STEPS, judged
-    from ucudnn.tuning.tuner import is_replayed, tune_problems
+    from ucudnn.tuning.model import tune_traced
+    from ucudnn.tuning.tuner import device_type, is_replayed, tune_problems
 
-    races = named is not None and config.step_race and not is_replayed(config)
-    plan = tune_problems(
-        traced.layers,
-        config,
-        on_progress,
-        biased=traced.biased,
-        reserved_steps=RESERVED_STEPS if races else 0,
-        remeasure=remeasure,
-    )
     if named is None:
-        return plan
-    if races:
+        return tune_problems(
+            traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
+        )
+    if config.step_race and not is_replayed(config):
         named.fill()
     with named.context():
-        return judged(named.module, named.inputs, plan, config)
+        return tune_traced(
+            named.module,
+            named.inputs,
+            traced,
+            config,
+            on_progress,
+            device_type=device_type(config),
+            remeasure=remeasure,
+        )
 
 
 def _keep(plan: Plan, calls: int, output: Path | None) -> str:
@@ -167,6 +180,7 @@ def _print_tuned(
     plan: Plan, counts: dict[str, int], seconds: float, output: Path | None, as_json: bool
 ) -> None:
     from ucudnn.reports.text import (
+        layout_table,
         payback,
         plan_summary,
         plan_table,
@@ -186,12 +200,16 @@ def _print_tuned(
             "noise": noise_of(plan).to_dict(),
             "pays_back_steps": steps_to_pay_back(plan, seconds),
             "step_race": plan.step_race.to_dict() if plan.step_race else None,
+            "memory_format": plan.memory_format,
+            "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
             "output": None if output is None else str(output),
         }
         print(json.dumps(summary))
         return
     out.print(plan_table(plan, out.width))
     out.print(plan_summary(plan), highlight=False)
+    if plan.layout_race is not None and plan.layout_race.contestants:
+        out.print(layout_table(plan.layout_race))
     for sentence in plan_verdict(plan):
         say(sentence)
     say(f"Noise: {noise_of(plan)}.")

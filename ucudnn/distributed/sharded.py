@@ -105,11 +105,13 @@ def tune(
         ConfigError: the model does not accept the inputs or computes no convolution.
         PlanError: no plan of some kernel fits the workspace limit; all ranks raise it.
     """
+    from ucudnn.execution.layout import memory_format_of
     from ucudnn.tracing import trace_layers
 
     config = config or Config()
     traced = trace_layers(model, example_inputs, config.ops)
-    return tune_problems(traced.layers, config, group, on_progress, timeouts, traced.biased)
+    plan = tune_problems(traced.layers, config, group, on_progress, timeouts, traced.biased)
+    return replace(plan, memory_format=memory_format_of(model))
 
 
 def tune_problems(
@@ -141,6 +143,12 @@ def tune_problems(
         raise ConfigError(
             "total_workspace is one pool of all kernels, which ranks that measure a part of them "
             "cannot divide; tune in one process and load its plan, or set workspace_limit"
+        )
+    if config.layout != "keep":
+        raise ConfigError(
+            f"layout={config.layout!r} is decided by whole steps of a model, which ranks that "
+            f"measure a part of its kernels do not take; tune in one process and load its plan, or "
+            f"set layout='keep'"
         )
     listed = list(layers)
     if not listed:

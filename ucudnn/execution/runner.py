@@ -64,6 +64,7 @@ class Runner(AbstractRunner):
         self._backend: AbstractBackend | None = None
         self._tuning = False
         self._warned: set[Problem] = set()
+        self._said_layout = False
         self._follow(plan)
 
     def _follow(self, plan: Plan | None) -> None:
@@ -152,6 +153,10 @@ class Runner(AbstractRunner):
     def _unplanned(self, problem: Problem, has_bias: bool) -> None:
         if self.plan is not None and Layer.of(problem) not in self._layers:
             return  # of a layer that the plan was not made for
+        if self.plan is not None and self._is_in_the_other_layout(self.plan, problem):
+            self._say_layout()
+            if self.config.unplanned == "torch":
+                return
         if self.config.unplanned == "error":
             raise PlanError(
                 f"{problem} has no plan and unplanned='error'; tune with an example input of this "
@@ -165,6 +170,23 @@ class Runner(AbstractRunner):
             )
             return
         self._tune(self._tuner, problem, has_bias)
+
+    def _is_in_the_other_layout(self, plan: Plan, problem: Problem) -> bool:
+        if plan.memory_format == "keep" or problem.rank == 1 or problem.layout == "nhwc":
+            return False
+        return plan.covers(replace(problem, layout="nhwc"))
+
+    def _say_layout(self) -> None:
+        if not self._said_layout:
+            self._said_layout = True
+            warnings.warn(
+                "the plan is for a model in channels_last, and this one is not: torch's own "
+                "convolutions compute it; use ucudnn.convert_(model, plan), or "
+                "model.to(memory_format=torch.channels_last) and its inputs likewise (in 3-D "
+                "channels_last_3d)",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _tune(self, tuner: Tuner, problem: Problem, has_bias: bool) -> None:
         _require_idle(problem)

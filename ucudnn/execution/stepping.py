@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ucudnn.backends.tensors import in_channels_last
 from ucudnn.errors import UcudnnError
+from ucudnn.execution.layout import InputsFollow, axes_of
+from ucudnn.execution.randomness import SameRandomNumbers, same_random_states, seed_all
 from ucudnn.execution.snapshot import unchanged
 
 # What a step may raise where it was traced but cannot be computed here.
@@ -35,6 +38,8 @@ class Stepper:
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
         fake_mode: to compute on fake tensors; None: on real ones.
         backward: run the backward pass too, where an output requires a gradient.
+        memory_format: "keep", or "channels_last": as a model that is laid out so, by copies of its
+            parameters, and its inputs in each step.
     """
 
     def __init__(
@@ -43,13 +48,21 @@ class Stepper:
         example_inputs: Any,
         fake_mode: FakeTensorMode | None = None,
         backward: bool = True,
+        memory_format: str = "keep",
     ) -> None:
         self._model = model
         self._backward = backward
         self._fake_mode = fake_mode
+        self._is_last = memory_format == "channels_last"
+        self._follow = InputsFollow(axes_of(model) if self._is_last else frozenset())
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
-        self._copies = {id(tensor): self._own(tensor) for tensor in self._buffers.values()}
+        self._copies = {
+            id(tensor): self._laid_out(self._own(tensor)) for tensor in self._buffers.values()
+        }
+        # real steps need no copy of the weights but for their layout: nothing is written to them
+        leaf = self._laid_out if fake_mode is None else _as_it_is
+        self._weights = {id(tensor): leaf(tensor) for tensor in self._parameters.values()}
         if isinstance(example_inputs, Mapping):
             args, kwargs = tuple[Any, ...](), dict(example_inputs)
         else:
@@ -62,20 +75,59 @@ class Stepper:
         copied = tensor.detach().clone() if mode is None else mode.from_tensor(tensor)
         return copied.detach().requires_grad_(tensor.requires_grad)
 
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return self._laid_out(self._own(tensor))
+
+    def _laid_out(self, tensor: Tensor) -> Tensor:
+        if not self._is_last:
+            return tensor
+        return in_channels_last(tensor.detach()).requires_grad_(tensor.requires_grad)
+
     def run(self) -> None:
         """Compute one step; gradients go to tensors that nobody else holds."""
-        # a real step needs no second copy of the weights: nothing is written to them
-        leaf = _leaf if self._fake_mode is None else self._own
-        copies = {id(tensor): leaf(tensor) for tensor in self._parameters.values()}
-        copies |= self._copies
+        self._step()
+
+    def results(self, nudge: float = 0.0) -> Results:
+        """The same, and what came out.
+
+        Args:
+            nudge: change each weight by this fraction of itself, up or down by chance.
+        """
+        # rounding changes the gradient of a loss without a jump by little
+        outputs, leaves = self._step(nudge, is_smooth=True)
+        gradients = (leaf.grad for leaf in leaves.values())
+        return Results(
+            [tensor.detach() for tensor in tensors_of(outputs)],
+            [gradient for gradient in gradients if gradient is not None],
+        )
+
+    def _step(self, nudge: float = 0.0, is_smooth: bool = False) -> tuple[Any, dict[int, Tensor]]:
+        leaf = _leaf if self._fake_mode is None else self._fake
+        weights = self._weights.items()
+        leaves = {which: leaf(_nudged(tensor, nudge)) for which, tensor in weights}
+        copies = leaves | self._copies
         tensors = self._parameters | self._buffers
         state = {name: copies[id(tensor)] for name, tensor in tensors.items()}
-        args, kwargs = tree_map_only(Tensor, _leaf, self._inputs)
+        args, kwargs = self._follow.laid_out(tree_map_only(Tensor, _leaf, self._inputs))
         # functional_call swaps the copies in for the call
         outputs = torch.func.functional_call(self._model, state, args, kwargs)
-        losses = [tensor.abs().sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
+        wanted = (tensor.abs() for tensor in tensors_of(outputs) if tensor.requires_grad)
+        losses = [(tensor.square() if is_smooth else tensor).sum() for tensor in wanted]
         if losses and self._backward:
             torch.autograd.backward(losses)
+        return outputs, leaves
+
+
+class Results(NamedTuple):
+    """What a step computes.
+
+    Args:
+        outputs: of the model.
+        gradients: of its parameters.
+    """
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
 
 
 class Steps:
@@ -85,25 +137,49 @@ class Steps:
         model: any module.
         example_inputs: as for `Stepper`, or a list of such.
         backward: run the backward pass too.
+        memory_format: as for `Stepper`.
     """
 
-    def __init__(self, model: nn.Module, example_inputs: Any, backward: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        backward: bool = True,
+        memory_format: str = "keep",
+    ) -> None:
         several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-        self._steppers = [Stepper(model, inputs, backward=backward) for inputs in several]
+        self._steppers = [
+            Stepper(model, inputs, backward=backward, memory_format=memory_format)
+            for inputs in several
+        ]
 
     def __call__(self) -> None:
         """Compute them."""
         for stepper in self._steppers:
             stepper.run()
 
+    def results(self, nudge: float = 0.0) -> Results:
+        """Compute them with random numbers that are the same in every layout.
+
+        Args:
+            nudge: as for `Stepper.results`.
+        """
+        seed_all()
+        with SameRandomNumbers():
+            results = [stepper.results(nudge) for stepper in self._steppers]
+        return Results(
+            [tensor for one in results for tensor in one.outputs],
+            [tensor for one in results for tensor in one.gradients],
+        )
+
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let steps of a model be computed inside; afterwards it and the random state are as before."""
+    """Let steps of a model be computed inside; afterwards it and random states are as before."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.random.fork_rng(),
+        same_random_states(),
         unchanged(model, None),
     ):
         yield
@@ -119,6 +195,19 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return "parameters or inputs are no plain tensors"
     return ""
+
+
+def _nudged(tensor: Tensor, nudge: float) -> Tensor:
+    if not nudge or not tensor.is_floating_point():
+        return tensor
+    chance = torch.Generator(tensor.device).manual_seed(0)
+    signs = torch.randint(2, tensor.shape, generator=chance, device=tensor.device) * 2 - 1
+    nudged = (tensor.detach() * (1 + nudge * signs)).to(tensor.dtype)
+    return nudged.requires_grad_(tensor.requires_grad)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -112,6 +112,8 @@ def compare(one: Plan, other: Plan) -> Comparison:
 def _differences(one: Plan, other: Plan) -> Iterator[Difference]:
     if one.backend != other.backend:
         yield Difference("backend", one.backend, other.backend)
+    if one.memory_format != other.memory_format:
+        yield Difference("memory_format", one.memory_format, other.memory_format)
     for room in ("device", "software", "conditions"):
         values = [asdict(getattr(plan, room)) for plan in (one, other)]
         yield from _of_fields(room, *values)

@@ -17,9 +17,11 @@ from itertools import groupby
 from math import ceil, floor, log2, log10
 from typing import Any, NamedTuple
 
+from rich.table import Table
+
 from ucudnn.errors import UcudnnError
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
-from ucudnn.reports.text import plan_summary, plan_table
+from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
 from ucudnn.system.files import write
 from ucudnn.units import format_bytes, format_ns
 
@@ -292,6 +294,7 @@ def _page(plan: Plan, charts: Sequence[str]) -> str:
             if value
         ),
         f"</dl>\n<p>{escape(plan_summary(plan))}</p>",
+        *_layouts(plan),
         *charts,
         f"<h2>All kernels</h2>\n{_html_table(plan)}\n</body>\n</html>\n",
     )
@@ -306,6 +309,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "malloc": plan.conditions.allocator,
         **{name: str(version) for name, version in asdict(plan.software).items()},
         "backend": plan.backend,
+        "memory format": "" if plan.memory_format == "keep" else plan.memory_format,
         "workspace limit": "none" if limit is None else f"{format_bytes(limit)} for each kernel",
         "pool": "" if total is None else f"{format_bytes(total)}, every call owns its part",
         "policy": plan.config.policy,
@@ -316,15 +320,33 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 def _html_table(plan: Plan) -> str:
     """The columns that a wide terminal shows, in the plan's order, with layers and notes."""
-    table = plan_table(plan, width=200)
-    numbers = [column.justify == "right" for column in table.columns] + [False, False]
-    heads = [*(str(column.header) for column in table.columns), "layers", "notes"]
+    more = [(", ".join(kernel.layers), "; ".join(kernel.notes)) for kernel in plan.kernels]
+    return _html_of(plan_table(plan, width=200), "Of one call: ", ("layers", "notes"), more)
+
+
+def _layouts(plan: Plan) -> Iterator[str]:
+    """How the layout of the model was decided, where the settings asked for that."""
+    if plan.layout_race is None:
+        return
+    yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_race)))}</p>"
+    if plan.layout_race.contestants:
+        yield _html_of(layout_table(plan.layout_race))
+
+
+def _html_of(
+    table: Table,
+    of: str = "",
+    more_heads: Sequence[str] = (),
+    more: Sequence[Sequence[str]] | None = None,
+) -> str:
+    """A table for a terminal, with further columns."""
+    numbers = [column.justify == "right" for column in table.columns] + [False] * len(more_heads)
+    heads = [*(str(column.header) for column in table.columns), *more_heads]
     lines = [_html_row("th", heads, numbers)]
-    rows = zip(*(column.cells for column in table.columns), strict=True)
-    for kernel, cells in zip(plan.kernels, rows, strict=True):
-        names = (", ".join(kernel.layers), "; ".join(kernel.notes))
-        lines.append(_html_row("td", [*map(str, cells), *names], numbers))
-    caption = f"<p>Of one call: {escape(str(table.caption))}.</p>"
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    for cells, others in zip(rows, more or [()] * len(rows), strict=True):
+        lines.append(_html_row("td", [*map(str, cells), *others], numbers))
+    caption = f"<p>{of}{escape(str(table.caption))}.</p>"
     return "\n".join([caption, '<div class="wide"><table>', *lines, "</table></div>"])
 
 

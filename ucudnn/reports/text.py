@@ -8,6 +8,7 @@ from math import ceil
 from rich import box
 from rich.table import Table
 
+from ucudnn.layout_race import LayoutRace
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.reports.comparison import Comparison
 from ucudnn.units import format_bytes, format_ns
@@ -60,7 +61,8 @@ def _caption(plan: Plan) -> str:
 
 def _limits(plan: Plan) -> str:
     limit, total = plan.config.limit_bytes, plan.config.total_bytes
-    said = f"workspace limit {'none' if limit is None else format_bytes(limit)}"
+    layout = "" if plan.memory_format == "keep" else f"{plan.memory_format}, "
+    said = f"{layout}workspace limit {'none' if limit is None else format_bytes(limit)}"
     return said if total is None else f"{said}, pool of {format_bytes(total)}"
 
 
@@ -133,10 +135,48 @@ def plan_verdict(plan: Plan) -> list[str]:
     if limits:
         offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
         sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
+    if plan.layout_race is not None:
+        sentences.append(as_sentence(str(plan.layout_race)))
     if plan.step_race is not None:
-        said = str(plan.step_race)
-        sentences.append(f"{said[0].upper()}{said[1:]}.")
+        where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
+        said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
+        sentences.append(as_sentence(said))
     return sentences
+
+
+def as_sentence(said: str) -> str:
+    """A clause as a sentence.
+
+    >>> as_sentence("the layout is the model's own")
+    "The layout is the model's own."
+    """
+    return f"{said[0].upper()}{said[1:]}."
+
+
+def layout_table(layouts: LayoutRace) -> Table:
+    """One row per contestant of a race of layouts; the winner is marked."""
+    what, caption = "step", f"median of {layouts.rounds} interleaved rounds"
+    if layouts.is_by_sums:
+        what, caption = "sum of kernels", "sums of kernels, no steps were run"
+    if not all(one.is_allowed for one in layouts.contestants):
+        caption += "; over the limit: torch's own, of more workspace than allowed, never chosen"
+    table = Table(
+        title="Layout of the model",
+        caption=f"{caption}; *: what the plan is for",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("", "by", what, "ratio to torch", "peak", ""):
+        table.add_column(heading, justify="right" if heading in (what, "peak") else "left")
+    for index, one in enumerate(layouts.contestants):
+        ratio = f"{one.ratio:.2f}"
+        if not layouts.is_by_sums:
+            ratio += f" ({one.low:.2f} to {one.high:.2f})"
+        mark = "*" if index == layouts.winner else ""
+        peak = format_bytes(one.peak_bytes) if one.peak_bytes else "-"
+        over = "" if one.is_allowed else "over the limit"
+        table.add_row(mark, one.name, format_ns(one.time_ns), ratio, peak, over)
+    return table
 
 
 def _saved_ns(kernel: KernelPlan) -> int:
@@ -261,6 +301,7 @@ def comparison_summary(found: Comparison) -> str:
         verdict = f"{len(found.changed)} of {len(found.pairs)} kernels differ."
     totals = " ".join(
         f"The {name}: {plan_summary(plan)}"
+        + (f" {as_sentence(str(plan.layout_race))}" if plan.layout_race else "")
         for name, plan in (("one", found.one), ("other", found.other))
     )
     return f"{verdict} {totals}"

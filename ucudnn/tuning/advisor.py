@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,11 +10,9 @@ from time import monotonic
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
-from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK
 from ucudnn.benchmark.rounds import failure_of
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config
@@ -55,7 +52,7 @@ def advise(
     """Time a training step and its convolutions as torch runs them, and say what could be gained.
 
     Nothing is searched and nothing is cached; it takes a minute at most. Steps are run as they are
-    and with a copy of the model in channels_last; the model and the random state stay as they are.
+    and with copies of the parameters in channels_last; model and random states stay as they are.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -151,16 +148,13 @@ def _with_steps(
             advice = replace(advice, step_peak_bytes=peak_bytes)
             if not has_other:
                 return replace(advice, step_ns=min(advice.step_ns, backend.elapsed_ns(step)))
-            other_model, other_inputs = _in_channels_last(model, inputs)
-            with undisturbed(other_model):
-                other = Steps(other_model, other_inputs, backward)
-                peak = backend.workspace_bytes(other, ())
-                until = began + _STEPS_PART * _MOST_S
-                own, last = race(
-                    partial(backend.elapsed_ns, step),
-                    partial(backend.elapsed_ns, other),
-                    lambda: monotonic() >= until,
-                )
+            other = Steps(model, inputs, backward, "channels_last")
+            peak = backend.workspace_bytes(other, ())
+            until = began + _STEPS_PART * _MOST_S
+            own, last = race(
+                [partial(backend.elapsed_ns, one) for one in (step, other)],
+                lambda: monotonic() >= until,
+            )
     except STEP_ERRORS as error:
         return replace(advice, reason=f"one could not be computed ({failure_of(error)})")
     return replace(
@@ -170,22 +164,6 @@ def _with_steps(
         last_step_peak_bytes=peak,
         last_ratio=ratio_interval(last, own),
     )
-
-
-def _in_channels_last(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
-    """A copy of the model, and inputs, with channels innermost wherever torch has such a layout."""
-    copied = copy.deepcopy(model)
-    for tensor in (*copied.parameters(), *copied.buffers()):
-        tensor.data = _last(tensor.data)
-    return copied, tree_map_only(Tensor, _last, inputs)
-
-
-def _last(tensor: Tensor) -> Tensor:
-    layout = CHANNELS_LAST_BY_RANK.get(tensor.dim() - 2)
-    if layout is None:
-        return tensor
-    moved = tensor.detach().contiguous(memory_format=layout)
-    return moved.requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)

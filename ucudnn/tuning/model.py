@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import monotonic
 from typing import Any
 
 from torch import nn
 
-from ucudnn.backends import open_backend
 from ucudnn.benchmark.rounds import failure_of
 from ucudnn.config import Config
-from ucudnn.execution.override import Installation
-from ucudnn.execution.runner import Runner
-from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.execution.layout import memory_format_of
+from ucudnn.layout_race import LayoutRace
 from ucudnn.plan import Plan
-from ucudnn.step_race import StepRace
-from ucudnn.tracing import trace_layers
-from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tracing import Traced, trace_layers
+from ucudnn.tuning.judging import judged, judged_in_layouts
 from ucudnn.tuning.progress import Progress
-from ucudnn.tuning.step_judge import StepJudge, may_be_torchs
-from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed, tune_problems
+from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
 # Time to leave of the budget: both contestants in two rounds more than decide a clear race.
 RESERVED_STEPS = 10
+# The same for two layouts: see `judging`; four contestants in four rounds, and what comes before.
+_LAYOUT_STEPS = 25
+# Of a budget that is over something must be given: then kernels are not even looked at.
+_LEAST_BUDGET_S = 1e-3
+
+Report = Callable[[Progress], None]
 
 
 def tune(
     model: nn.Module,
     example_inputs: Any,
     config: Config | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Report | None = None,
     *,
     real: bool = False,
     remeasure: bool = False,
@@ -39,7 +42,8 @@ def tune(
     """Measure the convolutions of a model's training step and plan each; the model is unchanged.
 
     The plan is then judged by whole steps of the model on the example inputs, without touching its
-    parameters, gradients, buffers or random state: see `Config.step_race`.
+    parameters, gradients, buffers or random state: see `Config.step_race`. `Config.layout` asks for
+    the better of two layouts.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
@@ -64,83 +68,169 @@ def tune(
     """
     config, began = config or Config(), monotonic()
     traced = trace_layers(model, example_inputs, config.ops, real=real)
-    reserved = RESERVED_STEPS if config.step_race else 0
-    plan = tune_problems(
-        traced.layers,
-        config,
-        on_progress,
-        biased=traced.biased,
-        reserved_steps=reserved,
-        remeasure=remeasure,
-    )
-    return judged(model, example_inputs, plan, config, began)
+    tuning = _Tuning(config, on_progress, remeasure, began)
+    return tuning.run(model, example_inputs, traced, real=real)
 
 
-def judged(
-    model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float | None = None
+def tune_traced(
+    model: nn.Module,
+    example_inputs: Any,
+    traced: Traced,
+    config: Config,
+    on_progress: Report | None = None,
+    *,
+    device_type: str | None = None,
+    remeasure: bool = False,
 ) -> Plan:
-    """The plan after a race of whole steps, or with the reason why there was none.
+    """The same for a model that was traced.
 
     Args:
-        model: that the plan was made for.
+        model: any module.
         example_inputs: that it was traced with.
-        plan: not judged yet.
-        config: with the time budget.
-        began: the `time.monotonic` from which the budget counts; None: now.
+        traced: its convolutions.
+        config: the settings.
+        on_progress: called after every measurement.
+        device_type: for which it was traced.
+        remeasure: take every time anew.
+
+    Raises:
+        ConfigError: as for `tune`.
+        PlanError: as for `tune`.
     """
-    reason = _reason_against(model, example_inputs, plan, config)
-    if reason:
-        return replace(plan, step_race=StepRace(reason=reason))
-    backward = any(kernel.problem.op != "fprop" for kernel in plan.kernels)
-    backend = open_backend(plan.backend)
-    try:
-        with undisturbed(model):
-            step = Steps(model, example_inputs, backward)
-            began = monotonic() if began is None else began
-            until = _until(plan, config, began, backend.elapsed_ns(step))
-            judge = StepJudge(
-                step,
-                _Installer(),
-                backend.elapsed_ns,
-                lambda run: backend.workspace_bytes(run, ()),
-                until,
-            )
-            return judge.judge(plan)
-    except KeyboardInterrupt:
-        raise TuningInterruptedError(plan) from None
-    except STEP_ERRORS as error:
-        reason = f"a step could not be computed ({failure_of(error)})"
-        return replace(plan, step_race=StepRace(reason=reason))
+    tuning = _Tuning(config, on_progress, remeasure, monotonic())
+    return tuning.run(model, example_inputs, traced, device_type=device_type)
 
 
-class _Installer:
-    """Installs plans in turn; what was looked up for one stays, as in a run that installs it once.
+class _Tuning:
+    """Tunes one model, in one layout or in two.
 
-    To look all calls of a step up takes as long as some of them.
+    Args:
+        config: the settings.
+        on_progress: called after every measurement.
+        remeasure: take every time anew.
+        began: the `time.monotonic` from which the budget counts.
     """
 
-    def __init__(self) -> None:
-        self._runners: dict[int, Runner] = {}  # each keeps its plan, so that no other has its id
+    def __init__(
+        self, config: Config, on_progress: Report | None, remeasure: bool, began: float
+    ) -> None:
+        self._config = config
+        self._on_progress = on_progress
+        self._remeasure = remeasure
+        self._began = began
 
-    def __call__(self, plan: Plan) -> Installation:
-        return Installation(plan.device.type, self._runners.setdefault(id(plan), Runner(plan)))
+    def run(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        traced: Traced,
+        *,
+        real: bool = False,
+        device_type: str | None = None,
+    ) -> Plan:
+        """Tune and judge."""
+        config = self._config
+        if config.layout == "keep":
+            return self._as_it_is(model, inputs, traced)
+        try:
+            how: dict[str, Any] = {"real": real, "device_type": device_type}
+            last = trace_layers(model, inputs, config.ops, **how, memory_format="channels_last")
+        except ConfigError as error:
+            reason = f"it fails in channels_last ({failure_of(error.__cause__ or error)})"
+        else:
+            reason = ""
+            if _problems(last) == _problems(traced):
+                reason = "channels_last changes none of its convolutions"
+        if reason:
+            plan = self._as_it_is(model, inputs, traced)
+            return replace(plan, layout_race=LayoutRace(reason=reason))
+        return self._in_layouts(model, inputs, {"keep": traced, "channels_last": last})
+
+    def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
+        plan = self._tuned(traced, self._config, RESERVED_STEPS, self._on_progress)
+        # of a model that was converted already it is a plan for the layout that this gave it
+        plan = replace(plan, memory_format=memory_format_of(model))
+        return judged(model, inputs, plan, self._config, self._began)
+
+    def _in_layouts(self, model: nn.Module, inputs: Any, traced: Mapping[str, Traced]) -> Plan:
+        budget_s = self._config.time_budget_s
+        half = replace(self._config, time_budget_s=budget_s and budget_s / 2)
+        report = _Joined(self._on_progress, len(set(_problems(traced["channels_last"]))))
+        own = self._tuned(traced["keep"], half, _LAYOUT_STEPS // 2, report)
+        report.go_on()
+        rest = replace(self._config, time_budget_s=self._seconds_for_the_second(own))
+        try:
+            # a budget that was set leaves the race out of the second's part already
+            reserved = _LAYOUT_STEPS // 2 if rest.time_budget_s is None else 0
+            last = self._tuned(traced["channels_last"], rest, reserved, report)
+        except TuningInterruptedError:
+            raise TuningInterruptedError(own) from None
+        except PlanError as error:
+            plan = judged(model, inputs, own, self._config, self._began)
+            reason = f"it has no plan in channels_last ({error})"
+            return replace(plan, layout_race=LayoutRace(reason=reason))
+        plans = {"keep": own, "channels_last": replace(last, memory_format="channels_last")}
+        calls = {which: len(one.layers) for which, one in traced.items()}
+        return judged_in_layouts(model, inputs, plans, calls, self._config, self._began)
+
+    def _seconds_for_the_second(self, own: Plan) -> float | None:
+        """What the budget leaves without the race."""
+        if self._config.time_budget_s is None:
+            return None
+        left_s = self._began + self._config.time_budget_s - monotonic()
+        timed = [(kernel.default or kernel.timing, len(kernel.layers)) for kernel in own.kernels]
+        step_s = sum(timing.time_ns * calls for timing, calls in timed) / 1e9
+        # a step is longer than its convolutions, by how much is not known yet
+        race_s = min(left_s / 2, max(left_s / 4, 2 * _LAYOUT_STEPS * step_s))
+        return max(_LEAST_BUDGET_S, left_s - race_s if self._config.step_race else left_s)
+
+    def _tuned(
+        self, traced: Traced, config: Config, reserved_steps: int, report: Report | None
+    ) -> Plan:
+        """A plan for one layout, not judged yet, with the settings of all of this."""
+        races = reserved_steps if config.step_race else 0
+        plan = tune_problems(
+            traced.layers,
+            config,
+            report,
+            biased=traced.biased,
+            reserved_steps=races,
+            remeasure=self._remeasure,
+        )
+        budget_s = self._config.time_budget_s
+        return replace(plan, config=replace(plan.config, time_budget_s=budget_s))
 
 
-def _until(plan: Plan, config: Config, began: float, step_ns: int) -> float | None:
-    """When the race must end: with the budget that was set, or with the default one."""
-    budget_s = config.time_budget_s
-    if budget_s is None:
-        is_forced = any(not may_be_torchs(plan, kernel) for kernel in plan.kernels)
-        budget_s = EFFORTS[config.effort].budget_s(step_ns, is_forced)
-    return None if budget_s is None else began + budget_s
+class _Joined:
+    """Progress of two tunings as that of one.
+
+    Args:
+        report: called with it.
+        more: kernels of the second.
+    """
+
+    def __init__(self, report: Report | None, more: int) -> None:
+        self._report = report
+        self._more = more
+        self._last = self._before = Progress("", 0, 0, 0, 0)
+
+    def go_on(self) -> None:
+        """Begin the second."""
+        self._more, self._before = 0, self._last
+
+    def __call__(self, event: Progress) -> None:
+        """Report the sums of both."""
+        before = self._before
+        self._last = replace(
+            event,
+            done=before.done + event.done,
+            total=before.done + event.total + self._more,
+            measured=before.measured + event.measured,
+            reused=before.reused + event.reused,
+        )
+        if self._report is not None:
+            self._report(self._last)
 
 
-def _reason_against(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:
-    """Reason why no step is run, "" where some can be."""
-    if not config.step_race:
-        return "step_race is off"
-    if is_replayed(config):
-        return "it was made from a recording"
-    if all(kernel.is_default for kernel in plan.kernels):
-        return "it changes nothing"
-    return reason_against_steps(model, inputs, plan.device.type)
+def _problems(traced: Traced) -> list[Any]:
+    return [problem for _, problem in traced.layers]

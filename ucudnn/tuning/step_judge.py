@@ -22,6 +22,7 @@ from ucudnn.step_race import TOLERATED, StepRace
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 7
 
 Installer = Callable[[Plan], AbstractContextManager[object]]
+Decided = Callable[[Sequence[Sequence[int]]], bool]
 
 
 class StepJudge:
@@ -49,17 +50,24 @@ class StepJudge:
         self._peak_bytes = peak_bytes
         self._until = until
 
-    def judge(self, plan: Plan) -> Plan:
+    def judge(self, plan: Plan, raced: StepRace | None = None) -> Plan:
         """The plan with the outcome of its race, without the kernels that do not pay in a step.
 
         A kernel whose default exceeds the workspace limit stays planned whatever it costs.
+
+        Args:
+            plan: not judged yet.
+            raced: its race against torch's own, with peaks, where that was run already.
         """
         changed = [kernel for kernel in plan.kernels if not kernel.is_default]
         if not changed:
             return plan
-        peaks = self._peak(None), self._peak(plan)  # which warms up, too
-        race = self._race(plan, is_warm=True)
-        replaceable = [kernel for kernel in changed if may_be_torchs(plan, kernel)]
+        if raced is None:
+            peaks = self._peak(None), self._peak(plan)  # which warms up, too
+            race = self._race(plan, is_warm=True)
+        else:
+            peaks, race = (raced.torch_peak_bytes, raced.plan_peak_bytes), raced
+        replaceable = [kernel for kernel in changed if has_default(plan, kernel)]
         if race.is_loss and replaceable:
             kept = self._kept(plan, replaceable)
             dropped = [kernel for kernel in replaceable if kernel not in kept]
@@ -76,7 +84,7 @@ class StepJudge:
         if self._is_over:
             return []
         others = [kernel for kernel in plan.kernels if kernel not in kernels]
-        without = [kernel for kernel in others if may_be_torchs(plan, kernel)]
+        without = [kernel for kernel in others if has_default(plan, kernel)]
         if not self._race(_without(plan, without)).is_loss:
             return list(kernels)
         if len(kernels) == 1:
@@ -102,62 +110,81 @@ class StepJudge:
             with self._following(followed):
                 return self._elapsed_ns(self._step)
 
-        by_torch, by_plan = race(
-            partial(timed, None), partial(timed, plan), lambda: self._is_over, is_warm
-        )
-        ratio, low, high = ratio_interval(by_plan, by_torch)
-        return StepRace(
-            median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds=len(by_plan)
-        )
+        runs = [partial(timed, None), partial(timed, plan)]
+        return step_race(*race(runs, lambda: self._is_over, is_warm))
 
 
 def race(
-    first: Callable[[], int],
-    second: Callable[[], int],
+    runs: Sequence[Callable[[], int]],
     is_over: Callable[[], bool],
     is_warm: bool = False,
-) -> tuple[list[int], list[int]]:
-    """Time two ways of a step in turn, until one is faster, neither is, or the time is over.
+    is_decided: Decided | None = None,
+) -> list[list[int]]:
+    """Time several ways of a step in turn, until it is known which is faster or time is over.
 
     Args:
-        first: runs a step and returns its time in ns.
-        second: likewise.
+        runs: each runs a step and returns its time in ns.
         is_over: no more rounds begin when this is true.
-        is_warm: both have just run; else a round that does not count comes first.
+        is_warm: all have just run; else a round that does not count comes first.
+        is_decided: True where the times so far, in the order of `runs`, are enough; default: one of
+            two is faster, or neither is.
 
     Returns:
-        Times of both, one of each per round.
+        Times of each, one of each per round.
     """
-    contestants = [(run, list[int]()) for run in (first, second)]
-    (_, firsts), (_, seconds) = contestants
+    samples: list[list[int]] = [[] for _ in runs]
+    order = list(range(len(runs)))
+    is_decided = is_decided or (lambda times: tells(times[1], times[0]))
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
     for number in range(is_warm, _MOST_ROUNDS + 1):
         if number > 1 and is_over():
             break
-        chance.shuffle(contestants)
-        for run, samples in contestants:
-            time_ns = run()
+        chance.shuffle(order)
+        for which in order:
+            time_ns = runs[which]()
             if number:
-                samples.append(time_ns)
-        if number >= _LEAST_ROUNDS and _is_decided(seconds, firsts):
+                samples[which].append(time_ns)
+        if number >= _LEAST_ROUNDS and is_decided(samples):
             break
-    return firsts, seconds
+    return samples
 
 
-def _is_decided(plan: Sequence[int], torch: Sequence[int]) -> bool:
-    """True where the interval of the ratio tells a gain, a loss or neither from the others."""
-    _, low, high = ratio_interval(plan, torch)
+def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
+    """True where the interval of the ratio tells a gain, a loss or neither from the others.
+
+    >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
+    (True, False)
+
+    Args:
+        ones: times in ns, one per round.
+        others: those of the other, in the same order.
+    """
+    _, low, high = ratio_interval(ones, others)
     return high < 1 or low > 1 + TOLERATED or (low > 1 - TOLERATED and high < 1 + TOLERATED)
 
 
-def may_be_torchs(plan: Plan, kernel: KernelPlan) -> bool:
+def step_race(by_torch: Sequence[int], by_plan: Sequence[int]) -> StepRace:
+    """The outcome of a race.
+
+    >>> step_race([100, 101, 99], [90, 91, 90]).is_win
+    True
+
+    Args:
+        by_torch: times of steps by torch's own convolutions in ns, one per round.
+        by_plan: those by the plan.
+    """
+    ratio, low, high = ratio_interval(by_plan, by_torch)
+    return StepRace(median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds=len(by_plan))
+
+
+def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     """True where torch's own convolution may replace a kernel's plan.
 
     It must be within the workspace limit. Of a pool no kernel may take more than it did.
 
     Args:
-        plan: with the limit.
-        kernel: of the plan.
+        plan: that the kernel is of.
+        kernel: with what was measured of its default.
     """
     limit = plan.config.limit_bytes
     if plan.config.total_bytes is not None:

@@ -1,0 +1,76 @@
+"""Layouts on the command line: the flag, and what every command says of a plan that has one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ucudnn.layout_race import Contestant, LayoutRace
+from ucudnn.plan import Plan
+from ucudnn.reports.html import report
+
+pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning")
+TORCH = Contestant("keep", False, 100_000_000, peak_bytes=64 << 20, is_allowed=False)
+WINNER = Contestant("channels_last", True, 80_000_000, 0.8, 0.79, 0.82, 48 << 20)
+SENTENCE = (
+    "The layout is channels_last: a step by plan in channels_last takes 0.80 (0.79 to 0.82) times "
+    "as long as by torch, 80.0 ms against 100 ms."
+)
+
+
+@pytest.fixture
+def raced(ucudnn, model, tmp_path):
+    """Files of a plan as it was tuned, and of one for channels_last."""
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    arguments = ("tune", f"{model}:net", "--input", "2x3x12x12", "--policy", "undivided")
+    assert ucudnn(*arguments, "--layout", "auto", "-o", one).status == 0
+    plan = replace(Plan.load(one), memory_format="keep")
+    plan.save(one)
+    race = LayoutRace((TORCH, WINNER), 1, 5)
+    replace(plan, memory_format="channels_last", layout_race=race).save(other)
+    return one, other
+
+
+def test_tuning_for_the_better_layout_prints_the_race(ucudnn, model):
+    arguments = ("tune", f"{model}:net", "--input", "2x3x12x12", "--policy", "undivided")
+    done = ucudnn(*arguments, "--layout", "auto")
+    assert done.status == 0
+    assert "torch in channels_last" in done.out
+    assert "The layout is " in " ".join(done.out.split())
+    found = json.loads(ucudnn(*arguments, "--layout", "auto", "--json").out)
+    assert found["memory_format"] in ("keep", "channels_last")
+    names = {(one["memory_format"], one["is_plan"]) for one in found["layout_race"]["contestants"]}
+    assert {("keep", False), ("channels_last", False)} <= names
+    assert found["measured"] + found["reused"] > 0
+    kept = json.loads(ucudnn(*arguments, "--layout", "keep", "--json").out)
+    assert (kept["memory_format"], kept["layout_race"]) == ("keep", None)
+
+
+def test_a_flag_for_the_other_kind_of_target_is_refused(ucudnn, model, table):
+    done = ucudnn("tune", f"{model}:net", "--input", "2x3x12x12", "--layout", "nhwc")
+    assert done.status == 2
+    assert "--layout must be one of keep, auto for a model, got 'nhwc'" in done.err
+    done = ucudnn("tune", table(), "--layout", "auto")
+    assert done.status == 2
+    assert "--layout must be one of nchw, nhwc for the layers of a CSV, got 'auto'" in done.err
+
+
+def test_show_report_and_compare_print_the_race(ucudnn, raced):
+    one, other = raced
+    shown = ucudnn("show", other).out
+    assert SENTENCE in " ".join(shown.split())
+    for text in ("torch", "plan in channels_last", "over the limit", "48 MiB", "*"):
+        assert text in shown
+    assert "channels_last, workspace limit none" in shown
+    page = report(Plan.load(other))
+    assert SENTENCE in page
+    assert "<dt>memory format</dt><dd>channels_last</dd>" in page
+    assert "<td>plan in channels_last</td>" in page
+    assert "<dt>memory format</dt>" not in report(Plan.load(one))
+    done = ucudnn("compare", one, other)
+    assert done.status == 1
+    assert "memory_format: keep | channels_last" in done.out
+    assert SENTENCE in " ".join(done.out.split())
+    assert json.loads(ucudnn("show", other, "--json").out)["memory_format"] == "channels_last"

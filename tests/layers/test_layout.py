@@ -1,0 +1,314 @@
+"""Plans that lay a model out in channels_last, and back: nothing but strides changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import ucudnn
+from ucudnn.config import Config
+from ucudnn.execution.layout import lay_out_, restore_layout_
+
+LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
+INPUT = (6, 3, 9, 9)
+
+
+class Small(nn.Module):
+    """Convolutions, one of 1x1, one by depth, batch norm, a buffer of four axes, a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
+        self.last = nn.Conv2d(8, 4, 1)
+        self.linear = nn.Linear(4, 5)
+        self.register_buffer("scale", torch.rand(1, 8, 9, 9))
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu() * self.scale
+        return self.linear(self.last(self.depthwise(x)).mean((2, 3)))
+
+
+def torchs_own():
+    """The same model in channels_last by torch itself."""
+    return Small().to(memory_format=LAST)
+
+
+@pytest.fixture
+def plan_last(plan_by_hand):
+    """Plan of a model for channels_last, traced on torch's own conversion of it."""
+
+    def made(model, x, last=LAST, **settings):
+        model = copy.deepcopy(ucudnn.revert_(copy.deepcopy(model))).to(memory_format=last)
+        return replace(plan_by_hand(model, x, **settings), memory_format="channels_last")
+
+    return made
+
+
+def contents(model):
+    """Every parameter and buffer with its identity, values and strides."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, id(one), one.detach().clone(), one.stride()) for name, one in tensors]
+
+
+def require_same(now, before, strides=True):
+    for (name, identity, values, found), (_, as_before, truth, expected) in zip(
+        now, before, strict=True
+    ):
+        assert identity == as_before, name
+        assert torch.equal(values, truth), name
+        assert not strides or found == expected, name
+
+
+def step(model, x):
+    model.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_converting_changes_strides_alone_and_reverting_gives_them_back(plan_last):
+    model = Small()
+    before, keys = contents(model), list(model.state_dict())
+    ucudnn.convert_(model, plan_last(model, torch.empty(INPUT)))
+    assert list(model.state_dict()) == keys
+    require_same(contents(model), before, strides=False)
+    for ours, torchs in zip(contents(model), contents(torchs_own()), strict=True):
+        assert ours[3] == torchs[3], ours[0]
+    assert ucudnn.revert_(model) is model
+    require_same(contents(model), before)
+    assert vars(model).keys() == vars(Small()).keys()
+    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks_with_kwargs
+
+
+def test_odd_strides_come_back(plan_last):
+    model = nn.Conv2d(4, 6, 3)
+    model.weight.data = model.weight.data.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    before = contents(model)
+    ucudnn.convert_(model, plan_last(model, torch.empty(2, 4, 9, 9)))
+    assert model.weight.is_contiguous(memory_format=LAST)
+    ucudnn.revert_(model)
+    require_same(contents(model), before)
+
+
+def test_a_converted_model_trains_as_torchs_own_in_channels_last(plan_last, computed):
+    model, theirs = Small(), torchs_own()
+    conversion = ucudnn.convert_(model, plan_last(model, torch.empty(INPUT)))
+    assert conversion.swapped == ("first", "depthwise", "last")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, theirs)]
+    for seed in range(4):
+        x = torch.randn(INPUT, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(
+            step(model, x), step(theirs, x.to(memory_format=LAST)), rtol=1e-5, atol=1e-6
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(computed) == 4 * 8  # every pass of every layer, but the gradient of the images
+    for ours, torchs in zip(contents(model), contents(theirs), strict=True):
+        torch.testing.assert_close(ours[2], torchs[2], rtol=1e-4, atol=1e-5)
+        assert ours[3] == torchs[3], ours[0]
+
+
+def test_a_plan_of_torchs_defaults_gives_torchs_channels_last_to_the_bit(plan_last):
+    model, theirs = Small(), torchs_own()
+    plan = plan_last(model, torch.empty(INPUT), algorithm="torch_default")
+    kernels = tuple(replace(one, alone=(0,) * one.problem.batch) for one in plan.kernels)
+    conversion = ucudnn.convert_(model, replace(plan, kernels=kernels))
+    assert conversion.swapped == ()
+    x = torch.randn(INPUT)
+    assert torch.equal(step(model, x), step(theirs, x.to(memory_format=LAST)))
+    for ours, torchs in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours.grad, torchs.grad)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_optimisers_made_earlier_go_on(kind, how):
+    settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    weights = []
+    for changes in ({}, {2: lay_out_, 4: restore_layout_}):
+        torch.manual_seed(0)
+        model, truth = nn.Conv2d(4, 6, 3), torch.randn(6, 4, 3, 3)
+        optimizer = kind(model.parameters(), lr=0.1, **settings, **how)
+        for number in range(6):
+            changes.get(number, lambda _: None)(model)
+            (model.weight * truth).sin().sum().backward()  # elementwise: no rounding by layout
+            optimizer.step()  # gradients add up, in the strides that they had
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_tied_weights_stay_tied(plan_last):
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1))
+    model[1].weight = model[0].weight
+    before = contents(model)
+    ucudnn.convert_(model, plan_last(model, torch.empty(2, 4, 9, 9)))
+    assert model[1].weight is model[0].weight
+    assert model[0].weight.is_contiguous(memory_format=LAST)
+    ucudnn.revert_(model)
+    require_same(contents(model), before)
+
+
+class Mixed(nn.Module):
+    """A 3-D, a 2-D and a 1-D convolution behind each other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.deep = nn.Conv3d(2, 4, 3, padding=1)
+        self.flat = nn.Conv2d(4, 4, 3, padding=1)
+        self.thin = nn.Conv1d(4, 3, 3)
+
+    def forward(self, x):
+        return self.thin(self.flat(self.deep(x).mean(2)).mean(2))
+
+
+def test_each_rank_has_its_own_layout(plan_by_hand):
+    model, x = Mixed(), torch.randn(2, 2, 5, 6, 7)
+    truth = model(x)
+    laid = Mixed()
+    lay_out_(laid)
+    plan = replace(plan_by_hand(laid, x), memory_format="channels_last")
+    layouts = {one.problem.rank: one.problem.layout for one in plan.kernels}
+    assert layouts == {1: "nchw", 2: "nhwc", 3: "nhwc"}
+    ucudnn.convert_(model, plan)
+    assert model.deep.weight.is_contiguous(memory_format=LAST_3D)
+    assert model.flat.weight.is_contiguous(memory_format=LAST)
+    assert model.thin.weight.is_contiguous()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # every convolution is planned
+        torch.testing.assert_close(model(x), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_inputs_follow_and_only_those_of_the_models_own_rank():
+    seen = []
+
+    class Clip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Conv2d(3, 4, 3)
+
+        def forward(self, clip, *, image=None, mask=None, names=("a",)):
+            seen.append((clip.stride(), image.stride(), mask.stride(), names))
+            return self.net(clip.view(-1, *clip.shape[2:]) + image)
+
+    model, clip = Clip(), torch.randn(2, 5, 3, 8, 8)
+    image, mask = torch.randn(10, 3, 8, 8, requires_grad=True), torch.ones(3, 3)
+    truth = model(clip, image=image, mask=mask)
+    lay_out_(model)
+    found = model(clip, image=image, mask=mask)
+    torch.testing.assert_close(found, truth)
+    found.sum().backward()
+    assert image.grad.shape == image.shape
+    last = image.to(memory_format=LAST).stride()
+    assert seen[1] == (clip.stride(), last, mask.stride(), ("a",))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state"])
+def test_copies_have_the_layout_and_can_be_reverted(way, plan_last, computed):
+    model = Small()
+    plan = plan_last(model, torch.empty(INPUT))
+    before = contents(model)
+    ucudnn.convert_(model, plan)
+    if way == "state":
+        other = Small()
+        ucudnn.convert_(other, plan)
+        other.load_state_dict(model.state_dict())
+    else:
+        other = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert [one[3] for one in contents(other)] == [one[3] for one in contents(model)]
+    x = torch.randn(INPUT)
+    assert torch.equal(other(x), model(x))
+    assert len(computed) == 6
+    ucudnn.revert_(other)
+    assert [one[3] for one in contents(other)] == [one[3] for one in before]
+    assert not other._forward_pre_hooks
+
+
+def test_a_later_plan_for_the_models_own_layout_takes_it_back(plan_last, plan_by_hand):
+    model = Small()
+    before, x = contents(model), torch.empty(INPUT)
+    last = plan_last(model, x)
+    ucudnn.convert_(model, last)
+    ucudnn.convert_(model, last)
+    assert len(model._forward_pre_hooks) == 1
+    ucudnn.convert_(model, plan_by_hand(Small(), x))
+    require_same(contents(model), before)
+    assert not model._forward_pre_hooks
+    assert type(model.first) is ucudnn.nn.Conv2d
+
+
+def test_a_parametrized_model_is_laid_out_and_back(plan_last):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), parametrizations.weight_norm(nn.Conv2d(4, 4, 3)))
+    x, before = torch.randn(INPUT), contents(model)
+    truth = model(x)
+    with pytest.warns(UserWarning, match="could be swapped: 1;"):
+        ucudnn.convert_(model, plan_last(model, x))
+    direction = model[1].parametrizations.weight.original1
+    assert direction.is_contiguous(memory_format=LAST)
+    torch.testing.assert_close(model(x), truth)
+    ucudnn.revert_(model)
+    require_same(contents(model), before)
+
+
+def test_parameters_may_stay_as_they_are(plan_last, computed):
+    model, x = Small(), torch.randn(INPUT)
+    before, truth = contents(model), step(Small(), x)
+    ucudnn.convert_(model, plan_last(model, x), parameters=False)
+    require_same(contents(model), before)
+    torch.testing.assert_close(step(model, x), truth)
+    assert len(computed) == 8
+    ucudnn.revert_(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_exported_and_compiled_models_keep_the_layout(plan_last):
+    model, x = Small().eval(), torch.randn(INPUT)
+    truth = model(x)
+    plan = plan_last(model, x)
+    ucudnn.convert_(model, plan)
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), truth, rtol=1e-5, atol=1e-5)
+    assert program.state_dict["first.weight"].is_contiguous(memory_format=LAST)
+    assert "memory_format = torch.channels_last" in program.graph_module.code
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_an_installed_plan_changes_no_model_and_says_once_what_it_should_be(plan_last, computed):
+    model, x = Small(), torch.randn(INPUT)
+    before, plan = contents(model), plan_last(model, x)
+    own = copy.deepcopy(model)(x)
+    with ucudnn.installed(plan):
+        with pytest.warns(UserWarning, match="plan is for a model in channels_last"):
+            assert torch.equal(copy.deepcopy(model)(x), own)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model, x)
+        assert not computed
+    require_same(contents(model)[:8], before[:8])  # not the counters of batch norm
+    with warnings.catch_warnings(), ucudnn.installed(plan):
+        warnings.simplefilter("error")
+        step(torchs_own(), x)
+    assert len(computed) == 8
+
+
+def test_an_unplanned_layout_obeys_the_settings(plan_last):
+    model, x = Small(), torch.randn(INPUT)
+    plan = plan_last(model, x, config=Config(unplanned="error"))
+    with (
+        ucudnn.installed(plan),
+        pytest.warns(UserWarning, match="channels_last"),
+        pytest.raises(ucudnn.PlanError, match="has no plan"),
+    ):
+        model(x)

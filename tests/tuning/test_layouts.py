@@ -1,0 +1,397 @@
+"""Real models tuned in two layouts: which may be laid out, and that none is disturbed."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ucudnn
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.execution.layout import lay_out_
+from ucudnn.execution.stepping import Steps, undisturbed
+from ucudnn.tuning.layout_check import reason_against_layout
+from ucudnn.tuning.tuner import TuningInterruptedError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning"),
+]
+AUTO = {"layout": "auto", "policy": "undivided", "effort": "quick"}
+SHAPE = (4, 3, 12, 12)
+
+
+class Model(nn.Module):
+    """With what a step would disturb: statistics, dropout, gradients, tied and frozen weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.tied = nn.Conv2d(8, 8, 3, padding=1)
+        self.again = nn.Conv2d(8, 8, 3, padding=1)
+        self.again.weight = self.tied.weight
+        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
+        self.register_buffer("scale", torch.rand(1, 8, 1, 1))
+        self.calls, self.seen = 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(random.random() + np.random.rand())
+        x = nn.functional.dropout(self.norm(self.first(x)), 0.1)
+        return self.frozen(self.again(self.tied(x)) * self.scale)
+
+
+def contents(model):
+    """Every tensor of a model: identity, values, strides, and its gradient's."""
+    found = []
+    for name, one in [*model.named_parameters(), *model.named_buffers()]:
+        grad = None if one.grad is None else (id(one.grad), one.grad.clone(), one.grad.stride())
+        found.append((name, id(one), one.detach().clone(), one.stride(), grad))
+    return found
+
+
+def require_same(now, before):
+    for one, other in zip(now, before, strict=True):
+        assert one[0] == other[0]
+        assert one[1] == other[1], one[0]
+        assert torch.equal(one[2], other[2]), one[0]
+        assert one[3] == other[3], one[0]
+        assert (one[4] is None) == (other[4] is None), one[0]
+        if one[4] is not None:
+            assert one[4][0] == other[4][0], one[0]
+            assert torch.equal(one[4][1], other[4][1]), one[0]
+            assert one[4][2] == other[4][2], one[0]
+
+
+def test_the_race_disturbs_nothing():
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(SHAPE)
+    model(x).sum().backward()
+    image, seen = x.clone(), list(model.seen)
+    before, modules = contents(model), [vars(module).keys() for module in model.modules()]
+    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+    plan = ucudnn.tune(model, x, Config(**AUTO, workspace_limit="64KiB"))
+    assert plan.layout_race.rounds >= 3, plan.layout_race
+    assert {one.memory_format for one in plan.layout_race.contestants} == {"keep", "channels_last"}
+    assert plan.memory_format == plan.layout_race.memory_format
+    require_same(contents(model), before)
+    assert [vars(module).keys() for module in model.modules()] == modules
+    assert (model.calls, model.seen) == (1, seen)
+    assert torch.equal(x, image)
+    assert x.is_contiguous()
+    assert torch.equal(torch.random.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert all(np.array_equal(*pair) for pair in zip(np.random.get_state(), states[2], strict=True))
+
+
+class Views(nn.Conv2d):
+    """Takes its result for contiguous."""
+
+    def forward(self, x):
+        return super().forward(x).view(x.shape[0], -1)
+
+
+class Peeks(nn.Conv2d):
+    """Reads its result in the order of memory."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.as_strided((y.numel(),), (1,)).cumsum(0)
+
+
+class Fragile(nn.Conv2d):
+    """Fails in channels_last, on real tensors alone."""
+
+    def forward(self, x):
+        if type(x) is torch.Tensor and not x.is_contiguous():
+            raise RuntimeError("I need contiguous images\nwhich this is not")
+        return super().forward(x)
+
+
+KEPT = {
+    "fails when traced": (Views(3, 4, 3), SHAPE, r"it fails in channels_last \(.*view"),
+    "fails when run": (Fragile(3, 4, 3), SHAPE, r"channels_last \(I need contiguous images\)"),
+    "computes something else": (
+        Peeks(3, 4, 3),
+        SHAPE,
+        "in channels_last its outputs differ by .* of their norm, and by .* where weights change",
+    ),
+    "has one axis": (nn.Conv1d(3, 4, 3), (2, 3, 9), "channels_last changes none"),
+    "is in channels_last": (
+        nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+        SHAPE,
+        "channels_last changes none of its convolutions",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_model_that_cannot_be_laid_out_keeps_its_layout_and_the_plan_says_why(case, tmp_path):
+    model, shape, reason = KEPT[case]
+    torch.manual_seed(0)
+    before = contents(model)
+    plan = ucudnn.tune(model, torch.randn(shape), Config(**AUTO))
+    assert plan.memory_format == "keep"
+    assert plan.kernels
+    assert not plan.layout_race.contestants
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(str(plan.layout_race))
+    require_same(contents(model), before)
+    plan.save(tmp_path / "plan.json")
+    assert ucudnn.Plan.load(tmp_path / "plan.json").layout_race == plan.layout_race
+
+
+def against(model, x, dtype="float32"):
+    """Reason against channels_last, by a plan whose problems have this dtype."""
+    problems = [replace(problem, dtype=dtype) for problem in ucudnn.trace(model, x)]
+    plan = SimpleNamespace(kernels=[SimpleNamespace(problem=problem) for problem in problems])
+    with undisturbed(model):
+        steps = [Steps(model, x, True, which) for which in ("keep", "channels_last")]
+        return reason_against_layout(*steps, plan)
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in every way that depends on the layout of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        x = nn.functional.dropout(self.net(x), 0.5)
+        x = nn.functional.rrelu(x, training=True) + torch.rand_like(x) + x.clone().exponential_()
+        return nn.functional.dropout2d(x * torch.empty_like(x).bernoulli_(0.5))
+
+
+def test_random_numbers_are_no_difference():
+    torch.manual_seed(0)
+    x = torch.randn(SHAPE)
+    assert against(Noisy(), x) == ""
+    # which hangs on them: torch itself draws others for the same elements
+    last = x.to(memory_format=torch.channels_last)
+    found = [torch.manual_seed(0) and nn.functional.dropout(one) for one in (x, last)]
+    assert not torch.equal(*found)
+
+
+class Chaotic(nn.Module):
+    """Magnifies rounding until nothing else is left."""
+
+    def __init__(self):
+        super().__init__()
+        # which sums in the order of memory
+        self.net = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16))
+
+    def forward(self, x):
+        x = self.net(x)
+        for _ in range(30):
+            x = (40 * x).sin()
+        return x
+
+
+def test_what_rounding_does_to_a_model_is_no_difference():
+    torch.manual_seed(0)
+    model, x = Chaotic(), torch.randn(2, 16, 12, 12)
+    own, last = (m(x) for m in (model, copy.deepcopy(model).to(memory_format=torch.channels_last)))
+    assert not torch.allclose(own, last, atol=0.1)
+    assert against(model, x) == ""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_ordinary_network_computes_the_same(seed):
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(6):
+        layers += [nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+    model = nn.Sequential(*layers, nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    assert against(model, torch.randn(4, 3, 24, 24)) == ""
+
+
+def test_half_precision_is_held_to_its_own_rounding():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), *layers, *copy.deepcopy(layers)).bfloat16()
+    assert against(model, torch.randn(SHAPE).bfloat16(), "bfloat16") == ""
+    assert "differ by" in against(Peeks(3, 4, 3).bfloat16(), torch.randn(SHAPE).bfloat16())
+
+
+class Hungry(nn.Conv2d):
+    """Has too little memory for a real step, in one layout or in both."""
+
+    only_last = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        if type(y) is torch.Tensor and not (self.only_last and y.is_contiguous()):
+            raise MemoryError("no more")
+        return y
+
+
+@pytest.mark.parametrize("only_last", [False, True])
+def test_without_memory_for_a_step_the_sums_of_kernels_decide(only_last):
+    model = Hungry(3, 4, 3)
+    model.only_last = only_last
+    plan = ucudnn.tune(model, torch.randn(SHAPE), Config(**AUTO))
+    assert plan.layout_race.is_by_sums
+    assert plan.step_race.reason == "a step could not be computed (no more)"
+    assert plan.memory_format == plan.layout_race.memory_format
+    (own, last) = (
+        min(one.time_ns for one in plan.layout_race.contestants if one.memory_format == which)
+        for which in ("keep", "channels_last")
+    )
+    assert (plan.memory_format == "channels_last") == (last < 0.99 * own)
+
+
+def test_without_a_race_the_sums_of_kernels_decide():
+    plan = ucudnn.tune(nn.Conv2d(3, 4, 3), torch.randn(SHAPE), Config(**AUTO, step_race=False))
+    assert plan.layout_race.is_by_sums
+    assert plan.layout_race.reason == "step_race is off"
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """The settings and outcomes of every list of problems that is tuned."""
+    calls, original = [], ucudnn.tuning.model.tune_problems
+
+    def spy(layers, config, *args, **kwargs):
+        calls.append((config, layers[0][1].layout))
+        return original(layers, config, *args, **kwargs)
+
+    monkeypatch.setattr("ucudnn.tuning.model.tune_problems", spy)
+    return calls
+
+
+def test_both_tunings_and_the_race_share_the_time_budget(tuned, monkeypatch):
+    now = [1000.0]
+    for module in ("model", "judging", "layout_judge"):
+        monkeypatch.setattr(f"ucudnn.tuning.{module}.monotonic", lambda: now[0])
+    original = ucudnn.tuning.model.tune_problems
+
+    def takes_25_s(*args, **kwargs):
+        now[0] += 25
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr("ucudnn.tuning.model.tune_problems", takes_25_s)
+    config = Config(**AUTO, time_budget_s=60)
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(SHAPE)
+    plan = ucudnn.tune(model, x, config)
+    (first, own), (second, last) = tuned
+    assert (own, last) == ("nchw", "nhwc")
+    assert first.time_budget_s == 30
+    assert 17.5 <= second.time_budget_s <= 35
+    assert plan.config == config
+    assert plan.config.time_budget_s == 60
+    assert plan.layout_race.rounds >= 3
+    now[0], original_again = 1000.0, original
+    plan = ucudnn.tune(model, x, replace(config, time_budget_s=49))
+    assert original_again is original
+    assert plan.layout_race.is_by_sums
+    assert plan.layout_race.reason == "the time budget has no room for them"
+
+
+def test_progress_is_that_of_one_tuning():
+    events = []
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    ucudnn.tune(model, torch.randn(SHAPE), Config(**AUTO), events.append)
+    assert {event.total for event in events} == {10}  # five kernels in each layout
+    assert [event.done for event in events] == sorted(event.done for event in events)
+    assert events[-1].done == 10
+    assert [one.measured for one in events] == sorted(one.measured for one in events)
+
+
+@pytest.mark.parametrize("error", [PlanError("no plan fits"), KeyboardInterrupt()], ids=str)
+def test_what_ends_the_second_tuning_leaves_the_first_plan(error, tuned, monkeypatch):
+    original = ucudnn.tuning.model.tune_problems
+
+    def fails(layers, *args, **kwargs):
+        if layers[0][1].layout == "nhwc":
+            if isinstance(error, KeyboardInterrupt):
+                raise TuningInterruptedError(None)
+            raise error
+        return original(layers, *args, **kwargs)
+
+    monkeypatch.setattr("ucudnn.tuning.model.tune_problems", fails)
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(SHAPE)
+    if isinstance(error, PlanError):
+        plan = ucudnn.tune(model, x, Config(**AUTO))
+        assert plan.layout_race.reason == "it has no plan in channels_last (no plan fits)"
+    else:
+        with pytest.raises(TuningInterruptedError) as caught:
+            ucudnn.tune(model, x, Config(**AUTO))
+        plan = caught.value.plan
+    assert plan.memory_format == "keep"
+    assert {one.problem.op for one in plan.kernels} == {"fprop", "wgrad"}
+
+
+def test_frozen_layers_have_no_gradients_in_either_layout():
+    model = Model()
+    model.calls = 0
+    plan = ucudnn.tune(model, torch.randn(SHAPE), Config(**AUTO))
+    frozen = [one.problem.op for one in plan.kernels if one.problem.kernel_size == (1, 1)]
+    assert sorted(frozen) == ["dgrad", "fprop"]
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_tuning_in_place_lays_the_model_out(rank, monkeypatch):
+    from ucudnn.tuning.judging import LayoutJudge
+
+    original = LayoutJudge.judge
+
+    def last(self, plans):
+        return replace(plans["channels_last"], layout_race=original(self, plans).layout_race)
+
+    monkeypatch.setattr("ucudnn.tuning.judging.LayoutJudge.judge", last)
+    kind, shape = {2: (nn.Conv2d, SHAPE), 3: (nn.Conv3d, (2, 3, 6, 6, 6))}[rank]
+    last_format = {2: torch.channels_last, 3: torch.channels_last_3d}[rank]
+    torch.manual_seed(0)
+    model, x = kind(3, 4, 3), torch.randn(shape)
+    truth = model(x)
+    conversion = ucudnn.tune_(model, x, Config(**AUTO))
+    assert conversion.plan.memory_format == "channels_last"
+    assert {one.problem.layout for one in conversion.plan.kernels} == {"nhwc"}
+    assert model.weight.is_contiguous(memory_format=last_format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = model(x)
+    assert found.is_contiguous(memory_format=last_format)
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["keep", "auto"])
+@pytest.mark.parametrize("parameters", [True, False])
+def test_a_converted_model_is_tuned_again_in_the_layout_that_it_has(layout, parameters):
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(SHAPE)
+    lay_out_(model, parameters)
+    before = contents(model)
+    conversion = ucudnn.tune_(model, x, Config(**{**AUTO, "layout": layout}))
+    assert conversion.plan.memory_format == "channels_last"
+    assert {one.problem.layout for one in conversion.plan.kernels} == {"nhwc"}
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+    if parameters:
+        require_same(contents(model), before)
+
+
+def test_ranks_that_share_the_work_refuse_to_decide_a_layout():
+    from ucudnn import distributed
+
+    with pytest.raises(ConfigError, match="layout='auto' is decided by whole steps"):
+        distributed.tune(nn.Conv2d(3, 4, 3), torch.randn(SHAPE), Config(**AUTO))
+
+
+def test_the_code_in_the_document_runs(repository, capsys):
+    text = (repository / "docs" / "layout.md").read_text()
+    (code,) = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith(("keep\nthe layout", "channels_last\nthe layout"))

@@ -1,0 +1,74 @@
+"""Random numbers of a model's steps: put back afterwards, and alike in every layout."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+_SEED = 0
+
+
+@contextmanager
+def same_random_states(on_devices: bool = True) -> Iterator[None]:
+    """Put back the random states of torch, of Python and of NumPy when the context ends.
+
+    >>> with same_random_states():
+    ...     inside = random.random()
+    >>> random.random() == inside
+    True
+
+    Args:
+        on_devices: those of GPUs, too.
+    """
+    pythons, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=None if on_devices else []):
+            yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+
+
+def seed_all() -> None:
+    """Begin all three from the same number."""
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+
+
+class SameRandomNumbers(TorchDispatchMode):
+    """Gives each element of a tensor the same random number in whatever layout the tensor is.
+
+    torch draws them in the order of memory, so dropout would drop other elements in channels_last.
+
+    >>> x = torch.ones(2, 3, 4, 4)
+    >>> found = []
+    >>> for one in (x, x.to(memory_format=torch.channels_last)):
+    ...     seed_all()
+    ...     with SameRandomNumbers():
+    ...         found.append(torch.nn.functional.dropout(one))
+    >>> torch.equal(*found)
+    True
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operator, with tensors in one order of memory where it draws numbers."""
+        del types
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        plain = tree_map_only(Tensor, Tensor.contiguous, args)
+        result = func(*plain, **(kwargs or {}))
+        if not func._schema.is_mutable:
+            return result
+        for given, used in zip(args, plain, strict=True):
+            if isinstance(given, Tensor) and given is not used:
+                given.copy_(used)
+        return args[0] if result is plain[0] else result

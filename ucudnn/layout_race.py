@@ -1,0 +1,148 @@
+"""Steps of a model in its own layout and in channels_last, and which of them a plan follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from ucudnn.errors import PlanError
+from ucudnn.units import format_ns
+
+MEMORY_FORMATS = ("keep", "channels_last")
+_LARGEST = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One way to compute the steps of a model: by torch or by a plan, in one layout.
+
+    >>> Contestant("channels_last", True, 90).name
+    'plan in channels_last'
+
+    Args:
+        memory_format: "keep", as the model was, or "channels_last".
+        is_plan: by the plan made for that layout; else by torch's own convolutions.
+        time_ns: median time of a step; where no step was run, the sum of its kernels.
+        ratio: median over the rounds of its time over torch's in the model's own layout.
+        low: lower end of its 95 % interval.
+        high: upper end.
+        peak_bytes: peak of allocated memory of a step; 0 where none was run.
+        is_allowed: False for torch's own convolutions where they exceed the workspace limit: they
+            are timed, and never chosen.
+
+    Raises:
+        PlanError: a value is of another type or out of range.
+    """
+
+    memory_format: str
+    is_plan: bool
+    time_ns: int
+    ratio: float = 1.0
+    low: float = 1.0
+    high: float = 1.0
+    peak_bytes: int = 0
+    is_allowed: bool = True
+
+    def __post_init__(self) -> None:
+        if self.memory_format not in MEMORY_FORMATS:
+            raise PlanError(
+                f"the memory format of a contestant must be one of {', '.join(MEMORY_FORMATS)}, "
+                f"got {self.memory_format!r}"
+            )
+        counts = (self.time_ns, self.peak_bytes)
+        if not all(type(count) is int and 0 <= count < _LARGEST for count in counts):
+            raise PlanError(f"counts of a contestant must be ints from 0, got {counts}")
+        ratios = (self.ratio, self.low, self.high)
+        if not all(type(ratio) is float and isfinite(ratio) and ratio > 0 for ratio in ratios):
+            raise PlanError(f"ratios of a contestant must be above 0, got {ratios}")
+        if not all(type(switch) is bool for switch in (self.is_plan, self.is_allowed)):
+            raise PlanError("is_plan and is_allowed of a contestant must be true or false")
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        who = "plan" if self.is_plan else "torch"
+        return who if self.memory_format == "keep" else f"{who} in channels_last"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRace:
+    """How the layout of a model was decided.
+
+    >>> torchs, plans = Contestant("keep", False, 100), Contestant("channels_last", True, 80, 0.8)
+    >>> LayoutRace((torchs, plans), winner=1, rounds=5).memory_format
+    'channels_last'
+    >>> print(LayoutRace(reason="it has no tensors of four or five axes"))
+    the model keeps its layout: it has no tensors of four or five axes
+
+    Args:
+        contestants: those that were compared; none where there was nothing to compare.
+        winner: index of the one that the plan stands for.
+        rounds: in which each ran one step; 0: the sums of their kernels were compared.
+        reason: why the model keeps its layout, or why no steps were run; "" where they were.
+
+    Raises:
+        PlanError: a value is of another type or out of range.
+    """
+
+    contestants: tuple[Contestant, ...] = ()
+    winner: int = 0
+    rounds: int = 0
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if type(self.rounds) is not int or not 0 <= self.rounds < _LARGEST:
+            raise PlanError(f"rounds of a race of layouts must be an int from 0, got {self.rounds}")
+        most = max(1, len(self.contestants))
+        if type(self.winner) is not int or not 0 <= self.winner < most:
+            raise PlanError(f"winner must be the index of a contestant, got {self.winner!r}")
+        if not isinstance(self.reason, str):
+            raise PlanError(f"reason must be a string, got {self.reason!r}")
+
+    @property
+    def memory_format(self) -> str:
+        """The layout that won; the model's own where nothing was compared."""
+        return self.contestants[self.winner].memory_format if self.contestants else "keep"
+
+    @property
+    def is_by_sums(self) -> bool:
+        """True where the sums of kernels decided, and no step was run."""
+        return bool(self.contestants) and self.rounds == 0
+
+    def __str__(self) -> str:
+        if not self.contestants:
+            return f"the model keeps its layout: {self.reason}"
+        winner = self.contestants[self.winner]
+        chosen = "the model's own" if winner.memory_format == "keep" else winner.memory_format
+        if self.is_by_sums:
+            sums = (f"{one.name} {format_ns(one.time_ns)}" for one in self.contestants)
+            return (
+                f"the layout is {chosen} by the sums of kernels, because no steps were compared "
+                f"({self.reason}): {', '.join(sums)}"
+            )
+        first = self.contestants[0]
+        if winner is first:
+            least = format_ns(first.time_ns)
+            return f"the layout is {chosen}: torch's own steps are the fastest, {least}"
+        return (
+            f"the layout is {chosen}: a step by {winner.name} takes {winner.ratio:.2f} "
+            f"({winner.low:.2f} to {winner.high:.2f}) times as long as by {first.name}, "
+            f"{format_ns(winner.time_ns)} against {format_ns(first.time_ns)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {**asdict(self), "contestants": [asdict(one) for one in self.contestants]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayoutRace:
+        """Build one from JSON values; fields of later versions are left out."""
+        known = {name: values[name] for name in cls.__slots__ if name in values}
+        names = Contestant.__slots__
+        contestants = tuple(
+            Contestant(**{name: one[name] for name in names if name in one})
+            for one in values["contestants"]
+        )
+        return cls(**{**known, "contestants": contestants})

@@ -1,0 +1,160 @@
+"""Judge plans by whole steps of their model, in its own layout or in two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+from torch import nn
+
+from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.benchmark.rounds import failure_of
+from ucudnn.config import Config
+from ucudnn.execution.override import Installation
+from ucudnn.execution.runner import Runner
+from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
+from ucudnn.layout_race import LayoutRace
+from ucudnn.plan import Plan
+from ucudnn.step_race import StepRace
+from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.layout import by_sums
+from ucudnn.tuning.layout_check import reason_against_layout
+from ucudnn.tuning.layout_judge import LayoutJudge
+from ucudnn.tuning.step_judge import StepJudge, has_default
+from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed
+
+# Steps that a race of two layouts takes at least: one that tells how long they are, two whose
+# results are compared, and of four contestants the peak and one round.
+_LEAST_STEPS = 11
+
+
+def judged(
+    model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float | None = None
+) -> Plan:
+    """The plan after a race of whole steps, or with the reason why there was none.
+
+    Args:
+        model: that the plan was made for.
+        example_inputs: that it was traced with.
+        plan: not judged yet.
+        config: with the time budget.
+        began: the `time.monotonic` from which the budget counts; None: now.
+    """
+    reason = _reason_against(model, example_inputs, plan, config)
+    if reason:
+        return replace(plan, step_race=StepRace(reason=reason))
+    backend = open_backend(plan.backend)
+    try:
+        with undisturbed(model):
+            step = Steps(model, example_inputs, _has_backward(plan))
+            began = monotonic() if began is None else began
+            until = _until(plan, config, began, backend.elapsed_ns(step))
+            judge = StepJudge(step, _Installer(), backend.elapsed_ns, _peak_bytes(backend), until)
+            return judge.judge(plan)
+    except KeyboardInterrupt:
+        raise TuningInterruptedError(plan) from None
+    except STEP_ERRORS as error:
+        reason = f"a step could not be computed ({failure_of(error)})"
+        return replace(plan, step_race=StepRace(reason=reason))
+
+
+def judged_in_layouts(
+    model: nn.Module,
+    example_inputs: Any,
+    plans: Mapping[str, Plan],
+    calls: Mapping[str, int],
+    config: Config,
+    began: float,
+) -> Plan:
+    """The plan of the better layout, after a race of whole steps by torch and by plan in both.
+
+    Where no steps can be run, the sums of kernels decide; a model that does not compute the same in
+    channels_last keeps its layout.
+
+    Args:
+        model: that the plans were made for.
+        example_inputs: that it was traced with.
+        plans: by memory format, not judged yet; "keep" first.
+        calls: how many convolutions a step has in that layout.
+        config: with the time budget.
+        began: the `time.monotonic` from which the budget counts.
+    """
+    own = plans["keep"]
+    reason = _reason_against_steps(model, example_inputs, own, config)
+    if reason:
+        return _by_sums(plans, calls, reason)
+    backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
+    try:
+        with undisturbed(model):
+            steps = {which: Steps(model, example_inputs, backward, which) for which in plans}
+            step_ns = backend.elapsed_ns(steps["keep"])
+            until = _until(own, config, began, step_ns, len(plans))
+            if until is not None and monotonic() + _LEAST_STEPS * step_ns / 1e9 > until:
+                return _by_sums(plans, calls, "the time budget has no room for them")
+            against = reason_against_layout(steps["keep"], steps["channels_last"], own)
+            if not against:
+                judge = LayoutJudge(
+                    steps, _Installer(), backend.elapsed_ns, _peak_bytes(backend), until
+                )
+                return judge.judge(plans)
+    except KeyboardInterrupt:
+        raise TuningInterruptedError(own) from None
+    except STEP_ERRORS as error:
+        return _by_sums(plans, calls, f"a step could not be computed ({failure_of(error)})")
+    kept = judged(model, example_inputs, own, config, began)
+    return replace(kept, layout_race=LayoutRace(reason=against))
+
+
+def _by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> Plan:
+    layouts = by_sums(plans, calls, reason)
+    chosen, race = plans[layouts.memory_format], StepRace(reason=reason)
+    return replace(chosen, step_race=race, layout_race=layouts)
+
+
+def _has_backward(plan: Plan) -> bool:
+    return any(kernel.problem.op != "fprop" for kernel in plan.kernels)
+
+
+def _peak_bytes(backend: AbstractBackend) -> Callable[[Callable[[], None]], int]:
+    return lambda run: backend.workspace_bytes(run, ())
+
+
+class _Installer:
+    """Installs plans in turn; what was looked up for one stays, as in a run that installs it once.
+
+    To look all calls of a step up takes as long as some of them.
+    """
+
+    def __init__(self) -> None:
+        self._runners: dict[int, Runner] = {}  # each keeps its plan, so that no other has its id
+
+    def __call__(self, plan: Plan) -> Installation:
+        return Installation(plan.device.type, self._runners.setdefault(id(plan), Runner(plan)))
+
+
+def _until(
+    plan: Plan, config: Config, began: float, step_ns: int, layouts: int = 1
+) -> float | None:
+    """When the race must end: with the budget that was set, or the default one of each layout."""
+    if config.time_budget_s is not None:
+        return began + config.time_budget_s
+    is_forced = any(not has_default(plan, kernel) for kernel in plan.kernels)
+    budget_s = EFFORTS[config.effort].budget_s(step_ns, is_forced)
+    return None if budget_s is None else began + layouts * budget_s
+
+
+def _reason_against(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:
+    """Reason why no step is run to judge one plan, "" where some can be."""
+    changes = not all(kernel.is_default for kernel in plan.kernels)
+    reason = _reason_against_steps(model, inputs, plan, config)
+    return reason or ("" if changes else "it changes nothing")
+
+
+def _reason_against_steps(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:
+    if not config.step_race:
+        return "step_race is off"
+    if is_replayed(config):
+        return "it was made from a recording"
+    return reason_against_steps(model, inputs, plan.device.type)

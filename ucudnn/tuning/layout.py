@@ -1,0 +1,134 @@
+"""Decide the layout of a model: by times of whole steps, or by sums of kernels. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ucudnn.benchmark.statistics import median_ns, ratio_interval
+from ucudnn.layout_race import Contestant, LayoutRace
+from ucudnn.plan import Plan
+from ucudnn.step_race import TOLERATED
+from ucudnn.tuning.step_judge import has_default, step_race, tells
+
+Samples = Sequence[Sequence[int]]
+# With which one perturbed round of seven is forgiven. It is lower than where kernels leave torch's
+# own convolution, because staying in the slower layout costs as much as leaving the faster one.
+_CONFIDENCE = 0.75
+
+
+class Entrant(NamedTuple):
+    """One way to compute steps.
+
+    Args:
+        memory_format: of the model, "keep" or "channels_last".
+        plan: None for torch's own convolutions.
+        is_allowed: False where it exceeds the workspace limit, so that it is only timed.
+    """
+
+    memory_format: str
+    plan: Plan | None
+    is_allowed: bool
+
+
+def entrants(plans: Mapping[str, Plan]) -> list[Entrant]:
+    """The contestants of a race: in each layout torch's own, and the plan if it changes anything.
+
+    Args:
+        plans: by memory format, the model's own first.
+    """
+    found = []
+    for memory_format, plan in plans.items():
+        is_allowed = all(has_default(plan, kernel) for kernel in plan.kernels)
+        found.append(Entrant(memory_format, None, is_allowed))
+        if not all(kernel.is_default for kernel in plan.kernels):
+            found.append(Entrant(memory_format, plan, True))
+    return found
+
+
+def _best(of: Sequence[Entrant], samples: Samples, memory_format: str) -> int:
+    """The contestant that a layout is chosen or left for: what its plan will be."""
+    torchs, *plans = (i for i, one in enumerate(of) if one.memory_format == memory_format)
+    if not plans:
+        return torchs
+    is_loss = step_race(samples[torchs], samples[plans[0]]).is_loss
+    return torchs if is_loss and of[torchs].is_allowed else plans[0]
+
+
+def winner(of: Sequence[Entrant], samples: Samples) -> int:
+    """The index of the best contestant; where noise hides which, of the model's own layout.
+
+    Args:
+        of: the contestants.
+        samples: times of their steps in ns, one of each per round.
+    """
+    own, last = (_best(of, samples, which) for which in ("keep", "channels_last"))
+    ratio, _, high = ratio_interval(samples[last], samples[own], _CONFIDENCE)
+    return last if ratio < 1 - TOLERATED and high < 1 else own
+
+
+def is_decided(of: Sequence[Entrant], samples: Samples) -> bool:
+    """True where more rounds would change nothing: neither a plan's fate nor the layout.
+
+    Args:
+        of: the contestants.
+        samples: times of their steps in ns, one of each per round.
+    """
+    pairs = [(_best(of, samples, "channels_last"), _best(of, samples, "keep"))]
+    pairs += [(i, i - 1) for i, one in enumerate(of) if one.plan is not None]
+    return all(tells(samples[one], samples[other]) for one, other in pairs)
+
+
+def outcome(of: Sequence[Entrant], samples: Samples, peaks: Sequence[int]) -> LayoutRace:
+    """The race as the plan keeps it.
+
+    Args:
+        of: the contestants, torch in the model's own layout first.
+        samples: times of their steps in ns, one of each per round.
+        peaks: of allocated memory in bytes.
+    """
+    contestants = []
+    for one, times, peak in zip(of, samples, peaks, strict=True):
+        ratio, low, high = ratio_interval(times, samples[0])
+        contestants.append(
+            Contestant(
+                one.memory_format,
+                one.plan is not None,
+                median_ns(times),
+                ratio,
+                low,
+                high,
+                peak,
+                one.is_allowed,
+            )
+        )
+    return LayoutRace(tuple(contestants), winner(of, samples), len(samples[0]))
+
+
+def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> LayoutRace:
+    """Compare the sums of kernels, where no steps can be.
+
+    Args:
+        plans: by memory format, the model's own first.
+        calls: how many convolutions a step has in that layout.
+        reason: why no steps were run.
+    """
+    if any(sum(len(k.layers) for k in plans[one].kernels) < calls[one] for one in plans):
+        return LayoutRace(reason=f"not all kernels have a plan in both layouts, and {reason}")
+    contestants: list[Contestant] = []
+    for one in entrants(plans):
+        kernels = plans[one.memory_format].kernels
+        timed = [(k.timing if one.plan else k.default, len(k.layers)) for k in kernels]
+        if all(timing for timing, _ in timed):  # a recording may lack torch's own
+            time_ns = sum(timing.time_ns * count for timing, count in timed if timing)
+            contestants.append(_summed(one, time_ns, contestants))
+    # of each layout the plan comes last; it holds torch's own where that is faster
+    own, last = ({one.memory_format: i for i, one in enumerate(contestants)}[f] for f in plans)
+    is_faster = contestants[last].time_ns < (1 - TOLERATED) * contestants[own].time_ns
+    return LayoutRace(tuple(contestants), last if is_faster else own, reason=reason)
+
+
+def _summed(one: Entrant, time_ns: int, others: Sequence[Contestant]) -> Contestant:
+    ratio = time_ns / others[0].time_ns if others else 1.0
+    is_plan, allowed = one.plan is not None, one.is_allowed
+    return Contestant(one.memory_format, is_plan, time_ns, ratio, ratio, ratio, is_allowed=allowed)

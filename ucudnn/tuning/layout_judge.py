@@ -1,0 +1,83 @@
+"""Whole steps of a model in two layouts, which decide the plan that it follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from time import monotonic
+
+from ucudnn.plan import Plan
+from ucudnn.step_race import StepRace
+from ucudnn.tuning.layout import Entrant, entrants, is_decided, outcome
+from ucudnn.tuning.step_judge import Installer, StepJudge, race, step_race
+
+
+class LayoutJudge:
+    """Races steps of one model in its own layout and in channels_last.
+
+    Args:
+        steps: by memory format what computes a step.
+        install: lets the convolutions of this process follow a plan while its context is open.
+        elapsed_ns: runs something once and returns the time in ns that it took on the device.
+        peak_bytes: the same for its peak of allocated memory.
+        until: the `time.monotonic` after which no more rounds begin; None: no limit.
+    """
+
+    def __init__(
+        self,
+        steps: Mapping[str, Callable[[], None]],
+        install: Installer,
+        elapsed_ns: Callable[[Callable[[], None]], int],
+        peak_bytes: Callable[[Callable[[], None]], int],
+        until: float | None = None,
+    ) -> None:
+        self._steps = steps
+        self._install = install
+        self._elapsed_ns = elapsed_ns
+        self._peak_bytes = peak_bytes
+        self._until = until
+
+    def judge(self, plans: Mapping[str, Plan]) -> Plan:
+        """The plan of the better layout, judged as `StepJudge` does, with the race of all.
+
+        Args:
+            plans: by memory format, the model's own first.
+        """
+        all_of_them = entrants(plans)
+        peaks = [self._run(self._peak_bytes, one) for one in all_of_them]  # which warms up, too
+        samples = race(
+            [partial(self._run, self._elapsed_ns, one) for one in all_of_them],
+            lambda: self._until is not None and monotonic() >= self._until,
+            is_warm=True,
+            is_decided=partial(is_decided, all_of_them),
+        )
+        layouts = outcome(all_of_them, samples, peaks)
+        chosen = plans[layouts.memory_format]
+        run = [i for i, one in enumerate(all_of_them) if one.memory_format == layouts.memory_format]
+        judge = StepJudge(
+            self._steps[layouts.memory_format],
+            self._install,
+            self._elapsed_ns,
+            self._peak_bytes,
+            self._until,
+        )
+        if len(run) == 1:
+            judged = replace(chosen, step_race=StepRace(reason="it changes nothing"))
+        else:
+            torchs, planned = run
+            raced = replace(
+                step_race(samples[torchs], samples[planned]),
+                torch_peak_bytes=peaks[torchs],
+                plan_peak_bytes=peaks[planned],
+            )
+            judged = judge.judge(chosen, raced)
+        return replace(judged, layout_race=layouts)
+
+    def _run(self, measure: Callable[[Callable[[], None]], int], one: Entrant) -> int:
+        with self._following(one.plan):
+            return measure(self._steps[one.memory_format])
+
+    def _following(self, plan: Plan | None) -> AbstractContextManager[object]:
+        return nullcontext() if plan is None else self._install(plan)
