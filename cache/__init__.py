@@ -1,8 +1,10 @@
 """Measurements kept for ever: by every process, per device, whatever crashes.
 
     memory.py    in a dictionary
-    hdf5.py      in a folder of HDF5 files
-    layered.py   a writable cache over read-only ones
+    overlay.py   a writable cache over read-only ones
+    hdf5/        in a folder of HDF5 files
+    table/       measurements by column
+    exchange/    CSV, JSON and the tables of a probe
 
 Importing this package loads no h5py; opening a cache does.
 """
@@ -12,10 +14,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ucudnn.cache._base import AbstractCache
-from ucudnn.cache.layered import LayeredCache
-from ucudnn.cache.memory import MemoryCache
-from ucudnn.cache.values import (
+from ucudnn.cache.base import AbstractCache
+from ucudnn.cache.entries import (
     CacheInfo,
     CacheWarning,
     CheckReport,
@@ -24,6 +24,8 @@ from ucudnn.cache.values import (
     Explanation,
     MergeReport,
 )
+from ucudnn.cache.memory import MemoryCache
+from ucudnn.cache.overlay import LayeredCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 
@@ -63,7 +65,7 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
     Raises:
         ConfigError: another mode.
     """
-    from ucudnn.cache.hdf5 import HDF5Cache
+    from ucudnn.cache.hdf5.cache import HDF5Cache
 
     if mode not in _MODES:
         raise ConfigError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from time import time_ns
 
 from ucudnn import cache as caches
-from ucudnn.cache.explain import explain as explain_texts
-from ucudnn.cache.fields import matches, parse_where
-from ucudnn.cache.values import (
+from ucudnn.cache.entries import (
     CacheInfo,
     CheckReport,
     Explanation,
     MergeReport,
 )
+from ucudnn.cache.explain import explain as explain_texts
+from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.errors import ConfigError
 
 PathLike = str | os.PathLike[str]
@@ -110,7 +110,7 @@ def import_(source: PathLike, path: PathLike | None = None, layers: Iterable[Pat
     with caches.open(path) as cache:
         if not tables:
             return cache.import_(source)
-        from ucudnn.cache.probe import read_probe
+        from ucudnn.cache.exchange.probe import read_probe
 
         entries = read_probe(source, tables)
         cache.put_entries(entries)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from ucudnn.cache.fields import KEY_FIELDS
-from ucudnn.cache.values import Difference, Entry, Explanation
+from ucudnn.cache.entries import Difference, Entry, Explanation
+from ucudnn.cache.table.schema import KEY_FIELDS
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
 

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from time import time_ns
 
-from ucudnn.cache._base import AbstractCache
-from ucudnn.cache.fields import matches, parse_where
-from ucudnn.cache.report import info_of
-from ucudnn.cache.values import (
+from ucudnn.cache.base import AbstractCache
+from ucudnn.cache.entries import (
     CacheInfo,
     CheckReport,
     Entry,
     MergeReport,
 )
+from ucudnn.cache.summary import info_of
+from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.measurement import Measurement, MeasurementKey
 
 
@@ -59,7 +59,7 @@ class MemoryCache(AbstractCache):
 
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
         """Add everything that the cache in a folder holds."""
-        from ucudnn.cache.hdf5 import open_existing
+        from ucudnn.cache.hdf5.cache import open_existing
 
         before, entries = len(self), list(open_existing(path).entries())
         self.put_entries(entries)

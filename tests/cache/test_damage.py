@@ -16,8 +16,8 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.frame import FRAME_BYTES, framed
-from ucudnn.cache.salvage import salvage
+from ucudnn.cache.hdf5.envelope import FRAME_BYTES, framed
+from ucudnn.cache.hdf5.recovery import salvage
 from ucudnn.measurement import Device, Measurement
 
 DEVICE = Device("cpu", "one")
@@ -288,7 +288,7 @@ def test_no_flipped_byte_brings_back_a_wrong_number(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from ucudnn.cache import salvage
+from ucudnn.cache.hdf5 import recovery
 whole, target = Path(sys.argv[1]), Path(sys.argv[2])
 data = whole.read_bytes()
 for place in range(0, len(data), 199):
@@ -297,7 +297,7 @@ for place in range(0, len(data), 199):
     source = target / "bad"
     source.write_bytes(bad)
     out = target / f"{place}.h5"
-    if salvage.main(source, out):
+    if recovery.main(source, out):
         continue
 """
     file, out = tmp_path / "cpu-one.h5", tmp_path / "out"

@@ -16,8 +16,11 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn import testing
-from ucudnn.cache import CacheWarning, Entry, hdf5, reader, shelf
-from ucudnn.cache.values import LATEST_NS
+from ucudnn.cache import CacheWarning, Entry
+from ucudnn.cache.entries import LATEST_NS
+from ucudnn.cache.hdf5 import cache as hdf5
+from ucudnn.cache.hdf5 import reader
+from ucudnn.cache.hdf5 import store as shelf
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Device, Measurement
 

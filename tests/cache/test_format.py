@@ -18,9 +18,10 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.frame import FRAME_BYTES, framed, verify
-from ucudnn.cache.records import PROBLEM_ROW, problem_from_row, problem_row, problem_rows
-from ucudnn.cache.validity import possible_problems
+from ucudnn.cache.hdf5 import envelope
+from ucudnn.cache.hdf5.envelope import FRAME_BYTES, framed, verify
+from ucudnn.cache.table.rows import PROBLEM_ROW, problem_from_row, problem_row, problem_rows
+from ucudnn.cache.table.validity import possible_problems
 from ucudnn.errors import ProblemError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -407,12 +408,12 @@ def test_no_single_bit_flip_goes_unseen() -> None:
     for place in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
-        with pytest.raises(caches.frame.DamagedError):
+        with pytest.raises(envelope.DamagedError):
             verify(bytes(flipped))
 
 
 def test_no_truncation_goes_unseen() -> None:
     data = framed(b"an HDF5 image")
     for length in range(len(data)):
-        with pytest.raises(caches.frame.DamagedError):
+        with pytest.raises(envelope.DamagedError):
             verify(data[:length])

@@ -10,8 +10,9 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn import testing
-from ucudnn.cache import Entry, shelf
-from ucudnn.cache.tabulate import merged, tabulate
+from ucudnn.cache import Entry
+from ucudnn.cache.hdf5 import store as shelf
+from ucudnn.cache.table.builder import merged, tabulate
 from ucudnn.measurement import Measurement, MeasurementKey
 
 KEYS = [one.key for one in testing.sample_measurements(25, seed=8)]

@@ -9,7 +9,7 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn.cache import commands
-from ucudnn.cache.probe import COLUMNS, read_probe
+from ucudnn.cache.exchange.probe import COLUMNS, read_probe
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem

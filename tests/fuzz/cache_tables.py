@@ -15,7 +15,7 @@ import numpy as np
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import commands
-from ucudnn.cache.frame import FRAME_BYTES, framed
+from ucudnn.cache.hdf5.envelope import FRAME_BYTES, framed
 
 MEASUREMENTS = testing.sample_measurements(16, seed=5)
 EXTREMES = (

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ucudnn.cache.records import NONE, Array, problem_from_row
-from ucudnn.cache.values import LATEST_NS
+from ucudnn.cache.entries import LATEST_NS
+from ucudnn.cache.table.rows import NONE, Array, problem_from_row
 from ucudnn.errors import ProblemError
 
 _TIMED = (b"ok", b"screened")

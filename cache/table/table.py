@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ucudnn.cache.records import (
+from ucudnn.cache.entries import Entry
+from ucudnn.cache.table.rows import (
     NONE,
     Array,
     Context,
@@ -21,7 +22,6 @@ from ucudnn.cache.records import (
     problem_row,
     sort_keys,
 )
-from ucudnn.cache.values import Entry
 from ucudnn.measurement import STATUSES, Measurement, MeasurementKey
 from ucudnn.problem import Problem
 from ucudnn.system.forking import cached_property

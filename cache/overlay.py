@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
-from ucudnn.cache._base import AbstractCache
-from ucudnn.cache.report import info_of
-from ucudnn.cache.values import (
+from ucudnn.cache.base import AbstractCache
+from ucudnn.cache.entries import (
     CacheInfo,
     CheckReport,
     Entry,
     MergeReport,
 )
+from ucudnn.cache.summary import info_of
 from ucudnn.measurement import Measurement, MeasurementKey
 
 

@@ -20,10 +20,10 @@ from typing import Any, cast
 import h5py
 import numpy as np
 
-from ucudnn.cache.datasets import read_numbers, read_texts
-from ucudnn.cache.fields import CONTEXT_FIELDS, PROBLEM_FIELDS, load_texts
-from ucudnn.cache.frame import FORMAT, VERSION, DamagedError
-from ucudnn.cache.records import (
+from ucudnn.cache.hdf5.datasets import read_numbers, read_texts
+from ucudnn.cache.hdf5.envelope import FORMAT, VERSION, DamagedError
+from ucudnn.cache.table.builder import merged
+from ucudnn.cache.table.rows import (
     MEASUREMENT_ROW,
     NONE,
     PROBLEM_ROW,
@@ -37,9 +37,9 @@ from ucudnn.cache.records import (
     sort_keys,
     to_bytes,
 )
-from ucudnn.cache.table import Table
-from ucudnn.cache.tabulate import merged
-from ucudnn.cache.validity import possible_numbers, possible_problems
+from ucudnn.cache.table.schema import CONTEXT_FIELDS, PROBLEM_FIELDS, load_texts
+from ucudnn.cache.table.table import Table
+from ucudnn.cache.table.validity import possible_numbers, possible_problems
 from ucudnn.measurement import STATUSES
 from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS
 from ucudnn.units import TOO_LARGE

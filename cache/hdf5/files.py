@@ -14,7 +14,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from ucudnn.cache.frame import FRAME_BYTES, HEAD_BYTES, DamagedError, was_framed
+from ucudnn.cache.hdf5.envelope import FRAME_BYTES, HEAD_BYTES, DamagedError, was_framed
 
 SUFFIX = ".h5"
 SEGMENTS = ".h5.d"

@@ -1,7 +1,7 @@
 """Entries as CSV and JSON, for people, spreadsheets and other programs; nothing is lost on the way.
 
-Both use the field names of `ucudnn.cache.fields`. A CSV has one column per field. A JSON document
-is {"format": "ucudnn-measurements", "version": 1, "measurements": [{"problem.op": ..., ...}]}.
+Both use the field names of `ucudnn.cache.table.schema`. A CSV has one column per field. A JSON
+document is {"format": "ucudnn-measurements", "version": 1, "measurements": [{"problem.op": ...}]}.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ucudnn.cache.fields import FIELD_BY_NAME, FIELDS, entry_from_values
-from ucudnn.cache.folder import write_file
-from ucudnn.cache.values import Entry
+from ucudnn.cache.entries import Entry
+from ucudnn.cache.hdf5.files import write_file
+from ucudnn.cache.table.schema import FIELD_BY_NAME, FIELDS, entry_from_values
 from ucudnn.errors import CacheError, shortened
 from ucudnn.system.files import parse_json
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ucudnn.cache.text import read_text
-from ucudnn.cache.values import Entry
+from ucudnn.cache.entries import Entry
+from ucudnn.cache.exchange.text import read_text
 from ucudnn.errors import CacheError, UcudnnError, shortened
 from ucudnn.layer_table import read_layers
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software

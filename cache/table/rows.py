@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ucudnn.cache.fields import CONTEXT_FIELDS, PROBLEM_FIELDS
-from ucudnn.cache.frame import DamagedError
+from ucudnn.cache.hdf5.envelope import DamagedError
+from ucudnn.cache.table.schema import CONTEXT_FIELDS, PROBLEM_FIELDS
 from ucudnn.errors import CacheError, UcudnnError
 from ucudnn.measurement import Conditions, Device, MeasurementKey, Software
 from ucudnn.problem import Problem

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass
 from operator import attrgetter
 from typing import Any
 
-from ucudnn.cache.values import Entry
+from ucudnn.cache.entries import Entry
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem

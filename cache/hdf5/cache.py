@@ -10,22 +10,22 @@ from pathlib import Path
 
 import numpy as np
 
-from ucudnn.cache._base import AbstractCache
-from ucudnn.cache.fields import matches, parse_where
-from ucudnn.cache.folder import foreign_in, kinds_in, read_file
-from ucudnn.cache.frame import DamagedError, NewerError, verify
-from ucudnn.cache.inspect import inspect
-from ucudnn.cache.reader import Severity
-from ucudnn.cache.report import info_of
-from ucudnn.cache.shelf import Shelf
-from ucudnn.cache.tabulate import only
-from ucudnn.cache.values import (
+from ucudnn.cache.base import AbstractCache
+from ucudnn.cache.entries import (
     CacheInfo,
     CacheWarning,
     CheckReport,
     Entry,
     MergeReport,
 )
+from ucudnn.cache.hdf5.check import inspect
+from ucudnn.cache.hdf5.envelope import DamagedError, NewerError, verify
+from ucudnn.cache.hdf5.files import foreign_in, kinds_in, read_file
+from ucudnn.cache.hdf5.reader import Severity
+from ucudnn.cache.hdf5.store import Shelf
+from ucudnn.cache.summary import info_of
+from ucudnn.cache.table.builder import only
+from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.errors import CacheError
 from ucudnn.measurement import Device, Measurement, MeasurementKey
 from ucudnn.system.forking import ForkSafeLock

@@ -11,7 +11,9 @@ from pathlib import Path
 from time import time_ns
 from typing import TypeAlias
 
-from ucudnn.cache.folder import (
+from ucudnn.cache.hdf5.codec import from_data
+from ucudnn.cache.hdf5.envelope import FRAME_BYTES, DamagedError, NewerError, verify
+from ucudnn.cache.hdf5.files import (
     SEGMENTS,
     SUFFIX,
     is_ours,
@@ -22,10 +24,8 @@ from ucudnn.cache.folder import (
     set_aside,
     unique_name,
 )
-from ucudnn.cache.frame import FRAME_BYTES, DamagedError, NewerError, verify
-from ucudnn.cache.image import from_data
-from ucudnn.cache.table import Table
-from ucudnn.cache.tabulate import EMPTY, merged
+from ucudnn.cache.table.builder import EMPTY, merged
+from ucudnn.cache.table.table import Table
 
 
 class Severity(Enum):

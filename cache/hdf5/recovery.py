@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ucudnn.cache.folder import read_file
-from ucudnn.cache.frame import framed, verify
-from ucudnn.cache.image import from_data, to_image
-from ucudnn.cache.table import Table
-from ucudnn.cache.tabulate import checksums, only
+from ucudnn.cache.hdf5.codec import from_data, to_image
+from ucudnn.cache.hdf5.envelope import framed, verify
+from ucudnn.cache.hdf5.files import read_file
+from ucudnn.cache.table.builder import checksums, only
+from ucudnn.cache.table.table import Table
 from ucudnn.errors import CacheError
 
 _SECONDS = 60
@@ -40,7 +40,7 @@ def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
     }
     with TemporaryDirectory(prefix="ucudnn-salvage-") as folder:
         target = Path(folder, "sound.h5")
-        command = [sys.executable, "-m", "ucudnn.cache.salvage", str(path), str(target)]
+        command = [sys.executable, "-m", "ucudnn.cache.hdf5.recovery", str(path), str(target)]
         try:
             done = subprocess.run(  # noqa: S603 - our own module, with paths of ours
                 command, check=False, capture_output=True, env=environment, timeout=seconds

@@ -19,13 +19,13 @@ from time import time_ns
 
 from filelock import FileLock, Timeout
 
-from ucudnn.cache.folder import read_frame, sync_folder, unique_name, write_file
-from ucudnn.cache.frame import framed
-from ucudnn.cache.image import to_image
-from ucudnn.cache.reader import Reader, Say, Severity
-from ucudnn.cache.table import Table, stored_ns
-from ucudnn.cache.tabulate import merged, tabulate
-from ucudnn.cache.values import LATEST_NS, Entry
+from ucudnn.cache.entries import LATEST_NS, Entry
+from ucudnn.cache.hdf5.codec import to_image
+from ucudnn.cache.hdf5.envelope import framed
+from ucudnn.cache.hdf5.files import read_frame, sync_folder, unique_name, write_file
+from ucudnn.cache.hdf5.reader import Reader, Say, Severity
+from ucudnn.cache.table.builder import merged, tabulate
+from ucudnn.cache.table.table import Table, stored_ns
 from ucudnn.measurement import Measurement, MeasurementKey
 
 _MANY_SEGMENTS = 64

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, fields
 
-from ucudnn.cache.values import CacheInfo, DeviceInfo, Entry
+from ucudnn.cache.entries import CacheInfo, DeviceInfo, Entry
 from ucudnn.measurement import Device, Software
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ucudnn.cache.folder import (
+from ucudnn.cache.entries import CheckReport
+from ucudnn.cache.hdf5.files import (
     foreign_in,
     is_set_aside,
     is_temporary,
@@ -16,12 +17,11 @@ from ucudnn.cache.folder import (
     mark_salvaged,
     names_in,
 )
-from ucudnn.cache.reader import Severity
-from ucudnn.cache.salvage import salvage
-from ucudnn.cache.shelf import Shelf
-from ucudnn.cache.table import Table
-from ucudnn.cache.tabulate import checksums
-from ucudnn.cache.values import CheckReport
+from ucudnn.cache.hdf5.reader import Severity
+from ucudnn.cache.hdf5.recovery import salvage
+from ucudnn.cache.hdf5.store import Shelf
+from ucudnn.cache.table.builder import checksums
+from ucudnn.cache.table.table import Table
 from ucudnn.errors import UcudnnError
 
 _LEFTOVER_AGE_S = 3600.0

@@ -6,10 +6,10 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, Explanation, MergeReport
+from ucudnn.cache.exchange.text import read_entries, write_entries
 from ucudnn.cache.explain import explain, key_texts
-from ucudnn.cache.fields import matches, parse_where
-from ucudnn.cache.text import read_entries, write_entries
-from ucudnn.cache.values import CacheInfo, CheckReport, Entry, Explanation, MergeReport
+from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.system.closing import AbstractClosable
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ucudnn.cache.fields import CONTEXT_FIELDS, PROBLEM_FIELDS, Field
-from ucudnn.cache.records import (
+from ucudnn.cache.entries import Entry
+from ucudnn.cache.table.rows import (
     MEASUREMENT_ROW,
     NONE,
     PROBLEM_ROW,
@@ -25,8 +25,8 @@ from ucudnn.cache.records import (
     problem_rows,
     sort_keys,
 )
-from ucudnn.cache.table import Table
-from ucudnn.cache.values import Entry
+from ucudnn.cache.table.schema import CONTEXT_FIELDS, PROBLEM_FIELDS, Field
+from ucudnn.cache.table.table import Table
 from ucudnn.errors import CacheError
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem

@@ -12,8 +12,8 @@ from typing import Any
 
 import h5py
 
-from ucudnn.cache.frame import DamagedError, NewerError
-from ucudnn.cache.records import Array
+from ucudnn.cache.hdf5.envelope import DamagedError, NewerError
+from ucudnn.cache.table.rows import Array
 
 # Rows compress by 5 to 30, because each has a random checksum of 8 bytes or belongs to one.
 _MOST_INFLATED = 64

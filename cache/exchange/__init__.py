@@ -1,0 +1,1 @@
+"""Entries as text files that people and other programs read and write."""
