@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ucudnn.cache.entries import Entry
-from ucudnn.cache.hdf5.files import write_file
 from ucudnn.cache.table.schema import FIELD_BY_NAME, FIELDS, entry_from_values
 from ucudnn.errors import CacheError, shortened
-from ucudnn.system.files import parse_json
+from ucudnn.system.files import make_folder, parse_json, replacing
 
 FORMAT = "ucudnn-measurements"
 VERSION = 1
@@ -36,7 +35,9 @@ def write_entries(path: str | os.PathLike[str], entries: Iterable[Entry]) -> int
     listed = list(entries)
     text = (_to_csv if _suffix(target) == ".csv" else _to_json)(listed)
     try:
-        write_file(target, text.encode("utf-8", "surrogatepass"))
+        make_folder(target.parent)
+        with replacing(target) as stream:
+            stream.write(text.encode("utf-8", "surrogatepass"))
     except OSError as error:
         raise CacheError(f"cannot write {target}: {error.strerror}; choose another path") from error
     return len(listed)

@@ -12,7 +12,6 @@ from ucudnn.cache.entries import CheckReport
 from ucudnn.cache.hdf5.files import (
     foreign_in,
     is_set_aside,
-    is_temporary,
     kinds_in,
     mark_salvaged,
     names_in,
@@ -23,6 +22,7 @@ from ucudnn.cache.hdf5.store import Shelf
 from ucudnn.cache.table.builder import checksums
 from ucudnn.cache.table.table import Table
 from ucudnn.errors import UcudnnError
+from ucudnn.system.files import is_temporary
 
 _LEFTOVER_AGE_S = 3600.0
 

@@ -11,18 +11,16 @@ import errno
 import os
 import re
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 from ucudnn.cache.hdf5.envelope import FRAME_BYTES, HEAD_BYTES, DamagedError, was_framed
+from ucudnn.system.files import make_folder, replacing
 
 SUFFIX = ".h5"
 SEGMENTS = ".h5.d"
-_TEMPORARY = ".new-"
 _DAMAGED, _SALVAGED = ".damaged-", ".salvaged-"
-# Names that nobody else makes: of segments, of files in the making, of files that were set aside.
+# Names that nobody else makes: of segments, and of files that were set aside.
 _SEGMENT_NAME = re.compile(r"\d{20}-\d+-[0-9a-f]{8}\.h5")
-_TEMPORARY_NAME = re.compile(r"\.new-\d+-[0-9a-f]{8}")
 _SET_ASIDE_NAME = re.compile(r"(.+)\.h5(\.d)?\.damaged-[0-9a-f]{8}")
 # A symbolic link that leads nowhere, or round in a circle; a device without a driver.
 _NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR}
@@ -75,40 +73,9 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was there before is still there.
     """
-    _make_folder(path.parent)
-    temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{os.urandom(4).hex()}"
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(path.parent)
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        _make_folder(folder.parent)
-        with suppress(FileExistsError):
-            folder.mkdir()
-        sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot, and need not
-            raise
-    finally:
-        os.close(handle)
+    make_folder(path.parent)
+    with replacing(path) as stream:
+        stream.write(data)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -187,8 +154,3 @@ def is_set_aside(name: str) -> bool:
 def mark_salvaged(path: Path) -> None:
     """Rename a file that was set aside, and has given what it had."""
     os.rename(path, path.with_name(path.name.replace(_DAMAGED, _SALVAGED)))
-
-
-def is_temporary(name: str) -> bool:
-    """True for the name of a file in the making."""
-    return _TEMPORARY_NAME.fullmatch(name) is not None

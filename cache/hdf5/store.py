@@ -22,11 +22,12 @@ from filelock import FileLock, Timeout
 from ucudnn.cache.entries import LATEST_NS, Entry
 from ucudnn.cache.hdf5.codec import to_image
 from ucudnn.cache.hdf5.envelope import framed
-from ucudnn.cache.hdf5.files import read_frame, sync_folder, unique_name, write_file
+from ucudnn.cache.hdf5.files import read_frame, unique_name, write_file
 from ucudnn.cache.hdf5.reader import Reader, Say, Severity
 from ucudnn.cache.table.builder import merged, tabulate
 from ucudnn.cache.table.table import Table, stored_ns
 from ucudnn.measurement import Measurement, MeasurementKey
+from ucudnn.system.files import sync_folder
 
 _MANY_SEGMENTS = 64
 _WORTH_COMPACTING = 4
