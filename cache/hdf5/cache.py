@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from time import time_ns
 
 import numpy as np
 
@@ -18,13 +19,14 @@ from ucudnn.cache.entries import (
     Entry,
     MergeReport,
 )
-from ucudnn.cache.hdf5.check import inspect
+from ucudnn.cache.hdf5.check import check_folder
+from ucudnn.cache.hdf5.device_files import DeviceFiles
 from ucudnn.cache.hdf5.envelope import DamagedError, NewerError, verify
 from ucudnn.cache.hdf5.files import foreign_in, kinds_in, read_file
-from ucudnn.cache.hdf5.reader import Severity
-from ucudnn.cache.hdf5.store import Shelf
+from ucudnn.cache.hdf5.findings import Severity
+from ucudnn.cache.hdf5.store import DeviceStore
 from ucudnn.cache.summary import info_of
-from ucudnn.cache.table.builder import only
+from ucudnn.cache.table.builder import select_rows
 from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.errors import CacheError
 from ucudnn.measurement import Device, Measurement, MeasurementKey
@@ -35,20 +37,21 @@ _KIND_LENGTH = 100
 
 
 def device_kind(device: Device) -> str:
-    """Name of the files of a device; the device itself is recorded in them.
+    """Beginning of the names of a device's files; the files record the device itself.
 
     >>> device_kind(Device("cuda", "NVIDIA H200", compute_capability="9.0"))
     'cuda-nvidia-h200-9.0'
     """
+    # Devices of one kind, such as GPUs with different power limits, share their files.
     words = f"{device.type} {device.name} {device.compute_capability}".lower()
     return re.sub(r"[^a-z0-9.]+", "-", words).strip("-.")[:_KIND_LENGTH] or "unnamed"
 
 
 class HDF5Cache(AbstractCache):
-    """A cache in a folder; `ucudnn.cache.open` makes one.
+    """Cache in a folder; `ucudnn.cache.open` makes one.
 
     Args:
-        path: the folder; it is made when something is first put.
+        path: the folder; it is made by the first `put`.
         mode: "a": read and add; "r": only read.
         use_locks: False: never try a file lock.
     """
@@ -57,37 +60,39 @@ class HDF5Cache(AbstractCache):
         self._path = path.absolute()
         self._mode = mode
         self._use_locks = use_locks
-        self._shelf_by_kind: dict[str, Shelf] = {}
-        self._shelf_by_device: dict[Device, Shelf] = {}
-        self._foreign: set[Path] = set()  # that were named
-        self._lock = ForkSafeLock(self._begin_anew)
+        self._store_by_kind: dict[str, DeviceStore] = {}
+        self._store_by_device: dict[Device, DeviceStore] = {}
+        # Files of somebody else's that were reported, each once.
+        self._foreign: set[Path] = set()
+        self._lock = ForkSafeLock(self._after_fork)
 
     def get(self, key: MeasurementKey) -> Measurement | None:
         """The latest measurement with this key, or None."""
         with self._lock:
-            return self._shelf_of(key.device).find(key)
+            return self._store_of(key.device).find(key)
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
         """Keep entries made elsewhere with the times at which they were stored."""
         self._require_writable()
-        by_shelf: dict[Shelf, list[Entry]] = {}
+        by_store: dict[DeviceStore, list[Entry]] = {}
         with self._lock:
             for entry in entries:
-                shelf = self._shelf_of(entry.measurement.key.device)
-                by_shelf.setdefault(shelf, []).append(entry)
-            for shelf, its_entries in by_shelf.items():
-                shelf.put(its_entries)
+                store = self._store_of(entry.measurement.key.device)
+                by_store.setdefault(store, []).append(entry)
+            for store, its_entries in by_store.items():
+                store.put(its_entries)
 
     def entries(self) -> Iterator[Entry]:
         """Every entry, one per key; those of one problem are neighbours."""
+        # Tables do not change, so iterating needs no lock, and what is put meanwhile does not show.
         with self._lock:
-            tables = [shelf.table() for shelf in self._shelves()]
+            tables = [store.table() for store in self._stores()]
         for table in tables:
             yield from table.entries()
 
     def __len__(self) -> int:
         with self._lock:
-            return sum(len(shelf.table()) for shelf in self._shelves())
+            return sum(len(store.table()) for store in self._stores())
 
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
         """Add everything that another cache holds; its files are copied as they are."""
@@ -96,25 +101,26 @@ class HDF5Cache(AbstractCache):
         before = len(self)
         with self._lock:
             for kind in kinds_in(other._path):
-                self._copy(other._shelf(kind), self._shelf(kind))
+                self._copy(other._store(kind), self._store(kind))
+            # Reads the copies; only then are there segments to compact.
             self.refresh()
-            for shelf in self._shelves():
-                shelf.compact()
+            for store in self._stores():
+                store.compact()
             return MergeReport(read=len(other), added=len(self) - before)
 
-    def _copy(self, source: Shelf, target: Shelf) -> None:
-        for file in source.files:
+    def _copy(self, source: DeviceStore, target: DeviceStore) -> None:
+        for file in source.files.paths():
             try:
-                data = read_file(file)
-                verify(data)
+                content = read_file(file)
+                verify(content)
             except NewerError:
-                pass  # copied: a later version will read it here as there
+                pass  # copied: a later version will read it here as well as there
             except DamagedError:
-                continue  # named when `source` is counted
+                continue  # reported when the entries of `source` are counted
             except OSError as error:
                 raise CacheError(f"cannot read {file}: {error.strerror}; merge again") from error
             try:
-                target.add_file(data)
+                target.files.publish(content, time_ns())
             except OSError as error:
                 raise CacheError(
                     f"cannot write to the cache {self._path}: {error.strerror}; make room or "
@@ -127,18 +133,20 @@ class HDF5Cache(AbstractCache):
         texts = parse_where(where)
         removed = 0
         with self._lock:
-            for shelf in self._shelves():
-                removed += self._prune(shelf, texts, before_ns)
+            for store in self._stores():
+                removed += self._prune(store, texts, before_ns)
         return removed
 
-    def _prune(self, shelf: Shelf, where: Mapping[str, str], before_ns: int | None) -> int:
-        with shelf.lock(_LOCK_WAIT_S) as held:
+    def _prune(self, store: DeviceStore, where: Mapping[str, str], before_ns: int | None) -> int:
+        with store.files.lock(_LOCK_WAIT_S) as held:
             if not held:
                 raise CacheError(
-                    f"another process is compacting {shelf.compacted}; prune again when it is done"
+                    f"another process is compacting {store.files.compacted}; prune again when it "
+                    f"is done"
                 )
-            shelf.refresh()
-            table = shelf.table()
+            # What is not read would stay, so everything is read under the lock.
+            store.refresh()
+            table = store.table()
             stays = np.fromiter(
                 (not matches(entry, where, before_ns) for entry in table.entries()),
                 bool,
@@ -147,13 +155,13 @@ class HDF5Cache(AbstractCache):
             if stays.all():
                 return 0
             try:
-                shelf.replace_all(only(table, stays))
+                store.replace_all(select_rows(table, stays))
             except OSError as error:
                 raise CacheError(
                     f"cannot write to the cache {self._path}: {error.strerror}; nothing was removed"
                 ) from error
-            for file in shelf.partial_files:
-                self._say(
+            for file in store.partial_files():
+                self._report(
                     f"{file} was left as it is: a later version of ucudnn wrote it", Severity.NOTE
                 )
             return int((~stays).sum())
@@ -164,7 +172,7 @@ class HDF5Cache(AbstractCache):
             self._require_writable()
         with self._lock:
             try:
-                report = inspect(self._path, self._use_locks, fix)
+                report = check_folder(self._path, self._use_locks, fix)
             except OSError as error:
                 raise CacheError(
                     f"cannot {'fix' if fix else 'read'} the cache {self._path}: {error.strerror}; "
@@ -177,42 +185,42 @@ class HDF5Cache(AbstractCache):
     def info(self) -> CacheInfo:
         """Location and contents of the cache."""
         with self._lock:
-            files = [file for shelf in self._shelves() for file in shelf.files]
+            files = [file for store in self._stores() for file in store.files.paths()]
             sizes = [file.stat().st_size for file in files if file.exists()]
             return info_of(str(self._path), self._is_writable(), sizes, self.entries())
 
     def refresh(self) -> None:
         """Take in what other processes have put since."""
         with self._lock:
-            for shelf in self._shelves():
-                shelf.refresh()
+            for store in self._stores():
+                store.refresh()
 
     def close(self) -> None:
         """Write what could not be written so far, and tidy up. Reading goes on to work."""
         if self._mode == "a":
             with self._lock:
-                for shelf in self._shelf_by_kind.values():
-                    shelf.close()
+                for store in self._store_by_kind.values():
+                    store.close()
 
-    def _begin_anew(self) -> None:
-        for shelf in self._shelf_by_kind.values():
-            shelf.after_fork()
+    def _after_fork(self) -> None:
+        for store in self._store_by_kind.values():
+            store.after_fork()
 
-    def _shelf_of(self, device: Device) -> Shelf:
-        shelf = self._shelf_by_device.get(device)
-        if shelf is None:
-            shelf = self._shelf_by_device[device] = self._shelf(device_kind(device))
-        return shelf
+    def _store_of(self, device: Device) -> DeviceStore:
+        store = self._store_by_device.get(device)
+        if store is None:
+            store = self._store_by_device[device] = self._store(device_kind(device))
+        return store
 
-    def _shelf(self, kind: str) -> Shelf:
-        if kind not in self._shelf_by_kind:
-            self._shelf_by_kind[kind] = Shelf(
-                self._path, kind, self._mode == "a", self._use_locks, self._say
+    def _store(self, kind: str) -> DeviceStore:
+        if kind not in self._store_by_kind:
+            self._store_by_kind[kind] = DeviceStore(
+                DeviceFiles(self._path, kind, self._use_locks), self._mode == "a", self._report
             )
-        return self._shelf_by_kind[kind]
+        return self._store_by_kind[kind]
 
-    def _shelves(self) -> list[Shelf]:
-        """One per kind of device, those on the disk among them."""
+    def _stores(self) -> list[DeviceStore]:
+        """One store per kind of device, in memory or on the disk."""
         try:
             kinds, foreign = kinds_in(self._path), foreign_in(self._path)
         except OSError as error:
@@ -220,12 +228,12 @@ class HDF5Cache(AbstractCache):
         for path in foreign:
             if path not in self._foreign:
                 self._foreign.add(path)
-                self._say(
+                self._report(
                     f"{path} is not a file of this cache: it was left as it is", Severity.NOTE
                 )
         for kind in kinds:
-            self._shelf(kind)
-        return [self._shelf_by_kind[kind] for kind in sorted(self._shelf_by_kind)]
+            self._store(kind)
+        return [self._store_by_kind[kind] for kind in sorted(self._store_by_kind)]
 
     def _require_writable(self) -> None:
         if self._mode != "a":
@@ -234,17 +242,18 @@ class HDF5Cache(AbstractCache):
             )
 
     def _is_writable(self) -> bool:
+        # A folder that does not exist yet is made in the nearest one that does.
         folder = self._path.absolute()
         while not folder.exists():
             folder = folder.parent
         return self._mode == "a" and folder.is_dir() and os.access(folder, os.W_OK)
 
-    def _say(self, sentence: str, severity: Severity) -> None:  # noqa: ARG002 - as Say has it
+    def _report(self, sentence: str, severity: Severity) -> None:  # noqa: ARG002 - as `Report` has it
         warnings.warn(sentence, CacheWarning, stacklevel=2)
 
 
 def open_existing(path: str | os.PathLike[str]) -> HDF5Cache:
-    """A cache for reading, which must be there.
+    """Open a cache that exists, for reading.
 
     Raises:
         CacheError: there is no such folder.

@@ -1,30 +1,22 @@
-"""Look at every file of a cache, and put right what can be."""
+"""Check every file of a cache, and repair it on request."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from ucudnn.cache.entries import CheckReport
-from ucudnn.cache.hdf5.files import (
-    foreign_in,
-    is_set_aside,
-    kinds_in,
-    mark_salvaged,
-    names_in,
-)
-from ucudnn.cache.hdf5.reader import Severity
+from ucudnn.cache.hdf5.device_files import DeviceFiles
+from ucudnn.cache.hdf5.files import foreign_in, is_set_aside, kinds_in, mark_salvaged
+from ucudnn.cache.hdf5.findings import Severity
 from ucudnn.cache.hdf5.recovery import salvage
-from ucudnn.cache.hdf5.store import Shelf
-from ucudnn.cache.table.builder import checksums
+from ucudnn.cache.hdf5.store import DeviceStore
+from ucudnn.cache.table.checksum import checksums
 from ucudnn.cache.table.table import Table
 from ucudnn.errors import UcudnnError
 from ucudnn.system.files import is_temporary
-
-_LEFTOVER_AGE_S = 3600.0
 
 
 @dataclass
@@ -33,38 +25,41 @@ class _Findings:
     notes: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
 
-    def say(self, sentence: str, severity: Severity) -> None:
-        """Take a sentence from a look that changes nothing."""
+    def report(self, sentence: str, severity: Severity) -> None:
+        """Take a sentence from a store that changes nothing."""
         (self.notes if severity is Severity.NOTE else self.problems).append(sentence)
 
-    def say_fixed(self, sentence: str, severity: Severity) -> None:
-        """Take a sentence from a shelf that sets damaged files aside; a look says the others."""
+    def report_fixed(self, sentence: str, severity: Severity) -> None:
+        """Take a sentence from a store that sets damaged files aside."""
+        # The store that only reads comes after it, and reports everything that is still wrong.
         if severity is Severity.FIXED:
             self.fixed.append(sentence)
 
 
-def inspect(root: Path, use_locks: bool, fix: bool) -> CheckReport:
+def check_folder(root: Path, use_locks: bool, fix: bool) -> CheckReport:
     """Check the folder of a cache.
 
     Args:
         root: the folder.
-        use_locks: whether to try file locks.
-        fix: set damaged files aside, recover their sound entries, remove what killed writers left.
+        use_locks: False: never try a file lock.
+        fix: set damaged files aside, recover their sound entries, remove leftovers of writers.
     """
     findings = _Findings()
     records = files = 0
     for kind in kinds_in(root):
+        of_kind = DeviceFiles(root, kind, use_locks)
         if fix:
-            _fix(Shelf(root, kind, True, use_locks, findings.say_fixed), findings)
-        shelf = Shelf(root, kind, False, use_locks, findings.say)
-        table = shelf.table()
+            _fix(DeviceStore(of_kind, True, findings.report_fixed), findings)
+        # A new store reads the files as the next process will find them.
+        store = DeviceStore(of_kind, False, findings.report)
+        table = store.table()
         _verify(kind, table, findings)
-        records, files = records + len(table), files + len(shelf.files)
+        records, files = records + len(table), files + len(of_kind.paths())
         findings.notes += [
             f"{file} holds something that only a later version understands"
-            for file in shelf.partial_files
+            for file in store.partial_files()
         ]
-        for path in _strays(shelf):
+        for path in of_kind.strays():
             damaged = is_set_aside(path.name)
             findings.notes.append(
                 f"{path} "
@@ -79,6 +74,7 @@ def inspect(root: Path, use_locks: bool, fix: bool) -> CheckReport:
 
 
 def _verify(kind: str, table: Table, findings: _Findings) -> None:
+    """Compare entries with their own checksums: sound files may hold what a faulty writer wrote."""
     try:
         wrong = np.count_nonzero(checksums(table) != table.rows["checksum"])
     except UcudnnError as error:
@@ -88,34 +84,16 @@ def _verify(kind: str, table: Table, findings: _Findings) -> None:
         findings.problems.append(f"{kind}: {wrong} entries do not agree with their checksums")
 
 
-def _strays(shelf: Shelf) -> list[Path]:
-    """Other files beside those of a shelf: damaged ones set aside, leftovers of writers."""
-    root, segments = shelf.compacted.parent, shelf.segments
-    beside = [root / name for name in names_in(root) if name.startswith(shelf.compacted.name)]
-    inside = [segments / name for name in names_in(segments)]
-    return [
-        path
-        for path in (*beside, *inside)
-        if is_set_aside(path.name) or (is_temporary(path.name) and _age_s(path) > _LEFTOVER_AGE_S)
-    ]
-
-
-def _fix(shelf: Shelf, findings: _Findings) -> None:
-    shelf.refresh()
-    for path in _strays(shelf):
+def _fix(store: DeviceStore, findings: _Findings) -> None:
+    store.refresh()
+    for path in store.files.strays():
         if is_temporary(path.name):
             path.unlink(missing_ok=True)
             findings.fixed.append(f"{path} was left by a killed writer: removed")
             continue
         table = salvage(path)
         if table is not None:
-            shelf.put(table.entries())
+            # Kept first, renamed then: a crash in between recovers them twice, which is harmless.
+            store.put(table.entries())
             mark_salvaged(path)
             findings.fixed.append(f"{path}: {len(table)} sound entries were recovered")
-
-
-def _age_s(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0

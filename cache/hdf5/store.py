@@ -1,104 +1,137 @@
-"""The files of one kind of device: X.h5, compacted, and X.h5.d/, what was put since.
+"""Store of one kind of device: the union of its files in memory, and what this process adds.
 
-Nothing is lost without locks, because no file is ever changed or written over. A writer publishes a
-new file under a name of its own; a reader takes the union of all files. Compaction publishes that
-union as one more file, and only then removes the files it was made from, each by its own name; X.h5
-is first moved to such a name and looked at again, since another process may have replaced it. The
-lock only keeps two processes from doing the same work: a writer compacts its own files as it goes,
-which needs neither lock nor reading, and everything when it is done.
+Other processes read, write and compact the same files at the same time. A listing may thus miss an
+entry that a compaction has just moved, so files are listed until two listings agree. Compaction
+publishes the union as one more file, and only then removes the files that it was made from.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import time_ns
 
-from filelock import FileLock, Timeout
-
 from ucudnn.cache.entries import LATEST_NS, Entry
-from ucudnn.cache.hdf5.codec import to_image
-from ucudnn.cache.hdf5.envelope import framed
-from ucudnn.cache.hdf5.files import read_frame, unique_name, write_file
-from ucudnn.cache.hdf5.reader import Reader, Say, Severity
-from ucudnn.cache.table.builder import merged, tabulate
-from ucudnn.cache.table.table import Table, stored_ns
+from ucudnn.cache.hdf5.codec import encode
+from ucudnn.cache.hdf5.device_files import DeviceFiles
+from ucudnn.cache.hdf5.envelope import wrap
+from ucudnn.cache.hdf5.files import read_envelope
+from ucudnn.cache.hdf5.findings import Report, Severity
+from ucudnn.cache.hdf5.loading import Loader
+from ucudnn.cache.table.builder import EMPTY, build_table, merge_tables
+from ucudnn.cache.table.table import Table
 from ucudnn.measurement import Measurement, MeasurementKey
-from ucudnn.system.files import sync_folder
 
 _MANY_SEGMENTS = 64
-_WORTH_COMPACTING = 4
+# X.h5 is rewritten only for segments that hold at least a fourth of its entries.
+_REWRITE_RATIO = 4
+_LISTINGS = 8
 
 
-class Shelf:
-    """Reads and writes the files of one kind of device.
+class DeviceStore:
+    """Measurements of one kind of device, in memory and in its files.
 
     Args:
-        root: the cache's folder.
-        kind: what the file names begin with.
+        files: where they are.
         writable: False: nothing is written, and damaged files stay where they are.
-        use_locks: whether to try file locks.
-        say: told what was not kept or could not be read.
+        report: told what was not kept or could not be read.
+
+    Attributes:
+        files: where they are.
     """
 
-    def __init__(self, root: Path, kind: str, writable: bool, use_locks: bool, say: Say) -> None:
-        self._reader = Reader(root, kind, writable, say)
-        self._use_locks = use_locks
-        self._say = say
-        self._said_unwritable = False
-        # What was put here and not written yet, because the disk does not take it.
-        self._pending: Table | None = None
+    def __init__(self, files: DeviceFiles, writable: bool, report: Report) -> None:
+        self.files = files
+        self._loader = Loader(files, writable, report)
+        self._report = report
+        self._listed = False
+        # Contents of X.h5, of the segments, and of files that a later version wrote.
+        self._base = self._recent = self._partial = EMPTY
+        # Tables that belong to `_recent`; they are merged when it is next read.
+        self._unmerged: list[Table] = []
         self._searched: list[Table] | None = None
-        # What this process wrote, by the segment it is in, until that is compacted.
+        # First bytes of the X.h5 that `_base` holds, and of the one that was last tried.
+        self._base_envelope: bytes | None = None
+        self._tried_envelope: bytes | None = None
+        # By segment: True where `_recent` holds all of it, so that compaction may remove it.
+        self._complete_by_name: dict[str, bool] = {}
+        self._partial_paths: list[Path] = []
+        self._newest_ns = 0
+        # Entries of this process: not written because the disk does not take them, and by segment.
+        self._pending: Table | None = None
         self._own: dict[str, Table] = {}
-
-    @property
-    def compacted(self) -> Path:
-        """X.h5."""
-        return self._reader.compacted
-
-    @property
-    def segments(self) -> Path:
-        """X.h5.d."""
-        return self._reader.segments
-
-    @property
-    def files(self) -> list[Path]:
-        """The files with measurements, as they are now."""
-        return self._reader.files()
-
-    @property
-    def partial_files(self) -> list[Path]:
-        """Files that hold more than this version understands."""
-        return self._reader.partial_files()
+        self._warned = False
 
     def find(self, key: MeasurementKey) -> Measurement | None:
         """The latest measurement with this key."""
         found, latest_ns = None, -1
         for table in self._tables():
             row = table.find(key)
-            if row is not None and stored_ns(row) > latest_ns:
-                found, latest_ns = table.measurement(row, key), stored_ns(row)
+            if row is not None and row.stored_ns > latest_ns:
+                found, latest_ns = table.measurement(row, key), row.stored_ns
         return found
 
     def table(self) -> Table:
-        """Everything, as one table."""
+        """All entries, as one table."""
         tables = self._tables()
-        return tables[0] if len(tables) == 1 else merged(tables)
+        return tables[0] if len(tables) == 1 else merge_tables(tables)
+
+    def partial_files(self) -> list[Path]:
+        """Files that hold more than this version understands; they must stay."""
+        return [path for path in self._partial_paths if path.exists()]
 
     def _tables(self) -> list[Table]:
         """Tables to search: few, none of them empty."""
+        if not self._listed:
+            self.refresh()
         if self._searched is None:
-            self._searched = [table for table in self._reader.tables() if len(table)]
+            if self._unmerged:
+                self._recent = merge_tables([self._recent, *self._unmerged])
+                self._unmerged.clear()
+            tables = (self._recent, self._base, self._partial)
+            self._searched = [table for table in tables if len(table)]
         return self._searched
 
     def refresh(self) -> None:
         """Read the files that are new."""
-        self._reader.refresh()
+        if not self._listed:
+            self._listed = True
+            self._loader.require_folder()
+        seen = None
+        for _ in range(_LISTINGS):
+            listing = self._loader.list()
+            if listing == seen:
+                break
+            seen = listing
+            self._read(*listing)
         self._searched = None
+        self._tables()
+
+    def _read(self, envelope: bytes | None, names: list[str]) -> None:
+        known = (None, self._base_envelope, self._tried_envelope)
+        if envelope not in known:
+            self._tried_envelope = envelope
+            self._load(self.files.compacted)
+        for name in names:
+            if name not in self._complete_by_name:
+                self._complete_by_name[name] = self._load(self.files.segments / name)
+
+    def _load(self, path: Path) -> bool:
+        """Take in a file; True where that is all of it."""
+        loaded = self._loader.load(path)
+        if loaded is None:
+            return False
+        if not loaded.complete:
+            self._partial_paths.append(path)
+            self._partial = merge_tables([self._partial, loaded.table])
+        elif path == self.files.compacted:
+            self._base, self._base_envelope = loaded.table, loaded.envelope
+        else:
+            self._unmerged.append(loaded.table)
+        self._newest_ns = max(self._newest_ns, loaded.table.newest_ns)
+        return loaded.complete
 
     def put(self, entries: Iterable[Entry]) -> None:
         """Keep entries, on the disk where that is possible.
@@ -106,96 +139,71 @@ class Shelf:
         Raises:
             CacheError: a number needs more than 64 bits; nothing was kept then.
         """
-        self._tables()  # so that the newest entry is known, whatever clock stamped it
-        # no later than a reader believes: another machine's clock may have been far ahead
-        now = min(max(time_ns(), self._reader.newest_ns + 1), LATEST_NS)
-        table = tabulate(
+        # Later than every entry that is there, because another machine's clock may be ahead; but
+        # no later than a reader accepts, because it may be far ahead.
+        self._tables()
+        now = min(max(time_ns(), self._newest_ns + 1), LATEST_NS)
+        table = build_table(
             entry if entry.stored_ns else replace(entry, stored_ns=min(now + index, LATEST_NS))
             for index, entry in enumerate(entries)
         )
-        waiting = table if self._pending is None else merged([self._pending, table])
-        data = framed(to_image(waiting))
-        self._reader.add(table)
+        waiting = table if self._pending is None else merge_tables([self._pending, table])
+        content = _content(waiting)
+        self._unmerged.append(table)
+        self._newest_ns = max(self._newest_ns, table.newest_ns)
         self._searched = None
         self._pending = waiting
-        self._write(waiting, data)
+        self._write(waiting, content)
         if len(self._own) >= _MANY_SEGMENTS:
             self._compact_own()
 
-    def _write(self, table: Table, data: bytes) -> None:
-        name = unique_name(table.newest_ns)
+    def _write(self, table: Table, content: bytes) -> None:
         try:
-            write_file(self.segments / name, data)
+            name = self.files.publish(content, table.newest_ns)
         except OSError as error:
-            if not self._said_unwritable:
-                self._said_unwritable = True
-                self._say(
-                    f"measurements cannot be written to {self.segments} ({error.strerror}) and "
-                    f"are kept in memory until this process ends; set UCUDNN_CACHE to a folder "
+            if not self._warned:
+                self._warned = True
+                self._report(
+                    f"measurements cannot be written to {self.files.segments} ({error.strerror}) "
+                    f"and are kept in memory until this process ends; set UCUDNN_CACHE to a folder "
                     f"with room that can be written",
                     Severity.WRONG,
                 )
             return
-        self._reader.note_own(name)
+        self._complete_by_name[name] = True
         self._own[name] = table
         self._pending = None
 
-    def add_file(self, data: bytes) -> None:
-        """Publish the bytes of another cache's file, with what this version may not know.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        write_file(self.segments / unique_name(time_ns()), data)
-
     def close(self) -> None:
-        """Write what could not be written so far; make one file of many, and of what was put."""
+        """Write entries that could not be written so far; compact what was put."""
         if self._pending is not None:
-            self._write(self._pending, framed(to_image(self._pending)))
+            self._write(self._pending, _content(self._pending))
         if len(self._own) > 1:
             self._compact_own()
-        if self._own or len(self._reader.whole_segments()) >= _MANY_SEGMENTS:
+        if self._own or len(self._complete_segments()) >= _MANY_SEGMENTS:
             self.compact()
 
+    def _complete_segments(self) -> list[str]:
+        return [name for name, complete in self._complete_by_name.items() if complete]
+
     def _compact_own(self) -> None:
-        table = merged(list(self._own.values()))
-        name = unique_name(table.newest_ns)
+        """Replace the segments of this process by one, which needs neither lock nor reading."""
+        table = merge_tables(list(self._own.values()))
         with suppress(OSError):
-            write_file(self.segments / name, framed(to_image(table)))
-            self._reader.note_own(name)
-            self._remove(self._own)
+            name = self.files.publish(_content(table), table.newest_ns)
+            self._complete_by_name[name] = True
+            self.files.remove(self._own)
             self._own = {name: table}
 
     def compact(self) -> None:
-        """Make one file of the small ones, unless another process is at it.
-
-        X.h5 takes part where it is not much larger than they are. Failing loses nothing.
-        """
-        with suppress(OSError), self.lock(0) as held:
+        """Replace many files by one, unless another process does; failing loses nothing."""
+        with suppress(OSError), self.files.lock(0) as held:
             if held and self._pending is None:
                 self.refresh()
-                recent, base = self._reader.recent, self._reader.base
-                if len(recent) * _WORTH_COMPACTING >= len(base):
-                    self.replace_all(merged([base, recent]))
+                if len(self._recent) * _REWRITE_RATIO >= len(self._base):
+                    self.replace_all(merge_tables([self._base, self._recent]))
                 else:
-                    self._replace_segments(recent)
-
-    @contextmanager
-    def lock(self, timeout_s: float) -> Iterator[bool]:
-        """Try to be the only one who removes files; True also where locks do not exist."""
-        lock = FileLock(f"{self.compacted}.lock", timeout=timeout_s)
-        held = True
-        if self._use_locks:
-            try:
-                lock.acquire()
-            except Timeout:
-                held = False
-            except (OSError, NotImplementedError):
-                pass  # a file system without locks
-        try:
-            yield held
-        finally:
-            lock.release()
+                    self._replace_segments(self._recent)
 
     def replace_all(self, table: Table) -> None:
         """Put one table in the place of every file that was read and understood.
@@ -204,46 +212,31 @@ class Shelf:
             OSError: it cannot be written; the files are as before.
         """
         name = self._replace_segments(table)
-        self._retire_compacted()
-        if name is None:
-            return
-        try:
-            os.link(self.segments / name, self.compacted)
-        except OSError:
-            return  # another process was first, or there are no links here: it stays a segment
-        sync_folder(self.compacted.parent)
-        self._reader.promote(name, read_frame(self.segments / name))
-        self._remove([name])
+        if self.files.retire_compacted(self._base_envelope):
+            self._base, self._base_envelope = EMPTY, None
+        if name is not None and self.files.promote(name):
+            self._base, self._recent = self._recent, EMPTY
+            self._base_envelope = read_envelope(self.files.segments / name)
+            del self._complete_by_name[name]
+            self.files.remove([name])
 
     def _replace_segments(self, table: Table) -> str | None:
-        """Put one table in the place of the segments; the name of its file, None where empty."""
-        inputs = self._reader.whole_segments()
-        name = unique_name(table.newest_ns)
-        if len(table):
-            write_file(self.segments / name, framed(to_image(table)))
-        self._remove(inputs)
-        self._reader.replace_recent(table, [name] if len(table) else [])
-        self._searched, self._own = None, {}
-        return name if len(table) else None
-
-    def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            (self.segments / name).unlink(missing_ok=True)
-
-    def _retire_compacted(self) -> None:
-        frame = self._reader.base_frame
-        # what stands there now may be newer, or somebody else's
-        if frame is None or read_frame(self.compacted) != frame:
-            return
-        moved = self.segments / unique_name(time_ns())
-        with suppress(FileNotFoundError):
-            os.rename(self.compacted, moved)
-            if read_frame(moved) == frame:
-                moved.unlink()
-        self._reader.drop_base()
+        """Put one table in the place of the segments; return its name, None where it is empty."""
+        replaced = self._complete_segments()
+        name = self.files.publish(_content(table), table.newest_ns) if len(table) else None
+        self.files.remove(replaced)
+        for old in replaced:
+            del self._complete_by_name[old]
+        if name is not None:
+            self._complete_by_name[name] = True
+        self._recent, self._searched, self._own = table, None, {}
+        return name
 
     def after_fork(self) -> None:
-        """In a child: what waits to be written is the parent's; read anew what there is."""
+        """Forget, in a child, what the parent has still to write; list the files again."""
         self._pending, self._own = None, {}
-        self._reader.forget_listing()
-        self._searched = None
+        self._listed, self._searched = False, None
+
+
+def _content(table: Table) -> bytes:
+    return wrap(encode(table))

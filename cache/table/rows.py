@@ -1,68 +1,103 @@
-"""Problems and contexts as rows of numpy tables, and back.
+"""Problems and measurements as rows of numpy tables, and back.
 
-A row is what HDF5 stores: plain numbers and fixed-length text, one field per dataclass field, so
-any HDF5 tool shows it. Problems have one layout in every file, because rows of them are compared as
-bytes: a query becomes a row and is found by bisection, without building a million objects.
+A row is plain numbers and text of fixed length, one field per dataclass field, so any HDF5 tool
+shows it. Problems have one layout in every table, because their rows are compared as bytes: a
+lookup turns its problem into a row and bisects, without building the other problems.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass
-from operator import attrgetter
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ucudnn.cache.hdf5.envelope import DamagedError
-from ucudnn.cache.table.schema import CONTEXT_FIELDS, PROBLEM_FIELDS
-from ucudnn.errors import CacheError, UcudnnError
+from ucudnn.cache.table.schema import PROBLEM_FIELDS
+from ucudnn.errors import CacheError
 from ucudnn.measurement import Conditions, Device, MeasurementKey, Software
 from ucudnn.problem import Problem
 
 Array: TypeAlias = NDArray[Any]
 
 _AXES = 3
-_WORD_BYTES = 16  # of op, dtype, layout, math and status: the longest today has 8
+# For op, dtype, layout, math and status; the longest word today has 8 bytes.
+_WORD_BYTES = 16
 _PROBLEM_TYPES: dict[str, tuple[Any, ...]] = {
     "str": (f"S{_WORD_BYTES}",),
     "int": ("<i8",),
     "tuple[int, ...]": ("<i8", (_AXES,)),
     "tuple[tuple[int, int], ...]": ("<i8", (_AXES, 2)),
 }
-
-
-PROBLEM_ROW = np.dtype([(field.own_name, *_PROBLEM_TYPES[field.type]) for field in PROBLEM_FIELDS])
-NONE = -(2**63)
-MEASUREMENT_ROW = np.dtype(
-    [
-        ("problem", "<u4"),
-        ("algorithm", "<u4"),
-        ("context", "<u4"),
-        ("status", f"S{_WORD_BYTES}"),
-        ("time_ns", "<i8"),
-        ("spread_ns", "<i8"),
-        ("workspace_bytes", "<i8"),
-        ("error", "<f8"),
-        ("has_error", "?"),
-        ("reason", "<u4"),
-        ("notes", "<u4"),
-        ("device_uuid", "<u4"),
-        ("samples", "<u4"),
-        ("first_sample", "<i8"),
-        ("stored_ns", "<i8"),
-        ("checksum", "<u8"),
-    ]
+PROBLEM_DTYPE = np.dtype(
+    [(field.own_name, *_PROBLEM_TYPES[field.type]) for field in PROBLEM_FIELDS]
 )
-# Texts are as wide as the longest of them.
-_CONTEXT_TYPES = {"str": "S1", "int": "<i8", "bool": "?"}
-_CONTEXT_KINDS = {field.name: np.dtype(_CONTEXT_TYPES[field.type]) for field in CONTEXT_FIELDS}
+# Stands for None in a column of numbers.
+NONE = -(2**63)
+
+
+class MeasurementRow(NamedTuple):
+    """One measurement of a table, as a tuple: a million of them are read at once.
+
+    Args:
+        problem: row of the problems.
+        algorithm: row of the algorithms.
+        context: row of the contexts.
+        status: as ASCII.
+        time_ns: `NONE` where it was not timed.
+        spread_ns: `NONE` where it is unknown.
+        workspace_bytes: `NONE` where it is unknown.
+        error: 0 where it was not measured.
+        has_error: True where it was.
+        reason: row of the reasons.
+        notes: row of the notes.
+        device_uuid: row of the UUIDs.
+        samples: number of samples.
+        first_sample: row of the first of them.
+        stored_ns: time of storage, in ns since 1970.
+        checksum: of the values, as `ucudnn.cache.table.checksum` computes it.
+    """
+
+    problem: int
+    algorithm: int
+    context: int
+    status: bytes
+    time_ns: int
+    spread_ns: int
+    workspace_bytes: int
+    error: float
+    has_error: bool
+    reason: int
+    notes: int
+    device_uuid: int
+    samples: int
+    first_sample: int
+    stored_ns: int
+    checksum: int = 0
+
+    @property
+    def sample_slice(self) -> slice:
+        """Rows of the samples that belong to this measurement."""
+        return slice(self.first_sample, self.first_sample + self.samples)
+
+
+_NUMBER_TYPES = {
+    **dict.fromkeys(("problem", "algorithm", "context", "reason", "notes"), "<u4"),
+    **dict.fromkeys(("device_uuid", "samples"), "<u4"),
+    "status": f"S{_WORD_BYTES}",
+    "error": "<f8",
+    "has_error": "?",
+    "checksum": "<u8",
+}
+MEASUREMENT_DTYPE = np.dtype(
+    [(name, _NUMBER_TYPES.get(name, "<i8")) for name in MeasurementRow._fields]
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Fields of a key beside problem and algorithm; a cache has few different ones."""
+    """Fields of a key beside problem and algorithm; a cache has few different combinations."""
 
     device: Device
     software: Software
@@ -73,20 +108,6 @@ class Context:
     def of(cls, key: MeasurementKey) -> Context:
         """The context of a key."""
         return cls(key.device, key.software, key.conditions, key.protocol)
-
-
-def to_bytes(text: str) -> bytes:
-    r"""UTF-8 for HDF5, in which text ends at a zero byte: U+0000 becomes C0 80, as in Java.
-
-    >>> from_bytes(to_bytes("a\0b")) == "a\0b"
-    True
-    """
-    return text.encode("utf-8", "surrogatepass").replace(b"\0", b"\xc0\x80")
-
-
-def from_bytes(data: bytes) -> str:
-    """Text that `to_bytes` wrote."""
-    return data.replace(b"\xc0\x80", b"\0").decode("utf-8", "surrogatepass")
 
 
 def problem_row(problem: Problem) -> bytes:
@@ -101,11 +122,11 @@ def problem_rows(problems: Iterable[Problem]) -> Array:
         CacheError: a size needs more than 64 bits.
     """
     rows = [
-        tuple(_cell(getattr(problem, name)) for name in PROBLEM_ROW.names or ())
+        tuple(_cell(getattr(problem, name)) for name in PROBLEM_DTYPE.names or ())
         for problem in problems
     ]
     try:
-        return np.array(rows, PROBLEM_ROW)
+        return np.array(rows, PROBLEM_DTYPE)
     except OverflowError:
         raise CacheError("sizes in a problem must be below 2^63 to be stored") from None
 
@@ -123,8 +144,9 @@ def problem_from_row(row: Any) -> Problem:
     """The problem in a row.
 
     Raises:
-        ProblemError: it is none that this version knows.
+        ProblemError: this version knows no such problem.
     """
+    # An input size is at least 1, so the zeros are the axes that are not used.
     rank = int(np.count_nonzero(row["input_size"]))
     values: dict[str, Any] = {}
     for field in PROBLEM_FIELDS:
@@ -139,106 +161,4 @@ def problem_from_row(row: Any) -> Problem:
 
 def sort_keys(problems: Array) -> Array:
     """The rows as byte strings, which numpy can sort and search."""
-    return problems.view(f"S{PROBLEM_ROW.itemsize}")
-
-
-def context_rows(contexts: Sequence[Context]) -> Array:
-    """Contexts as a table; its text columns are as wide as the longest text.
-
-    Raises:
-        CacheError: a number needs more than 64 bits.
-    """
-    columns = []
-    for field in CONTEXT_FIELDS:
-        values = [attrgetter(field.name)(context) for context in contexts]
-        if field.type == "str":
-            encoded = [to_bytes(value) for value in values]
-            width = max(map(len, encoded), default=0) or 1
-            columns.append(np.array(encoded, f"S{width}"))
-        else:
-            try:
-                columns.append(np.array(values, "?" if field.type == "bool" else "<i8"))
-            except OverflowError:
-                raise CacheError(f"{field.name} must be below 2^63 to be stored") from None
-    names = [field.name for field in CONTEXT_FIELDS]
-    table = np.empty(
-        len(contexts), [(name, c.dtype) for name, c in zip(names, columns, strict=True)]
-    )
-    for name, column in zip(names, columns, strict=True):
-        table[name] = column
-    return table
-
-
-def contexts_from_rows(table: Array) -> list[Context | None]:
-    """The contexts in a table; None for one that this version does not know.
-
-    Raises:
-        DamagedError: a column is missing.
-    """
-    names = table.dtype.names or ()
-    require_columns(table, _CONTEXT_KINDS)
-    columns: dict[str, list[Any]] = {}
-    for field in CONTEXT_FIELDS:
-        if field.name in names:
-            values = table[field.name].tolist()
-            columns[field.name] = (
-                [from_bytes(value) for value in values] if field.type == "str" else values
-            )
-        elif field.default is MISSING:
-            raise DamagedError(f"it has no column {field.name}")
-        else:
-            columns[field.name] = [field.default] * len(table)
-    foreign = foreign_rows(table, columns)
-    return [
-        None if foreign[row] else _context({name: columns[name][row] for name in columns})
-        for row in range(len(table))
-    ]
-
-
-def require_columns(rows: Array, kinds: Mapping[str, np.dtype[Any]]) -> None:
-    """Refuse a table whose columns have the right names and other kinds of values.
-
-    Args:
-        rows: a table.
-        kinds: by column; one that the table lacks is passed over.
-
-    Raises:
-        DamagedError: a column holds something else, or numbers that need more bits.
-    """
-    for name in kinds.keys() & set(rows.dtype.names or ()):
-        stored, kind = rows.dtype[name], kinds[name]
-        alike = {stored.base.kind, kind.base.kind} <= {"i", "u"} or (
-            stored.base.kind == kind.base.kind
-        )
-        if not alike or stored.shape != kind.shape:
-            raise DamagedError(f"its column {name} holds something else")
-        if kind.base.kind in "iu" and rows[name].size:
-            limits = np.iinfo(kind.base)
-            if not limits.min <= int(rows[name].min()) <= int(rows[name].max()) <= limits.max:
-                raise DamagedError(f"numbers of its column {name} are too large")
-
-
-def foreign_rows(table: Array, known: Iterable[str]) -> Array:
-    """Rows that a column of a later version tells apart: it is not at its empty value."""
-    foreign = np.zeros(len(table), bool)
-    for name in set(table.dtype.names or ()) - set(known):
-        is_set = table[name] != np.zeros((), table.dtype[name])
-        foreign |= is_set.any(axis=tuple(range(1, is_set.ndim)))
-    return foreign
-
-
-def _context(values: dict[str, Any]) -> Context | None:
-    parts: dict[str, dict[str, Any]] = {"device": {}, "software": {}, "conditions": {}}
-    for name, value in values.items():
-        part, _, own_name = name.rpartition(".")
-        if part:
-            parts[part][own_name] = value
-    try:
-        return Context(
-            Device(**parts["device"]),
-            Software(**parts["software"]),
-            Conditions(**parts["conditions"]),
-            values["protocol"],
-        )
-    except UcudnnError:
-        return None
+    return problems.view(f"S{PROBLEM_DTYPE.itemsize}")

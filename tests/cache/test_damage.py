@@ -16,7 +16,7 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.hdf5.envelope import FRAME_BYTES, framed
+from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, wrap
 from ucudnn.cache.hdf5.recovery import salvage
 from ucudnn.measurement import Device, Measurement
 
@@ -66,14 +66,14 @@ def write_foreign(path: Path) -> None:
 
 
 DAMAGES = {
-    "bit in the frame": lambda path: flip(path, 14),
-    "bit in the data": lambda path: flip(path, FRAME_BYTES + 700),
+    "bit in the envelope": lambda path: flip(path, 14),
+    "bit in the data": lambda path: flip(path, ENVELOPE_BYTES + 700),
     "bit in the last byte": lambda path: flip(path, -1),
     "empty": lambda path: os.truncate(path, 0),
     "half": lambda path: os.truncate(path, path.stat().st_size // 2),
     "all zero": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "foreign HDF5": swap_with(write_foreign),
-    "sound frame, no HDF5": swap_with(lambda path: path.write_bytes(framed(b"not HDF5"))),
+    "sound envelope, no HDF5": swap_with(lambda path: path.write_bytes(wrap(b"not HDF5"))),
     "folder": swap_with(Path.mkdir),
     "symlink loop": swap_with(lambda path: path.symlink_to(path.name)),
     "pipe": swap_with(os.mkfifo),
@@ -259,7 +259,7 @@ def test_fixing_recovers_every_entry_that_is_still_itself(segment: Path) -> None
         assert not cache.check(fix=True).fixed
 
 
-def test_fixing_recovers_everything_from_a_file_whose_frame_alone_is_bad(segment: Path) -> None:
+def test_fixing_recovers_everything_from_a_file_whose_envelope_alone_is_bad(segment: Path) -> None:
     flip(segment, 40)
     with caches.open(root_of(segment)) as cache:
         report = cache.check(fix=True)

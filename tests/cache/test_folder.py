@@ -19,8 +19,7 @@ from ucudnn import testing
 from ucudnn.cache import CacheWarning, Entry
 from ucudnn.cache.entries import LATEST_NS
 from ucudnn.cache.hdf5 import cache as hdf5
-from ucudnn.cache.hdf5 import reader
-from ucudnn.cache.hdf5 import store as shelf
+from ucudnn.cache.hdf5 import device_files, loading, store
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Device, Measurement
 
@@ -122,7 +121,7 @@ def test_closing_leaves_one_file_and_reading_goes_on(tmp_path: Path) -> None:
 def test_a_writer_compacts_its_own_files_as_it_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf, "_MANY_SEGMENTS", 4)
+    monkeypatch.setattr(store, "_MANY_SEGMENTS", 4)
     cache = caches.open(tmp_path)
     for one in MEASUREMENTS:
         cache.put([one])
@@ -274,22 +273,26 @@ def interrupted(
     monkeypatch.setattr(module, name, wrapper)
 
 
-@pytest.mark.parametrize("name", ["read_frame", "names_in", "read_file"])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(loading, "read_envelope"), (device_files, "names_in"), (loading, "read_file")],
+)
 def test_a_reader_misses_nothing_while_another_compacts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caches.open(tmp_path) as first:
         first.put(MEASUREMENTS[:5])
     other = caches.open(tmp_path, use_locks=False)
     other.put(MEASUREMENTS[5:12])
     other.put(MEASUREMENTS[12:])
-    interrupted(monkeypatch, reader, name, other.close)
+    interrupted(monkeypatch, module, name, other.close)
     with caches.open(tmp_path, "r") as cache:
         assert texts(cache) == texts(MEASUREMENTS)
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(shelf, "merged"), (shelf, "write_file"), (os, "rename"), (os, "link")]
+    ("module", "name"),
+    [(store, "merge_tables"), (device_files, "write_file"), (os, "rename"), (os, "link")],
 )
 def test_two_that_compact_at_once_lose_nothing(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -323,7 +326,7 @@ def test_a_file_system_without_links_or_locks_keeps_segments(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(shelf.FileLock, "acquire", refuse)
+    monkeypatch.setattr(device_files.FileLock, "acquire", refuse)
     for start in range(0, len(MEASUREMENTS), 5):
         with caches.open(tmp_path) as cache:
             cache.put(MEASUREMENTS[start : start + 5])
@@ -339,7 +342,7 @@ def test_nobody_waits_for_a_lock_but_pruning_says_so(
     monkeypatch.setattr(hdf5, "_LOCK_WAIT_S", 0.05)
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS)
-    with shelf.FileLock(tmp_path / "cpu-one.h5.lock"), caches.open(tmp_path) as cache:
+    with device_files.FileLock(tmp_path / "cpu-one.h5.lock"), caches.open(tmp_path) as cache:
         cache.put([replace(MEASUREMENTS[0], notes=("newer",))])
         with pytest.raises(CacheError, match="another process is compacting"):
             cache.prune({})
@@ -353,7 +356,7 @@ def test_a_clock_that_runs_behind_does_not_hide_what_is_put(
 ) -> None:
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS)
-    monkeypatch.setattr(shelf, "time_ns", lambda: 1)
+    monkeypatch.setattr(store, "time_ns", lambda: 1)
     newer = replace(MEASUREMENTS[0], notes=("newer",))
     with caches.open(tmp_path) as cache:
         cache.put([newer])

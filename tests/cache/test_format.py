@@ -1,4 +1,4 @@
-"""Files: self-describing HDF5 behind a frame, and what other versions of the format may hold."""
+"""Files: self-describing HDF5 in an envelope, and what other versions of the format may hold."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import CacheWarning
 from ucudnn.cache.hdf5 import envelope
-from ucudnn.cache.hdf5.envelope import FRAME_BYTES, framed, verify
-from ucudnn.cache.table.rows import PROBLEM_ROW, problem_from_row, problem_row, problem_rows
+from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, verify, wrap
+from ucudnn.cache.table.rows import PROBLEM_DTYPE, problem_from_row, problem_row, problem_rows
 from ucudnn.cache.table.validity import possible_problems
 from ucudnn.errors import ProblemError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
@@ -55,12 +55,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def edit(path: Path, change: Callable[[h5py.File], None], version: int = 1) -> None:
-    """Change the HDF5 part of a file and frame it again, as a writer of another version would."""
+    """Change the HDF5 part of a file and seal it again, as a writer of another version would."""
     image = path.with_suffix(".image")
-    image.write_bytes(path.read_bytes()[FRAME_BYTES:])
+    image.write_bytes(path.read_bytes()[ENVELOPE_BYTES:])
     with h5py.File(image, "r+") as file:
         change(file)
-    path.write_bytes(framed(image.read_bytes(), version))
+    path.write_bytes(wrap(image.read_bytes(), version))
     image.unlink()
 
 
@@ -99,10 +99,10 @@ def replace_table(file: h5py.File, table: str, old: Any, kinds: dict[str, Any]) 
 
 def test_a_file_begins_with_its_version_length_and_digest(file: Path) -> None:
     data = file.read_bytes()
-    lines = data[:FRAME_BYTES].rstrip(b"\0").decode().splitlines()
+    lines = data[:ENVELOPE_BYTES].rstrip(b"\0").decode().splitlines()
     assert lines[0] == "ucudnn-cache 1"
-    assert lines[1] == f"bytes {len(data) - FRAME_BYTES}"
-    digest = hashlib.sha256(b"ucudnn-cache 1\n" + data[FRAME_BYTES:]).hexdigest()
+    assert lines[1] == f"bytes {len(data) - ENVELOPE_BYTES}"
+    digest = hashlib.sha256(b"ucudnn-cache 1\n" + data[ENVELOPE_BYTES:]).hexdigest()
     assert lines[2] == f"sha256 {digest}"
 
 
@@ -341,7 +341,7 @@ def test_rows_are_possible_where_problems_are() -> None:
     problems = [one.key.problem for one in testing.sample_measurements(50)]
     rows = np.repeat(problem_rows(problems), 40)
     sizes = (*range(-1, 8), 2**31 - 1, 2**31, 2**32 + 1, 2**62, 2**63 - 1)
-    numbers = [name for name in PROBLEM_ROW.names or () if PROBLEM_ROW[name].base.kind == "i"]
+    numbers = [name for name in PROBLEM_DTYPE.names or () if PROBLEM_DTYPE[name].base.kind == "i"]
     for index in range(len(rows)):
         for _ in range(chance.choice((1, 1, 2, 3))):
             cells = rows[chance.choice(numbers)][index : index + 1].reshape(-1)
@@ -404,7 +404,7 @@ def test_entries_that_contradict_their_checksum_are_reported(file: Path) -> None
 
 
 def test_no_single_bit_flip_goes_unseen() -> None:
-    data = framed(b"an HDF5 image")
+    data = wrap(b"an HDF5 image")
     for place in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
@@ -413,7 +413,7 @@ def test_no_single_bit_flip_goes_unseen() -> None:
 
 
 def test_no_truncation_goes_unseen() -> None:
-    data = framed(b"an HDF5 image")
+    data = wrap(b"an HDF5 image")
     for length in range(len(data)):
         with pytest.raises(envelope.DamagedError):
             verify(data[:length])
