@@ -1,4 +1,4 @@
-"""Count what a cache holds, by device."""
+"""Summary of a cache: counts by device, status and versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from ucudnn.measurement import Device, Software
 def info_of(
     location: str, writable: bool, file_bytes: Sequence[int], entries: Iterable[Entry]
 ) -> CacheInfo:
-    """Count entries by device, status and versions."""
+    """Count entries by device, status and versions.
+
+    Args:
+        location: the cache's folder, or "memory".
+        writable: True where measurements can be added.
+        file_bytes: size of each file.
+        entries: one per key.
+    """
     statuses: defaultdict[Device, Counter[str]] = defaultdict(Counter)
     versions: defaultdict[Device, Counter[Software]] = defaultdict(Counter)
     times: dict[Device, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""A cache in a folder of HDF5 files, shared by any number of processes and machines."""
+"""Cache in a folder of HDF5 files, shared by any number of processes and machines."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from ucudnn.measurement import Device, Measurement, MeasurementKey
 from ucudnn.system.forking import ForkSafeLock
 
 _LOCK_WAIT_S = 10.0
+# File names may have 255 bytes, and suffixes follow.
 _KIND_LENGTH = 100
 
 
@@ -61,6 +62,7 @@ class HDF5Cache(AbstractCache):
         self._mode = mode
         self._use_locks = use_locks
         self._store_by_kind: dict[str, DeviceStore] = {}
+        # `get` must not compute the kind of a device each time.
         self._store_by_device: dict[Device, DeviceStore] = {}
         # Files of somebody else's that were reported, each once.
         self._foreign: set[Path] = set()
@@ -72,10 +74,11 @@ class HDF5Cache(AbstractCache):
             return self._store_of(key.device).find(key)
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
-        """Keep entries made elsewhere with the times at which they were stored."""
+        """Keep entries of another cache, with the times at which they were stored there."""
         self._require_writable()
         by_store: dict[DeviceStore, list[Entry]] = {}
         with self._lock:
+            # All are taken before any is kept: an iterable that raises must leave nothing behind.
             for entry in entries:
                 store = self._store_of(entry.measurement.key.device)
                 by_store.setdefault(store, []).append(entry)
@@ -83,7 +86,7 @@ class HDF5Cache(AbstractCache):
                 store.put(its_entries)
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry, one per key; those of one problem are neighbours."""
+        """Every entry, one per key; those of a problem on one kind of device are neighbours."""
         # Tables do not change, so iterating needs no lock, and what is put meanwhile does not show.
         with self._lock:
             tables = [store.table() for store in self._stores()]
@@ -95,37 +98,18 @@ class HDF5Cache(AbstractCache):
             return sum(len(store.table()) for store in self._stores())
 
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
-        """Add everything that another cache holds; its files are copied as they are."""
+        """Add the entries of another cache, by copying its files as they are."""
         self._require_writable()
         other = open_existing(path)
         before = len(self)
         with self._lock:
             for kind in kinds_in(other._path):
-                self._copy(other._store(kind), self._store(kind))
-            # Reads the copies; only then are there segments to compact.
+                _copy_files(other._store(kind).files, self._store(kind).files)
+            # Reads the copies, so that there is something to compact.
             self.refresh()
             for store in self._stores():
                 store.compact()
             return MergeReport(read=len(other), added=len(self) - before)
-
-    def _copy(self, source: DeviceStore, target: DeviceStore) -> None:
-        for file in source.files.paths():
-            try:
-                content = read_file(file)
-                verify(content)
-            except NewerError:
-                pass  # copied: a later version will read it here as well as there
-            except DamagedError:
-                continue  # reported when the entries of `source` are counted
-            except OSError as error:
-                raise CacheError(f"cannot read {file}: {error.strerror}; merge again") from error
-            try:
-                target.files.publish(content, time_ns())
-            except OSError as error:
-                raise CacheError(
-                    f"cannot write to the cache {self._path}: {error.strerror}; make room or "
-                    f"merge into another folder"
-                ) from error
 
     def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
         """Remove the entries that match, and count them."""
@@ -152,6 +136,7 @@ class HDF5Cache(AbstractCache):
                 bool,
                 len(table),
             )
+            # Then no file needs to be written.
             if stays.all():
                 return 0
             try:
@@ -167,7 +152,7 @@ class HDF5Cache(AbstractCache):
             return int((~stays).sum())
 
     def check(self, fix: bool = False) -> CheckReport:
-        """Read everything on the disk and say what is wrong; with `fix`, put right what can be."""
+        """Read every file and report what is wrong; with `fix`, repair what can be repaired."""
         if fix:
             self._require_writable()
         with self._lock:
@@ -186,17 +171,18 @@ class HDF5Cache(AbstractCache):
         """Location and contents of the cache."""
         with self._lock:
             files = [file for store in self._stores() for file in store.files.paths()]
+            # Another process may compact them in the meantime.
             sizes = [file.stat().st_size for file in files if file.exists()]
             return info_of(str(self._path), self._is_writable(), sizes, self.entries())
 
     def refresh(self) -> None:
-        """Take in what other processes have put since."""
+        """Read what other processes have put since."""
         with self._lock:
             for store in self._stores():
                 store.refresh()
 
     def close(self) -> None:
-        """Write what could not be written so far, and tidy up. Reading goes on to work."""
+        """Write what could not be written so far, and compact. Reading still works afterwards."""
         if self._mode == "a":
             with self._lock:
                 for store in self._store_by_kind.values():
@@ -250,6 +236,27 @@ class HDF5Cache(AbstractCache):
 
     def _report(self, sentence: str, severity: Severity) -> None:  # noqa: ARG002 - as `Report` has it
         warnings.warn(sentence, CacheWarning, stacklevel=2)
+
+
+def _copy_files(source: DeviceFiles, target: DeviceFiles) -> None:
+    for file in source.paths():
+        try:
+            content = read_file(file)
+            verify(content)
+        except NewerError:
+            pass  # copied: a later version will read it here as well as there
+        except DamagedError:
+            continue  # reported when the entries of the other cache are counted
+        except OSError as error:
+            # Most likely a process that uses the other cache has just compacted it.
+            raise CacheError(f"cannot read {file}: {error.strerror}; merge again") from error
+        try:
+            target.publish(content, time_ns())
+        except OSError as error:
+            raise CacheError(
+                f"cannot write to the cache {target.compacted.parent}: {error.strerror}; make room "
+                f"or merge into another folder"
+            ) from error
 
 
 def open_existing(path: str | os.PathLike[str]) -> HDF5Cache:

@@ -50,6 +50,7 @@ def narrow(column: Array) -> Array:
     if column.dtype.kind == "S":
         width = np.char.str_len(column).max(initial=1)
         return column.astype(f"S{width}")
+    # `NONE` is the least 64-bit integer, so a column with a missing number stays wide.
     if column.min(initial=0) < 0:
         return column
     return column.astype(np.min_scalar_type(column.max(initial=0)))
@@ -85,6 +86,7 @@ def context_rows(contexts: Sequence[Context]) -> Array:
         values = [attrgetter(field.name)(context) for context in contexts]
         if field.type == "str":
             encoded = [to_bytes(value) for value in values]
+            # HDF5 has no texts of width 0.
             width = max(map(len, encoded), default=0) or 1
             columns[field.name] = np.array(encoded, f"S{width}")
         else:
@@ -128,6 +130,7 @@ def _context(values: dict[str, Any]) -> Context | None:
         if part:
             parts[part][own_name] = value
     try:
+        # The constructors refuse words of a later version.
         return Context(
             Device(**parts["device"]),
             Software(**parts["software"]),
@@ -192,6 +195,7 @@ def require_columns(rows: Array, kinds: Mapping[str, np.dtype[Any]]) -> None:
     """
     for name in kinds.keys() & set(rows.dtype.names or ()):
         stored, kind = rows.dtype[name], kinds[name]
+        # Narrow columns are unsigned, whatever they are in memory.
         alike = {stored.base.kind, kind.base.kind} <= {"i", "u"} or (
             stored.base.kind == kind.base.kind
         )
@@ -208,5 +212,6 @@ def unknown_rows(table: Array, known: Iterable[str]) -> Array:
     unknown = np.zeros(len(table), bool)
     for name in set(table.dtype.names or ()) - set(known):
         is_set = table[name] != np.zeros((), table.dtype[name])
+        # A column of the later version may be an array in every row, as sizes are.
         unknown |= is_set.any(axis=tuple(range(1, is_set.ndim)))
     return unknown

@@ -52,6 +52,7 @@ class Loader:
     def require_folder(self) -> None:
         """Report something else in the place of the folder of segments."""
         folder = self.files.segments
+        # A link that leads nowhere is there for lexists alone.
         if os.path.lexists(folder) and not folder.is_dir():
             self.report(
                 f"{folder} is not a folder: it was left as it is; move it elsewhere, so that "
@@ -74,6 +75,7 @@ class Loader:
     def load(self, path: Path) -> LoadedFile | None:
         """Load a file; None where it is gone, or cannot be used, which is reported then."""
         try:
+            # First of all: a file that is not a cache's must never be renamed.
             if not is_ours(path):
                 self._report_foreign(path)
                 return None
@@ -81,6 +83,7 @@ class Loader:
             verify(content)
             table, complete = decode(content)
         except NewerError as error:
+            # Not damaged, so it must stay; with its empty table it counts as incomplete.
             self.report(f"{path} was left alone: {error}; upgrade ucudnn to use it", Severity.NOTE)
             return LoadedFile(EMPTY, b"", complete=False)
         except DamagedError as error:
@@ -106,6 +109,7 @@ class Loader:
     def _put_aside(self, path: Path, error: DamagedError) -> None:
         aside = None
         if self.writable:
+            # The folder may be read-only, or another process may have moved the file.
             with suppress(OSError):
                 aside = set_aside(path)
         if aside is not None and self._put_back(aside):

@@ -34,12 +34,12 @@ class DeviceStore:
     """Measurements of one kind of device, in memory and in its files.
 
     Args:
-        files: where they are.
+        files: the files of that kind.
         writable: False: nothing is written, and damaged files stay where they are.
         report: told what was not kept or could not be read.
 
     Attributes:
-        files: where they are.
+        files: the files of that kind.
     """
 
     def __init__(self, files: DeviceFiles, writable: bool, report: Report) -> None:
@@ -59,7 +59,7 @@ class DeviceStore:
         self._complete_by_name: dict[str, bool] = {}
         self._partial_paths: list[Path] = []
         self._newest_ns = 0
-        # Entries of this process: not written because the disk does not take them, and by segment.
+        # Entries of this process: those that the disk did not take, and the others by segment.
         self._pending: Table | None = None
         self._own: dict[str, Table] = {}
         self._warned = False
@@ -69,12 +69,14 @@ class DeviceStore:
         found, latest_ns = None, -1
         for table in self._tables():
             row = table.find(key)
+            # Several files may hold the same key, and a segment is not always newer than X.h5.
             if row is not None and row.stored_ns > latest_ns:
                 found, latest_ns = table.measurement(row, key), row.stored_ns
         return found
 
     def table(self) -> Table:
         """All entries, as one table."""
+        # The usual cache is one file, whose table needs no merging.
         tables = self._tables()
         return tables[0] if len(tables) == 1 else merge_tables(tables)
 
@@ -106,11 +108,13 @@ class DeviceStore:
                 break
             seen = listing
             self._read(*listing)
+        # Merged at once, because a compaction uses `_recent`.
         self._searched = None
         self._tables()
 
     def _read(self, envelope: bytes | None, names: list[str]) -> None:
         known = (None, self._base_envelope, self._tried_envelope)
+        # A damaged X.h5 that cannot be set aside is reported once, not at each refresh.
         if envelope not in known:
             self._tried_envelope = envelope
             self._load(self.files.compacted)
@@ -147,6 +151,7 @@ class DeviceStore:
             entry if entry.stored_ns else replace(entry, stored_ns=min(now + index, LATEST_NS))
             for index, entry in enumerate(entries)
         )
+        # Encoded before anything is changed, because it may raise.
         waiting = table if self._pending is None else merge_tables([self._pending, table])
         content = _content(waiting)
         self._unmerged.append(table)
@@ -178,6 +183,7 @@ class DeviceStore:
         """Write entries that could not be written so far; compact what was put."""
         if self._pending is not None:
             self._write(self._pending, _content(self._pending))
+        # Even if another process holds the lock, this one leaves a single segment.
         if len(self._own) > 1:
             self._compact_own()
         if self._own or len(self._complete_segments()) >= _MANY_SEGMENTS:
@@ -198,6 +204,7 @@ class DeviceStore:
     def compact(self) -> None:
         """Replace many files by one, unless another process does; failing loses nothing."""
         with suppress(OSError), self.files.lock(0) as held:
+            # A disk that did not take the pending entries will not take all entries.
             if held and self._pending is None:
                 self.refresh()
                 if len(self._recent) * _REWRITE_RATIO >= len(self._base):
@@ -235,6 +242,7 @@ class DeviceStore:
     def after_fork(self) -> None:
         """Forget, in a child, what the parent has still to write; list the files again."""
         self._pending, self._own = None, {}
+        # The parent may have been in the middle of a change of these when it forked.
         self._listed, self._searched = False, None
 
 

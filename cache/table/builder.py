@@ -88,6 +88,7 @@ def build_table(entries: Iterable[Entry]) -> Table:
     except OverflowError:
         raise CacheError("numbers of a measurement must be below 2^63 to be stored") from None
     table.rows["checksum"] = checksums(table)
+    # Merging a single table sorts it.
     return merge_tables([table])
 
 
@@ -132,6 +133,7 @@ def merge_tables(tables: Sequence[Table]) -> Table:
         offset += len(table.samples)
         parts.append(rows)
     rows = _latest(np.concatenate(parts))
+    # The empty arrays give the result its type where there are no tables.
     samples = np.concatenate([np.empty(0, "<i8"), *(table.samples for table in tables)])
     gathered = _gather_samples(rows, samples)
     return lists.table(problems, rows, gathered)
@@ -139,6 +141,7 @@ def merge_tables(tables: Sequence[Table]) -> Table:
 
 def _unite_problems(tables: Sequence[Table]) -> tuple[Array, list[Array]]:
     """The problems that rows use, sorted, and for each table the new number of each old one."""
+    # Problems that no row uses, such as those of pruned entries, are left out.
     used = [np.unique(table.rows["problem"]) for table in tables]
     kept = [table.problems[ids] for table, ids in zip(tables, used, strict=True)]
     everything = np.concatenate([np.empty(0, PROBLEM_DTYPE), *kept])
@@ -166,6 +169,8 @@ def _latest(rows: Array) -> Array:
 
 def _gather_samples(rows: Array, samples: Array) -> Array:
     """The samples of the rows, in their order; the rows then point into the result."""
+    # A place is the row's first sample plus the position among its samples; numpy repeats the
+    # difference between old and new beginnings once per sample.
     counts = rows["samples"].astype("<i8")
     starts = np.cumsum(counts) - counts
     places = np.repeat(rows["first_sample"] - starts, counts) + np.arange(counts.sum())

@@ -38,6 +38,7 @@ class Kind:
 
 def _is_int(value: Any) -> bool:
     # A bool is an int for isinstance, but not for a reader of the file.
+    # HDF5 has 64 bits for a number.
     return type(value) is int and -(2**63) < value < 2**63
 
 
@@ -76,6 +77,7 @@ def _optional(kind: Kind) -> Kind:
 
 
 _INT = Kind(str, int, _is_int)
+# repr is the shortest text from which the same float is read back.
 _FLOAT = Kind(repr, float, _is_float)
 _INTS = Kind(
     lambda value: "x".join(map(str, value)),
@@ -167,6 +169,7 @@ _PART_FIELDS = {
 }
 _OWN_KEY_FIELDS = _fields_of("", MeasurementKey, "measurement.key")
 PROBLEM_FIELDS = tuple(_PART_FIELDS["problem"])
+# The rest of a key; a file has few combinations of these, and stores each once.
 CONTEXT_FIELDS = (
     *(field for part in ("device", "software", "conditions") for field in _PART_FIELDS[part]),
     *(field for field in _OWN_KEY_FIELDS if field.name == "protocol"),
@@ -178,6 +181,7 @@ STORED_FIELDS = (
     Field("stored_ns", "int", 0, attrgetter("stored_ns")),
     Field("device_uuid", "str", "", attrgetter("device_uuid")),
 )
+# In the order of the columns of a CSV.
 FIELDS = (*KEY_FIELDS, *RESULT_FIELDS, *STORED_FIELDS)
 FIELD_BY_NAME = {field.name: field for field in FIELDS}
 
@@ -205,6 +209,7 @@ def entry_from_values(values: Mapping[str, Any]) -> Entry:
 
 
 def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
+    # Values of the key's and the measurement's own fields, which have no prefix.
     own = dict(given[""])
     try:
         parts = {part: cls(**given.get(part, {})) for part, cls in _CLASSES.items()}
@@ -216,6 +221,7 @@ def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
 
 
 def _frozen(value: Any) -> Any:
+    # JSON has lists where the dataclasses have tuples.
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 

@@ -91,6 +91,7 @@ def test_a_gpu_before_tf32_and_a_cudnn_before_nine(probe: Path) -> None:
     ("name", "content", "reason"),
     [
         ("timings.csv", "name,op\n", "line 1: a probe's table has the columns dtype"),
+        ("timings.csv", "x" * 200_000, "line 1: field larger than"),
         ("timings.csv", None, "cannot read"),
         ("profile.json", "{}", "profile.json lacks 'deviceVer'"),
         ("profile.json", "[", "not valid JSON"),
