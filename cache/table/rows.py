@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucudnn.cache.table.schema import PROBLEM_FIELDS
-from ucudnn.errors import CacheError
 from ucudnn.measurement import Conditions, Device, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -116,19 +115,13 @@ def problem_row(problem: Problem) -> bytes:
 
 
 def problem_rows(problems: Iterable[Problem]) -> Array:
-    """Problems as a table; unused axes are 0.
-
-    Raises:
-        CacheError: a size needs more than 64 bits.
-    """
+    """Problems as a table; unused axes are 0."""
+    # `Problem` accepts no size that needs more than 64 bits.
     rows = [
         tuple(_cell(getattr(problem, name)) for name in PROBLEM_DTYPE.names or ())
         for problem in problems
     ]
-    try:
-        return np.array(rows, PROBLEM_DTYPE)
-    except OverflowError:
-        raise CacheError("sizes in a problem must be below 2^63 to be stored") from None
+    return np.array(rows, PROBLEM_DTYPE)
 
 
 def _cell(value: Any) -> Any:

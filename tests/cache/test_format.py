@@ -8,6 +8,7 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,17 @@ from ucudnn import testing
 from ucudnn.cache import CacheWarning
 from ucudnn.cache.hdf5 import envelope
 from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, verify, wrap
-from ucudnn.cache.table.rows import PROBLEM_DTYPE, problem_from_row, problem_row, problem_rows
+from ucudnn.cache.table import table as tables
+from ucudnn.cache.table.rows import (
+    MEASUREMENT_DTYPE,
+    PROBLEM_DTYPE,
+    MeasurementRow,
+    problem_from_row,
+    problem_row,
+    problem_rows,
+)
 from ucudnn.cache.table.validity import possible_problems
-from ucudnn.errors import ProblemError
+from ucudnn.errors import CacheError, ProblemError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -236,6 +245,103 @@ def test_sound_bytes_with_senseless_tables_are_set_aside(
             assert cache.get(KEYS[0]) is None
         assert cache.check().clean
     assert len(list(file.parent.glob("*.damaged-*"))) == 1
+
+
+def test_an_older_file_gets_the_default_of_a_size_it_lacks(file: Path) -> None:
+    edit(file, drop_column("math", "problems"))
+    with caches.open(file.parent) as cache:
+        assert {one.key.problem.math for one in cache} == {"strict"}
+        assert len(cache) == len(KEYS)
+
+
+def test_an_unknown_word_of_the_conditions_hides_only_what_has_it(file: Path) -> None:
+    def change(opened: h5py.File) -> None:
+        contexts, rows = opened["contexts"][()], opened["measurements"][()]
+        del opened["contexts"], opened["measurements"]
+        later = contexts.astype(
+            [
+                (n, "S8" if n == "conditions.role" else contexts.dtype[n])
+                for n in contexts.dtype.names
+            ]
+        )
+        later["conditions.role"] = b"middle"
+        opened["contexts"] = np.concatenate([contexts.astype(later.dtype), later])
+        rows["context"][0] = 1
+        opened["measurements"] = rows
+
+    edit(file, change)
+    with caches.open(file.parent) as cache:
+        assert len(cache) == len(KEYS) - 1
+        assert any("later version" in note for note in cache.check().notes)
+
+
+def test_a_column_of_an_unknown_kind_leaves_the_file_alone(file: Path) -> None:
+    edit(file, set_column("curve", "measurements", 1j))
+    data = file.read_bytes()
+    with caches.open(file.parent) as cache:
+        with pytest.warns(CacheWarning, match="column curve is of an unknown kind; upgrade ucudnn"):
+            assert not list(cache)
+        assert cache.check().clean
+    assert file.read_bytes() == data
+
+
+def test_a_small_table_may_stand_in_the_header_of_its_dataset(file: Path) -> None:
+    """HDF5 calls this layout compact; h5py writes it only when it is asked to."""
+
+    def change(opened: h5py.File) -> None:
+        samples = opened["samples"][()]
+        del opened["samples"]
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_layout(h5py.h5d.COMPACT)
+        kind, space = h5py.h5t.py_create(samples.dtype), h5py.h5s.create_simple(samples.shape)
+        dataset = h5py.h5d.create(opened.id, b"samples", kind, space, properties)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, samples)
+
+    edit(file, change)
+    with caches.open(file.parent) as cache:
+        assert [cache.get(key) for key in KEYS] == MEASUREMENTS
+
+
+def test_many_rows_are_compressed_and_come_back(tmp_path: Path) -> None:
+    many = [
+        Measurement(replace(KEYS[0], protocol=number), "ok", number + 1, samples=(number + 1,))
+        for number in range(3000)
+    ]
+    with caches.open(tmp_path) as cache:
+        cache.put(many)
+    (path,) = tmp_path.glob("*.h5")
+    with h5py.File(path) as opened:
+        assert opened["measurements"].compression == "gzip"
+        assert opened["measurements"].id.get_storage_size() < 3000 * 40
+        assert opened["contexts"].compression is None
+    with caches.open(tmp_path) as cache:
+        assert sorted(one.time_ns for one in cache) == list(range(1, 3001))
+        assert cache.get(many[2345].key) == many[2345]
+
+
+def test_more_problems_than_are_remembered_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_MEMO_PROBLEMS", 2)
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS)
+        for _ in range(2):
+            for one in MEASUREMENTS:
+                assert cache.get(one.key) == one
+                other = replace(one.key, problem=one.key.problem.with_batch(77))
+                assert cache.get(other) is None
+
+
+def test_a_protocol_that_no_file_can_hold_is_named_and_nothing_is_kept(tmp_path: Path) -> None:
+    with caches.open(tmp_path) as cache:
+        with pytest.raises(CacheError, match="protocol must be below 2\\^63 to be stored"):
+            cache.put([*MEASUREMENTS, Measurement(replace(KEYS[0], protocol=2**63), "ok", 1)])
+        assert len(cache) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_columns_agree_with_the_names_of_a_row() -> None:
+    assert MEASUREMENT_DTYPE.names == MeasurementRow._fields
 
 
 def claims(name: str, **storage: Any) -> Callable[[h5py.File], None]:
