@@ -7,12 +7,7 @@ from collections.abc import Iterable
 from time import time_ns
 
 from ucudnn import cache as caches
-from ucudnn.cache.entries import (
-    CacheInfo,
-    CheckReport,
-    Explanation,
-    MergeReport,
-)
+from ucudnn.cache.entries import CacheInfo, CheckReport, Explanation, MergeReport
 from ucudnn.cache.explain import explain as explain_texts
 from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.errors import ConfigError

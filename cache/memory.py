@@ -8,12 +8,7 @@ from dataclasses import replace
 from time import time_ns
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import (
-    CacheInfo,
-    CheckReport,
-    Entry,
-    MergeReport,
-)
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport
 from ucudnn.cache.summary import info_of
 from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.measurement import Measurement, MeasurementKey

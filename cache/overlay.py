@@ -6,12 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import (
-    CacheInfo,
-    CheckReport,
-    Entry,
-    MergeReport,
-)
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport
 from ucudnn.cache.summary import info_of
 from ucudnn.measurement import Measurement, MeasurementKey
 

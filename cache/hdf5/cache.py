@@ -12,13 +12,7 @@ from time import time_ns
 import numpy as np
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import (
-    CacheInfo,
-    CacheWarning,
-    CheckReport,
-    Entry,
-    MergeReport,
-)
+from ucudnn.cache.entries import CacheInfo, CacheWarning, CheckReport, Entry, MergeReport
 from ucudnn.cache.hdf5.check import check_folder
 from ucudnn.cache.hdf5.device_files import DeviceFiles
 from ucudnn.cache.hdf5.envelope import DamagedError, NewerError, verify
