@@ -39,6 +39,7 @@ from ucudnn.cache.table.rows import (
     PROBLEM_DTYPE,
     Array,
     Context,
+    MeasurementRow,
     sort_keys,
 )
 from ucudnn.cache.table.schema import CONTEXT_FIELDS, load_texts
@@ -180,7 +181,8 @@ def _interpret(
 ) -> tuple[Table, bool]:
     contexts = contexts_from_rows(arrays["contexts"])
     problems, unknown_problems = problems_from_rows(arrays["problems"])
-    rows = cast_columns(arrays["measurements"], MEASUREMENT_DTYPE, {})
+    defaults = MeasurementRow._field_defaults
+    rows = cast_columns(arrays["measurements"], MEASUREMENT_DTYPE, defaults)
     texts = {name: list(map(from_bytes, encoded[name])) for name in _TEXTS}
     _require_fit(rows, [problems, contexts, *texts.values()], arrays["samples"])
     unknown = unknown_problems[rows["problem"]] | ~np.isin(rows["status"], encoded_words(STATUSES))

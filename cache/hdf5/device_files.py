@@ -71,10 +71,10 @@ class DeviceFiles:
         root = self.compacted.parent
         beside = [root / name for name in names_in(root) if name.startswith(self.compacted.name)]
         inside = [self.segments / name for name in names_in(self.segments)]
+        # A young temporary file may belong to a writer that has not finished.
         return [
             path
             for path in (*beside, *inside)
-            # A young one may belong to a writer that is still at it.
             if is_set_aside(path.name)
             or (is_temporary(path.name) and _age_s(path) > _LEFTOVER_AGE_S)
         ]

@@ -60,7 +60,7 @@ class Loader:
                 Severity.WRONG,
             )
 
-    def list(self) -> tuple[bytes | None, list[str]]:
+    def listing(self) -> tuple[bytes | None, list[str]]:
         """First bytes of X.h5, and the names of the segments."""
         envelope = read_envelope(self.files.compacted)
         try:

@@ -103,7 +103,7 @@ class DeviceStore:
             self._loader.require_folder()
         seen = None
         for _ in range(_LISTINGS):
-            listing = self._loader.list()
+            listing = self._loader.listing()
             if listing == seen:
                 break
             seen = listing

@@ -39,6 +39,8 @@ NONE = -(2**63)
 class MeasurementRow(NamedTuple):
     """One measurement of a table, as a tuple: a million of them are read at once.
 
+    A column that a later version adds needs a default, with which older files are read.
+
     Args:
         problem: row of the problems.
         algorithm: row of the algorithms.
@@ -73,7 +75,7 @@ class MeasurementRow(NamedTuple):
     samples: int
     first_sample: int
     stored_ns: int
-    checksum: int = 0
+    checksum: int
 
     @property
     def sample_slice(self) -> slice:

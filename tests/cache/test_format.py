@@ -20,6 +20,7 @@ from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import CacheWarning
 from ucudnn.cache.hdf5 import envelope
+from ucudnn.cache.hdf5.columns import cast_columns
 from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, verify, wrap
 from ucudnn.cache.table import table as tables
 from ucudnn.cache.table.rows import (
@@ -342,6 +343,15 @@ def test_a_protocol_that_no_file_can_hold_is_named_and_nothing_is_kept(tmp_path:
 
 def test_columns_agree_with_the_names_of_a_row() -> None:
     assert MEASUREMENT_DTYPE.names == MeasurementRow._fields
+
+
+def test_a_column_that_is_added_gets_its_default_where_a_file_lacks_it() -> None:
+    stored = np.array([(5,), (7,)], [("time_ns", "<i8")])
+    layout = np.dtype([("time_ns", "<i8"), ("energy_uj", "<i8")])
+    rows = cast_columns(stored, layout, {"energy_uj": -1})
+    assert rows.tolist() == [(5, -1), (7, -1)]
+    with pytest.raises(CacheError, match="it has no column energy_uj"):
+        cast_columns(stored, layout, {})
 
 
 def claims(name: str, **storage: Any) -> Callable[[h5py.File], None]:
