@@ -204,8 +204,7 @@ class DeviceStore:
     def compact(self) -> None:
         """Replace many files by one, unless another process does; failing loses nothing."""
         with suppress(OSError), self.files.lock(0) as held:
-            # A disk that did not take the pending entries will not take all entries.
-            if held and self._pending is None:
+            if held:
                 self.refresh()
                 if len(self._recent) * _REWRITE_RATIO >= len(self._base):
                     self.replace_all(merge_tables([self._base, self._recent]))
@@ -237,6 +236,8 @@ class DeviceStore:
         if name is not None:
             self._complete_by_name[name] = True
         self._recent, self._searched, self._own = table, None, {}
+        # Part of the table, unless they were pruned: then they must not be written any more.
+        self._pending = None
         return name
 
     def after_fork(self) -> None:

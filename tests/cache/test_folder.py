@@ -221,6 +221,38 @@ def test_what_waited_is_written_when_the_disk_takes_it_again(
             assert texts(other) == texts(MEASUREMENTS)
 
 
+def test_what_waited_and_was_pruned_is_not_written_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS[:5])
+        with monkeypatch.context() as patch:
+            refusing(patch, "replace", lambda _: True)
+            with pytest.warns(CacheWarning, match="are kept in memory"):
+                cache.put(MEASUREMENTS[5:])
+        assert cache.prune({}) == len(MEASUREMENTS)
+        cache.put(MEASUREMENTS[:1])
+        with caches.open(tmp_path, "r") as other:
+            assert texts(other) == texts(MEASUREMENTS[:1])
+
+
+def test_what_waited_is_in_the_file_that_a_merge_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path / "other") as other:
+        other.put(MEASUREMENTS[:5])
+    cache = caches.open(tmp_path / "mine")
+    with monkeypatch.context() as patch:
+        refusing(patch, "replace", lambda _: True)
+        with pytest.warns(CacheWarning, match="are kept in memory"):
+            cache.put(MEASUREMENTS[5:])
+    cache.merge(tmp_path / "other")
+    with caches.open(tmp_path / "mine", "r") as reader:
+        assert texts(reader) == texts(MEASUREMENTS)
+    cache.close()
+    assert len(list((tmp_path / "mine").rglob("*.h5"))) == 1
+
+
 def test_what_waited_is_written_at_the_end(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     place.write_text("in the way")
@@ -292,7 +324,10 @@ def test_a_reader_misses_nothing_while_another_compacts(
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(store, "merge_tables"), (device_files, "write_file"), (os, "rename"), (os, "link")],
+    [
+        *((store, "merge_tables"), (device_files, "write_file"), (device_files, "read_envelope")),
+        *((os, "rename"), (os, "link")),
+    ],
 )
 def test_two_that_compact_at_once_lose_nothing(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
