@@ -482,6 +482,16 @@ def test_pruning_a_disk_that_takes_nothing_removes_nothing(
         assert texts(cache) == texts(MEASUREMENTS)
 
 
+def test_pruning_also_removes_what_another_process_has_put_since(tmp_path: Path) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS[:5])
+        assert len(cache) == 5
+        caches.open(tmp_path).put(MEASUREMENTS[5:])
+        assert cache.prune({}) == len(MEASUREMENTS)
+    with caches.open(tmp_path, "r") as cache:
+        assert not list(cache)
+
+
 def of_a_later_version(path: Path) -> bytes:
     """Write a file as a later version would; its bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
