@@ -1,8 +1,15 @@
-"""Measurements kept for ever: by every process, per device, whatever crashes.
+"""Cache of measurements, shared by all processes and kept per device, whatever crashes.
 
-    memory.py    in a dictionary
-    hdf5.py      in a folder of HDF5 files
-    layered.py   a writable cache over read-only ones
+    base.py       the contract, with what every cache does the same way
+    memory.py     a cache in a dictionary
+    overlay.py    a writable cache over read-only ones
+    hdf5/         a cache in a folder of HDF5 files
+    entries.py    entries, and results of operations
+    summary.py    counts by device
+    explain.py    the entry nearest to a key that is missing
+    commands.py   the functions behind `ucudnn cache`
+    table/        measurements by column
+    exchange/     CSV, JSON and the tables of a probe
 
 Importing this package loads no h5py; opening a cache does.
 """
@@ -12,10 +19,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ucudnn.cache._base import AbstractCache
-from ucudnn.cache.layered import LayeredCache
-from ucudnn.cache.memory import MemoryCache
-from ucudnn.cache.values import (
+from ucudnn.cache.base import AbstractCache
+from ucudnn.cache.entries import (
     CacheInfo,
     CacheWarning,
     CheckReport,
@@ -24,6 +29,8 @@ from ucudnn.cache.values import (
     Explanation,
     MergeReport,
 )
+from ucudnn.cache.memory import MemoryCache
+from ucudnn.cache.overlay import LayeredCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 
@@ -57,13 +64,14 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
     Args:
         path: a folder, or several as in PATH ("mine:/fleet/image"): the first is written, the
             others only read; None: UCUDNN_CACHE, else the user's cache directory.
-        mode: "a": read and add, the folder is made with the first measurement; "r": only read.
-        use_locks: False: never try a file lock. Nothing is lost without; work may be done twice.
+        mode: "a": read and add, the folder is made by the first `put`; "r": only read.
+        use_locks: False: never try a file lock. Nothing is lost then; work may be done twice.
 
     Raises:
         ConfigError: another mode.
     """
-    from ucudnn.cache.hdf5 import HDF5Cache
+    # Only here, because it loads h5py.
+    from ucudnn.cache.hdf5.cache import HDF5Cache
 
     if mode not in _MODES:
         raise ConfigError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
@@ -75,7 +83,14 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
 
 
 def default_path(path: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that measurements are written to when `open` is given this path."""
+    """The folder that `open` writes to when it is given this path.
+
+    >>> default_path("mine:/fleet/image")
+    PosixPath('mine')
+
+    Args:
+        path: as for `open`.
+    """
     return _paths(path)[0]
 
 
@@ -86,6 +101,7 @@ def _paths(path: str | os.PathLike[str] | None) -> list[Path]:
         from platformdirs import user_cache_path
 
         return [user_cache_path("ucudnn", appauthor=False)]
+    # A Path is one folder, which may have a colon in its name.
     if isinstance(path, str):
         return [Path(part).expanduser() for part in path.split(os.pathsep) if part] or [Path()]
     return [Path(path).expanduser()]

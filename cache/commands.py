@@ -1,4 +1,4 @@
-"""Commands of `ucudnn cache`: one function each, which opens a cache and closes it."""
+"""Commands of `ucudnn cache`: each is a function that opens a cache and closes it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from collections.abc import Iterable
 from time import time_ns
 
 from ucudnn import cache as caches
+from ucudnn.cache.entries import CacheInfo, CheckReport, Explanation, MergeReport
 from ucudnn.cache.explain import explain as explain_texts
-from ucudnn.cache.fields import matches, parse_where
-from ucudnn.cache.values import (
-    CacheInfo,
-    CheckReport,
-    Explanation,
-    MergeReport,
-)
+from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.errors import ConfigError
 
 PathLike = str | os.PathLike[str]
@@ -35,7 +30,7 @@ def info(path: PathLike | None = None) -> CacheInfo:
 
 
 def check(path: PathLike | None = None, fix: bool = False) -> CheckReport:
-    """Read every file of a cache and say what is wrong.
+    """Read every file of a cache and report what is wrong.
 
     >>> check("no/such/folder").clean
     True
@@ -44,12 +39,13 @@ def check(path: PathLike | None = None, fix: bool = False) -> CheckReport:
         path: the folder; None: the user's cache.
         fix: set damaged files aside, recover their sound entries, remove leftovers.
     """
+    # A cache opened for writing would set damaged files aside without being told to fix them.
     with caches.open(path, "a" if fix else "r") as cache:
         return cache.check(fix)
 
 
 def merge(sources: Iterable[PathLike], path: PathLike | None = None) -> MergeReport:
-    """Add what other caches hold; they are only read.
+    """Add the entries of other caches, which are only read.
 
     >>> import tempfile
     >>> merge([tempfile.mkdtemp()], tempfile.mkdtemp())
@@ -57,7 +53,7 @@ def merge(sources: Iterable[PathLike], path: PathLike | None = None) -> MergeRep
 
     Args:
         sources: folders of other caches.
-        path: the folder that is added to; None: the user's cache.
+        path: the folder of the cache that is added to; None: the user's cache.
 
     Raises:
         CacheError: a source is no folder, or the cache cannot be written.
@@ -110,7 +106,8 @@ def import_(source: PathLike, path: PathLike | None = None, layers: Iterable[Pat
     with caches.open(path) as cache:
         if not tables:
             return cache.import_(source)
-        from ucudnn.cache.probe import read_probe
+        # Only here, because it loads the reader of layer tables.
+        from ucudnn.cache.exchange.probe import read_probe
 
         entries = read_probe(source, tables)
         cache.put_entries(entries)
@@ -139,11 +136,13 @@ def prune(
         CacheError: the cache cannot be written.
     """
     texts = parse_where(where)
+    # An empty filter matches every entry, and a slip must not empty a cache.
     if not texts and older_than_days is None:
         raise ConfigError(
-            "prune removes what matches and was told nothing; name a field=value or an age"
+            "prune removes what matches and was given no filter; name a field=value or an age"
         )
     before_ns = None if older_than_days is None else time_ns() - round(older_than_days * _DAY_NS)
+    # Read-only, so that a dry run cannot change anything.
     with caches.open(path, "r" if dry_run else "a") as cache:
         if not dry_run:
             return cache.prune(texts, before_ns)
@@ -151,7 +150,7 @@ def prune(
 
 
 def explain(where: Iterable[str], path: PathLike | None = None) -> Explanation:
-    """Say whether an entry has these values, and if not, in which the nearest one differs.
+    """Explain whether an entry has these values, and if not, in which the nearest one differs.
 
     >>> print(explain(["problem.batch=32"], "no/such/folder"))
     a miss: the cache is empty

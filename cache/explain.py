@@ -1,4 +1,4 @@
-"""Say why a key is a miss: which entry is nearest, and in which fields it differs."""
+"""Explain why a key is a miss: find the nearest entry and the fields in which it differs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from ucudnn.cache.fields import KEY_FIELDS
-from ucudnn.cache.values import Difference, Entry, Explanation
+from ucudnn.cache.entries import Difference, Entry, Explanation
+from ucudnn.cache.table.schema import KEY_FIELDS
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
 
@@ -21,14 +21,13 @@ def key_texts(key: MeasurementKey) -> dict[str, str]:
 
 
 def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explanation:
-    """Find the key that differs from what is wanted in the fewest fields.
+    """Find the key that differs from the wanted values in the fewest fields.
 
-    Of equally near ones the first that has the right problem and algorithm counts: "another version
-    of cuDNN" says more than "another layer".
+    Of several such keys, one whose problem and algorithm differ least is preferred, then the first.
 
     Args:
-        wanted: text by field name; fields that are not named may be anything.
-        keys: what is there.
+        wanted: text by field name; other fields may have any value.
+        keys: the keys of a cache.
 
     Raises:
         ConfigError: a field that keys do not have.
@@ -42,6 +41,7 @@ def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explan
     for key in keys:
         count += 1
         distances = [differences(getattr(key, part)) for part, differences in counters]
+        # "Another version of cuDNN" explains a miss better than "another layer".
         distance = (sum(distances), distances[0] + distances[1])
         if distance < least:
             nearest, least = key, distance
@@ -55,13 +55,14 @@ def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explan
 
 
 def _difference_counter(part: str, wanted: Mapping[str, str]) -> Callable[[Any], int]:
-    """Counts the wanted fields of one part of a key that differ; parts repeat, so it remembers."""
+    """A function that counts the fields of one part of a key which differ from the wanted ones."""
     fields = [
         field
         for field in KEY_FIELDS
         if (field.part or field.own_name) == part and field.name in wanted
     ]
 
+    # Keys share their parts: a million entries may have one device and a thousand problems.
     @cache
     def differences(value: Any) -> int:
         texts = (

@@ -1,4 +1,4 @@
-"""A cache that lasts as long as the process: for tests, dry runs, and places without a disk."""
+"""Cache that lasts as long as the process: for tests, dry runs, and machines without a disk."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from time import time_ns
 
-from ucudnn.cache._base import AbstractCache
-from ucudnn.cache.fields import matches, parse_where
-from ucudnn.cache.report import info_of
-from ucudnn.cache.values import (
-    CacheInfo,
-    CheckReport,
-    Entry,
-    MergeReport,
-)
+from ucudnn.cache.base import AbstractCache
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport
+from ucudnn.cache.summary import info_of
+from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.measurement import Measurement, MeasurementKey
 
 
@@ -44,10 +39,12 @@ class MemoryCache(AbstractCache):
         return entry.measurement if entry else None
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
-        """Keep entries made elsewhere with the times at which they were stored."""
+        """Keep entries of another cache, with the times at which they were stored there."""
+        # A clock that was set back must not make a new entry older than an old one.
         now = max(time_ns(), self._newest_ns + 1)
         for index, given in enumerate(list(entries)):
             entry = given if given.stored_ns else replace(given, stored_ns=now + index)
+            # As in files, where segments are merged in any order: the later stored entry counts.
             known = self._entries.get(entry.measurement.key)
             if known is None or known.stored_ns <= entry.stored_ns:
                 self._entries[entry.measurement.key] = entry
@@ -58,8 +55,9 @@ class MemoryCache(AbstractCache):
         return iter(list(self._entries.values()))
 
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
-        """Add everything that the cache in a folder holds."""
-        from ucudnn.cache.hdf5 import open_existing
+        """Add the entries of the cache in a folder."""
+        # Only here, because it loads h5py.
+        from ucudnn.cache.hdf5.cache import open_existing
 
         before, entries = len(self), list(open_existing(path).entries())
         self.put_entries(entries)
@@ -78,7 +76,7 @@ class MemoryCache(AbstractCache):
         return len(gone)
 
     def check(self, fix: bool = False) -> CheckReport:  # noqa: ARG002 - as the contract has it
-        """Nothing can be wrong: there are no files."""
+        """A report without problems: there are no files."""
         return CheckReport(records=len(self), files=0)
 
     def info(self) -> CacheInfo:
@@ -86,7 +84,7 @@ class MemoryCache(AbstractCache):
         return info_of("memory", True, (), self.entries())
 
     def refresh(self) -> None:
-        """Nobody else can have put anything."""
+        """Do nothing: no other process can have put anything."""
 
     def close(self) -> None:
-        """There is nothing to write."""
+        """Do nothing: there is nothing to write."""

@@ -20,7 +20,7 @@ import torch
 
 from ucudnn.backends.cudnn.engine import Configuration
 from ucudnn.backends.torch_cpu import TorchCpuBackend
-from ucudnn.cache.probe import read_probe
+from ucudnn.cache.exchange.probe import read_probe
 
 LAYERS = """\
 name,n,c,d,h,w,k,kd,kh,kw,pad_d,pad_h,pad_w,stride_d,stride_h,stride_w,dil_d,dil_h,dil_w,groups

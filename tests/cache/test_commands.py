@@ -105,6 +105,7 @@ def test_explain_takes_as_many_fields_as_are_known(folder: Path) -> None:
     key = MEASUREMENTS[3].key
     words = [f"problem.batch={key.problem.batch}", f"protocol={key.protocol}"]
     assert commands.explain(words, folder).found
+    assert str(commands.explain(words, folder)).startswith("a hit: ")
     explained = commands.explain([*words, "software.torch=2.99"], folder)
     assert [one.field for one in explained.differences] == ["software.torch"]
     assert "software.torch (2.99 wanted, 2.13.0" in str(explained)

@@ -16,8 +16,8 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.frame import FRAME_BYTES, framed
-from ucudnn.cache.salvage import salvage
+from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, wrap
+from ucudnn.cache.hdf5.recovery import salvage
 from ucudnn.measurement import Device, Measurement
 
 DEVICE = Device("cpu", "one")
@@ -66,14 +66,14 @@ def write_foreign(path: Path) -> None:
 
 
 DAMAGES = {
-    "bit in the frame": lambda path: flip(path, 14),
-    "bit in the data": lambda path: flip(path, FRAME_BYTES + 700),
+    "bit in the envelope": lambda path: flip(path, 14),
+    "bit in the data": lambda path: flip(path, ENVELOPE_BYTES + 700),
     "bit in the last byte": lambda path: flip(path, -1),
     "empty": lambda path: os.truncate(path, 0),
     "half": lambda path: os.truncate(path, path.stat().st_size // 2),
     "all zero": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "foreign HDF5": swap_with(write_foreign),
-    "sound frame, no HDF5": swap_with(lambda path: path.write_bytes(framed(b"not HDF5"))),
+    "sound envelope, no HDF5": swap_with(lambda path: path.write_bytes(wrap(b"not HDF5"))),
     "folder": swap_with(Path.mkdir),
     "symlink loop": swap_with(lambda path: path.symlink_to(path.name)),
     "pipe": swap_with(os.mkfifo),
@@ -259,7 +259,7 @@ def test_fixing_recovers_every_entry_that_is_still_itself(segment: Path) -> None
         assert not cache.check(fix=True).fixed
 
 
-def test_fixing_recovers_everything_from_a_file_whose_frame_alone_is_bad(segment: Path) -> None:
+def test_fixing_recovers_everything_from_a_file_whose_envelope_alone_is_bad(segment: Path) -> None:
     flip(segment, 40)
     with caches.open(root_of(segment)) as cache:
         report = cache.check(fix=True)
@@ -288,7 +288,7 @@ def test_no_flipped_byte_brings_back_a_wrong_number(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from ucudnn.cache import salvage
+from ucudnn.cache.hdf5 import recovery
 whole, target = Path(sys.argv[1]), Path(sys.argv[2])
 data = whole.read_bytes()
 for place in range(0, len(data), 199):
@@ -297,7 +297,7 @@ for place in range(0, len(data), 199):
     source = target / "bad"
     source.write_bytes(bad)
     out = target / f"{place}.h5"
-    if salvage.main(source, out):
+    if recovery.main(source, out):
         continue
 """
     file, out = tmp_path / "cpu-one.h5", tmp_path / "out"

@@ -16,8 +16,10 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn import testing
-from ucudnn.cache import CacheWarning, Entry, hdf5, image, reader, shelf
-from ucudnn.cache.values import LATEST_NS
+from ucudnn.cache import CacheWarning, Entry
+from ucudnn.cache.entries import LATEST_NS
+from ucudnn.cache.hdf5 import cache as hdf5
+from ucudnn.cache.hdf5 import codec, device_files, envelope, loading, store
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Device, Measurement
 
@@ -119,7 +121,7 @@ def test_closing_leaves_one_file_and_reading_goes_on(tmp_path: Path) -> None:
 def test_a_writer_compacts_its_own_files_as_it_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf, "_MANY_SEGMENTS", 4)
+    monkeypatch.setattr(store, "_MANY_SEGMENTS", 4)
     cache = caches.open(tmp_path)
     for one in MEASUREMENTS:
         cache.put([one])
@@ -219,6 +221,38 @@ def test_what_waited_is_written_when_the_disk_takes_it_again(
             assert texts(other) == texts(MEASUREMENTS)
 
 
+def test_what_waited_and_was_pruned_is_not_written_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS[:5])
+        with monkeypatch.context() as patch:
+            refusing(patch, "replace", lambda _: True)
+            with pytest.warns(CacheWarning, match="are kept in memory"):
+                cache.put(MEASUREMENTS[5:])
+        assert cache.prune({}) == len(MEASUREMENTS)
+        cache.put(MEASUREMENTS[:1])
+        with caches.open(tmp_path, "r") as other:
+            assert texts(other) == texts(MEASUREMENTS[:1])
+
+
+def test_what_waited_is_in_the_file_that_a_merge_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path / "other") as other:
+        other.put(MEASUREMENTS[:5])
+    cache = caches.open(tmp_path / "mine")
+    with monkeypatch.context() as patch:
+        refusing(patch, "replace", lambda _: True)
+        with pytest.warns(CacheWarning, match="are kept in memory"):
+            cache.put(MEASUREMENTS[5:])
+    cache.merge(tmp_path / "other")
+    with caches.open(tmp_path / "mine", "r") as reader:
+        assert texts(reader) == texts(MEASUREMENTS)
+    cache.close()
+    assert len(list((tmp_path / "mine").rglob("*.h5"))) == 1
+
+
 def test_what_waited_is_written_at_the_end(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     place.write_text("in the way")
@@ -271,16 +305,19 @@ def interrupted(
     monkeypatch.setattr(module, name, wrapper)
 
 
-@pytest.mark.parametrize("name", ["read_frame", "names_in", "read_file"])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(loading, "read_envelope"), (device_files, "names_in"), (loading, "read_file")],
+)
 def test_a_reader_misses_nothing_while_another_compacts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caches.open(tmp_path) as first:
         first.put(MEASUREMENTS[:5])
     other = caches.open(tmp_path, use_locks=False)
     other.put(MEASUREMENTS[5:12])
     other.put(MEASUREMENTS[12:])
-    interrupted(monkeypatch, reader, name, other.close)
+    interrupted(monkeypatch, module, name, other.close)
     with caches.open(tmp_path, "r") as cache:
         assert texts(cache) == texts(MEASUREMENTS)
 
@@ -288,14 +325,14 @@ def test_a_reader_misses_nothing_while_another_compacts(
 def test_two_caches_of_one_process_can_be_written_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, other = image._storage, caches.open(tmp_path / "b")
+    storage, other = codec._storage, caches.open(tmp_path / "b")
 
     def meanwhile(*arguments: Any) -> Any:
-        monkeypatch.setattr(image, "_storage", storage)
+        monkeypatch.setattr(codec, "_storage", storage)
         other.put(MEASUREMENTS[:5])  # as another thread does
         return storage(*arguments)
 
-    monkeypatch.setattr(image, "_storage", meanwhile)
+    monkeypatch.setattr(codec, "_storage", meanwhile)
     with caches.open(tmp_path / "a") as cache:
         cache.put(MEASUREMENTS[5:])
         assert texts(cache) == texts(MEASUREMENTS[5:])
@@ -304,7 +341,11 @@ def test_two_caches_of_one_process_can_be_written_at_the_same_time(
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(shelf, "merged"), (shelf, "write_file"), (os, "rename"), (os, "link")]
+    ("module", "name"),
+    [
+        *((store, "merge_tables"), (device_files, "write_file"), (device_files, "read_envelope")),
+        *((os, "rename"), (os, "link")),
+    ],
 )
 def test_two_that_compact_at_once_lose_nothing(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -338,7 +379,7 @@ def test_a_file_system_without_links_or_locks_keeps_segments(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(shelf.FileLock, "acquire", refuse)
+    monkeypatch.setattr(device_files.FileLock, "acquire", refuse)
     for start in range(0, len(MEASUREMENTS), 5):
         with caches.open(tmp_path) as cache:
             cache.put(MEASUREMENTS[start : start + 5])
@@ -354,7 +395,7 @@ def test_nobody_waits_for_a_lock_but_pruning_says_so(
     monkeypatch.setattr(hdf5, "_LOCK_WAIT_S", 0.05)
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS)
-    with shelf.FileLock(tmp_path / "cpu-one.h5.lock"), caches.open(tmp_path) as cache:
+    with device_files.FileLock(tmp_path / "cpu-one.h5.lock"), caches.open(tmp_path) as cache:
         cache.put([replace(MEASUREMENTS[0], notes=("newer",))])
         with pytest.raises(CacheError, match="another process is compacting"):
             cache.prune({})
@@ -368,7 +409,7 @@ def test_a_clock_that_runs_behind_does_not_hide_what_is_put(
 ) -> None:
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS)
-    monkeypatch.setattr(shelf, "time_ns", lambda: 1)
+    monkeypatch.setattr(store, "time_ns", lambda: 1)
     newer = replace(MEASUREMENTS[0], notes=("newer",))
     with caches.open(tmp_path) as cache:
         cache.put([newer])
@@ -386,3 +427,162 @@ def test_a_clock_far_ahead_hides_nothing_and_stops_nobody(tmp_path: Path) -> Non
     with caches.open(tmp_path) as cache:
         assert texts(cache) == texts(newer)
         assert cache.check().clean
+
+
+def refusing(
+    monkeypatch: pytest.MonkeyPatch, name: str, where: Callable[[Any], bool]
+) -> pytest.MonkeyPatch:
+    """Let a function of os fail for some paths, as for a user without permission."""
+    original = getattr(os, name)
+
+    def wrapper(path: Any, *arguments: Any, **named: Any) -> Any:
+        if where(Path(os.fspath(path))):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *arguments, **named)
+
+    monkeypatch.setattr(os, name, wrapper)
+    return monkeypatch
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = caches.open(tmp_path)
+    cache.put(MEASUREMENTS)
+    refusing(monkeypatch, "listdir", lambda path: path == tmp_path)
+    with pytest.raises(CacheError, match="cannot read the cache .*: Permission denied"):
+        len(cache)
+    with pytest.raises(CacheError, match="cannot read the cache .*; let this user read it"):
+        cache.check()
+    with pytest.raises(CacheError, match="cannot fix the cache .*; let this user write it"):
+        cache.check(fix=True)
+
+
+def test_segments_that_cannot_be_listed_are_named_and_the_rest_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS[:5])
+    caches.open(tmp_path).put(MEASUREMENTS[5:])
+    refusing(monkeypatch, "listdir", lambda path: path.suffix == ".d")
+    with caches.open(tmp_path, "r") as cache:
+        with pytest.warns(CacheWarning, match=r"h5\.d cannot be read \(Permission denied\)"):
+            assert texts(cache) == texts(MEASUREMENTS[:5])
+        assert cache.info().files == 1
+
+
+def test_a_compacted_file_that_cannot_be_read_is_named_and_the_rest_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS[:5])
+    caches.open(tmp_path).put(MEASUREMENTS[5:])
+    refusing(monkeypatch, "open", lambda path: path.name == "cpu-one.h5")
+    with (
+        pytest.warns(CacheWarning, match=r"cpu-one.h5 cannot be read \(Permission denied\)"),
+        caches.open(tmp_path, "r") as cache,
+    ):
+        assert texts(cache) == texts(MEASUREMENTS[5:])
+
+
+def test_pruning_a_disk_that_takes_nothing_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS)
+    with caches.open(tmp_path) as cache:
+        with monkeypatch.context() as patch:
+            refusing(patch, "replace", lambda _: True)
+            with pytest.raises(CacheError, match="cannot write .* denied; nothing was removed"):
+                cache.prune({"status": "ok"})
+        assert texts(cache) == texts(MEASUREMENTS)
+    with caches.open(tmp_path, "r") as cache:
+        assert texts(cache) == texts(MEASUREMENTS)
+
+
+def test_pruning_also_removes_what_another_process_has_put_since(tmp_path: Path) -> None:
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS[:5])
+        assert len(cache) == 5
+        caches.open(tmp_path).put(MEASUREMENTS[5:])
+        assert cache.prune({}) == len(MEASUREMENTS)
+    with caches.open(tmp_path, "r") as cache:
+        assert not list(cache)
+
+
+def of_a_later_version(path: Path) -> bytes:
+    """Write a file as a later version would; its bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(envelope.wrap(b"of a later version", version=2))
+    return path.read_bytes()
+
+
+def test_pruning_leaves_a_file_of_a_later_version_and_says_so(tmp_path: Path) -> None:
+    later = tmp_path / "cpu-one.h5.d" / "later.h5"
+    content = of_a_later_version(later)
+    with caches.open(tmp_path) as cache:
+        with pytest.warns(CacheWarning, match="later.h5 was left alone"):
+            cache.put(MEASUREMENTS)
+        with pytest.warns(CacheWarning, match="later.h5 was left as it is: a later version"):
+            assert cache.prune({}) == len(MEASUREMENTS)
+    assert later.read_bytes() == content
+
+
+def test_merging_copies_a_file_of_a_later_version(tmp_path: Path) -> None:
+    content = of_a_later_version(tmp_path / "other" / "cpu-one.h5")
+    with pytest.warns(CacheWarning, match="left alone"), caches.open(tmp_path / "mine") as cache:
+        assert cache.merge(tmp_path / "other").read == 0
+    copies = [path.read_bytes() for path in (tmp_path / "mine").rglob("*.h5")]
+    assert copies == [content]
+
+
+def test_merging_says_which_file_cannot_be_read_or_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    with caches.open(other) as cache:
+        cache.put(MEASUREMENTS)
+    with caches.open(tmp_path / "mine") as cache:
+        with monkeypatch.context() as patch:
+            refusing(patch, "open", lambda path: path.parent == other)
+            with pytest.raises(CacheError, match="cannot read .*cpu-one.h5: .*; merge again"):
+                cache.merge(other)
+        with monkeypatch.context() as patch:
+            refusing(patch, "replace", lambda _: True)
+            with pytest.raises(CacheError, match="mine: Permission denied; make room or merge"):
+                cache.merge(other)
+        assert cache.merge(other).added == len(MEASUREMENTS)
+
+
+def test_an_overlay_sees_what_others_put_into_any_of_its_caches(tmp_path: Path) -> None:
+    mine, image = tmp_path / "mine", tmp_path / "image"
+    with caches.open(f"{mine}{os.pathsep}{image}") as cache:
+        assert len(cache) == 0
+        for folder, one in zip((mine, image), MEASUREMENTS, strict=False):
+            with caches.open(folder) as other:
+                other.put([one])
+        cache.refresh()
+        assert texts(cache) == texts(MEASUREMENTS[:2])
+
+
+def test_a_child_leaves_it_to_its_parent_to_write_what_waits(tmp_path: Path) -> None:
+    program = """
+import os, sys, pathlib, warnings, ucudnn.cache
+from ucudnn.testing import sample_measurements
+warnings.simplefilter("ignore")
+place = pathlib.Path(sys.argv[1])
+place.write_text("in the way")
+with ucudnn.cache.open(place) as cache:
+    cache.put(sample_measurements(10))
+    place.unlink()
+    child = os.fork()
+    if child == 0:
+        assert len(cache) == 10
+        cache.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not place.exists()
+with ucudnn.cache.open(place, "r") as cache:
+    assert len(cache) == 10
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "cache")], check=True)

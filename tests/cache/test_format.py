@@ -1,4 +1,4 @@
-"""Files: self-describing HDF5 behind a frame, and what other versions of the format may hold."""
+"""Files: self-describing HDF5 in an envelope, and what other versions of the format may hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,20 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.frame import FRAME_BYTES, framed, verify
-from ucudnn.cache.records import PROBLEM_ROW, problem_from_row, problem_row, problem_rows
-from ucudnn.cache.validity import possible_problems
-from ucudnn.errors import ProblemError
+from ucudnn.cache.hdf5 import envelope
+from ucudnn.cache.hdf5.columns import cast_columns
+from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, verify, wrap
+from ucudnn.cache.table import table as tables
+from ucudnn.cache.table.rows import (
+    MEASUREMENT_DTYPE,
+    PROBLEM_DTYPE,
+    MeasurementRow,
+    problem_from_row,
+    problem_row,
+    problem_rows,
+)
+from ucudnn.cache.table.validity import possible_problems
+from ucudnn.errors import CacheError, ProblemError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -54,12 +65,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def edit(path: Path, change: Callable[[h5py.File], None], version: int = 1) -> None:
-    """Change the HDF5 part of a file and frame it again, as a writer of another version would."""
+    """Change the HDF5 part of a file and seal it again, as a writer of another version would."""
     image = path.with_suffix(".image")
-    image.write_bytes(path.read_bytes()[FRAME_BYTES:])
+    image.write_bytes(path.read_bytes()[ENVELOPE_BYTES:])
     with h5py.File(image, "r+") as file:
         change(file)
-    path.write_bytes(framed(image.read_bytes(), version))
+    path.write_bytes(wrap(image.read_bytes(), version))
     image.unlink()
 
 
@@ -98,10 +109,10 @@ def replace_table(file: h5py.File, table: str, old: Any, kinds: dict[str, Any]) 
 
 def test_a_file_begins_with_its_version_length_and_digest(file: Path) -> None:
     data = file.read_bytes()
-    lines = data[:FRAME_BYTES].rstrip(b"\0").decode().splitlines()
+    lines = data[:ENVELOPE_BYTES].rstrip(b"\0").decode().splitlines()
     assert lines[0] == "ucudnn-cache 1"
-    assert lines[1] == f"bytes {len(data) - FRAME_BYTES}"
-    digest = hashlib.sha256(b"ucudnn-cache 1\n" + data[FRAME_BYTES:]).hexdigest()
+    assert lines[1] == f"bytes {len(data) - ENVELOPE_BYTES}"
+    digest = hashlib.sha256(b"ucudnn-cache 1\n" + data[ENVELOPE_BYTES:]).hexdigest()
     assert lines[2] == f"sha256 {digest}"
 
 
@@ -237,6 +248,112 @@ def test_sound_bytes_with_senseless_tables_are_set_aside(
     assert len(list(file.parent.glob("*.damaged-*"))) == 1
 
 
+def test_an_older_file_gets_the_default_of_a_size_it_lacks(file: Path) -> None:
+    edit(file, drop_column("math", "problems"))
+    with caches.open(file.parent) as cache:
+        assert {one.key.problem.math for one in cache} == {"strict"}
+        assert len(cache) == len(KEYS)
+
+
+def test_an_unknown_word_of_the_conditions_hides_only_what_has_it(file: Path) -> None:
+    def change(opened: h5py.File) -> None:
+        contexts, rows = opened["contexts"][()], opened["measurements"][()]
+        del opened["contexts"], opened["measurements"]
+        later = contexts.astype(
+            [
+                (n, "S8" if n == "conditions.role" else contexts.dtype[n])
+                for n in contexts.dtype.names
+            ]
+        )
+        later["conditions.role"] = b"middle"
+        opened["contexts"] = np.concatenate([contexts.astype(later.dtype), later])
+        rows["context"][0] = 1
+        opened["measurements"] = rows
+
+    edit(file, change)
+    with caches.open(file.parent) as cache:
+        assert len(cache) == len(KEYS) - 1
+        assert any("later version" in note for note in cache.check().notes)
+
+
+def test_a_column_of_an_unknown_kind_leaves_the_file_alone(file: Path) -> None:
+    edit(file, set_column("curve", "measurements", 1j))
+    data = file.read_bytes()
+    with caches.open(file.parent) as cache:
+        with pytest.warns(CacheWarning, match="column curve is of an unknown kind; upgrade ucudnn"):
+            assert not list(cache)
+        assert cache.check().clean
+    assert file.read_bytes() == data
+
+
+def test_a_small_table_may_stand_in_the_header_of_its_dataset(file: Path) -> None:
+    """HDF5 calls this layout compact; h5py writes it only when it is asked to."""
+
+    def change(opened: h5py.File) -> None:
+        samples = opened["samples"][()]
+        del opened["samples"]
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_layout(h5py.h5d.COMPACT)
+        kind, space = h5py.h5t.py_create(samples.dtype), h5py.h5s.create_simple(samples.shape)
+        dataset = h5py.h5d.create(opened.id, b"samples", kind, space, properties)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, samples)
+
+    edit(file, change)
+    with caches.open(file.parent) as cache:
+        assert [cache.get(key) for key in KEYS] == MEASUREMENTS
+
+
+def test_many_rows_are_compressed_and_come_back(tmp_path: Path) -> None:
+    many = [
+        Measurement(replace(KEYS[0], protocol=number), "ok", number + 1, samples=(number + 1,))
+        for number in range(3000)
+    ]
+    with caches.open(tmp_path) as cache:
+        cache.put(many)
+    (path,) = tmp_path.glob("*.h5")
+    with h5py.File(path) as opened:
+        assert opened["measurements"].compression == "gzip"
+        assert opened["measurements"].id.get_storage_size() < 3000 * 40
+        assert opened["contexts"].compression is None
+    with caches.open(tmp_path) as cache:
+        assert sorted(one.time_ns for one in cache) == list(range(1, 3001))
+        assert cache.get(many[2345].key) == many[2345]
+
+
+def test_more_problems_than_are_remembered_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_MEMO_PROBLEMS", 2)
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS)
+        for _ in range(2):
+            for one in MEASUREMENTS:
+                assert cache.get(one.key) == one
+                other = replace(one.key, problem=one.key.problem.with_batch(77))
+                assert cache.get(other) is None
+
+
+def test_a_protocol_that_no_file_can_hold_is_named_and_nothing_is_kept(tmp_path: Path) -> None:
+    with caches.open(tmp_path) as cache:
+        with pytest.raises(CacheError, match="protocol must be below 2\\^63 to be stored"):
+            cache.put([*MEASUREMENTS, Measurement(replace(KEYS[0], protocol=2**63), "ok", 1)])
+        assert len(cache) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_columns_agree_with_the_names_of_a_row() -> None:
+    assert MEASUREMENT_DTYPE.names == MeasurementRow._fields
+
+
+def test_a_column_that_is_added_gets_its_default_where_a_file_lacks_it() -> None:
+    stored = np.array([(5,), (7,)], [("time_ns", "<i8")])
+    layout = np.dtype([("time_ns", "<i8"), ("energy_uj", "<i8")])
+    rows = cast_columns(stored, layout, {"energy_uj": -1})
+    assert rows.tolist() == [(5, -1), (7, -1)]
+    with pytest.raises(CacheError, match="it has no column energy_uj"):
+        cast_columns(stored, layout, {})
+
+
 def claims(name: str, **storage: Any) -> Callable[[h5py.File], None]:
     """A table in place of another one, of which nothing or little is in the file."""
 
@@ -340,7 +457,7 @@ def test_rows_are_possible_where_problems_are() -> None:
     problems = [one.key.problem for one in testing.sample_measurements(50)]
     rows = np.repeat(problem_rows(problems), 40)
     sizes = (*range(-1, 8), 2**31 - 1, 2**31, 2**32 + 1, 2**62, 2**63 - 1)
-    numbers = [name for name in PROBLEM_ROW.names or () if PROBLEM_ROW[name].base.kind == "i"]
+    numbers = [name for name in PROBLEM_DTYPE.names or () if PROBLEM_DTYPE[name].base.kind == "i"]
     for index in range(len(rows)):
         for _ in range(chance.choice((1, 1, 2, 3))):
             cells = rows[chance.choice(numbers)][index : index + 1].reshape(-1)
@@ -403,16 +520,16 @@ def test_entries_that_contradict_their_checksum_are_reported(file: Path) -> None
 
 
 def test_no_single_bit_flip_goes_unseen() -> None:
-    data = framed(b"an HDF5 image")
+    data = wrap(b"an HDF5 image")
     for place in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
-        with pytest.raises(caches.frame.DamagedError):
+        with pytest.raises(envelope.DamagedError):
             verify(bytes(flipped))
 
 
 def test_no_truncation_goes_unseen() -> None:
-    data = framed(b"an HDF5 image")
+    data = wrap(b"an HDF5 image")
     for length in range(len(data)):
-        with pytest.raises(caches.frame.DamagedError):
+        with pytest.raises(envelope.DamagedError):
             verify(data[:length])

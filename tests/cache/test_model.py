@@ -10,8 +10,9 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn import testing
-from ucudnn.cache import Entry, shelf
-from ucudnn.cache.tabulate import merged, tabulate
+from ucudnn.cache import Entry
+from ucudnn.cache.hdf5 import store
+from ucudnn.cache.table.builder import build_table, merge_tables
 from ucudnn.measurement import Measurement, MeasurementKey
 
 KEYS = [one.key for one in testing.sample_measurements(25, seed=8)]
@@ -27,7 +28,7 @@ def random_measurement(chance: random.Random) -> Measurement:
 def test_any_sequence_of_operations(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf, "_MANY_SEGMENTS", 5)
+    monkeypatch.setattr(store, "_MANY_SEGMENTS", 5)
     chance = random.Random(seed)
     model: dict[MeasurementKey, Measurement] = {}
     handles = [caches.open(tmp_path, use_locks=bool(n)) for n in range(2)]
@@ -70,11 +71,11 @@ def test_tables_merge_like_dictionaries_in_any_order(seed: int) -> None:
     parts: list[list[Entry]] = [[] for _ in range(6)]
     for entry in entries:
         chance.choice(parts).append(entry)
-    tables = [tabulate(part) for part in parts]
-    whole = tabulate(entries)
+    tables = [build_table(part) for part in parts]
+    whole = build_table(entries)
     chance.shuffle(tables)
-    once = merged(tables)
-    stepwise = merged([merged(tables[:2]), merged([*tables[2:], tables[0]])])
+    once = merge_tables(tables)
+    stepwise = merge_tables([merge_tables(tables[:2]), merge_tables([*tables[2:], tables[0]])])
     latest: dict[MeasurementKey, int] = {}
     for entry in entries:
         key = entry.measurement.key

@@ -9,7 +9,7 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn.cache import commands
-from ucudnn.cache.probe import COLUMNS, read_probe
+from ucudnn.cache.exchange.probe import COLUMNS, read_probe
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
@@ -85,14 +85,19 @@ def test_a_gpu_before_tf32_and_a_cudnn_before_nine(probe: Path) -> None:
     key = read_probe(probe / "timings.csv", [probe / "net.csv"])[0].measurement.key
     assert (key.device.compute_capability, key.software.cudnn) == ("7.5", "8.9.2")
     assert key.problem.math == "strict"
+    (probe / "answers.json").write_text("{}")
+    key = read_probe(probe / "timings.csv", [probe / "net.csv"])[0].measurement.key
+    assert key.software == Software("")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
         ("timings.csv", "name,op\n", "line 1: a probe's table has the columns dtype"),
+        ("timings.csv", "x" * 200_000, "line 1: field larger than"),
         ("timings.csv", None, "cannot read"),
         ("profile.json", "{}", "profile.json lacks 'deviceVer'"),
+        ("profile.json", '{"deviceVer": true}', "deviceVer must be of type int, got True"),
         ("profile.json", "[", "not valid JSON"),
         ("profile.json", "[]", "must hold one JSON object"),
         ("answers.json", None, "cannot read"),

@@ -10,7 +10,7 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.values import Entry
+from ucudnn.cache.entries import Entry
 from ucudnn.distributed.journal import Journal
 from ucudnn.distributed.rendezvous import Rendezvous
 

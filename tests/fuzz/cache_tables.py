@@ -1,4 +1,4 @@
-"""Mutations of a cache's HDF5 file, of values and structure, that a right frame vouches for."""
+"""Mutations of a cache's HDF5 file, of values and structure, behind a correct envelope."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import commands
-from ucudnn.cache.frame import FRAME_BYTES, framed
+from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, wrap
 
 MEASUREMENTS = testing.sample_measurements(16, seed=5)
 EXTREMES = (
@@ -137,7 +137,7 @@ class Trials:
 
     @staticmethod
     def _read(path: Path) -> Tables:
-        with h5py.File(io.BytesIO(path.read_bytes()[FRAME_BYTES:]), "r") as file:
+        with h5py.File(io.BytesIO(path.read_bytes()[ENVELOPE_BYTES:]), "r") as file:
             return {name: file[name][()] for name in file}
 
     def __call__(self, chance: random.Random) -> tuple[str, str]:
@@ -172,7 +172,7 @@ class Trials:
                 file.create_dataset(name, data=table, dtype=kind_of_texts)
             if kind == "claim":
                 claim(file, chance)
-        path.write_bytes(framed(image.getvalue()))
+        path.write_bytes(wrap(image.getvalue()))
         return kind
 
     @staticmethod

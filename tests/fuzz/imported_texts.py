@@ -14,8 +14,8 @@ from typing import Any
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import commands
-from ucudnn.cache.probe import COLUMNS as PROBED
-from ucudnn.cache.probe import read_probe
+from ucudnn.cache.exchange.probe import COLUMNS as PROBED
+from ucudnn.cache.exchange.probe import read_probe
 from ucudnn.errors import UcudnnError
 from ucudnn.layer_table import COLUMNS, read_layers
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn.cache.text import read_entries
+from ucudnn.cache.exchange import read_entries
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.plan import Plan

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from ucudnn import cache as caches
 from ucudnn.cache import AbstractCache, LayeredCache
-from ucudnn.cache.values import Entry
+from ucudnn.cache.entries import Entry
 from ucudnn.distributed.rendezvous import Rendezvous
 
 _JOURNALS = "journals"

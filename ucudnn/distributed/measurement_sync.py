@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ucudnn.backends import AbstractBackend
-from ucudnn.cache.values import Entry
+from ucudnn.cache.entries import Entry
 from ucudnn.distributed.journal import Journal
 from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import UcudnnError

@@ -1,14 +1,16 @@
-"""Files that a person keeps: written whole or not at all, and read with care."""
+"""Files written whole or not at all, and JSON read with care."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
+from typing import Any, BinaryIO
 
 from ucudnn.errors import PlanError
 
@@ -17,10 +19,91 @@ _DEEPEST = 32
 _LEVELS = {"[": 1, "{": 1, "]": -1, "}": -1}
 # A string, which may lack its end, or a run of characters outside of strings and brackets.
 _NO_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[^"\[\]{}]+', re.DOTALL)
+_TEMPORARY_NAME = re.compile(r"\.new-\d+-[0-9a-f]{8}")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file, which takes the place of an old one when the block ends without an error.
+
+    Readers see the old contents or the new ones, never a part, even after a power failure.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "plan.json"
+    >>> with replacing(path) as stream:
+    ...     count = stream.write(b"{}")
+    ...     path.exists()
+    False
+    >>> path.read_bytes()
+    b'{}'
+
+    Args:
+        path: the file; its folder exists.
+
+    Raises:
+        OSError: it cannot be written; the old contents are still there.
+    """
+    # In the same folder, because a rename is atomic only within a file system.
+    temporary = path.parent / f".new-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        with temporary.open("xb") as stream:
+            yield stream
+            stream.flush()
+            # The name must not reach the disk before the contents do.
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def is_temporary(name: str) -> bool:
+    """True for the name of a file that `replacing` has not finished.
+
+    >>> is_temporary(".new-4711-09abcdef"), is_temporary(".new-idea")
+    (True, False)
+    """
+    return _TEMPORARY_NAME.fullmatch(name) is not None
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, durably; one that exists is left as it is.
+
+    Raises:
+        OSError: one of them cannot be created.
+    """
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        # Another process may create it at the same time.
+        with suppress(FileExistsError):
+            folder.mkdir()
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk.
+
+    Raises:
+        OSError: the folder is not there, or the disk has failed.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return  # a folder that may be written and not listed: nobody can sync it
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some file systems cannot sync folders, and need not.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(handle)
 
 
 def write(path: str | os.PathLike[str], content: bytes, what: str) -> None:
-    """Write a whole file, in place of the one that is there.
+    """Write a whole file for the user, in place of the one that is there.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "plan.json"
@@ -29,28 +112,19 @@ def write(path: str | os.PathLike[str], content: bytes, what: str) -> None:
     b'{}'
 
     Args:
-        path: where to.
-        content: all of it.
-        what: it is called in errors.
+        path: the file; its folder exists.
+        content: all bytes of the file.
+        what: name of the content in errors, such as "the plan".
 
     Raises:
-        PlanError: the file cannot be written; what was there still is.
+        PlanError: the file cannot be written; the old contents are still there.
     """
-    target = Path(path)
-    # beside the target, because a rename is atomic only within a file system
-    temporary = target.parent / f".{target.name}.{uuid4().hex}"
     try:
-        try:
-            with temporary.open("xb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(Path(path)) as stream:
+            stream.write(content)
     except OSError as error:
         raise PlanError(
-            f"cannot write {what} to {target}: {error.strerror}; choose another path"
+            f"cannot write {what} to {path}: {error.strerror}; choose another path"
         ) from error
 
 

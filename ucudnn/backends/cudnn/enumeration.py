@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from codecs import getwriter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import ConfigError
 from ucudnn.layer_table import read_layers
 from ucudnn.problem import OPS, Problem
+from ucudnn.system.files import replacing
 
 COLUMNS = (
     *("name", "op", "dtype", "layout", "batch"),
@@ -171,12 +173,11 @@ def _powers(batch: int) -> list[int]:
 
 
 def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
-    """Write the table beside its path, then rename it; return the number of rows."""
-    partial = path.with_name(f"{path.name}.part")
+    """Write the table, in place of the one that is there; return the number of rows."""
     rows = 0
     try:
-        with partial.open("w", newline="", encoding="utf-8") as stream:
-            table = csv.writer(stream, lineterminator="\n")
+        with replacing(path) as stream:
+            table = csv.writer(getwriter("utf-8")(stream), lineterminator="\n")
             table.writerow(COLUMNS)
             for name, listing in entries:
                 problem = listing.problem
@@ -186,8 +187,6 @@ def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
                     facts = (one.identity, one.workspace_bytes, one.mode, one.rank, notes)
                     table.writerow((*key, *facts))
                 rows += len(listing.configurations)
-        partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ConfigError(f"cannot write the candidates to {path}: {error.strerror}") from error
     return rows

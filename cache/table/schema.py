@@ -1,8 +1,8 @@
-"""One name, one type and one text form for everything a measurement depends on or shows.
+"""Schema of an entry: the name, the type and the text form of each field.
 
 HDF5 tables, CSV columns, JSON documents, filters and explanations all use the names listed here
-("problem.batch", "software.cudnn", "time_ns"), taken from the dataclasses themselves: a field that
-is added to one of them appears everywhere, and old files are read with its default.
+("problem.batch", "software.cudnn", "time_ns"). They are taken from the dataclasses: a field that is
+added to one of them appears everywhere, and old files are read with its default.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass
 from operator import attrgetter
 from typing import Any
 
-from ucudnn.cache.values import Entry
+from ucudnn.cache.entries import Entry
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -37,6 +37,8 @@ class Kind:
 
 
 def _is_int(value: Any) -> bool:
+    # A bool is an int for isinstance, but not for a reader of the file.
+    # HDF5 has 64 bits for a number.
     return type(value) is int and -(2**63) < value < 2**63
 
 
@@ -55,10 +57,10 @@ def _load_bool(text: str) -> bool:
 
 
 def load_texts(text: str) -> tuple[str, ...]:
-    """Read a JSON array of strings; nothing is an empty one.
+    """Read a JSON array of strings; an empty text is an empty array.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is something else.
     """
     values = parse_json(text) if text else []
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
@@ -75,6 +77,7 @@ def _optional(kind: Kind) -> Kind:
 
 
 _INT = Kind(str, int, _is_int)
+# repr is the shortest text from which the same float is read back.
 _FLOAT = Kind(repr, float, _is_float)
 _INTS = Kind(
     lambda value: "x".join(map(str, value)),
@@ -91,7 +94,7 @@ _TEXTS = Kind(
     load_texts,
     lambda value: isinstance(value, list | tuple) and all(isinstance(v, str) for v in value),
 )
-# By annotation, as the dataclasses write it.
+# By annotation, as the dataclasses write it; a field of another type is not stored by itself.
 _KINDS = {
     "str": Kind(str, str, lambda value: isinstance(value, str)),
     "int": _INT,
@@ -113,8 +116,8 @@ class Field:
     Args:
         name: such as "problem.batch" or "time_ns".
         type: its annotation, such as "int | None".
-        default: what it is where a table lacks it; `MISSING`: the table is then refused.
-        read: takes the value from an entry.
+        default: value for tables without this field; `MISSING`: such a table is refused.
+        read: gets the value from an entry.
     """
 
     name: str
@@ -124,7 +127,7 @@ class Field:
 
     @property
     def kind(self) -> Kind:
-        """Conversion of its values."""
+        """Conversion of the field's values."""
         return _KINDS[self.type]
 
     @property
@@ -134,7 +137,7 @@ class Field:
 
     @property
     def own_name(self) -> str:
-        """Its name in its dataclass: "batch" for "problem.batch"."""
+        """Name in its dataclass: "batch" for "problem.batch"."""
         return self.name.rpartition(".")[2]
 
     def text(self, entry: Entry) -> str:
@@ -166,28 +169,30 @@ _PART_FIELDS = {
 }
 _OWN_KEY_FIELDS = _fields_of("", MeasurementKey, "measurement.key")
 PROBLEM_FIELDS = tuple(_PART_FIELDS["problem"])
+# The rest of a key; a file has few combinations of these, and stores each once.
 CONTEXT_FIELDS = (
     *(field for part in ("device", "software", "conditions") for field in _PART_FIELDS[part]),
     *(field for field in _OWN_KEY_FIELDS if field.name == "protocol"),
 )
 ALGORITHM_FIELD = next(field for field in _OWN_KEY_FIELDS if field.name == "algorithm")
 KEY_FIELDS = (*PROBLEM_FIELDS, ALGORITHM_FIELD, *CONTEXT_FIELDS)
-SHOWN_FIELDS = tuple(_fields_of("", Measurement, "measurement"))
+RESULT_FIELDS = tuple(_fields_of("", Measurement, "measurement"))
 STORED_FIELDS = (
     Field("stored_ns", "int", 0, attrgetter("stored_ns")),
     Field("device_uuid", "str", "", attrgetter("device_uuid")),
 )
-FIELDS = (*KEY_FIELDS, *SHOWN_FIELDS, *STORED_FIELDS)
+# In the order of the columns of a CSV.
+FIELDS = (*KEY_FIELDS, *RESULT_FIELDS, *STORED_FIELDS)
 FIELD_BY_NAME = {field.name: field for field in FIELDS}
 
 
 def entry_from_values(values: Mapping[str, Any]) -> Entry:
-    """Build an entry from values by field name; those of later versions are left out.
+    """Build an entry from values by field name; fields of later versions are left out.
 
     Raises:
-        CacheError: a value is missing or impossible, or the key has a field of a later version
-            (its times would then be served for a key that is not theirs).
+        CacheError: a value is missing or impossible, or the key has a field of a later version.
     """
+    # Without that field, its time would be served for a key under which it was not measured.
     unknown = [name for name in values if name not in FIELD_BY_NAME and "." in name]
     if unknown:
         raise CacheError(f"its key has the unknown field {unknown[0]}; read it with a newer ucudnn")
@@ -204,6 +209,7 @@ def entry_from_values(values: Mapping[str, Any]) -> Entry:
 
 
 def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
+    # Values of the key's and the measurement's own fields, which have no prefix.
     own = dict(given[""])
     try:
         parts = {part: cls(**given.get(part, {})) for part, cls in _CLASSES.items()}
@@ -215,11 +221,12 @@ def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
 
 
 def _frozen(value: Any) -> Any:
+    # JSON has lists where the dataclasses have tuples.
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
-    """A filter as text by field name, from a mapping or from "name=value" words.
+    """Read a filter from a mapping or from "name=value" words; return text by field name.
 
     >>> parse_where(["problem.batch=32", "status=ok"])
     {'problem.batch': '32', 'status': 'ok'}

@@ -1,7 +1,7 @@
-"""Tables as HDF5 in memory; with `datasets`, the only module that uses h5py.
+"""Codec between tables and HDF5 data in memory; beside `datasets`, the only module that uses h5py.
 
-Files are read and written whole by the operating system, and libhdf5 sees memory alone: it takes no
-file locks (which network file systems may lack), opens only what has passed its checksum, and holds
+The operating system reads and writes whole files, and libhdf5 sees memory alone: it takes no file
+locks (which network file systems may lack), reads only what has passed its checksum, and holds
 nothing open across a fork.
 
     /problems      one row per convolution          /algorithms    names
@@ -14,54 +14,59 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING
 from itertools import count
 from typing import Any, cast
 
 import h5py
 import numpy as np
 
-from ucudnn.cache.datasets import read_numbers, read_texts
-from ucudnn.cache.fields import CONTEXT_FIELDS, PROBLEM_FIELDS, load_texts
-from ucudnn.cache.frame import FORMAT, VERSION, DamagedError
-from ucudnn.cache.records import (
-    MEASUREMENT_ROW,
-    NONE,
-    PROBLEM_ROW,
-    Array,
-    Context,
+from ucudnn.cache.hdf5.columns import (
+    cast_columns,
     context_rows,
     contexts_from_rows,
-    foreign_rows,
+    encoded_words,
     from_bytes,
-    require_columns,
-    sort_keys,
+    narrow,
+    narrow_columns,
+    problems_from_rows,
     to_bytes,
 )
-from ucudnn.cache.table import Table
-from ucudnn.cache.tabulate import merged
-from ucudnn.cache.validity import possible_numbers, possible_problems
+from ucudnn.cache.hdf5.datasets import read_numbers, read_texts
+from ucudnn.cache.hdf5.envelope import FORMAT, VERSION, DamagedError
+from ucudnn.cache.table.builder import merge_tables
+from ucudnn.cache.table.rows import (
+    MEASUREMENT_DTYPE,
+    NONE,
+    PROBLEM_DTYPE,
+    Array,
+    Context,
+    MeasurementRow,
+    sort_keys,
+)
+from ucudnn.cache.table.schema import CONTEXT_FIELDS, load_texts
+from ucudnn.cache.table.table import Table
+from ucudnn.cache.table.validity import possible_numbers, possible_problems
 from ucudnn.measurement import STATUSES
-from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS
 from ucudnn.units import TOO_LARGE
 
 _numbers = count()
 _TEXTS = ("algorithms", "reasons", "notes", "device_uuids")
+# Columns of /measurements that point to rows of other tables.
 _POINTERS = ("problem", "context", "algorithm", "reason", "notes", "device_uuid")
 # Every dataset of this version with its columns.
 _KNOWN = {
-    "problems": PROBLEM_ROW.names,
+    "problems": PROBLEM_DTYPE.names,
     "contexts": tuple(field.name for field in CONTEXT_FIELDS),
-    "measurements": MEASUREMENT_ROW.names,
+    "measurements": MEASUREMENT_DTYPE.names,
     "samples": None,
     **dict.fromkeys(_TEXTS),
 }
-_WORDS = {"op": OPS, "dtype": tuple(BYTES_BY_DTYPE), "layout": LAYOUTS, "math": MATHS}
-_NARROWED = {*_POINTERS, "status", "samples", "first_sample"}
+_NARROWED = (*_POINTERS, "status", "samples", "first_sample")
 # H5LT_FILE_IMAGE_DONT_COPY | H5LT_FILE_IMAGE_DONT_RELEASE, which h5py passes on without names.
 _SHARED = 2 | 4
 _COMPRESSED_ROWS = 1024
-_CHUNK_ROWS = 8192  # so that a chunk and its compressed form fit a processor's own cache
+# So that a chunk and its compressed form fit into a processor's own cache.
+_CHUNK_ROWS = 8192
 _ABOUT = "Times of convolution algorithms. A key is a problem, an algorithm and a context."
 _UNITS = {
     "measurements": {
@@ -100,8 +105,8 @@ _UNITS = {
 }
 
 
-def to_image(table: Table) -> bytes:
-    """The HDF5 file of a table.
+def encode(table: Table) -> bytes:
+    """The HDF5 data of a table.
 
     Raises:
         CacheError: a number needs more than 64 bits.
@@ -115,8 +120,8 @@ def to_image(table: Table) -> bytes:
     arrays = {
         "problems": table.problems,
         "contexts": context_rows(table.contexts),
-        "measurements": _narrow_rows(table.rows),
-        "samples": _narrow(table.samples),
+        "measurements": narrow_columns(table.rows, _NARROWED),
+        "samples": narrow(table.samples),
     }
     # HDF5 opens no two files of one name at a time in a process, not even in memory.
     with h5py.File(f"image {next(_numbers)}", "w", driver="core", backing_store=False) as file:
@@ -128,53 +133,32 @@ def to_image(table: Table) -> bytes:
             encoded = [to_bytes(value) for value in values]
             file.create_dataset(name, (len(encoded),), h5py.string_dtype(), encoded)
         file.flush()
-        image: bytes = file.id.get_file_image()
-    return image
-
-
-def _narrow(column: Array) -> Array:
-    """The same numbers or words in as few bytes as hold them all: less to inflate when read."""
-    if column.dtype.kind == "S":
-        width = np.char.str_len(column).max(initial=1)
-        return column.astype(f"S{width}")
-    if column.min(initial=0) < 0:
-        return column
-    return column.astype(np.min_scalar_type(column.max(initial=0)))
-
-
-def _narrow_rows(rows: Array) -> Array:
-    columns = {
-        name: _narrow(rows[name]) if name in _NARROWED else rows[name]
-        for name in MEASUREMENT_ROW.names or ()
-    }
-    narrow = np.empty(len(rows), [(name, column.dtype) for name, column in columns.items()])
-    for name, column in columns.items():
-        narrow[name] = column
-    return narrow
+        data: bytes = file.id.get_file_image()
+    return data
 
 
 def _storage(name: str, array: Array) -> Mapping[str, Any]:
-    # times hardly compress; rows of contexts are few, and may hold texts that shrink beyond what a
-    # reader believes
+    # Times hardly compress. Contexts are few, and their texts may shrink by more than the factor
+    # that `datasets` accepts.
     if len(array) < _COMPRESSED_ROWS or name not in ("problems", "measurements"):
         return {}
     chunks = (min(len(array), _CHUNK_ROWS),)
     return {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
 
 
-def from_data(data: bytes, only_possible: bool = False) -> tuple[Table, bool]:
-    """The table of an HDF5 file, with or without a frame, and whether that is all of it.
+def decode(data: bytes, only_possible: bool = False) -> tuple[Table, bool]:
+    """The table of an HDF5 file, with or without an envelope, and whether it is complete.
 
-    Not all: it has columns or values of a later version. Such a file is read as far as this version
-    understands it, and must not be replaced by what was read.
+    It is incomplete where the file has columns or values of a later version. Such a file must not
+    be replaced by what was read.
 
     Args:
         data: the file.
-        only_possible: leave entries out that cannot be, as damage makes them.
+        only_possible: leave out entries with impossible values, which damage can cause.
 
     Raises:
         DamagedError: it is not HDF5, lacks a table or a column, claims more than it can hold, its
-            tables do not fit together, or it has an entry that cannot be.
+            tables do not fit together, or it has an impossible entry.
         NewerError: a later version wrote something that cannot be passed over.
     """
     try:
@@ -199,16 +183,18 @@ def _interpret(
     arrays: dict[str, Array], encoded: dict[str, list[bytes]], is_known: bool, only_possible: bool
 ) -> tuple[Table, bool]:
     contexts = contexts_from_rows(arrays["contexts"])
-    problems, foreign_problems = _read_problems(arrays["problems"])
-    rows = _cast(arrays["measurements"], MEASUREMENT_ROW, {})
+    problems, unknown_problems = problems_from_rows(arrays["problems"])
+    defaults = MeasurementRow._field_defaults
+    rows = cast_columns(arrays["measurements"], MEASUREMENT_DTYPE, defaults)
     texts = {name: list(map(from_bytes, encoded[name])) for name in _TEXTS}
     _require_fit(rows, [problems, contexts, *texts.values()], arrays["samples"])
-    foreign = foreign_problems[rows["problem"]] | ~np.isin(rows["status"], _encoded(STATUSES))
-    foreign |= np.array([context is None for context in contexts], bool)[rows["context"]]
+    unknown = unknown_problems[rows["problem"]] | ~np.isin(rows["status"], encoded_words(STATUSES))
+    unknown |= np.array([context is None for context in contexts], bool)[rows["context"]]
     possible = possible_numbers(rows) & possible_problems(problems)[rows["problem"]]
-    if not only_possible and not (possible | foreign).all():
+    # The rules for unknown values are unknown, too.
+    if not only_possible and not (possible | unknown).all():
         raise DamagedError("it has an entry that cannot be")
-    stays = possible & ~foreign
+    stays = possible & ~unknown
     table = Table(
         problems,
         cast(list[Context], contexts),  # no row that stays points to None
@@ -221,47 +207,16 @@ def _interpret(
     )
     columns = {name: arrays[name].dtype.names for name in arrays}
     is_known &= columns == {name: _KNOWN[name] for name in arrays}
-    complete = is_known and not foreign.any()
-    return (table if complete and _is_sorted(table) else merged([table])), complete
-
-
-def _read_problems(stored: Array) -> tuple[Array, Array]:
-    """Problems in the layout of this version, and which of them it does not know."""
-    defaults = {field.own_name: field.default for field in PROBLEM_FIELDS}
-    problems = _cast(stored, PROBLEM_ROW, defaults).astype(PROBLEM_ROW, copy=False)
-    foreign = foreign_rows(stored, PROBLEM_ROW.names or ())
-    for name, words in _WORDS.items():
-        foreign |= ~np.isin(problems[name], _encoded(words))
-    return problems, foreign
-
-
-def _cast(stored: Array, layout: np.dtype[Any], defaults: Mapping[str, Any]) -> Array:
-    """The columns of this version; one that is missing gets its default."""
-    require_columns(stored, {name: layout[name] for name in layout.names or ()})
-    if stored.dtype.names == layout.names and all(
-        np.can_cast(stored.dtype[name], layout[name], "safe") for name in layout.names or ()
-    ):
-        return stored
-    rows = np.zeros(len(stored), layout)
-    for name in layout.names or ():
-        if name in (stored.dtype.names or ()):
-            rows[name] = stored[name]
-        elif defaults.get(name, MISSING) is MISSING:
-            raise DamagedError(f"it has no column {name}")
-        else:
-            rows[name] = defaults[name]
-    return rows
-
-
-def _encoded(words: Sequence[str]) -> Array:
-    return np.array([word.encode() for word in words])
+    complete = is_known and not unknown.any()
+    # Merging sorts, which a file of this version does not need.
+    return (table if complete and _is_sorted(table) else merge_tables([table])), complete
 
 
 def _require_fit(rows: Array, tables: Sequence[Sequence[Any] | Array], samples: Array) -> None:
     first, count = rows["first_sample"].astype("<i8"), rows["samples"].astype("<i8")
     fits = samples.dtype.kind in "iu" and first.min(initial=0) >= 0
     fits &= (first <= len(samples) - count).all()
-    # every sample is one row's, or a small file could stand for any number of them
+    # Rows that share samples would let a small file stand for any number of them.
     fits &= count.sum() <= len(samples)
     fits &= samples.min(initial=0) >= 0 and samples.max(initial=0) < TOO_LARGE
     for name, table in zip(_POINTERS, tables, strict=True):

@@ -1,6 +1,6 @@
-"""Files as a cache needs them: whole or not there, never half, and never somebody else's.
+"""Operations on single files of a cache: whole or not there, never somebody else's.
 
-Nothing here relies on locks or on what a file system does beyond an atomic rename. A file is
+Nothing here relies on locks or on anything of a file system beyond an atomic rename. A file is
 renamed or removed only where its contents or its name show that a cache made it: people have HDF5
 files of their own, and may name a folder of them by mistake.
 """
@@ -11,18 +11,16 @@ import errno
 import os
 import re
 import stat
-from contextlib import suppress
 from pathlib import Path
 
-from ucudnn.cache.frame import FRAME_BYTES, HEAD_BYTES, DamagedError, was_framed
+from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, HEAD_BYTES, DamagedError, has_envelope
+from ucudnn.system.files import make_folder, replacing
 
 SUFFIX = ".h5"
 SEGMENTS = ".h5.d"
-_TEMPORARY = ".new-"
 _DAMAGED, _SALVAGED = ".damaged-", ".salvaged-"
-# Names that nobody else makes: of segments, of files in the making, of files that were set aside.
+# Names that nobody else makes: of segments, and of files that were set aside.
 _SEGMENT_NAME = re.compile(r"\d{20}-\d+-[0-9a-f]{8}\.h5")
-_TEMPORARY_NAME = re.compile(r"\.new-\d+-[0-9a-f]{8}")
 _SET_ASIDE_NAME = re.compile(r"(.+)\.h5(\.d)?\.damaged-[0-9a-f]{8}")
 # A symbolic link that leads nowhere, or round in a circle; a device without a driver.
 _NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR}
@@ -36,7 +34,7 @@ def read_file(path: Path, size: int = -1) -> bytes:
         OSError: it cannot be read, or is not there.
     """
     try:
-        # Without O_NONBLOCK a pipe in place of the file would stop us here for ever.
+        # Opening a pipe that nobody writes to would wait for ever without O_NONBLOCK.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in _NO_FILE:
@@ -51,13 +49,13 @@ def read_file(path: Path, size: int = -1) -> bytes:
         os.close(handle)
 
 
-def read_frame(path: Path) -> bytes | None:
+def read_envelope(path: Path) -> bytes | None:
     """The first bytes of a file, which differ where the contents differ.
 
     None where there is no file; b"" where there is something that cannot be read.
     """
     try:
-        return read_file(path, FRAME_BYTES)
+        return read_file(path, ENVELOPE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, DamagedError):
@@ -69,46 +67,15 @@ def unique_name(stored_ns: int) -> str:
     return f"{stored_ns:020d}-{os.getpid()}-{os.urandom(4).hex()}{SUFFIX}"
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file so that it is on the disk, whole, before its name is there.
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file so that all of it is on the disk before its name is there.
 
     Raises:
-        OSError: it cannot be written; what was there before is still there.
+        OSError: it cannot be written; the old contents are still there.
     """
-    _make_folder(path.parent)
-    temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{os.urandom(4).hex()}"
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(path.parent)
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        _make_folder(folder.parent)
-        with suppress(FileExistsError):
-            folder.mkdir()
-        sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot, and need not
-            raise
-    finally:
-        os.close(handle)
+    make_folder(path.parent)
+    with replacing(path) as stream:
+        stream.write(content)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -124,9 +91,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def is_ours(path: Path) -> bool:
-    """True for a file that a cache certainly wrote, be it damaged since.
-
-    A segment is known by its name, X.h5 only by its contents.
+    """True for a file that a cache certainly wrote, even if it was damaged since.
 
     Raises:
         OSError: it cannot be read, or is not there.
@@ -135,12 +100,22 @@ def is_ours(path: Path) -> bool:
         head = read_file(path, HEAD_BYTES)
     except DamagedError:
         return False
+    # The name of a segment proves its origin. Anybody may have named a file X.h5, so there the
+    # contents must.
     is_segment = path.parent.name.endswith(SEGMENTS) and _SEGMENT_NAME.fullmatch(path.name)
-    return bool(is_segment) or was_framed(head)
+    return bool(is_segment) or has_envelope(head)
+
+
+def may_be_ours(path: Path) -> bool:
+    """True also for a file that cannot be read, because its reader will say so."""
+    try:
+        return is_ours(path)
+    except OSError:
+        return True
 
 
 def kinds_in(root: Path) -> list[str]:
-    """The kinds of device that a cache's folder has files of, be they set aside."""
+    """The kinds of device that a cache's folder has files of, including those set aside."""
     kinds = set()
     for name in names_in(root):
         aside = _SET_ASIDE_NAME.fullmatch(name)
@@ -153,23 +128,15 @@ def kinds_in(root: Path) -> list[str]:
     return sorted(kinds)
 
 
-def may_be_ours(path: Path) -> bool:
-    """True also for a file that cannot be read, of which its reader will say so."""
-    try:
-        return is_ours(path)
-    except OSError:
-        return True
-
-
 def foreign_in(root: Path) -> list[Path]:
-    """HDF5 files of somebody else's, which share a cache's folder."""
+    """HDF5 files in a cache's folder that are not the cache's."""
     kinds = kinds_in(root)
     names = [name for name in names_in(root) if name.endswith(SUFFIX)]
     return [root / name for name in names if name.removesuffix(SUFFIX) not in kinds]
 
 
 def set_aside(path: Path) -> Path:
-    """Give something that is not a sound file a name under which no reader looks for it.
+    """Rename a damaged file, so that no reader looks at it again; return its new path.
 
     Raises:
         OSError: the folder cannot be written.
@@ -185,10 +152,5 @@ def is_set_aside(name: str) -> bool:
 
 
 def mark_salvaged(path: Path) -> None:
-    """Rename a file that was set aside, and has given what it had."""
+    """Rename a file that was set aside, after its sound entries were recovered."""
     os.rename(path, path.with_name(path.name.replace(_DAMAGED, _SALVAGED)))
-
-
-def is_temporary(name: str) -> bool:
-    """True for the name of a file in the making."""
-    return _TEMPORARY_NAME.fullmatch(name) is not None

@@ -1,29 +1,30 @@
-"""Tell rows that stand for a value from rows that cannot: for a million of them, without objects.
+"""Find rows with impossible values, in whole columns and without building objects.
 
-The rules are those of `Problem`, `Measurement` and `Entry`, which raise where these name a row.
+The rules are those of `Problem`, `Measurement` and `Entry`, whose constructors raise for the rows
+that are refused here; a test compares the two.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ucudnn.cache.records import NONE, Array, problem_from_row
-from ucudnn.cache.values import LATEST_NS
+from ucudnn.cache.entries import LATEST_NS
+from ucudnn.cache.table.rows import NONE, Array, problem_from_row
 from ucudnn.errors import ProblemError
 
 _TIMED = (b"ok", b"screened")
 _SIZES = ("input_size", "kernel_size", "stride", "dilation")
 _COUNTS = ("batch", "in_channels", "out_channels", "groups")
 _NUMBERS = ("time_ns", "spread_ns", "workspace_bytes")
-# Sums and products of smaller numbers fit 64 bits.
+# Below this, the sums and products of `_fits` cannot overflow 64 bits.
 _LARGE = 2**31
 
 
 def possible_problems(problems: Array) -> Array:
-    """Mark the rows of /problems that are convolutions.
+    """Mark the rows of /problems that are valid convolutions.
 
     Args:
-        problems: as `PROBLEM_ROW`, with words of this version.
+        problems: rows of `PROBLEM_DTYPE`, whose words this version knows.
     """
     axes = np.arange(problems["input_size"].shape[1])
     used = axes < np.count_nonzero(problems["input_size"], axis=1)[:, None]
@@ -40,19 +41,20 @@ def possible_problems(problems: Array) -> Array:
         values = problems[name]
         is_large |= (values >= _LARGE).any(axis=tuple(range(1, values.ndim)))
     small = possible & ~is_large
-    possible[small] = _fit(problems[small])
+    possible[small] = _fits(problems[small])
+    # Such sizes are so rare that Python's integers, which do not overflow, are fast enough.
     for index in np.flatnonzero(possible & is_large):
         possible[index] = _is_problem(problems[index])
     return possible
 
 
-def _fit(problems: Array) -> Array:
-    """Rows whose channels divide by the groups, and whose kernel fits the padded input."""
+def _fits(problems: Array) -> Array:
+    """Mark rows whose groups divide the channels and whose kernel fits the padded input."""
     groups = problems["groups"]
     divide = (problems["in_channels"] % groups == 0) & (problems["out_channels"] % groups == 0)
     padded = problems["input_size"] + problems["padding"].sum(axis=2)
     extent = problems["dilation"] * (problems["kernel_size"] - 1) + 1
-    # an axis that is not used has neither
+    # An unused axis has an input of 0, which even its extent of 1 exceeds.
     fits: Array = divide & ((extent <= padded) | (problems["input_size"] == 0)).all(axis=1)
     return fits
 
@@ -66,10 +68,10 @@ def _is_problem(row: Array) -> bool:
 
 
 def possible_numbers(rows: Array) -> Array:
-    """Mark the rows of /measurements whose numbers go together.
+    """Mark the rows of /measurements whose numbers agree with each other.
 
     Args:
-        rows: of /measurements, with statuses of this version.
+        rows: of /measurements, whose statuses this version knows.
     """
     possible: Array = np.isin(rows["status"], _TIMED) == (rows["time_ns"] != NONE)
     for name in _NUMBERS:

@@ -6,21 +6,21 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, Explanation, MergeReport
+from ucudnn.cache.exchange import read_entries, write_entries
 from ucudnn.cache.explain import explain, key_texts
-from ucudnn.cache.fields import matches, parse_where
-from ucudnn.cache.text import read_entries, write_entries
-from ucudnn.cache.values import CacheInfo, CheckReport, Entry, Explanation, MergeReport
+from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.system.closing import AbstractClosable
 
 
 class AbstractCache(AbstractClosable):
-    """Measurements by key, under laws that `ucudnn.testing` checks.
+    """Measurements by key; `ucudnn.testing` checks the laws that every cache keeps.
 
-    What `put` returned from is there for `get`, in this process and every later one; of two
-    measurements with one key the later counts; nothing else changes what `get` returns. Writing
-    fails only where the cache was opened for reading; a place that cannot be written costs one
-    warning, and what was put stays available in memory.
+    When `put` returns, `get` finds the measurements, in this process and in every later one. Of two
+    with one key the later one counts, and nothing else changes the result of `get`. Putting raises
+    only where the cache was opened for reading. Where the disk cannot be written, one warning says
+    so, and the measurements are kept in memory.
     """
 
     @abstractmethod
@@ -29,7 +29,7 @@ class AbstractCache(AbstractClosable):
 
     @abstractmethod
     def put_entries(self, entries: Iterable[Entry]) -> None:
-        """Keep entries made elsewhere with the times at which they were stored.
+        """Keep entries of another cache, with the times at which they were stored there.
 
         Raises:
             CacheError: the cache is read-only, or a number needs more than 64 bits.
@@ -37,11 +37,11 @@ class AbstractCache(AbstractClosable):
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
-        """Every entry, one per key; those of one problem are neighbours in a file."""
+        """Every entry, one per key."""
 
     @abstractmethod
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
-        """Add everything that another cache holds; it is only read.
+        """Add the entries of another cache, which is only read.
 
         Raises:
             CacheError: there is no cache, or this one is read-only.
@@ -52,7 +52,7 @@ class AbstractCache(AbstractClosable):
         """Remove the entries that match, and count them.
 
         Args:
-            where: values by field name, such as {"software.cudnn": "9.27"}; {}: any.
+            where: values by field name, such as {"software.cudnn": "9.27"}; {}: every entry.
             before_ns: only what was stored before this time, in ns since 1970.
 
         Raises:
@@ -62,7 +62,7 @@ class AbstractCache(AbstractClosable):
 
     @abstractmethod
     def check(self, fix: bool = False) -> CheckReport:
-        """Read everything and say what is wrong; with `fix`, put right what can be."""
+        """Read every file and report what is wrong; with `fix`, repair what can be repaired."""
 
     @abstractmethod
     def info(self) -> CacheInfo:
@@ -70,18 +70,18 @@ class AbstractCache(AbstractClosable):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Take in what other processes have put since."""
+        """Read what other processes have put since."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what could not be written so far, and tidy up. Reading goes on to work."""
+        """Write what could not be written so far, and compact. Reading still works afterwards."""
 
     def put(self, measurements: Iterable[Measurement], device_uuid: str = "") -> None:
         """Keep measurements: all or none, and durable when this returns.
 
         Args:
-            measurements: of any devices; what one device shows is one atomic step.
-            device_uuid: product UUID of the GPU they were taken on; kept, not part of the key.
+            measurements: of any devices; those of one kind of device are one atomic step.
+            device_uuid: product UUID of the GPU they were taken on; kept beside the key.
 
         Raises:
             CacheError: the cache is read-only, or a number needs more than 64 bits.
@@ -95,7 +95,8 @@ class AbstractCache(AbstractClosable):
         return sum(1 for _ in self.entries())
 
     def __bool__(self) -> bool:
-        return True  # an empty cache is still a cache
+        # Else `if cache:` would read every entry to count them, and be false for an empty cache.
+        return True
 
     def select(self, where: Mapping[str, object]) -> Iterator[Measurement]:
         """The measurements that match, such as {"problem.op": "fprop", "status": "failed"}.
@@ -112,13 +113,14 @@ class AbstractCache(AbstractClosable):
         """Write entries to a file, .csv or .json, and count them; `import_` reads it back.
 
         Args:
-            path: a reader sees the old file or the new one, never half.
+            path: the file; a reader sees the old contents or the new ones, never a part.
             where: only the entries that match.
 
         Raises:
             ConfigError: an unknown field.
             CacheError: another suffix, or the file cannot be written.
         """
+        # A bad filter must not leave a new file.
         texts = parse_where(where or {})
         return write_entries(path, (one for one in self.entries() if matches(one, texts)))
 
@@ -128,10 +130,11 @@ class AbstractCache(AbstractClosable):
         Raises:
             CacheError: the file cannot be read; the message names the line.
         """
+        # Parsed to the end before any is kept.
         entries = read_entries(path)
         self.put_entries(entries)
         return len(entries)
 
     def explain(self, key: MeasurementKey) -> Explanation:
-        """Say whether a key is there, and if not, in which fields the nearest entry differs."""
+        """Explain whether a key is there, and if not, in which fields the nearest entry differs."""
         return explain(key_texts(key), (measurement.key for measurement in self))

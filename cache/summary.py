@@ -1,4 +1,4 @@
-"""Count what a cache holds, by device."""
+"""Summary of a cache: counts by device, status and versions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, fields
 
-from ucudnn.cache.values import CacheInfo, DeviceInfo, Entry
+from ucudnn.cache.entries import CacheInfo, DeviceInfo, Entry
 from ucudnn.measurement import Device, Software
 
 
 def info_of(
     location: str, writable: bool, file_bytes: Sequence[int], entries: Iterable[Entry]
 ) -> CacheInfo:
-    """Count entries by device, status and versions."""
+    """Count entries by device, status and versions.
+
+    Args:
+        location: the cache's folder, or "memory".
+        writable: True where measurements can be added.
+        file_bytes: size of each file.
+        entries: one per key.
+    """
     statuses: defaultdict[Device, Counter[str]] = defaultdict(Counter)
     versions: defaultdict[Device, Counter[Software]] = defaultdict(Counter)
     times: dict[Device, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""Plain values: entries of a cache, and results of its operations."""
+"""Entries of a cache, and the results of its operations: plain values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from ucudnn.errors import CacheError
 from ucudnn.measurement import Device, Measurement, MeasurementKey
 
-LATEST_NS = 2**62  # in the year 2116: a later time was never read from a clock
+# In the year 2116; a later time cannot come from a clock, and 2^63 would overflow in a file.
+LATEST_NS = 2**62
 
 
 class CacheWarning(UserWarning):
-    """Something was not kept or could not be read, and tuning goes on without it."""
+    """Warning that something was not kept or could not be read; tuning goes on without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,9 @@ class Entry:
 
     Args:
         measurement: the key and the numbers.
-        stored_ns: when it was stored, in ns since 1970 (UTC); of two for one key the later counts.
-            0: not yet, it becomes the time at which it is put.
-        device_uuid: product UUID of the very GPU it was taken on, "" where unknown; not in the key.
+        stored_ns: time of storage in ns since 1970 (UTC); of two for one key the later counts. 0:
+            not stored yet, `put_entries` sets it to the present.
+        device_uuid: product UUID of the GPU it was taken on, "" where unknown; not in the key.
 
     Raises:
         CacheError: the time is before 1970 or after 2116.
@@ -46,8 +47,8 @@ class DeviceInfo:
         records: number of measurements.
         records_by_status: (status, number) pairs, commonest first.
         versions: (software as text, number) pairs, commonest first.
-        oldest_ns: when the first was stored, in ns since 1970.
-        newest_ns: when the last was stored.
+        oldest_ns: time at which the first was stored, in ns since 1970.
+        newest_ns: time at which the last was stored.
     """
 
     device: Device
@@ -64,7 +65,7 @@ class CacheInfo:
 
     Args:
         location: its folder, or "memory".
-        writable: whether it can be added to.
+        writable: True where measurements can be added.
         files: number of files with measurements.
         file_bytes: their size in bytes.
         devices: one per device, by name.
@@ -89,10 +90,10 @@ class CheckReport:
     Args:
         records: measurements that can be read.
         files: sound files.
-        problems: one sentence per thing that is wrong.
-        notes: one sentence per thing that is worth knowing and not wrong: files of a later
-            version, damaged files that were set aside before, leftovers of killed writers.
-        fixed: one sentence per thing that was put right.
+        problems: a sentence for each error that remains.
+        notes: a sentence for each finding that is no error: files of a later version, damaged files
+            that were set aside before, leftovers of killed writers.
+        fixed: a sentence for each error that was repaired.
     """
 
     records: int
@@ -103,7 +104,7 @@ class CheckReport:
 
     @property
     def clean(self) -> bool:
-        """True where nothing is wrong, or everything wrong was put right."""
+        """True where there is no error, or every one was repaired."""
         return not self.problems
 
 
@@ -113,7 +114,7 @@ class MergeReport:
 
     Args:
         read: measurements in the other cache.
-        added: those whose key was not here.
+        added: those whose key was new here.
     """
 
     read: int
@@ -122,7 +123,13 @@ class MergeReport:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field in which the nearest entry differs from what was asked for, both as text."""
+    """A field in which the nearest entry differs from the key asked for, with both values as text.
+
+    Args:
+        field: such as "software.cudnn".
+        wanted: value asked for.
+        found: value of the nearest entry.
+    """
 
     field: str
     wanted: str
@@ -131,12 +138,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Explanation why a key is, or is not, in a cache.
+    """Explanation of why a key is, or is not, in a cache.
 
     Args:
         entries: number of keys that were compared.
         nearest: the key that differs in the fewest fields, None in an empty cache.
-        differences: the fields in which it does; none of them: a hit.
+        differences: the fields in which it differs; empty for a hit.
     """
 
     entries: int
@@ -145,7 +152,7 @@ class Explanation:
 
     @property
     def found(self) -> bool:
-        """True where an entry has every value asked for."""
+        """True where an entry has every value that was asked for."""
         return self.nearest is not None and not self.differences
 
     def __str__(self) -> str:

@@ -1,31 +1,26 @@
-"""A writable cache over read-only ones, such as an image that a fleet shares."""
+"""Writable cache over read-only ones, such as an image that a fleet shares."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
-from ucudnn.cache._base import AbstractCache
-from ucudnn.cache.report import info_of
-from ucudnn.cache.values import (
-    CacheInfo,
-    CheckReport,
-    Entry,
-    MergeReport,
-)
+from ucudnn.cache.base import AbstractCache
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport
+from ucudnn.cache.summary import info_of
 from ucudnn.measurement import Measurement, MeasurementKey
 
 
 class LayeredCache(AbstractCache):
-    """Looks a key up in one cache after another; everything else happens to the first.
+    """Cache that looks a key up in one cache after another, and writes to the first.
 
     >>> from ucudnn.cache import MemoryCache
     >>> len(LayeredCache(MemoryCache(), MemoryCache()))
     0
 
     Args:
-        top: what is written to.
-        below: only read, the nearest first.
+        top: the cache that is written to.
+        below: caches that are only read, the nearest first.
     """
 
     def __init__(self, top: AbstractCache, *below: AbstractCache) -> None:
@@ -33,7 +28,8 @@ class LayeredCache(AbstractCache):
         self._below = below
 
     def get(self, key: MeasurementKey) -> Measurement | None:
-        """The measurement of the uppermost cache that has this key, or None."""
+        """The measurement of the first cache that has this key, or None."""
+        # Not the latest of all: what was measured here says more about this machine than an image.
         for layer in (self._top, *self._below):
             found = layer.get(key)
             if found is not None:
@@ -45,7 +41,7 @@ class LayeredCache(AbstractCache):
         self._top.put_entries(entries)
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry of every layer, one per key."""
+        """Every entry that `get` can find, one per key."""
         seen: set[MeasurementKey] = set()
         for layer in (self._top, *self._below):
             for entry in layer.entries():
@@ -54,7 +50,7 @@ class LayeredCache(AbstractCache):
                     yield entry
 
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
-        """Add everything that the cache in a folder holds to the top cache."""
+        """Add the entries of the cache in a folder to the top cache."""
         return self._top.merge(path)
 
     def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
@@ -73,7 +69,8 @@ class LayeredCache(AbstractCache):
         )
 
     def info(self) -> CacheInfo:
-        """Contents of all layers; paths and sizes of the files."""
+        """Contents of all caches, and the paths and sizes of their files."""
+        # Counted anew, because a key that several caches have counts once.
         infos = [layer.info() for layer in (self._top, *self._below)]
         whole = info_of("", infos[0].writable, (), self.entries())
         return CacheInfo(
@@ -85,11 +82,11 @@ class LayeredCache(AbstractCache):
         )
 
     def refresh(self) -> None:
-        """Take in what other processes have put since, in every layer."""
+        """Read what other processes have put since, in every cache."""
         for layer in (self._top, *self._below):
             layer.refresh()
 
     def close(self) -> None:
-        """Close every layer."""
+        """Close every cache."""
         for layer in (self._top, *self._below):
             layer.close()

@@ -1,8 +1,8 @@
-"""Read the timings of a probe that knows nothing of ucudnn, as entries of a cache.
+"""Read the timings of a probe, a program without ucudnn, as entries of a cache.
 
-A probe times every engine configuration of a table of layers on one GPU and leaves `timings.csv`,
-`profile.json` (cuDNN's description of the device) and `answers.json` (versions). Its timing loop is
-not ours, which protocol 0 says; what has no place of its own here is kept as a note.
+A probe times every engine configuration of a table of layers on one GPU and writes `timings.csv`,
+`profile.json` (cuDNN's description of the device) and `answers.json` (versions). Its entries have
+protocol 0, because its timing loop is not ours. Columns without a field of ours become notes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ucudnn.cache.text import read_text
-from ucudnn.cache.values import Entry
+from ucudnn.cache.entries import Entry
+from ucudnn.cache.exchange.parsing import read_text
 from ucudnn.errors import CacheError, UcudnnError, shortened
 from ucudnn.layer_table import read_layers
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
@@ -28,9 +28,11 @@ COLUMNS = (
     *("name", "op", "dtype", "layout", "batch", "algorithm", "workspace_bytes", "mode", "rank"),
     *("notes", "median_us", "min_us", "samples", "error", "beta1_error"),
 )
+# Fields of cuDNN's description of a device that are needed here.
 _PROFILE = {"deviceVer": int, "deviceName": str, "multiProcessorCount": int, "totalGlobalMem": int}
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 _KEPT_AS_NOTES = ("mode", "rank", "min_us", "samples", "beta1_error")
+# cuDNN's deviceVer is a hundred times the compute capability; Ampere (8.0) brought TF32.
 _FIRST_WITH_TF32 = 800
 
 
@@ -48,6 +50,7 @@ def read_probe(
         ConfigError: a layer table cannot be read.
     """
     path = Path(timings)
+    # Not arguments: a probe always leaves the three files in one folder.
     profile = _read_json(path.with_name("profile.json"))
     answers = _read_json(path.with_name("answers.json"))
     _require_profile(path.with_name("profile.json"), profile)
@@ -56,7 +59,11 @@ def read_probe(
     has_tf32 = profile["deviceVer"] >= _FIRST_WITH_TF32
     problems = _layer_problems(layers)
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
-    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    try:
+        columns = reader.fieldnames or ()
+    except csv.Error as error:
+        raise CacheError(f"{path} line 1: {error}") from error
+    missing = [name for name in COLUMNS if name not in columns]
     if missing:
         raise CacheError(f"{path} line 1: a probe's table has the columns {', '.join(missing)} too")
     entries = []
@@ -67,6 +74,7 @@ def read_probe(
                 problem, row["algorithm"], device, software, Conditions(), PROTOCOL
             )
             entries.append(Entry(_measurement(key, row)))
+    # DictReader gives None for a cell that a short line lacks, hence TypeError.
     except (ValueError, TypeError, KeyError, OverflowError, csv.Error, UcudnnError) as error:
         raise CacheError(f"{path} line {reader.line_num}: {shortened(str(error))}") from error
     return entries
@@ -76,6 +84,7 @@ def _require_profile(path: Path, profile: Mapping[str, Any]) -> None:
     for name, kind in _PROFILE.items():
         if name not in profile:
             raise CacheError(f"{path} lacks {name!r}")
+        # A bool is an int for isinstance.
         if type(profile[name]) is not kind:
             given = shortened(repr(profile[name]))
             raise CacheError(f"{path}: {name} must be of type {kind.__name__}, got {given}")
@@ -103,7 +112,7 @@ def _device(profile: Mapping[str, Any]) -> Device:
 
 
 def _version(number: object) -> str:
-    """cuDNN's version from its number: 92800 is 9.28.0; before version 9 the major counts 1000."""
+    """cuDNN's version from its number: 92800 is 9.28.0, and 8902, before version 9, is 8.9.2."""
     if type(number) is not int:
         return ""
     major, rest = divmod(number, 10_000 if number >= 90_000 else 1000)
@@ -114,6 +123,7 @@ def _layer_problems(paths: Iterable[str | os.PathLike[str]]) -> dict[str, Proble
     problems: dict[str, Problem] = {}
     for path in map(Path, paths):
         for name, problem in read_layers(path, ops=("fprop",)):
+            # A repeated line is harmless, another layer of that name is not.
             if problems.setdefault(f"{path.stem}:{name}", problem) != problem:
                 raise CacheError(f"{path} has two layers called {name}; give them other names")
     return problems
@@ -126,6 +136,7 @@ def _problem(row: Mapping[str, str], problems: Mapping[str, Problem], has_tf32: 
             f"was given"
         )
     dtype = _DTYPES.get(row["dtype"], row["dtype"])
+    # A layer table has no columns for these; the probe names them in each row.
     return replace(
         problems[row["name"]],
         op=row["op"],
@@ -140,6 +151,7 @@ def _measurement(key: MeasurementKey, row: Mapping[str, str]) -> Measurement:
     kept = [f"{name}={row[name]}" for name in _KEPT_AS_NOTES if row[name]]
     return Measurement(
         key,
+        # One sample has no spread to judge it by.
         status="ok" if int(row["samples"]) > 1 else "screened",
         time_ns=round(float(row["median_us"]) * 1000),
         workspace_bytes=int(row["workspace_bytes"]),

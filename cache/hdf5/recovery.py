@@ -1,7 +1,7 @@
 """Recover the sound entries of a damaged file, in a process that may crash or hang.
 
-libhdf5 was seen to spin for ever on a damaged file, so only a child opens one, with limits on its
-time and memory. Of what it can read, it gives back the entries that agree with their own checksums.
+libhdf5 was seen to loop for ever on a damaged file. So only a child process opens one, with limits
+on its time and memory. It gives back the entries that agree with their own checksums.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ucudnn.cache.folder import read_file
-from ucudnn.cache.frame import framed, verify
-from ucudnn.cache.image import from_data, to_image
-from ucudnn.cache.table import Table
-from ucudnn.cache.tabulate import checksums, only
+from ucudnn.cache.hdf5.codec import decode, encode
+from ucudnn.cache.hdf5.envelope import verify, wrap
+from ucudnn.cache.hdf5.files import read_file
+from ucudnn.cache.table.builder import select_rows
+from ucudnn.cache.table.checksum import checksums
+from ucudnn.cache.table.table import Table
 from ucudnn.errors import CacheError
 
 _SECONDS = 60
@@ -25,11 +26,11 @@ _MEMORY_BYTES = 4 << 30
 
 
 def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
-    """The entries of a damaged file that are sound, None where there is no telling.
+    """The sound entries of a damaged file; None where the child crashed or its time was up.
 
     Args:
         path: the file; it stays as it is.
-        seconds: after which the child is killed.
+        seconds: time after which the child is killed.
     """
     # One thread: those of a large machine's BLAS alone reserve more memory than the child may have.
     environment = {
@@ -40,7 +41,7 @@ def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
     }
     with TemporaryDirectory(prefix="ucudnn-salvage-") as folder:
         target = Path(folder, "sound.h5")
-        command = [sys.executable, "-m", "ucudnn.cache.salvage", str(path), str(target)]
+        command = [sys.executable, "-m", "ucudnn.cache.hdf5.recovery", str(path), str(target)]
         try:
             done = subprocess.run(  # noqa: S603 - our own module, with paths of ours
                 command, check=False, capture_output=True, env=environment, timeout=seconds
@@ -49,21 +50,23 @@ def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
             return None
         if done.returncode:
             return None
-        data = read_file(target)
-        verify(data)
-        return from_data(data)[0]
+        # A pipe would do for the data, but not if libhdf5 writes to standard output.
+        content = read_file(target)
+        verify(content)
+        return decode(content)[0]
 
 
 def main(source: Path, target: Path) -> int:
     """Entry point of the child process; exit status 0: the target was written."""
+    # Processor time, too, because a loop in libhdf5 may outlive a parent that is killed.
     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     try:
-        table, _ = from_data(read_file(source), only_possible=True)
+        table, _ = decode(read_file(source), only_possible=True)
     except CacheError:
         return 1
-    table = only(table, checksums(table) == table.rows["checksum"])
-    target.write_bytes(framed(to_image(table)))
+    table = select_rows(table, checksums(table) == table.rows["checksum"])
+    target.write_bytes(wrap(encode(table)))
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Read the datasets of an HDF5 file, none of which may be larger than the file accounts for.
+"""Read the datasets of an HDF5 file, and refuse those larger than the file can account for.
 
 A few bytes of HDF5 can claim terabytes, name another file, or refer a thousand times to one text.
-So whatever a dataset claims is held against the length of the file before memory is taken for it,
-and what a cache never writes - links, external storage, other filters - is refused.
+So the claim of a dataset is compared with the length of the file before memory is taken for it, and
+features that a cache never uses - links, external storage, other filters - are refused.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import h5py
 
-from ucudnn.cache.frame import DamagedError, NewerError
-from ucudnn.cache.records import Array
+from ucudnn.cache.hdf5.envelope import DamagedError, NewerError
+from ucudnn.cache.table.rows import Array
 
-# Rows compress by 5 to 30, because each has a random checksum of 8 bytes or belongs to one.
+# Rows compress by factors of 5 to 30, because each has a checksum of 8 random bytes or belongs to a
+# row that has one.
 _MOST_INFLATED = 64
 _DEFLATE, _SHUFFLE = h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE
 _TEXTS_AT_ONCE = 16
@@ -26,12 +27,12 @@ def read_numbers(file: h5py.File, name: str, length: int) -> Array:
     """The rows of a dataset of plain numbers and texts of fixed width.
 
     Args:
-        file: opened.
-        name: of the dataset.
-        length: of the file in bytes.
+        file: the open file.
+        name: name of the dataset.
+        length: size of the file in bytes.
 
     Raises:
-        DamagedError: it is not there, is something else, or is larger than the file can hold.
+        DamagedError: it is missing, is something else, or is larger than the file can hold.
         NewerError: it has a column of a kind that this version does not know.
     """
     dataset = _dataset(file, name, length)
@@ -50,12 +51,12 @@ def read_texts(file: h5py.File, name: str, length: int) -> list[bytes]:
     """The texts of a dataset.
 
     Args:
-        file: opened.
-        name: of the dataset.
-        length: of the file in bytes.
+        file: the open file.
+        name: name of the dataset.
+        length: size of the file in bytes.
 
     Raises:
-        DamagedError: it is not there, is something else, or its texts are longer than the file.
+        DamagedError: it is missing, is something else, or its texts are longer than the file.
     """
     dataset = _dataset(file, name, length)
     string = h5py.check_string_dtype(dataset.dtype)
@@ -63,7 +64,8 @@ def read_texts(file: h5py.File, name: str, length: int) -> list[bytes]:
         raise DamagedError(f"its table {name} holds no texts")
     texts: list[bytes] = []
     left = length
-    # a writer stores each text once, but a file may refer to a long one from every row
+    # A cache stores each text once, but a file may refer to a long one from every row. A few at a
+    # time, so that such a file is refused before they fill the memory.
     for start in range(0, len(dataset), _TEXTS_AT_ONCE):
         some = dataset[start : start + _TEXTS_AT_ONCE].tolist()
         left -= sum(map(len, some))
@@ -74,6 +76,7 @@ def read_texts(file: h5py.File, name: str, length: int) -> list[bytes]:
 
 
 def _dataset(file: h5py.File, name: str, length: int) -> h5py.Dataset:
+    # A soft or external link could lead into another file.
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise DamagedError(f"it has no table {name}")
     dataset = file[name]
@@ -85,7 +88,7 @@ def _dataset(file: h5py.File, name: str, length: int) -> h5py.Dataset:
 
 
 def _is_accounted_for(dataset: h5py.Dataset, length: int) -> bool:
-    """True where every row is stored in the file, and inflates to a bounded multiple of it."""
+    """True where the file stores every row, and inflates to a bounded multiple of its length."""
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
     row_bytes = dataset.id.get_type().get_size()
@@ -95,6 +98,7 @@ def _is_accounted_for(dataset: h5py.Dataset, length: int) -> bool:
     if layout == h5py.h5d.CHUNKED:
         (rows,) = dataset.chunks
         chunks = -(-len(dataset) // rows)
+        # HDF5 reads a chunk that is not stored as zeros, for which the file has no bytes.
         return (
             _are_ours(properties)
             and chunks == dataset.id.get_num_chunks()
@@ -107,6 +111,7 @@ def _is_accounted_for(dataset: h5py.Dataset, length: int) -> bool:
 
 
 def _are_ours(properties: Any) -> bool:
-    """True for the filters of a cache: each once, as a file may compress what is compressed."""
+    """True for the filters of a cache, each at most once."""
+    # Compressing twice would multiply the factor by which a file may inflate.
     filters = [properties.get_filter(index)[0] for index in range(properties.get_nfilters())]
     return not Counter(filters) - Counter([_SHUFFLE, _DEFLATE])

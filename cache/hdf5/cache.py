@@ -1,0 +1,264 @@
+"""Cache in a folder of HDF5 files, shared by any number of processes and machines."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from time import time_ns
+
+import numpy as np
+
+from ucudnn.cache.base import AbstractCache
+from ucudnn.cache.entries import CacheInfo, CacheWarning, CheckReport, Entry, MergeReport
+from ucudnn.cache.hdf5.check import check_folder
+from ucudnn.cache.hdf5.device_files import DeviceFiles
+from ucudnn.cache.hdf5.envelope import DamagedError, NewerError, verify
+from ucudnn.cache.hdf5.files import foreign_in, kinds_in, read_file
+from ucudnn.cache.hdf5.findings import Severity
+from ucudnn.cache.hdf5.store import DeviceStore
+from ucudnn.cache.summary import info_of
+from ucudnn.cache.table.builder import select_rows
+from ucudnn.cache.table.schema import matches, parse_where
+from ucudnn.errors import CacheError
+from ucudnn.measurement import Device, Measurement, MeasurementKey
+from ucudnn.system.forking import ForkSafeLock
+
+_LOCK_WAIT_S = 10.0
+# File names may have 255 bytes, and suffixes follow.
+_KIND_LENGTH = 100
+
+
+def device_kind(device: Device) -> str:
+    """Beginning of the names of a device's files; the files record the device itself.
+
+    >>> device_kind(Device("cuda", "NVIDIA H200", compute_capability="9.0"))
+    'cuda-nvidia-h200-9.0'
+    """
+    # Devices of one kind, such as GPUs with different power limits, share their files.
+    words = f"{device.type} {device.name} {device.compute_capability}".lower()
+    return re.sub(r"[^a-z0-9.]+", "-", words).strip("-.")[:_KIND_LENGTH] or "unnamed"
+
+
+class HDF5Cache(AbstractCache):
+    """Cache in a folder; `ucudnn.cache.open` makes one.
+
+    Args:
+        path: the folder; it is made by the first `put`.
+        mode: "a": read and add; "r": only read.
+        use_locks: False: never try a file lock.
+    """
+
+    def __init__(self, path: Path, mode: str = "a", use_locks: bool = True) -> None:
+        self._path = path.absolute()
+        self._mode = mode
+        self._use_locks = use_locks
+        self._store_by_kind: dict[str, DeviceStore] = {}
+        # `get` must not compute the kind of a device each time.
+        self._store_by_device: dict[Device, DeviceStore] = {}
+        # Files of somebody else's that were reported, each once.
+        self._foreign: set[Path] = set()
+        self._lock = ForkSafeLock(self._after_fork)
+
+    def get(self, key: MeasurementKey) -> Measurement | None:
+        """The latest measurement with this key, or None."""
+        with self._lock:
+            return self._store_of(key.device).find(key)
+
+    def put_entries(self, entries: Iterable[Entry]) -> None:
+        """Keep entries of another cache, with the times at which they were stored there."""
+        self._require_writable()
+        by_store: dict[DeviceStore, list[Entry]] = {}
+        with self._lock:
+            # All are taken before any is kept: an iterable that raises must leave nothing behind.
+            for entry in entries:
+                store = self._store_of(entry.measurement.key.device)
+                by_store.setdefault(store, []).append(entry)
+            for store, its_entries in by_store.items():
+                store.put(its_entries)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every entry, one per key; those of a problem on one kind of device are neighbours."""
+        # Tables do not change, so iterating needs no lock, and what is put meanwhile does not show.
+        with self._lock:
+            tables = [store.table() for store in self._stores()]
+        for table in tables:
+            yield from table.entries()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return sum(len(store.table()) for store in self._stores())
+
+    def merge(self, path: str | os.PathLike[str]) -> MergeReport:
+        """Add the entries of another cache, by copying its files as they are."""
+        self._require_writable()
+        other = open_existing(path)
+        before = len(self)
+        with self._lock:
+            for kind in kinds_in(other._path):
+                _copy_files(other._store(kind).files, self._store(kind).files)
+            # Reads the copies, so that there is something to compact.
+            self.refresh()
+            for store in self._stores():
+                store.compact()
+            return MergeReport(read=len(other), added=len(self) - before)
+
+    def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
+        """Remove the entries that match, and count them."""
+        self._require_writable()
+        texts = parse_where(where)
+        removed = 0
+        with self._lock:
+            for store in self._stores():
+                removed += self._prune(store, texts, before_ns)
+        return removed
+
+    def _prune(self, store: DeviceStore, where: Mapping[str, str], before_ns: int | None) -> int:
+        with store.files.lock(_LOCK_WAIT_S) as held:
+            if not held:
+                raise CacheError(
+                    f"another process is compacting {store.files.compacted}; prune again when it "
+                    f"is done"
+                )
+            # What is not read would stay, so everything is read under the lock.
+            store.refresh()
+            table = store.table()
+            stays = np.fromiter(
+                (not matches(entry, where, before_ns) for entry in table.entries()),
+                bool,
+                len(table),
+            )
+            # Then no file needs to be written.
+            if stays.all():
+                return 0
+            try:
+                store.replace_all(select_rows(table, stays))
+            except OSError as error:
+                raise CacheError(
+                    f"cannot write to the cache {self._path}: {error.strerror}; nothing was removed"
+                ) from error
+            for file in store.partial_files():
+                self._report(
+                    f"{file} was left as it is: a later version of ucudnn wrote it", Severity.NOTE
+                )
+            return int((~stays).sum())
+
+    def check(self, fix: bool = False) -> CheckReport:
+        """Read every file and report what is wrong; with `fix`, repair what can be repaired."""
+        if fix:
+            self._require_writable()
+        with self._lock:
+            try:
+                report = check_folder(self._path, self._use_locks, fix)
+            except OSError as error:
+                raise CacheError(
+                    f"cannot {'fix' if fix else 'read'} the cache {self._path}: {error.strerror}; "
+                    f"let this user {'write' if fix else 'read'} it"
+                ) from error
+            if fix:
+                self.refresh()
+        return report
+
+    def info(self) -> CacheInfo:
+        """Location and contents of the cache."""
+        with self._lock:
+            files = [file for store in self._stores() for file in store.files.paths()]
+            # Another process may compact them in the meantime.
+            sizes = [file.stat().st_size for file in files if file.exists()]
+            return info_of(str(self._path), self._is_writable(), sizes, self.entries())
+
+    def refresh(self) -> None:
+        """Read what other processes have put since."""
+        with self._lock:
+            for store in self._stores():
+                store.refresh()
+
+    def close(self) -> None:
+        """Write what could not be written so far, and compact. Reading still works afterwards."""
+        if self._mode == "a":
+            with self._lock:
+                for store in self._store_by_kind.values():
+                    store.close()
+
+    def _after_fork(self) -> None:
+        for store in self._store_by_kind.values():
+            store.after_fork()
+
+    def _store_of(self, device: Device) -> DeviceStore:
+        store = self._store_by_device.get(device)
+        if store is None:
+            store = self._store_by_device[device] = self._store(device_kind(device))
+        return store
+
+    def _store(self, kind: str) -> DeviceStore:
+        if kind not in self._store_by_kind:
+            self._store_by_kind[kind] = DeviceStore(
+                DeviceFiles(self._path, kind, self._use_locks), self._mode == "a", self._report
+            )
+        return self._store_by_kind[kind]
+
+    def _stores(self) -> list[DeviceStore]:
+        """One store per kind of device, in memory or on the disk."""
+        try:
+            kinds, foreign = kinds_in(self._path), foreign_in(self._path)
+        except OSError as error:
+            raise CacheError(f"cannot read the cache {self._path}: {error.strerror}") from error
+        for path in foreign:
+            if path not in self._foreign:
+                self._foreign.add(path)
+                self._report(
+                    f"{path} is not a file of this cache: it was left as it is", Severity.NOTE
+                )
+        for kind in kinds:
+            self._store(kind)
+        return [self._store_by_kind[kind] for kind in sorted(self._store_by_kind)]
+
+    def _require_writable(self) -> None:
+        if self._mode != "a":
+            raise CacheError(
+                f"the cache {self._path} was opened for reading; open it with mode='a'"
+            )
+
+    def _is_writable(self) -> bool:
+        # A folder that does not exist yet is made in the nearest one that does.
+        folder = self._path.absolute()
+        while not folder.exists():
+            folder = folder.parent
+        return self._mode == "a" and folder.is_dir() and os.access(folder, os.W_OK)
+
+    def _report(self, sentence: str, severity: Severity) -> None:  # noqa: ARG002 - as `Report` has it
+        warnings.warn(sentence, CacheWarning, stacklevel=2)
+
+
+def _copy_files(source: DeviceFiles, target: DeviceFiles) -> None:
+    for file in source.paths():
+        try:
+            content = read_file(file)
+            verify(content)
+        except NewerError:
+            pass  # copied: a later version will read it here as well as there
+        except DamagedError:
+            continue  # reported when the entries of the other cache are counted
+        except OSError as error:
+            # Most likely a process that uses the other cache has just compacted it.
+            raise CacheError(f"cannot read {file}: {error.strerror}; merge again") from error
+        try:
+            target.publish(content, time_ns())
+        except OSError as error:
+            raise CacheError(
+                f"cannot write to the cache {target.compacted.parent}: {error.strerror}; make room "
+                f"or merge into another folder"
+            ) from error
+
+
+def open_existing(path: str | os.PathLike[str]) -> HDF5Cache:
+    """Open a cache that exists, for reading.
+
+    Raises:
+        CacheError: there is no such folder.
+    """
+    if not os.path.isdir(path):
+        raise CacheError(f"there is no cache in {path}: it is not a folder; name one that is")
+    return HDF5Cache(Path(path), "r")

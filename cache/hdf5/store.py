@@ -1,0 +1,251 @@
+"""Store of one kind of device: the union of its files in memory, and what this process adds.
+
+Other processes read, write and compact the same files at the same time. A listing may thus miss an
+entry that a compaction has just moved, so files are listed until two listings agree. Compaction
+publishes the union as one more file, and only then removes the files that it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from time import time_ns
+
+from ucudnn.cache.entries import LATEST_NS, Entry
+from ucudnn.cache.hdf5.codec import encode
+from ucudnn.cache.hdf5.device_files import DeviceFiles
+from ucudnn.cache.hdf5.envelope import wrap
+from ucudnn.cache.hdf5.files import read_envelope
+from ucudnn.cache.hdf5.findings import Report, Severity
+from ucudnn.cache.hdf5.loading import Loader
+from ucudnn.cache.table.builder import EMPTY, build_table, merge_tables
+from ucudnn.cache.table.table import Table
+from ucudnn.measurement import Measurement, MeasurementKey
+
+_MANY_SEGMENTS = 64
+# X.h5 is rewritten only for segments that hold at least a fourth of its entries.
+_REWRITE_RATIO = 4
+_LISTINGS = 8
+
+
+class DeviceStore:
+    """Measurements of one kind of device, in memory and in its files.
+
+    Args:
+        files: the files of that kind.
+        writable: False: nothing is written, and damaged files stay where they are.
+        report: told what was not kept or could not be read.
+
+    Attributes:
+        files: the files of that kind.
+    """
+
+    def __init__(self, files: DeviceFiles, writable: bool, report: Report) -> None:
+        self.files = files
+        self._loader = Loader(files, writable, report)
+        self._report = report
+        self._listed = False
+        # Contents of X.h5, of the segments, and of files that a later version wrote.
+        self._base = self._recent = self._partial = EMPTY
+        # Tables that belong to `_recent`; they are merged when it is next read.
+        self._unmerged: list[Table] = []
+        self._searched: list[Table] | None = None
+        # First bytes of the X.h5 that `_base` holds, and of the one that was last tried.
+        self._base_envelope: bytes | None = None
+        self._tried_envelope: bytes | None = None
+        # By segment: True where `_recent` holds all of it, so that compaction may remove it.
+        self._complete_by_name: dict[str, bool] = {}
+        self._partial_paths: list[Path] = []
+        self._newest_ns = 0
+        # Entries of this process: those that the disk did not take, and the others by segment.
+        self._pending: Table | None = None
+        self._own: dict[str, Table] = {}
+        self._warned = False
+
+    def find(self, key: MeasurementKey) -> Measurement | None:
+        """The latest measurement with this key."""
+        found, latest_ns = None, -1
+        for table in self._tables():
+            row = table.find(key)
+            # Several files may hold the same key, and a segment is not always newer than X.h5.
+            if row is not None and row.stored_ns > latest_ns:
+                found, latest_ns = table.measurement(row, key), row.stored_ns
+        return found
+
+    def table(self) -> Table:
+        """All entries, as one table."""
+        # The usual cache is one file, whose table needs no merging.
+        tables = self._tables()
+        return tables[0] if len(tables) == 1 else merge_tables(tables)
+
+    def partial_files(self) -> list[Path]:
+        """Files that hold more than this version understands; they must stay."""
+        return [path for path in self._partial_paths if path.exists()]
+
+    def _tables(self) -> list[Table]:
+        """Tables to search: few, none of them empty."""
+        if not self._listed:
+            self.refresh()
+        if self._searched is None:
+            if self._unmerged:
+                self._recent = merge_tables([self._recent, *self._unmerged])
+                self._unmerged.clear()
+            tables = (self._recent, self._base, self._partial)
+            self._searched = [table for table in tables if len(table)]
+        return self._searched
+
+    def refresh(self) -> None:
+        """Read the files that are new."""
+        if not self._listed:
+            self._listed = True
+            self._loader.require_folder()
+        seen = None
+        for _ in range(_LISTINGS):
+            listing = self._loader.listing()
+            if listing == seen:
+                break
+            seen = listing
+            self._read(*listing)
+        # Merged at once, because a compaction uses `_recent`.
+        self._searched = None
+        self._tables()
+
+    def _read(self, envelope: bytes | None, names: list[str]) -> None:
+        known = (None, self._base_envelope, self._tried_envelope)
+        # A damaged X.h5 that cannot be set aside is reported once, not at each refresh.
+        if envelope not in known:
+            self._tried_envelope = envelope
+            self._load(self.files.compacted)
+        for name in names:
+            if name not in self._complete_by_name:
+                self._complete_by_name[name] = self._load(self.files.segments / name)
+
+    def _load(self, path: Path) -> bool:
+        """Take in a file; True where that is all of it."""
+        loaded = self._loader.load(path)
+        if loaded is None:
+            return False
+        if not loaded.complete:
+            self._partial_paths.append(path)
+            self._partial = merge_tables([self._partial, loaded.table])
+        elif path == self.files.compacted:
+            self._base, self._base_envelope = loaded.table, loaded.envelope
+        else:
+            self._unmerged.append(loaded.table)
+        self._newest_ns = max(self._newest_ns, loaded.table.newest_ns)
+        return loaded.complete
+
+    def put(self, entries: Iterable[Entry]) -> None:
+        """Keep entries, on the disk where that is possible.
+
+        Raises:
+            CacheError: a number needs more than 64 bits; nothing was kept then.
+        """
+        # Later than every entry that is there, because another machine's clock may be ahead; but
+        # no later than a reader accepts, because it may be far ahead.
+        self._tables()
+        now = min(max(time_ns(), self._newest_ns + 1), LATEST_NS)
+        table = build_table(
+            entry if entry.stored_ns else replace(entry, stored_ns=min(now + index, LATEST_NS))
+            for index, entry in enumerate(entries)
+        )
+        # Encoded before anything is changed, because it may raise.
+        waiting = table if self._pending is None else merge_tables([self._pending, table])
+        content = _content(waiting)
+        self._unmerged.append(table)
+        self._newest_ns = max(self._newest_ns, table.newest_ns)
+        self._searched = None
+        self._pending = waiting
+        self._write(waiting, content)
+        if len(self._own) >= _MANY_SEGMENTS:
+            self._compact_own()
+
+    def _write(self, table: Table, content: bytes) -> None:
+        try:
+            name = self.files.publish(content, table.newest_ns)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self._report(
+                    f"measurements cannot be written to {self.files.segments} ({error.strerror}) "
+                    f"and are kept in memory until this process ends; set UCUDNN_CACHE to a folder "
+                    f"with room that can be written",
+                    Severity.WRONG,
+                )
+            return
+        self._complete_by_name[name] = True
+        self._own[name] = table
+        self._pending = None
+
+    def close(self) -> None:
+        """Write entries that could not be written so far; compact what was put."""
+        if self._pending is not None:
+            self._write(self._pending, _content(self._pending))
+        # Even if another process holds the lock, this one leaves a single segment.
+        if len(self._own) > 1:
+            self._compact_own()
+        if self._own or len(self._complete_segments()) >= _MANY_SEGMENTS:
+            self.compact()
+
+    def _complete_segments(self) -> list[str]:
+        return [name for name, complete in self._complete_by_name.items() if complete]
+
+    def _compact_own(self) -> None:
+        """Replace the segments of this process by one, which needs neither lock nor reading."""
+        table = merge_tables(list(self._own.values()))
+        with suppress(OSError):
+            name = self.files.publish(_content(table), table.newest_ns)
+            self._complete_by_name[name] = True
+            self.files.remove(self._own)
+            self._own = {name: table}
+
+    def compact(self) -> None:
+        """Replace many files by one, unless another process does; failing loses nothing."""
+        with suppress(OSError), self.files.lock(0) as held:
+            if held:
+                self.refresh()
+                if len(self._recent) * _REWRITE_RATIO >= len(self._base):
+                    self.replace_all(merge_tables([self._base, self._recent]))
+                else:
+                    self._replace_segments(self._recent)
+
+    def replace_all(self, table: Table) -> None:
+        """Put one table in the place of every file that was read and understood.
+
+        Raises:
+            OSError: it cannot be written; the files are as before.
+        """
+        name = self._replace_segments(table)
+        if self.files.retire_compacted(self._base_envelope):
+            self._base, self._base_envelope = EMPTY, None
+        if name is not None and self.files.promote(name):
+            self._base, self._recent = self._recent, EMPTY
+            self._base_envelope = read_envelope(self.files.segments / name)
+            del self._complete_by_name[name]
+            self.files.remove([name])
+
+    def _replace_segments(self, table: Table) -> str | None:
+        """Put one table in the place of the segments; return its name, None where it is empty."""
+        replaced = self._complete_segments()
+        name = self.files.publish(_content(table), table.newest_ns) if len(table) else None
+        self.files.remove(replaced)
+        for old in replaced:
+            del self._complete_by_name[old]
+        if name is not None:
+            self._complete_by_name[name] = True
+        self._recent, self._searched, self._own = table, None, {}
+        # Part of the table, unless they were pruned: then they must not be written any more.
+        self._pending = None
+        return name
+
+    def after_fork(self) -> None:
+        """Forget, in a child, what the parent has still to write; list the files again."""
+        self._pending, self._own = None, {}
+        # The parent may have been in the middle of a change of these when it forked.
+        self._listed, self._searched = False, None
+
+
+def _content(table: Table) -> bytes:
+    return wrap(encode(table))

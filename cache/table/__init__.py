@@ -1,0 +1,1 @@
+"""Measurements as columns: the schema, rows of numpy tables, and tables with one row per key."""
