@@ -139,17 +139,7 @@ def tune_problems(
         PlanError: no plan of some problem fits the workspace limit; all ranks raise it.
     """
     config, timeouts = config or Config(), timeouts or Timeouts()
-    if config.total_bytes is not None:
-        raise ConfigError(
-            "total_workspace is one pool of all kernels, which ranks that measure a part of them "
-            "cannot divide; tune in one process and load its plan, or set workspace_limit"
-        )
-    if config.layout != "keep":
-        raise ConfigError(
-            f"layout={config.layout!r} is decided by whole steps of a model, which ranks that "
-            f"measure a part of its kernels do not take; tune in one process and load its plan, or "
-            f"set layout='keep'"
-        )
+    _require_shareable(config)
     listed = list(layers)
     if not listed:
         raise ConfigError("there is no convolution to plan: pass the layers of a model")
@@ -177,6 +167,25 @@ def tune_problems(
         journal.publish(sealed.entries(), team.ranks)
     _log.info("ranks %s agreed on plan %s", team.ranks, plan.hash)
     return plan
+
+
+def _require_shareable(config: Config) -> None:
+    """Refuse settings that no rank can follow alone.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if config.total_bytes is not None:
+        raise ConfigError(
+            "total_workspace is one pool of all kernels, which ranks that measure a part of them "
+            "cannot divide; tune in one process and load its plan, or set workspace_limit"
+        )
+    if config.layout != "keep":
+        raise ConfigError(
+            f"layout={config.layout!r} is decided by whole steps of a model, which ranks that "
+            f"measure a part of its kernels do not take; tune in one process and load its plan, or "
+            f"set layout='keep'"
+        )
 
 
 def _decide(

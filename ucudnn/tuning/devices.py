@@ -25,13 +25,9 @@ class Devices:
     Args:
         sessions: one per device.
         on_run: called whenever something was measured or found.
-
-    Raises:
-        ConfigError: the devices are of several kinds.
     """
 
     def __init__(self, sessions: Sequence[Session], on_run: Callable[[], None]) -> None:
-        require_one_kind([session.backend for session in sessions])
         self._sessions = list(sessions)
         for session in self._sessions:
             session.on_run = on_run
@@ -126,7 +122,11 @@ def open_devices(
         deadline: `time.monotonic` after which nothing is measured, None for any.
         remeasure: take every time anew, whatever the cache has.
         on_run: called whenever something was measured or found.
+
+    Raises:
+        ConfigError: the devices are of several kinds.
     """
+    _require_one_kind(backends)
     lock = ForkSafeLock()
     sessions = [
         Session(
@@ -144,7 +144,7 @@ def open_devices(
     return Devices(sessions, on_run)
 
 
-def require_one_kind(backends: Sequence[AbstractBackend]) -> None:
+def _require_one_kind(backends: Sequence[AbstractBackend]) -> None:
     """Refuse devices whose measurements cannot be mixed.
 
     Raises:

@@ -19,7 +19,7 @@ from ucudnn.errors import PlanError
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import Budget
-from ucudnn.tuning.devices import Task, open_devices, require_one_kind
+from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.fallback import plan_by_torch
@@ -62,15 +62,11 @@ class TuningScheduler:
         reserved_steps: int = 0,
         remeasure: bool = False,
     ) -> None:
-        require_one_kind(backends)
         if config.total_bytes is not None:
             require_solver(config.solver)
         self._config = config
         self._layers = layers_by_problem
-        self._kernels = {
-            problem: Kernel(problem, layers, problem in biased)
-            for problem, layers in layers_by_problem.items()
-        }
+        self._biased = frozenset(biased)
         self._on_progress = on_progress
         self._effort = EFFORTS[config.effort]
         self._reserved_steps = reserved_steps
@@ -84,9 +80,8 @@ class TuningScheduler:
         self._shares = StepShares(self.devices.first, layers_by_problem, config.limit_bytes)
         self._pool: Pool | None = None
         if config.total_bytes is not None:
-            measuring = (self.devices, self._shares, self._planner)
-            more = (self._budget, self._begin)
-            self._pool = Pool(config, layers_by_problem, *measuring, *more)
+            parts = (self.devices, self._shares, self._planner, self._budget, self._begin)
+            self._pool = Pool(config, layers_by_problem, *parts)
         self._plans: dict[Problem, KernelPlan] = {}
         self._at_work = ""
         self._total_ns = 0
@@ -138,7 +133,8 @@ class TuningScheduler:
         pool = self._pool
         if pool is not None:
             pool.divide()
-        self._keep_defaults()
+        if self._by_share:
+            self._keep_defaults()
         left = [problem for problem in self._layers if problem not in self._plans]
         groups = self._shares.by_gain(left) if self._by_share else self._shares.by_geometry()
         self.devices.spread(map(self._tune, groups))
@@ -148,8 +144,6 @@ class TuningScheduler:
 
     def _keep_defaults(self) -> None:
         """Decide the kernels that are not worth measuring anything of."""
-        if not self._by_share:
-            return
         for problem, reason in self._shares.ignored(self._total_ns, self._effort):
             plan = self._by_torch(problem, reason)
             if plan is not None:
@@ -213,7 +207,8 @@ class TuningScheduler:
         if limit is None:
             parts = {} if self._pool is None else self._pool.parts
             limit = parts.get(problem, config.limit_bytes)
-        kernel, default = self._kernels[problem], shares.defaults.get(problem)
+        kernel = Kernel(problem, self._layers[problem], problem in self._biased)
+        default = shares.defaults.get(problem)
         tolerance = 0.0
         if self._total_ns and default is not None and self._by_share:
             tolerance = shares.stakes[problem].tolerance(self._total_ns, self._effort)

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from ucudnn import cache as cache_room
-from ucudnn.backends import AbstractBackend, open_backend, sees_a_gpu
+from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.recorded import RecordedBackend
+from ucudnn.backends.registry import backend_entry
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
@@ -150,9 +151,7 @@ def device_type(config: Config) -> str:
     if config.backend == "recorded":
         with _open_cache(config) as cache:
             return _open_backend(config, cache).device().type
-    if config.backend == "auto":
-        return "cuda" if sees_a_gpu() else "cpu"
-    return {"torch_cpu": "cpu", "cudnn": "cuda"}[config.backend]
+    return backend_entry(config.backend).device_type
 
 
 def is_replayed(config: Config) -> bool:
