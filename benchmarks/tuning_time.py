@@ -2,10 +2,12 @@
 
     python benchmarks/tuning_time.py                              # all networks, without a limit
     python benchmarks/tuning_time.py resnet18 --limit 16MiB --effort quick --out tuning_time.json
+    python benchmarks/tuning_time.py --layout auto                # the plan decides the layout, too
 
 Each network is tuned from an empty cache in a process of its own. Its step is raced by torch's own
-convolutions and by the plan in turn, after the race that tuning ends with. Memory is the peak of
-the process: after steps alone, and after tuning. Needs transformers and monai (the extra `test`).
+convolutions as the model is and in channels_last, and by the plan, in turn, after the race that
+tuning ends with. Memory is the peak of the process: after steps alone, and after tuning. Needs
+transformers and monai (the extra `test`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,6 +172,7 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", help=f"default: all: {', '.join(NETWORKS)}")
     parser.add_argument("--limit", help="workspace limit, such as 16MiB; default: none")
     parser.add_argument("--effort", default="normal")
+    parser.add_argument("--layout", default="keep", help="keep or auto")
     parser.add_argument("--rounds", type=int, default=7, help="of the race of steps afterwards")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -180,7 +184,7 @@ def main() -> None:
     found = []
     for name in names:
         command = [sys.executable, __file__, name, "--child", "--effort", options.effort]
-        command += ["--rounds", str(options.rounds)]
+        command += ["--rounds", str(options.rounds), "--layout", options.layout]
         command += ["--limit", options.limit] if options.limit else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
@@ -203,25 +207,14 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         step()
         step_ns = timed(step)
     step_peak = peak_bytes()
-    config = Config(workspace_limit=options.limit, effort=options.effort, cache=tempfile.mkdtemp())
+    settings = {"workspace_limit": options.limit, "effort": options.effort}
+    config = Config(**settings, layout=options.layout, cache=tempfile.mkdtemp())
     began = time.monotonic()
     plan = ucudnn.tune(model, x, config)
     seconds = time.monotonic() - began
     tuning_peak = peak_bytes()
-    samples: dict[str, list[int]] = {"torch": [], "plan": []}
-    runner = Runner(plan)  # looks every call up once, as in a run that installs a plan once
-    chance = random.Random(0)
-    with undisturbed(model):
-        for number in range(options.rounds + 1):
-            for who in chance.sample(list(samples), 2):
-                if who == "plan":
-                    with Installation(plan.device.type, runner):
-                        time_ns = timed(step)
-                else:
-                    time_ns = timed(step)
-                if number:
-                    samples[who].append(time_ns)
-    ratio = ratio_interval(samples["torch"], samples["plan"])
+    samples = raced(model, x, plan, options.rounds)
+    fastest = min(("torch", "channels_last"), key=lambda which: median_ns(samples[which]))
     return {
         "network": name,
         "device": str(open_backend("auto").device()),
@@ -234,13 +227,39 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "kernels": len(plan.kernels),
         "changed": sum(not kernel.is_default for kernel in plan.kernels),
         "step_race": plan.step_race.to_dict() if plan.step_race else None,
-        "torch_samples_ns": samples["torch"],
-        "plan_samples_ns": samples["plan"],
-        "speed_up": [round(value, 3) for value in ratio],
+        "layout": options.layout,
+        "memory_format": plan.memory_format,
+        "samples_ns": samples,
+        "speed_up": ratio_of(samples, "torch"),
+        "fastest_of_torch": fastest,
+        "speed_up_over_fastest": ratio_of(samples, fastest),
         "peak_of_steps_bytes": step_peak,
         "peak_of_tuning_bytes": tuning_peak,
         "noise": noise_of(plan).to_dict(),
     }
+
+
+def raced(model: nn.Module, x: Tensor, plan: ucudnn.Plan, rounds: int) -> dict[str, list[int]]:
+    """Times in ns of steps by torch in both layouts and by the plan, one of each per round."""
+    runner = Runner(plan)  # looks every call up once, as in a run that installs a plan once
+    own_ways = {"torch": "keep", "channels_last": "channels_last", "plan": plan.memory_format}
+    samples: dict[str, list[int]] = {who: [] for who in own_ways}
+    chance = random.Random(0)
+    with undisturbed(model):
+        steps = {which: Steps(model, x, memory_format=which) for which in set(own_ways.values())}
+        for number in range(rounds + 1):
+            for who in chance.sample(list(samples), len(samples)):
+                installed = Installation(plan.device.type, runner) if who == "plan" else None
+                with installed or nullcontext():
+                    time_ns = timed(steps[own_ways[who]])
+                if number:
+                    samples[who].append(time_ns)
+    return samples
+
+
+def ratio_of(samples: dict[str, list[int]], who: str) -> list[float]:
+    """How many times as long as by the plan a step takes, with its 95 % interval."""
+    return [round(value, 3) for value in ratio_interval(samples[who], samples["plan"])]
 
 
 def timed(step: Callable[[], None]) -> int:
@@ -261,10 +280,13 @@ def peak_bytes() -> int:
 def sentence(one: dict[str, Any]) -> str:
     """One network in a line."""
     ratio, low, high = one["speed_up"]
+    over, least, most = one["speed_up_over_fastest"]
     memory = one["peak_of_tuning_bytes"] / one["peak_of_steps_bytes"]
     return (
         f"{one['network']}: tuned in {one['seconds']} s, {one['changed']} of {one['kernels']} "
-        f"kernels changed; torch's step over the plan's {ratio:.3f} ({low:.3f} to {high:.3f}); "
+        f"kernels changed, {one['memory_format']}; torch's step over the plan's {ratio:.3f} "
+        f"({low:.3f} to {high:.3f}), that of the faster layout {over:.3f} ({least:.3f} to "
+        f"{most:.3f}); "
         f"peak of tuning {memory:.2f} times that of steps"
     )
 
@@ -273,17 +295,19 @@ def table(found: list[dict[str, Any]], options: argparse.Namespace) -> Table:
     """All networks."""
     limit = options.limit or "none"
     result = Table(title=f"effort {options.effort}, workspace limit {limit}, empty cache")
-    headings = ("network", "torch's step", "tuned in", "changed", "torch over plan", "memory")
+    headings = ("network", "torch's step", "tuned in", "changed", "layout", "torch over plan")
+    headings += ("faster layout of torch over plan", "memory")
     for heading in headings:
         result.add_column(heading)
     for one in found:
-        ratio, low, high = one["speed_up"]
+        ratios = (one["speed_up"], one["speed_up_over_fastest"])
         result.add_row(
             one["network"],
-            format_ns(median_ns(one["torch_samples_ns"])),
+            format_ns(median_ns(one["samples_ns"]["torch"])),
             f"{one['seconds']} s",
             f"{one['changed']} of {one['kernels']}",
-            f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+            one["memory_format"],
+            *(f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios),
             f"{one['peak_of_tuning_bytes'] / one['peak_of_steps_bytes']:.2f}",
         )
     return result
