@@ -72,15 +72,18 @@ class OneWay(AbstractBackend):
         return ("torch_default",)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        del problem
         return None if algorithm == "torch_default" else "there is none of that name"
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         return (Candidate(problem, "torch_default"),)
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
+        del problem
         return algorithm
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
+        del algorithm
         return OneWayExecutable(self, problem)
 
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
@@ -90,6 +93,7 @@ class OneWay(AbstractBackend):
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
+        del parts
         run()
         return 100
 
@@ -173,9 +177,11 @@ class TapwiseExecutable(OpsExecutable):
         return sum((w[..., tap] @ x[..., tap : tap + places] for tap in taps), start=torch.zeros(1))
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        del dy, w
         raise AssertionError("it is refused")
 
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
+        del x, dy
         raise AssertionError("it is refused")
 
 
