@@ -42,7 +42,7 @@ def test_terms_are_in_order_and_defined_once(repository: Path) -> None:
 
 
 def test_meanings_are_phrases(repository: Path) -> None:
-    """A table of one-line phrases: they begin with a small letter or a name and have no full stop."""
+    """Each row is one line, and a meaning has no full stop."""
     text = (repository / "docs" / "glossary.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == len(terms(repository))

@@ -143,6 +143,11 @@ def all_fakes() -> list[FakeTensor]:
     return [one for one in gc.get_objects() if type(one) is FakeTensor]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_heap():
+    """Tests of this module keep tensors in its globals and in caches of its functions."""
+
+
 @pytest.fixture(autouse=True)
 def _earlier_fakes(monkeypatch) -> None:
     """What other tests left, as torch.compile's cache does."""
