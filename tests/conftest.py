@@ -61,6 +61,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Marks of whole folders; tests/README.md says why.
+MARKS_BY_FOLDER = {
+    "benchmarks": "slow",
+    "conformance": "slow",
+    "cudnn": "process",
+    "distributed": "process",
+    "fuzz": "slow",
+    "gpu": "gpu",
+    "models": "slow",
+    "simulated_gpu": "gpu",
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of a folder."""
+    tests = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(tests):
+            folder = item.path.relative_to(tests).parts[0]
+            if folder in MARKS_BY_FOLDER:
+                item.add_marker(MARKS_BY_FOLDER[folder])
+
+
 def pytest_report_header() -> str:
     """Say which ucudnn is under test: the checkout's or an installed one."""
     spec = find_spec("ucudnn")

@@ -52,6 +52,7 @@ def slack(true):
     return torch.get_num_threads() * MIB // 5 + true // 20
 
 
+@pytest.mark.process
 def test_reported_workspace_is_the_true_one(counting_malloc):
     """Never less than the truth by more than a GEMM's own scratch; where it is more, a bound."""
     rows = truth(counting_malloc, {}, *BYTES_BY_DTYPE)
@@ -70,6 +71,7 @@ def test_reported_workspace_is_the_true_one(counting_malloc):
             assert reported <= most + slack(true), row
 
 
+@pytest.mark.process
 def test_a_poorer_processor_takes_no_more_than_is_reported(counting_malloc, poorer_processor):
     """There half precision, or all, is computed in scratch that only a bound is known of."""
     rows = truth(counting_malloc, poorer_processor, "float32", "bfloat16", "float16")

@@ -60,6 +60,7 @@ def test_every_python_block_compiles(readme: str) -> None:
         compile(block["code"], "README.md", "exec")
 
 
+@pytest.mark.process
 def test_every_block_marked_as_running_runs(readme: str, package: Path, tmp_path: Path) -> None:
     """A line `<!-- runs -->` above a block marks it; each runs by itself in an empty folder."""
     for number, block in enumerate(blocks(readme, "python")):

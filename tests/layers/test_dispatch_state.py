@@ -166,6 +166,7 @@ def algorithms_run(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_in_every_state(case, plan_by_hand, algorithms_run, algorithm, way):
@@ -241,6 +242,7 @@ class TestAsKernel:
         assert torch._C._is_torch_function_enabled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_compiled_in_the_first_and_the_second_call(case, plan_by_hand, algorithms_run, algorithm):
     model, inputs, truth = case
@@ -250,6 +252,7 @@ def test_compiled_in_the_first_and_the_second_call(case, plan_by_hand, algorithm
 
 
 # Inductor's first import defines functions of torch.jit
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_compiled_by_inductor(plan_by_hand, algorithms_run, monkeypatch, tmp_path):
     """In 1-D, because 2-D convolutions are laid out channels-last, which fft does not compute."""

@@ -43,6 +43,7 @@ def clock(monkeypatch):
     return ticks
 
 
+@pytest.mark.slow
 def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
     scripted(torch_default=linear(2.0), fast=linear(1.0))
     layers = [("narrow", NARROW), ("wide", WIDE)]
@@ -154,6 +155,7 @@ def test_max_error_excludes_what_is_less_exact(scripted, monkeypatch):
     assert is_default(exact, NARROW)
 
 
+@pytest.mark.slow
 def test_lazy_measuring_leaves_most_out_and_misses_nothing(scripted):
     costs = {
         "torch_default": linear(2.0, 0.1, fixed_ms=1.0),

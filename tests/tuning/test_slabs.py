@@ -239,6 +239,7 @@ def smallest_undivided(backend: AbstractBackend, problem: Problem) -> int:
     return min(backend.workspace_bytes(partial(call, a, b), call.parts) for call in calls)
 
 
+@pytest.mark.slow
 def test_a_volume_at_batch_one_is_computed_in_slabs(tmp_path):
     """The real thing on this machine: no undivided algorithm fits, and the sums are torch's."""
     backend, kernels = open_backend("torch_cpu"), []
