@@ -74,6 +74,7 @@ red: .venv-test/.installed
 	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
 	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/fuzz" \
 	"$(ROOT)/tests/conformance/test_operator_database.py" "$(ROOT)/tests/models/test_forced.py" \
+	"$(ROOT)/tests/cache/test_torture.py" \
 	--complete --mutations 10000 $(PYTEST_ARGS))
 
 # Optional dependencies decide what can be imported, drawn and skipped: pytest imports every file here

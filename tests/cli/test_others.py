@@ -145,6 +145,7 @@ def test_a_name_that_no_terminal_can_show_is_printed_all_the_same(ucudnn, tmp_pa
     assert "half \\ud800 of it" in found.out
 
 
+@pytest.mark.slow
 def test_advice_on_a_model(ucudnn, model):
     arguments = ("advise", f"{model}:net", "--input", "8x3x12x12")
     done = ucudnn(*arguments)

@@ -95,6 +95,7 @@ def test_the_time_left_is_estimated_once_a_kernel_is_done(scripted):
     assert [event.done for event in events] == sorted(event.done for event in events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", range(0, 30, 3))
 def test_ctrl_c_keeps_the_plan_so_far(scripted, moment):
     scripted(torch_default=linear(2.0), fast=linear(1.0))

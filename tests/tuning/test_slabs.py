@@ -144,6 +144,7 @@ def best_ns(problem: Problem, costs: dict, limit: int) -> int:
     return best[extent]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("limit_mib", [70, 40, 16, 9, 4, 1])
 def test_slabs_are_the_fastest_that_fit(rows, op, limit_mib):
