@@ -77,6 +77,14 @@ red: .venv-test/.installed
 	"$(ROOT)/tests/cache/test_torture.py" \
 	--complete --mutations 10000 $(PYTEST_ARGS))
 
+# Its tests are those of pure code and of tuning on scripted devices, and the examples in docstrings.
+COVERAGE := 95
+coverage: .venv-test/.installed
+	$(call outside,.venv-test,pytest --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
+	-p no:cacheprovider -n $(WORKERS) --dist loadfile -m "not process" "$(ROOT)/tests/pure" \
+	"$(ROOT)/tests/cache" "$(ROOT)/tests/tuning" --pyargs ucudnn $(PYTEST_ARGS) --cov ucudnn \
+	--cov-config "$(ROOT)/pyproject.toml" --cov-report term --cov-fail-under $(COVERAGE))
+
 # Optional dependencies decide what can be imported, drawn and skipped: pytest imports every file here
 # too. What is marked slow or process computes with torch alone, which is the same in both.
 bare: export OMP_WAIT_POLICY := passive
