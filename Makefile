@@ -5,7 +5,7 @@
 #   make quick  .venv-test  what takes no time and no processes of its own, on the installed package:
 #                           for while you work
 #   make test   .venv-test  the suite and the doctests, on the installed package
-#   make coverage           .venv-test: lines and branches of the pure code, at least COVERAGE %
+#   make coverage           .venv-test: lines and branches of values, solvers, cache and tuning
 #   make bare   .venv-bare  what 'quick' runs, without any optional dependency
 #   make red    .venv-test  every case of what 'test' only samples, and 10,000 damaged files of each
 #                           kind; an hour or so
@@ -61,12 +61,11 @@ PYTEST = pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -
 # while they wait, or they would keep the other process from its processor.
 PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK = $(PARALLEL) -m "not slow and not process and not gpu"
+test quick coverage bare: export OMP_WAIT_POLICY := passive
 
-test: export OMP_WAIT_POLICY := passive
 test: .venv-test/.installed
 	$(call outside,.venv-test,$(PARALLEL))
 
-quick: export OMP_WAIT_POLICY := passive
 quick: .venv-test/.installed
 	$(call outside,.venv-test,$(QUICK))
 
@@ -77,17 +76,16 @@ red: .venv-test/.installed
 	"$(ROOT)/tests/cache/test_torture.py" \
 	--complete --mutations 10000 $(PYTEST_ARGS))
 
-# Its tests are those of pure code and of tuning on scripted devices, and the examples in docstrings.
+# By what runs without a device or on a scripted one, in little time, and the examples in docstrings.
 COVERAGE := 95
 coverage: .venv-test/.installed
 	$(call outside,.venv-test,pytest --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
-	-p no:cacheprovider -n $(WORKERS) --dist loadfile -m "not process" "$(ROOT)/tests/pure" \
+	-p no:cacheprovider -n $(WORKERS) --dist loadfile -m "not slow and not process" "$(ROOT)/tests/pure" \
 	"$(ROOT)/tests/cache" "$(ROOT)/tests/tuning" --pyargs ucudnn $(PYTEST_ARGS) --cov ucudnn \
 	--cov-config "$(ROOT)/pyproject.toml" --cov-report term --cov-fail-under $(COVERAGE))
 
 # Optional dependencies decide what can be imported, drawn and skipped: pytest imports every file here
 # too. What is marked slow or process computes with torch alone, which is the same in both.
-bare: export OMP_WAIT_POLICY := passive
 bare: .venv-bare/.installed
 	.venv-bare/bin/python -c 'from importlib.util import find_spec; \
 	names = ("cupy", "mpi4py", "plotly", "transformers", "monai", "diffusers", \

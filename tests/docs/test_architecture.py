@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -65,3 +66,10 @@ def test_what_it_names_is_there(repository: Path, package: Path) -> None:
     assert len(named) > 15
     for name in named:
         assert any((root / name).exists() for root in (repository, package)), name
+
+
+def test_the_coverage_gate_knows_every_value(script: ModuleType, repository: Path) -> None:
+    settings = tomllib.loads((repository / "pyproject.toml").read_text())
+    included = settings["tool"]["coverage"]["report"]["include"]
+    gated = {re.sub(r"^\*/ucudnn/|(/\*|\.py)$", "", pattern) for pattern in included}
+    assert gated == {*script.values(), "cache", "solvers", "tuning"}
