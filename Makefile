@@ -2,8 +2,11 @@
 # stamps keep what is up to date. PYTHON is the interpreter to build environments from (>= 3.11).
 #
 #   make demo   .venv       tunes ResNet-18 on this machine
+#   make quick  .venv-test  what takes no time and no processes of its own, on the installed package:
+#                           for while you work
 #   make test   .venv-test  the suite and the doctests, on the installed package
-#   make bare   .venv-bare  the same without any optional dependency
+#   make coverage           .venv-test: lines and branches of values, solvers, cache and tuning
+#   make bare   .venv-bare  what 'quick' runs, without any optional dependency
 #   make red    .venv-test  every case of what 'test' only samples, and 10,000 damaged files of each
 #                           kind; an hour or so
 #   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches three wheels, 1.5 GB
@@ -14,12 +17,13 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+WORKERS ?= 2
 GPU_MINUTES ?= 30
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: demo test red bare cudnn simulated-gpu gpu lint types dist clean
+.PHONY: demo quick test coverage red bare cudnn simulated-gpu gpu lint types dist clean
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
@@ -37,9 +41,9 @@ COLON_LIST = $(subst $(NOTHING) $(NOTHING),:,$(1))
 # Per environment: extras of the package, and tools beside it.
 EXTRAS.venv :=
 EXTRAS.venv-test := [test,report]
-TOOLS.venv-test := mypy ruff
+TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist
 EXTRAS.venv-bare :=
-TOOLS.venv-bare := pytest hypothesis
+TOOLS.venv-bare := pytest pytest-xdist hypothesis
 
 demo: .venv/.installed
 	.venv/bin/python examples/resnet18.py
@@ -53,22 +57,42 @@ endef
 PYTEST = pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -p no:cacheprovider \
 	"$(ROOT)/tests" --pyargs ucudnn $(PYTEST_ARGS)
 
+# Several processes take the tests of a file each, in the order of the folders. OpenMP's threads sleep
+# while they wait, or they would keep the other process from its processor.
+PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+QUICK = $(PARALLEL) -m "not slow and not process and not gpu"
+test quick coverage bare: export OMP_WAIT_POLICY := passive
+
 test: .venv-test/.installed
-	$(call outside,.venv-test,$(PYTEST))
+	$(call outside,.venv-test,$(PARALLEL))
+
+quick: .venv-test/.installed
+	$(call outside,.venv-test,$(QUICK))
 
 red: .venv-test/.installed
 	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
 	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/fuzz" \
 	"$(ROOT)/tests/conformance/test_operator_database.py" "$(ROOT)/tests/models/test_forced.py" \
+	"$(ROOT)/tests/cache/test_torture.py" \
 	--complete --mutations 10000 $(PYTEST_ARGS))
 
+# By what runs without a device or on a scripted one, in little time, and the examples in docstrings.
+COVERAGE := 95
+coverage: .venv-test/.installed
+	$(call outside,.venv-test,pytest --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
+	-p no:cacheprovider -n $(WORKERS) --dist loadfile -m "not slow and not process" "$(ROOT)/tests/pure" \
+	"$(ROOT)/tests/cache" "$(ROOT)/tests/tuning" --pyargs ucudnn $(PYTEST_ARGS) --cov ucudnn \
+	--cov-config "$(ROOT)/pyproject.toml" --cov-report term --cov-fail-under $(COVERAGE))
+
+# Optional dependencies decide what can be imported, drawn and skipped: pytest imports every file here
+# too. What is marked slow or process computes with torch alone, which is the same in both.
 bare: .venv-bare/.installed
 	.venv-bare/bin/python -c 'from importlib.util import find_spec; \
 	names = ("cupy", "mpi4py", "plotly", "transformers", "monai", "diffusers", \
 	"pytorch_lightning", "expecttest"); \
 	there = [name for name in names if find_spec(name)]; \
 	assert not there, f"optional dependencies are installed: {there}"'
-	$(call outside,.venv-bare,$(PYTEST))
+	$(call outside,.venv-bare,$(QUICK))
 
 # A version that cannot be loaded fails its tests; only where no folder is named are they skipped.
 cudnn: .venv-test/.installed $(CUDNNS:%=.cudnn/%/.unpacked)
@@ -98,6 +122,8 @@ gpu:
 lint: .venv-test/.installed
 	.venv-test/bin/ruff check .
 	.venv-test/bin/ruff format --check .
+	cd "$$(mktemp -d)"; trap 'rm -rf "$$PWD"' EXIT; env -u PYTHONPATH \
+	"$(ROOT)/.venv-test/bin/lint-imports" --config "$(ROOT)/pyproject.toml" --no-cache
 
 types: .venv-test/.installed
 	$(call outside,.venv-test,mypy --config-file "$(ROOT)/pyproject.toml" \

@@ -8,15 +8,22 @@ time need it; for kernels of one stream sharing one workspace is never slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ucudnn.config import SOLVERS
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import AbstractDivider, Division, Front, Pool, require_int
 from ucudnn.solvers.auto import Auto
 from ucudnn.solvers.exact import Exact
 from ucudnn.solvers.integer import IntegerProgram
+
+# By name, from the time limit in seconds, None for none; their names are `ucudnn.config.SOLVERS`.
+_DIVIDERS: dict[str, Callable[[float | None], AbstractDivider]] = {
+    "auto": lambda limit: Auto() if limit is None else Auto(limit),
+    "exact": lambda _: Exact(),
+    "highs": lambda limit: IntegerProgram("highs", limit),
+    "cbc": lambda limit: IntegerProgram("cbc", limit),
+}
 
 
 def divide(
@@ -76,13 +83,10 @@ def divide(
 def _divider(solver: str, time_limit_s: float | None) -> AbstractDivider:
     if time_limit_s is not None and not (_is_number(time_limit_s) and time_limit_s > 0):
         raise ConfigError(f"time_limit_s must be None or a number above 0, got {time_limit_s!r}")
-    if solver == "auto":
-        return Auto() if time_limit_s is None else Auto(time_limit_s)
-    if solver == "exact":
-        return Exact()
-    if solver in SOLVERS:
-        return IntegerProgram(solver, time_limit_s)
-    raise ConfigError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+    # a tuple, because what is not a name need not be hashable
+    if solver not in tuple(_DIVIDERS):
+        raise ConfigError(f"solver must be one of {', '.join(_DIVIDERS)}, got {solver!r}")
+    return _DIVIDERS[solver](time_limit_s)
 
 
 def _point(point: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -60,6 +61,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Marks of whole folders; tests/README.md says why.
+MARKS_BY_FOLDER = {
+    "benchmarks": "slow",
+    "conformance": "slow",
+    "cudnn": "process",
+    "distributed": "process",
+    "fuzz": "slow",
+    "gpu": "gpu",
+    "models": "slow",
+    "simulated_gpu": "gpu",
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of a folder."""
+    tests = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(tests):
+            folder = item.path.relative_to(tests).parts[0]
+            if folder in MARKS_BY_FOLDER:
+                item.add_marker(MARKS_BY_FOLDER[folder])
+
+
 def pytest_report_header() -> str:
     """Say which ucudnn is under test: the checkout's or an installed one."""
     spec = find_spec("ucudnn")
@@ -102,6 +127,20 @@ def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test starts with an empty measurement cache."""
     monkeypatch.setenv("UCUDNN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_heap() -> Iterator[None]:
+    """What exists before a module's tests is no garbage and holds no tensor of theirs.
+
+    A trace looks through all objects of the process for tensors that forward left behind; there are
+    a million of frameworks' and pytest's. A module that has such tensors in its own globals
+    overrides this fixture.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -72,6 +72,7 @@ def large(request: pytest.FixtureRequest) -> dict[str, object]:
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_values_are_those_of_torch_in_float64(backend, exact, geometry, op):
     for channels in ((4, 6, 1), (4, 8, 2), (6, 6, 6), (1, 3, 1)):
@@ -153,6 +154,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("op", OPS)
 def test_a_wrong_convolution_is_seen(backend, exact, large, op, name):

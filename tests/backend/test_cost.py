@@ -49,6 +49,7 @@ def measured(backend, problem, algorithm):
     return backend.workspace_bytes(run, [(problem, algorithm)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_the_direct_algorithm_counts_what_meets_the_input(exact, geometry, op):
     """Convolutions of ones count: each product adds one to an element of the result."""
@@ -90,6 +91,7 @@ def test_operations_are_those_of_torchs_counter_where_nothing_is_padded(backend,
         assert backend.cost(problem, algorithm).operations == counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_stated_workspace_is_never_more_than_the_measured_one(backend, geometry, op):
     problems = [problem_of(op, case, geometry) for case in CASES]

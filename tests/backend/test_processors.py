@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 RUN_THERE = (
     "test_numerics.py::test_alone_agrees_with_float64",
@@ -16,6 +18,7 @@ RUN_THERE = (
 )
 
 
+@pytest.mark.process
 def test_results_and_refusals_hold_on_a_poorer_processor(poorer_processor, pytestconfig):
     """Another processor runs other kernels; every algorithm is as accurate there."""
     child = subprocess.run(

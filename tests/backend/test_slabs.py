@@ -52,6 +52,7 @@ def problems(draw):
         assume(False)
 
 
+@pytest.mark.slow
 @given(st.data(), problems())
 @few
 @pytest.mark.usefixtures("poisoned")

@@ -34,7 +34,7 @@ GEOMETRIES = {
     },
     "grouped": {"input_size": (28, 28), "kernel_size": (3, 3), "groups": 32},
     "1d": {"input_size": (900,), "kernel_size": (5,)},
-    "3d": {"input_size": (12, 12, 12), "kernel_size": (3, 3, 3)},
+    "3d": {"input_size": (10, 10, 10), "kernel_size": (3, 3, 3)},
 }
 
 # Only of weight gradients: diagonal_gemm computes nothing else.
@@ -52,7 +52,7 @@ DEPTHWISE = {
 # Three slabs, with padding at the first and the last one.
 SLABS = {
     "2d slabs": {"input_size": (45, 40), "kernel_size": (3, 3), "padding": ((1, 1), (1, 1))},
-    "3d slabs": {"input_size": (15, 10, 10), "kernel_size": (3, 3, 3), "padding": ((1, 1),) * 3},
+    "3d slabs": {"input_size": (15, 8, 8), "kernel_size": (3, 3, 3), "padding": ((1, 1),) * 3},
 }
 
 

@@ -281,6 +281,7 @@ def test_a_file_without_a_folder_of_segments_is_recovered_too(tmp_path: Path) ->
         assert texts(cache) == texts(OLD)
 
 
+@pytest.mark.slow
 def test_no_flipped_byte_brings_back_a_wrong_number(tmp_path: Path) -> None:
     """Every 199th byte in turn, in one child process as salvaging runs it."""
     with caches.open(tmp_path) as cache:

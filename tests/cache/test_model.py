@@ -24,6 +24,7 @@ def random_measurement(chance: random.Random) -> Measurement:
     return replace(template, key=chance.choice(KEYS), notes=(str(chance.random()),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_any_sequence_of_operations(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

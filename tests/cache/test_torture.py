@@ -1,4 +1,4 @@
-"""A seeded twentieth of benchmarks/cache_torture.py: kills, crowds, damage, bad disks."""
+"""A seeded part of benchmarks/cache_torture.py: kills, crowds, damage, bad disks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import pytest
 PARTS = ("kill", "crowd", "corrupt", "disk", "lookup", "versions")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("part", PARTS)
-def test_nothing_is_lost_doubled_or_wrong(part: str, repository: Path, package: Path) -> None:
+def test_nothing_is_lost_doubled_or_wrong(
+    part: str, repository: Path, package: Path, pytestconfig: pytest.Config
+) -> None:
+    fraction = "0.1" if pytestconfig.getoption("complete") else "0.02"
     script = repository / "benchmarks" / "cache_torture.py"
     result = subprocess.run(
-        [sys.executable, str(script), "--fraction", "0.05", "--seed", "5", "--only", part],
+        [sys.executable, str(script), "--fraction", fraction, "--seed", "5", "--only", part],
         check=False,
         capture_output=True,
         env={**os.environ, "PYTHONPATH": str(package.parent)},

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from ucudnn import cli
+from ucudnn.cli import console
 
 MODEL = """
 from torch import nn
@@ -44,7 +45,8 @@ class Result:
 
 @pytest.fixture
 def ucudnn(monkeypatch, capsys) -> Callable[..., Result]:
-    """Run a command line; the terminal is wide."""
+    """Run a command line; the terminal is wide, whatever it was when the console was made."""
+    monkeypatch.setattr(console.out, "width", 220)
 
     def run(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["ucudnn", *map(str, arguments)])

@@ -26,6 +26,7 @@ def planned(ucudnn, model, tmp_path):
     return tune
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_just_made_is_true_but_for_what_is_timed(ucudnn, planned):
     path = planned("plan", "--workspace-limit", "1MiB")
     done = ucudnn("check", path, "--canaries", "0")
@@ -39,6 +40,7 @@ def test_a_plan_that_was_just_made_is_true_but_for_what_is_timed(ucudnn, planned
     assert abouts == ["device", "versions", "conditions", "build", "canary"]
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_torch_is_not(ucudnn, planned, tmp_path):
     plan = Plan.load(planned("plan"))
     old = tmp_path / "old.plan.json"
@@ -49,6 +51,7 @@ def test_a_plan_of_another_torch_is_not(ucudnn, planned, tmp_path):
     assert done.out.endswith("The plan is not true here any more.\n")
 
 
+@pytest.mark.slow
 def test_canaries_are_timed(ucudnn, model, tmp_path, planned, one_thread):
     del one_thread
     path = planned("plan", "--workspace-limit", "32KiB")
@@ -59,6 +62,7 @@ def test_canaries_are_timed(ucudnn, model, tmp_path, planned, one_thread):
     assert len(timed) == max(1, min(2, leaving))
 
 
+@pytest.mark.slow
 def test_bad_calls_of_check(ucudnn, tmp_path, planned):
     assert ucudnn("check", tmp_path / "nowhere.json").status == 1
     done = ucudnn("check", planned("plan"), "--canaries", "-1")
@@ -66,6 +70,7 @@ def test_bad_calls_of_check(ucudnn, tmp_path, planned):
     assert "canaries must be at least 0, got -1" in done.err
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_as_itself(ucudnn, planned):
     path = planned("one")
     done = ucudnn("compare", path, path)
@@ -75,6 +80,7 @@ def test_a_plan_is_the_same_as_itself(ucudnn, planned):
     assert found == {"is_same": True, "differences": [], "changed": []}
 
 
+@pytest.mark.slow
 def test_in_what_two_plans_differ(ucudnn, planned):
     paths = planned("one"), planned("other", "--workspace-limit", "32KiB", "--ops", "fprop")
     one, other = map(Plan.load, paths)
@@ -100,6 +106,7 @@ def test_in_what_two_plans_differ(ucudnn, planned):
         assert (entry["other"] is None) == (counterpart is None)
 
 
+@pytest.mark.slow
 def test_plans_for_two_devices_that_decide_alike(ucudnn, planned, tmp_path):
     path = planned("one")
     plan = Plan.load(path)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from dataclasses import replace
 
+import pytest
 import torch
 
 from ucudnn import cache as caches
@@ -36,6 +37,7 @@ def test_doctor_advises_a_writable_cache(ucudnn, tmp_path):
     assert "cannot be written" in done.out
 
 
+@pytest.mark.slow
 def test_tuning_goes_on_where_the_cache_cannot_be_written(ucudnn, table, tmp_path):
     (tmp_path / "file").write_text("")
     cache = tmp_path / "file" / "cache"
@@ -55,6 +57,7 @@ def test_an_environment_variable_of_mu_cudnn_is_refused_in_a_sentence(ucudnn, ta
     assert "UCUDNN_DATABASE is not supported" in done.err
 
 
+@pytest.mark.slow
 def test_a_mistyped_environment_variable_is_named_once(ucudnn, table, monkeypatch):
     monkeypatch.setenv("UCUDNN_WORKSPACE_LIMT", "8MiB")
     with warnings.catch_warnings():
@@ -111,6 +114,7 @@ def test_cache_commands_over_the_life_of_a_cache(ucudnn, table, tmp_path):
     assert json.loads(cache("info", "--json").out)["devices"] == []
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_said_and_put_right(ucudnn, table, tmp_path):
     arguments = ("tune", table(), "--ops", "fprop", "--policy", "undivided", "--json")
     ucudnn(*arguments, "--cache", tmp_path / "cache")
@@ -141,6 +145,7 @@ def test_a_name_that_no_terminal_can_show_is_printed_all_the_same(ucudnn, tmp_pa
     assert "half \\ud800 of it" in found.out
 
 
+@pytest.mark.slow
 def test_advice_on_a_model(ucudnn, model):
     arguments = ("advise", f"{model}:net", "--input", "8x3x12x12")
     done = ucudnn(*arguments)

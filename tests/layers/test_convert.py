@@ -38,6 +38,7 @@ def step(model, x):
 INPUT = (6, 3, 9, 9)
 
 
+@pytest.mark.slow
 def test_converted_model_trains_as_the_original(plan_by_hand):
     model = small_model()
     original = copy.deepcopy(model)

@@ -167,6 +167,7 @@ def algorithms_run(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_in_every_state(case, plan_by_hand, algorithms_run, algorithm, way):
@@ -242,6 +243,7 @@ class TestAsKernel:
         assert torch._C._is_torch_function_enabled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_compiled_in_the_first_and_the_second_call(case, plan_by_hand, algorithms_run, algorithm):
     model, inputs, truth = case
@@ -251,6 +253,7 @@ def test_compiled_in_the_first_and_the_second_call(case, plan_by_hand, algorithm
 
 
 # Inductor's first import defines functions of torch.jit
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_compiled_by_inductor(plan_by_hand, algorithms_run, monkeypatch, tmp_path):
     """One layer, which takes Inductor less time than all."""

@@ -110,6 +110,7 @@ def test_convolutions_of_other_layers_are_torchs_without_a_word(plan_by_hand, co
         assert all(map(torch.equal, step(other, x), result))
 
 
+@pytest.mark.slow
 def test_a_shape_that_is_not_planned_does_what_the_config_says(plan_by_hand):
     model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
     larger = torch.randn(7, 4, 9, 8)
@@ -161,6 +162,7 @@ def test_an_exception_restores_torchs_operators(plan_by_hand):
         model(torch.randn(5, 3, 9, 8))
 
 
+@pytest.mark.slow
 def test_threads_while_plans_come_and_go(plan_by_hand):
     model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
     truth = step(copy.deepcopy(model), x)
@@ -269,6 +271,7 @@ print(calls, modules, "torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_another_librarys_kernel_is_kept(plan_by_hand, tmp_path):
     """What stood in before us computes what is not planned, and everything afterwards.
 

@@ -372,6 +372,7 @@ class TestUnplanned:
         assert len(caught) == 1
         assert all(map(torch.equal, ours, gradients(layer, x)))
 
+    @pytest.mark.slow
     def test_inside_a_reentrant_checkpoint_and_a_default_device(self):
         config = Config(unplanned="tune", policy="undivided")
         planned, layer = ucudnn.nn.Conv2d(4, 6, 3, config=config), nn.Conv2d(4, 6, 3)
@@ -386,6 +387,7 @@ class TestUnplanned:
         assert_close(*grads)
         assert len(planned._ucudnn_runner.plan.kernels) == 3
 
+    @pytest.mark.slow
     def test_a_layer_made_without_a_plan(self):
         config = Config(unplanned="tune", policy="undivided")
         layer = ucudnn.nn.Conv2d(4, 6, 3, padding=1, config=config)

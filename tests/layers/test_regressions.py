@@ -68,6 +68,7 @@ def test_another_number_of_threads_falls_back_to_torch(plan_by_hand):
     torch.testing.assert_close(planned.weight.grad, layer.weight.grad, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_threads_that_meet_unplanned_shapes_together():
     layer = ucudnn.nn.Conv2d(3, 4, 3, config=Config(unplanned="tune", policy="undivided"))
     results = {}

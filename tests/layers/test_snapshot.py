@@ -143,6 +143,11 @@ def all_fakes() -> list[FakeTensor]:
     return [one for one in gc.get_objects() if type(one) is FakeTensor]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_heap():
+    """Tests of this module keep tensors in its globals and in caches of its functions."""
+
+
 @pytest.fixture(autouse=True)
 def _earlier_fakes(monkeypatch) -> None:
     """What other tests left, as torch.compile's cache does."""
@@ -164,6 +169,7 @@ def test_a_configuration_that_refuses_changes():
     assert torch.equal(model(x), truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("real", [False, True])
 def test_what_forward_stores_is_put_back_wherever_it_is(real):
     model, x = Keeper(), torch.randn(2, 3, 5, 5)
@@ -204,6 +210,7 @@ def test_a_model_that_was_trained_before_goes_on_from_there():
     assert torch.equal(model.average, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ValueError, Exception, KeyboardInterrupt])
 @pytest.mark.parametrize("real", [False, True])
 def test_a_trace_that_fails_leaves_all_as_it_was(error, real):
@@ -223,6 +230,7 @@ def test_a_trace_that_fails_leaves_all_as_it_was(error, real):
     assert not fakes()
 
 
+@pytest.mark.slow
 def test_interrupted_anywhere_in_putting_back():
     model, x = Keeper(), torch.empty(1, 3, 3, 3)
     hooked(model)
@@ -278,6 +286,7 @@ def size_of(x: torch.Tensor) -> torch.Tensor:
     return grid(x.shape[-1])[0]
 
 
+@pytest.mark.slow
 def test_a_cached_function_computes_again():
     grid.cache_clear()
     model, x = Cached(), torch.randn(2, 3, 5, 5)
@@ -286,6 +295,7 @@ def test_a_cached_function_computes_again():
     assert type(model(x)) is torch.Tensor
 
 
+@pytest.mark.slow
 def test_a_place_that_nobody_expects_is_emptied_and_named():
     elsewhere = {"log": [7], "torch": torch}
     exec("def keep(y):\n    log.append((y, 1))\n    return y", elsewhere)

@@ -106,6 +106,7 @@ def test_the_passes_that_are_asked_for():
     assert [problem.op for _, problem in weights] == ["wgrad"] * 5
 
 
+@pytest.mark.slow
 def test_tuning_for_inference_plans_transposed_convolutions_too():
     model, x = nn.ConvTranspose1d(2, 3, 2), torch.empty(1, 2, 4)
     plan = ucudnn.tune(model, x, ucudnn.Config(ops=("fprop",), policy="undivided"))

@@ -58,6 +58,13 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("device", 3, "device must be part of a device's name, got 3"),
     ("cache", 3, "cache must be a folder's path or None, got 3"),
     ("cache", b"folder", "cache must be a folder's path or None, got b'folder'"),
+    ("step_race", "yes", "step_race must be True or False, got 'yes'"),
+    ("step_race", 1, "step_race must be True or False, got 1"),
+    ("max_error", 0, "max_error must be a number above 0 or None, got 0"),
+    ("max_error", "much", "max_error must be a number above 0 or None, got 'much'"),
+    ("time_budget_s", True, "time_budget_s must be a number above 0 or None, got True"),
+    ("time_budget_s", 10**400, "time_budget_s must be a number above 0 or None, got 1000"),
+    ("effort", "some", "effort must be one of quick, normal, thorough, got 'some'"),
 ]
 
 
@@ -205,3 +212,22 @@ def test_a_file_does_not_say_where_this_process_writes() -> None:
     hostile = {"cache": "elsewhere", "device_profile": "x", "device": "y", "time_budget_s": 1}
     config = Config.from_dict({**Config().to_dict(), **hostile})
     assert [getattr(config, name) for name in hostile] == [None] * 4
+
+
+def test_a_pool_is_for_all_kernels_together() -> None:
+    with pytest.raises(ConfigError, match="tunes one shape at a time"):
+        Config(unplanned="tune", total_workspace="1MiB")
+
+
+def test_a_variable_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCUDNN_WORKSPACE_LIMT", "8MiB")
+    with pytest.warns(UserWarning, match="UCUDNN_WORKSPACE_LIMT is no setting of ucudnn"):
+        assert Config().workspace_limit is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("0", False)])
+def test_a_switch_is_read_from_text(
+    text: str, value: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCUDNN_STEP_RACE", text)
+    assert Config().step_race is value

@@ -50,6 +50,7 @@ def assert_adds_up(division: Division, fronts: Fronts, total_bytes: int) -> None
     assert division.gap_ns == division.time_ns - division.lower_bound_ns
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(FRONTS, st.integers(0, 40), st.sampled_from([1, 1, 1, 10**9, 10**16, 10**17, 10**18]))
 def test_exact_is_what_exhaustive_search_finds(fronts: Fronts, room: int, scale: int) -> None:

@@ -56,6 +56,22 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_child(in_child: InChild) 
     assert not excludes_others(lock)
 
 
+def test_renewed_as_in_a_child_it_is_free_and_what_it_guards_is_told() -> None:
+    """As above, in this process, so that the lines of a child are seen to run."""
+    renewed: list[int] = []
+    lock = ForkSafeLock(lambda: renewed.append(1))
+    with lock:
+        lock.renew()
+        assert excludes_others(lock)
+    assert not excludes_others(lock)
+    # as if another thread held it: that would release the new lock when it goes on, here
+    lock._lock = threading.Lock()  # type: ignore[assignment]
+    lock._lock.acquire()
+    lock.renew()
+    assert not excludes_others(lock)
+    assert renewed == [1, 1]
+
+
 def test_a_lock_that_the_forking_thread_holds_stays_held(in_child: InChild) -> None:
     lock = ForkSafeLock()
 

@@ -113,6 +113,7 @@ def model():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 8, 3))
 
 
+@pytest.mark.slow
 def test_a_real_step_is_looked_at_and_left_as_it_was(model):
     x = torch.randn(4, 3, 12, 12, requires_grad=True)
     model(x).sum().backward()

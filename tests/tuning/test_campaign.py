@@ -43,6 +43,7 @@ def clock(monkeypatch):
     return ticks
 
 
+@pytest.mark.slow
 def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
     scripted(torch_default=linear(2.0), fast=linear(1.0))
     layers = [("narrow", NARROW), ("wide", WIDE)]
@@ -94,6 +95,7 @@ def test_the_time_left_is_estimated_once_a_kernel_is_done(scripted):
     assert [event.done for event in events] == sorted(event.done for event in events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", range(0, 30, 3))
 def test_ctrl_c_keeps_the_plan_so_far(scripted, moment):
     scripted(torch_default=linear(2.0), fast=linear(1.0))
@@ -154,6 +156,7 @@ def test_max_error_excludes_what_is_less_exact(scripted, monkeypatch):
     assert is_default(exact, NARROW)
 
 
+@pytest.mark.slow
 def test_lazy_measuring_leaves_most_out_and_misses_nothing(scripted):
     costs = {
         "torch_default": linear(2.0, 0.1, fixed_ms=1.0),

@@ -65,6 +65,7 @@ def test_every_algorithm_of_the_cpu_passes():
     assert backend.in_worker is False
 
 
+@pytest.mark.process
 def test_one_that_hangs_and_some_that_end_the_process_are_failed_and_the_rest_goes_on(hostile):
     backend = hostile.HostileBackend("hangs", "kills", "exits", "raises", "right")
     plan = tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
@@ -81,6 +82,7 @@ def test_one_that_hangs_and_some_that_end_the_process_are_failed_and_the_rest_go
     assert {"torch_default", "right"} <= timed
 
 
+@pytest.mark.process
 def test_a_fault_that_spoils_the_device_ends_its_process_and_blames_nobody_else(hostile):
     """As on a GPU, where CUDA refuses everything after a kernel has faulted."""
     faulty = {"faults", "faults_in_cudnn", "faults_later"}
@@ -101,6 +103,7 @@ def test_the_state_of_the_device_is_kept_with_the_times(hostile):
     assert all("throttled=by_itself" in entry.notes for entry in timed)
 
 
+@pytest.mark.process
 def test_one_that_fails_between_rounds_is_failed_and_the_others_are_timed(hostile):
     backend = hostile.HostileBackend("kills_later", "tires", "right")
     tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
@@ -110,6 +113,7 @@ def test_one_that_fails_between_rounds_is_failed_and_the_others_are_timed(hostil
     assert "right" not in found
 
 
+@pytest.mark.process
 def test_a_second_tune_starts_no_process(hostile, monkeypatch):
     backend = hostile.HostileBackend("kills", "right")
     first = tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
@@ -121,6 +125,7 @@ def test_a_second_tune_starts_no_process(hostile, monkeypatch):
     assert tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend]) == first
 
 
+@pytest.mark.process
 def test_a_process_that_ends_between_two_questions_is_no_candidates_fault(hostile):
     worker = Worker(hostile.HostileBackend())
     bench = WorkerBench(worker, BatchAxis(FPROP))
@@ -134,6 +139,7 @@ def test_a_process_that_ends_between_two_questions_is_no_candidates_fault(hostil
         worker.close()
 
 
+@pytest.mark.process
 def test_two_devices_share_the_kernels_and_the_plan_is_that_of_one(hostile):
     problems = [FPROP.with_batch(4), Problem("fprop", 4, 3, 7, (9, 9), (3, 3))]
     layers = [(str(number), problem) for number, problem in enumerate(problems)]

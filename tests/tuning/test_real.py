@@ -22,6 +22,7 @@ def model():
 INPUT = (8, 3, 24, 24)
 
 
+@pytest.mark.slow
 def test_no_kernel_exceeds_the_limit_when_run():
     plan = ucudnn.tune(model(), torch.empty(INPUT), Config(workspace_limit="200KiB"))
     backend = open_backend("auto")
@@ -35,6 +36,7 @@ def test_no_kernel_exceeds_the_limit_when_run():
             assert backend.workspace_bytes(loop.once, call.parts) <= limit, f"{problem}: {split}"
 
 
+@pytest.mark.slow
 def test_model_is_unchanged():
     net = model()
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -45,6 +47,7 @@ def test_model_is_unchanged():
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
+@pytest.mark.slow
 def test_second_tune_measures_nothing():
     events = []
     config = Config(policy="undivided", step_race=False)
@@ -55,6 +58,7 @@ def test_second_tune_measures_nothing():
     assert second == first
 
 
+@pytest.mark.slow
 def test_tune_and_convert_in_one_line():
     net, reference = model(), model()
     conversion = ucudnn.tune_(net, torch.empty(INPUT), Config(workspace_limit="100KiB"))

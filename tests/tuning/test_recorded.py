@@ -71,6 +71,7 @@ def model():
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 1))
 
 
+@pytest.mark.slow
 def test_a_replay_makes_the_plan_that_the_device_made_and_runs_nothing(tmp_path, monkeypatch):
     folder, inputs = tmp_path / "cache", torch.empty(12, 3, 16, 16)
     config = Config(workspace_limit="200KiB", cache=folder, step_race=False)

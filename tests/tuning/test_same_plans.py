@@ -43,6 +43,7 @@ def hash_or_refusal(layers, path, limit, policy):
         return f"smallest: {error.smallest_bytes}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", sorted(RESULTS.rglob("exhaustive.csv")), ids=lambda p: p.parent.name
 )

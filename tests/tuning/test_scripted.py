@@ -157,6 +157,7 @@ def test_a_second_tune_measures_nothing(scripted):
     assert second == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_a_second_tune_measures_nothing_however_noisy_the_first_was(scripted, seed):
     """Medians are not the first samples: no decision may flip when they replace them."""

@@ -144,6 +144,7 @@ def best_ns(problem: Problem, costs: dict, limit: int) -> int:
     return best[extent]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("limit_mib", [70, 40, 16, 9, 4, 1])
 def test_slabs_are_the_fastest_that_fit(rows, op, limit_mib):
@@ -239,6 +240,7 @@ def smallest_undivided(backend: AbstractBackend, problem: Problem) -> int:
     return min(backend.workspace_bytes(partial(call, a, b), call.parts) for call in calls)
 
 
+@pytest.mark.slow
 def test_a_volume_at_batch_one_is_computed_in_slabs(tmp_path):
     """The real thing on this machine: no undivided algorithm fits, and the sums are torch's."""
     backend, kernels = open_backend("torch_cpu"), []

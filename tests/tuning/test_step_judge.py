@@ -182,6 +182,7 @@ def state_of(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning")
 def test_judging_leaves_a_model_as_it_was():
     torch.manual_seed(0)
@@ -200,6 +201,7 @@ def test_judging_leaves_a_model_as_it_was():
     assert model.calls == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [({"step_race": False}, "step_race is off"), ({}, "it changes nothing")],
@@ -219,6 +221,7 @@ def test_a_race_that_was_not_run_says_why(settings, reason, monkeypatch):
     assert reason in str(plan.step_race)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_run_a_step_is_planned_all_the_same(monkeypatch):
     class Fails(nn.Conv2d):
         def forward(self, x):

@@ -56,7 +56,7 @@ def report(plan: Plan) -> str:
     try:
         from plotly.io import to_html
     except ImportError as error:
-        missing = "plotly, which draws reports, is not installed; pip install 'ucudnn[report]'"
+        missing = "plotly, which draws reports, is not installed; run: pip install plotly"
         raise UcudnnError(missing) from error
     charts: list[str] = []
     for chart in _charts(plan) if plan.kernels else ():

@@ -1,4 +1,4 @@
-"""Documents: the code in README.md runs, and the commands in it are those that exist."""
+"""README.md and docs/: their code runs, their commands exist, their pictures are up to date."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 
-from ucudnn import cli
+from ucudnn import Config, cli
 
 FENCE = re.compile(
     r"^(?P<mark><!-- runs -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
@@ -24,7 +25,16 @@ LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?:#[^)]*)?\)")
 
 @pytest.fixture(scope="session")
 def readme(repository: Path) -> str:
-    return (repository / "README.md").read_text()
+    """README.md and the page that has what does not fit there."""
+    paths = (repository / "README.md", repository / "docs" / "using.md")
+    return "\n".join(path.read_text() for path in paths)
+
+
+@pytest.fixture(scope="session")
+def documents(repository: Path) -> str:
+    """README.md and all pages."""
+    paths = [repository / "README.md", *sorted((repository / "docs").glob("*.md"))]
+    return "\n".join(path.read_text() for path in paths)
 
 
 def blocks(text: str, *languages: str) -> Iterator[re.Match[str]]:
@@ -45,11 +55,12 @@ COMMANDS = dict(commands(typer.main.get_command(cli.app)))
 
 def test_every_python_block_compiles(readme: str) -> None:
     found = list(blocks(readme, "python"))
-    assert found
+    assert len(found) > 3
     for block in found:
         compile(block["code"], "README.md", "exec")
 
 
+@pytest.mark.process
 def test_every_block_marked_as_running_runs(readme: str, package: Path, tmp_path: Path) -> None:
     """A line `<!-- runs -->` above a block marks it; each runs by itself in an empty folder."""
     for number, block in enumerate(blocks(readme, "python")):
@@ -68,17 +79,24 @@ def test_every_block_marked_as_running_runs(readme: str, package: Path, tmp_path
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_command_is_in_the_readme_and_its_help_has_an_example(
-    path: tuple[str, ...], readme: str
+def test_every_command_is_in_the_reference_and_its_help_has_an_example(
+    path: tuple[str, ...], repository: Path
 ) -> None:
-    assert f"ucudnn {' '.join(path)}" in readme
+    reference = (repository / "docs" / "reference.md").read_text()
+    assert f"`ucudnn {' '.join(path)}" in reference
     assert "Example" in (COMMANDS[path].help or "")
 
 
-def test_every_command_line_in_the_readme_is_one_that_exists(readme: str) -> None:
+def test_every_setting_is_in_the_reference(repository: Path) -> None:
+    reference = (repository / "docs" / "reference.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|", reference, re.M)
+    assert sorted(listed) == sorted(field.name for field in fields(Config))
+
+
+def test_every_command_line_is_one_that_exists(documents: str) -> None:
     lines = [
         line
-        for block in blocks(readme, "", "sh", "bash", "shell", "console")
+        for block in blocks(documents, "", "sh", "bash", "shell", "console")
         for line in block["code"].replace("\\\n", " ").splitlines()
         if re.match(r"(\$ )?(ucudnn|python -m ucudnn) ", line)
     ]
@@ -104,8 +122,15 @@ def options(command: Any) -> Iterator[str]:
     yield "--help"
 
 
+def test_the_picture_of_steps_is_what_its_script_draws(repository: Path, tmp_path: Path) -> None:
+    kept, drawn = repository / "docs" / "steps.svg", tmp_path / "steps.svg"
+    script = repository / "docs" / "make_steps.py"
+    subprocess.run([sys.executable, script, drawn], check=True, cwd=tmp_path)
+    assert drawn.read_text() == kept.read_text(), "python docs/make_steps.py docs/steps.svg"
+
+
 def test_links_lead_to_files(repository: Path) -> None:
-    for document in [*repository.glob("*.md"), *(repository / "docs").glob("*.md")]:
+    for document in [*repository.glob("*.md"), *repository.glob("*/*.md")]:
         for link in LINK.finditer(document.read_text()):
             target = document.parent / link["target"]
             assert target.exists(), f"{document.name}: {link['target']}"

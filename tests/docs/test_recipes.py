@@ -1,0 +1,304 @@
+"""Each recipe of docs/architecture.md, followed step by step with a toy.
+
+A test names the steps that it follows; where a recipe says something else, the test must, too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ucudnn import Config, config, testing
+from ucudnn.backends import AbstractBackend, Cost, Executable, open_backend, registry
+from ucudnn.backends.torch_cpu import backend as torch_cpu
+from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable
+from ucudnn.cache import AbstractCache, CacheInfo, CheckReport, Entry, MemoryCache, MergeReport
+from ucudnn.measurement import Candidate, Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.problem import OPS, Problem
+from ucudnn.solvers import Division, divide, division
+from ucudnn.solvers._base import AbstractDivider, Pool
+from ucudnn.solvers.exhaustive import Exhaustive
+from ucudnn.tuning.tuner import tune_problems
+
+LINES = 10
+PROBLEM = Problem("fprop", 4, 2, 3, (8, 8), (3, 3), padding=((1, 1), (1, 1)))
+Step = Callable[[str], None]
+
+
+@pytest.fixture
+def step(request: pytest.FixtureRequest, repository: Path) -> Iterator[Step]:
+    """A function that takes the next step of the recipe, and fails where that does not begin so."""
+    title = request.node.name.removeprefix("test_").replace("_", " ").capitalize()
+    text = (repository / "docs" / "architecture.md").read_text()
+    (recipe,) = re.findall(rf"^### {title}\n\n(.*?)\n(?:\n|\Z)", text, re.M | re.S)
+    assert len(recipe.splitlines()) <= LINES
+    steps = [" ".join(part.split()) for part in re.split(r"^\d+\. ", recipe, flags=re.M)[1:]]
+
+    def take(words: str) -> None:
+        assert steps, f"the recipe has no such step: {words}"
+        assert steps[0].startswith(words)
+        del steps[0]
+
+    yield take
+    assert not steps, "the recipe goes on"
+
+
+class OneWay(AbstractBackend):
+    """A kind of device on which torch computes, by nothing else, forward passes."""
+
+    name = "one_way"
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def device(self) -> Device:
+        return Device("cpu", "one way")
+
+    def software(self) -> Software:
+        return Software("1")
+
+    def conditions(self, role: str = "alone") -> Conditions:
+        return Conditions(role=role)
+
+    def algorithms(self) -> tuple[str, ...]:
+        return ("torch_default",)
+
+    def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        del problem
+        return None if algorithm == "torch_default" else "there is none of that name"
+
+    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        return (Candidate(problem, "torch_default"),)
+
+    def kernel(self, problem: Problem, algorithm: str) -> str:
+        del problem
+        return algorithm
+
+    def executable(self, problem: Problem, algorithm: str) -> Executable:
+        del algorithm
+        return OneWayExecutable(self, problem)
+
+    def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
+        x, w = (torch.randn(shape) for shape in problem.with_batch(samples).operand_shapes)
+        return x, w
+
+    def workspace_bytes(
+        self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
+    ) -> int:
+        del parts
+        run()
+        return 100
+
+    def elapsed_ns(self, run: Callable[[], object]) -> int:
+        run()
+        return 1000
+
+    def cache_bytes(self) -> int:
+        return 1
+
+    def memory_bytes(self) -> int:
+        return 1 << 30
+
+
+class OneWayExecutable(Executable):
+    """torch's own convolution."""
+
+    def __init__(self, backend: OneWay, problem: Problem) -> None:
+        self._backend, self._problem = backend, problem
+
+    def alone(self, a: Tensor, b: Tensor) -> Tensor:
+        self._backend.runs += 1
+        return own_convolution(self._problem, a, b)
+
+
+def own_convolution(problem: Problem, x: Tensor, w: Tensor) -> Tensor:
+    """torch's own, for paddings that are equal at both ends."""
+    padding = [low for low, _ in problem.padding]
+    none = [0] * problem.rank
+    return torch.convolution(
+        x, w, None, problem.stride, padding, problem.dilation, False, none, problem.groups
+    )
+
+
+def test_add_a_backend(
+    step: Step, monkeypatch: pytest.MonkeyPatch, exact: Callable[..., Tensor]
+) -> None:
+    step("Subclass `AbstractBackend` in a module or folder of its own in `ucudnn/backends/`.")
+    backend = OneWay()
+    step("Return an `Executable` from `executable`; only its method `alone` must be written.")
+    a, b = backend.operands(PROBLEM, PROBLEM.batch)
+    result = backend.executable(PROBLEM, "torch_default").alone(a, b)
+    step("Name it in `BACKENDS` of `ucudnn/config.py`, and enter it in `ucudnn/backends/registry.py`.")
+    monkeypatch.setattr(config, "BACKENDS", (*config.BACKENDS, "one_way"))
+    entry = registry.Entry("one_way", "cpu", "CPU", lambda: backend)
+    monkeypatch.setitem(registry.BACKENDS, "one_way", entry)
+    assert open_backend("one_way") is backend
+    step("Compare each candidate with float64, as `tests/backend` does.")
+    torch.testing.assert_close(result.double(), exact(PROBLEM, a, b), rtol=1e-5, atol=1e-5)
+    step("Tune a problem by it: `tune_problems(layers, backends=[MyBackend()])`.")
+    runs = backend.runs
+    plan = tune_problems([("layer", PROBLEM)], backends=[backend])
+    assert plan.split(PROBLEM).is_default
+    assert backend.runs > runs
+    assert tune_problems([("layer", PROBLEM)], Config(backend="one_way")).backend == "one_way"
+
+
+class Tapwise(AbstractAlgorithm):
+    """One matrix product for each element of the filter, where nothing is padded or strided."""
+
+    name = "tapwise"
+
+    def refusal(self, problem: Problem) -> str | None:
+        is_plain = problem.op == "fprop" and problem.rank == 1 and problem.layout == "nchw"
+        uneven = set(problem.stride) | set(problem.dilation) | {problem.groups} != {1}
+        if not is_plain or uneven or any(map(sum, problem.padding)):
+            return "it computes forward passes of plain 1-D filters only"
+        return None
+
+    def cost(self, problem: Problem) -> Cost:
+        return Cost(problem.flops, 0, 0)
+
+    def executable(self, problem: Problem) -> Executable:
+        return TapwiseExecutable(problem)
+
+
+class TapwiseExecutable(OpsExecutable):
+    """The sum over the filter's elements."""
+
+    def fprop(self, x: Tensor, w: Tensor) -> Tensor:
+        (places,) = self.problem.output_size
+        taps = range(self.problem.kernel_size[0])
+        return sum((w[..., tap] @ x[..., tap : tap + places] for tap in taps), start=torch.zeros(1))
+
+    def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
+        del dy, w
+        raise AssertionError("it is refused")
+
+    def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
+        del x, dy
+        raise AssertionError("it is refused")
+
+
+def test_add_an_algorithm(
+    step: Step, monkeypatch: pytest.MonkeyPatch, exact: Callable[..., Tensor]
+) -> None:
+    step("Subclass `AbstractAlgorithm` in a module of its own in `ucudnn/backends/torch_cpu/`:")
+    algorithm = Tapwise()
+    step("Return an `OpsExecutable` from `executable`: it has a method for each of")
+    assert isinstance(algorithm.executable(PROBLEM), OpsExecutable)
+    step("Enter it in `_ALGORITHMS` of `ucudnn/backends/torch_cpu/backend.py`.")
+    monkeypatch.setitem(torch_cpu._ALGORITHMS, "tapwise", algorithm)
+    step("Run `tests/backend`: it compares every candidate with float64")
+    backend = open_backend("torch_cpu")
+    problems = [Problem(op, 4, 2, 3, (9,), (3,)) for op in OPS]
+    able = [
+        problem
+        for problem in problems
+        if "tapwise" in [candidate.algorithm for candidate in backend.candidates(problem)]
+    ]
+    assert [problem.op for problem in able] == ["fprop"]
+    a, b = backend.operands(able[0], 4)
+    result = backend.executable(able[0], "tapwise").alone(a, b)
+    torch.testing.assert_close(result.double(), exact(able[0], a, b), rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy(AbstractDivider):
+    """Starts from the smallest workspaces and takes what saves most per byte, while it fits."""
+
+    def divide(self, pool: Pool) -> Division:
+        choice = [min(range(len(front)), key=front.__getitem__) for front in pool.fronts]
+        bound = sum(min(time for _, time in front) for front in pool.fronts)
+        while better := self._exchanges(pool, choice):
+            _, kernel, place = max(better)
+            choice[kernel] = place
+        return pool.divided(choice, bound, "greedy")
+
+    def _exchanges(self, pool: Pool, choice: list[int]) -> list[tuple[float, int, int]]:
+        """Time saved per byte, kernel and place of each exchange that fits and saves time."""
+        used = sum(front[at][0] for front, at in zip(pool.fronts, choice, strict=True))
+        return [
+            ((front[at][1] - time) / max(size - front[at][0], 1), kernel, place)
+            for kernel, (front, at) in enumerate(zip(pool.fronts, choice, strict=True))
+            for place, (size, time) in enumerate(front)
+            if time < front[at][1] and used + size - front[at][0] <= pool.total_bytes
+        ]
+
+
+def test_add_a_solver(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    step("Subclass `AbstractDivider` in a module of its own in `solvers/`;")
+    step("Return `pool.divided(choice, lower_bound_ns, name)` from `divide`:")
+    step("Name it in `SOLVERS` of `ucudnn/config.py` and enter it in `_DIVIDERS`")
+    monkeypatch.setattr(config, "SOLVERS", (*config.SOLVERS, "greedy"))
+    monkeypatch.setitem(division._DIVIDERS, "greedy", lambda _: Greedy())
+    assert Config(solver="greedy").solver == "greedy"
+    step("Compare it with `Exhaustive` on random pools,")
+    chance, optimal = random.Random(0), 0
+    for _ in range(50):
+        fronts = [
+            [(chance.randrange(9), chance.randrange(1, 30)) for _ in range(3)] for _ in range(4)
+        ]
+        total = sum(min(front)[0] for front in fronts) + chance.randrange(12)
+        found = divide(fronts, total, "greedy")
+        best = Exhaustive().divide(Pool(tuple(map(tuple, fronts)), total))
+        assert found.solver == "greedy"
+        assert found.workspace_bytes <= total
+        assert found.lower_bound_ns <= best.time_ns <= found.time_ns
+        optimal += found.time_ns == best.time_ns
+    assert optimal > 25
+
+
+class Counting(AbstractCache):
+    """Passes on to another cache and counts the look-ups."""
+
+    def __init__(self, inner: AbstractCache) -> None:
+        self._inner, self.lookups = inner, 0
+
+    def get(self, key: MeasurementKey) -> Measurement | None:
+        self.lookups += 1
+        return self._inner.get(key)
+
+    def put_entries(self, entries: Iterable[Entry]) -> None:
+        self._inner.put_entries(entries)
+
+    def entries(self) -> Iterator[Entry]:
+        return self._inner.entries()
+
+    def merge(self, path: str | os.PathLike[str]) -> MergeReport:
+        return self._inner.merge(path)
+
+    def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
+        return self._inner.prune(where, before_ns)
+
+    def check(self, fix: bool = False) -> CheckReport:
+        return self._inner.check(fix)
+
+    def info(self) -> CacheInfo:
+        return self._inner.info()
+
+    def refresh(self) -> None:
+        self._inner.refresh()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_add_a_cache(step: Step) -> None:
+    step("Subclass `AbstractCache` in a module of its own in `cache/`;")
+    step("Keep every law: add it to `tests/cache/test_conformance.py`,")
+    for law in testing.CACHE_LAWS:
+        inner = MemoryCache()
+        law(lambda inner=inner: Counting(inner))
+    step("Hand it to the tuner: `tune_problems(layers, measurements=MyCache())`.")
+    cache = Counting(MemoryCache())
+    tune_problems([("layer", PROBLEM)], measurements=cache, backends=[OneWay()])
+    assert cache.lookups
+    assert len(cache)
