@@ -136,9 +136,7 @@ def test_add_a_backend(
     step("Return an `Executable` from `executable`; only its method `alone` must be written.")
     a, b = backend.operands(PROBLEM, PROBLEM.batch)
     result = backend.executable(PROBLEM, "torch_default").alone(a, b)
-    step(
-        "Name it in `BACKENDS` of `ucudnn/config.py`, and enter it in `ucudnn/backends/registry.py`."
-    )
+    step("Name it in `BACKENDS` of `ucudnn/config.py`, enter it in `backends/registry.py`.")
     monkeypatch.setattr(config, "BACKENDS", (*config.BACKENDS, "one_way"))
     entry = registry.Entry("one_way", "cpu", "CPU", lambda: backend)
     monkeypatch.setitem(registry.BACKENDS, "one_way", entry)
