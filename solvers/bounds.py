@@ -1,7 +1,7 @@
-"""Lower bounds that need no search: what no split and no division whatever can be faster than.
+"""Lower bounds that need no search: times that no split and no division of a pool can beat.
 
-A certificate that costs a glance at every item. Solvers that prove their answers do not need it; it
-checks them, and it bounds from below what a plan that was found in any other way leaves to gain.
+They cost one pass over the items. Solvers that prove their answers do not need them, but are
+checked by them, and they bound what a plan that was found in any other way leaves to gain.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class _Search:
         return below
 
     def _cheapest(self, states: _States) -> Integers:
-        """Places of the states that cost least beyond the bound."""
+        """Indices of the states that cost least beyond the bound, the most promising ones."""
         cost = self._relaxation.scale * states.later + self._relaxation.price * states.extra
         return np.sort(np.argsort(cost, kind="stable")[:_FOLLOWED])
 

@@ -19,7 +19,7 @@ MOST_SAMPLES = 8
 
 
 class AbstractAxis(ABC):
-    """An axis of one kernel, in units of which chunks consist; a value that a worker can be sent.
+    """An axis of one kernel and the unit of its chunks; picklable, so that workers can be sent it.
 
     Law: chunks whose sizes add up to `extent` together compute the problem. A chunk is the `part`
     of its size, unless it lies near an end.
@@ -171,7 +171,7 @@ class RowAxis(AbstractAxis):
         return Split("spatial", tuple(found))
 
     def size_of(self, step: Step) -> int:
-        """The units that its rows are, begun ones included."""
+        """The number of units that its rows fill, rounded up."""
         return -(-step.size // self._unit)
 
 

@@ -21,7 +21,7 @@ from ucudnn.units import format_bytes, format_ns
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a plan says, held against this machine.
+    """One statement of a plan, checked on this machine.
 
     Args:
         about: "device", "versions", "conditions", "build", or "canary" with the kernel's number.
@@ -37,7 +37,7 @@ class Finding:
 def check(
     plan: Plan, canaries: int = 3, on_finding: Callable[[Finding], None] = lambda _: None
 ) -> list[Finding]:
-    """Hold a plan against this machine; nothing is cached and the plan stays what it is.
+    """Check a plan against this machine; nothing is cached and the plan does not change.
 
     >>> from ucudnn import Config
     >>> backend = open_backend("torch_cpu")

@@ -217,7 +217,7 @@ def _is_torchs_own(kernel: KernelPlan) -> bool:
 def _planned_otherwise(
     modules: Mapping[str, nn.Module], plan: Plan, matched: Mapping[str, Layer]
 ) -> Iterator[str]:
-    """Names of the modules that a kernel names or fits."""
+    """Names of all modules that a kernel of the plan names, or whose shape it has."""
     layers = {Layer.of(kernel.problem) for kernel in plan.kernels}
     named: set[str] = set()
     for kernel in plan.kernels:

@@ -63,7 +63,7 @@ class AbstractPlanned(_Convolution):
 
 
 class AbstractConvolution(AbstractPlanned):
-    """A forward that asks the plan; compiled, torch's own, which Inductor knows how to lay out."""
+    """Forward of a convolution by its plan; under torch.compile torch's own (for Inductor)."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
@@ -78,7 +78,7 @@ class AbstractConvolution(AbstractPlanned):
 
 
 class AbstractTransposed(AbstractPlanned):
-    """The same for transposed convolutions."""
+    """Forward of a transposed convolution by its plan; under torch.compile torch's own."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's forward, by plan."""
@@ -146,15 +146,15 @@ class ConvTranspose3d(AbstractTransposed, nn.ConvTranspose3d):
 def follow(module: nn.Module, runner: Runner) -> None:
     """Give a layer the attributes that the classes above need.
 
-    One of them says that it comes from torch.nn: tracers of torch.fx look there to tell the layers
-    that are leaves. On the class it would break pickling.
+    One of them is `__module__`: tracers of torch.fx take modules from torch.nn for leaves, which
+    they do not look into. On the class it would break pickling.
     """
     # In the instance: all layers share the class, and `unfollow` can remove it again here.
     vars(module).update(_ucudnn_runner=runner, __module__=nn.Conv2d.__module__)
 
 
 def unfollow(module: nn.Module) -> None:
-    """Take them away again."""
+    """Remove the attributes that `follow` has set."""
     for name in ("_ucudnn_runner", "__module__"):
         vars(module).pop(name, None)
 

@@ -68,7 +68,7 @@ class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
     A batch is computed alone, by slabs, or built by steps: `last[n - 1]` is the last step, the
-    steps before it are those of batch n - size. Any split is a walk of its own length.
+    steps before it are those of batch n - size, and so on down to 0.
 
     Args:
         problem: the kernel at the largest planned batch N.
