@@ -58,6 +58,7 @@ def require_int(name: str, value: object, least: int) -> None:
     Raises:
         ConfigError: it is none; the message has the name, the rule and the value.
     """
+    # `isinstance` would accept True, which as a number is a mistake of the caller.
     if type(value) is not int or value < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
 
@@ -78,6 +79,7 @@ def require_items(name: str, items: Iterable[Item]) -> tuple[Item, ...]:
     Raises:
         ConfigError: one is not an `Item`.
     """
+    # Callers may pass a generator, which can be read only once.
     values = tuple(items)
     for value in values:
         if type(value) is not Item:
@@ -85,6 +87,8 @@ def require_items(name: str, items: Iterable[Item]) -> tuple[Item, ...]:
     return values
 
 
+# Per choice of one kernel (workspace in bytes, time in ns), in the caller's order: the choices of a
+# `Division` are indices into it.
 Front = tuple[tuple[int, int], ...]
 
 
@@ -113,6 +117,7 @@ class Pool:
             raise ConfigError("fronts must not be empty; pass one front per kernel")
         for kernel, front in enumerate(self.fronts):
             _require_front(kernel, front)
+        # Without this no solver could find a division, and each would have to report it.
         if self.smallest_bytes > self.total_bytes:
             raise PlanError(
                 f"the pool must hold the smallest workspaces of {len(self.fronts)} kernel(s), "
@@ -130,6 +135,7 @@ class Pool:
     def divided(self, choice: Iterable[int], lower_bound_ns: int, solver: str) -> Division:
         """The division that picks one choice per kernel, summed up anew."""
         picked = tuple(choice)
+        # Summed from the points as Python ints: a solver's own sums may be scaled, or floats.
         points = [front[place] for front, place in zip(self.fronts, picked, strict=True)]
         return Division(
             choice=picked,
@@ -143,6 +149,7 @@ class Pool:
 def _require_front(kernel: int, front: Front) -> None:
     if not front:
         raise ConfigError(f"front {kernel} must have at least one (workspace_bytes, time_ns)")
+    # Tuples only: `Choices.of` puts fronts into a set, for which they must be hashable.
     for point in front:
         if type(point) is not tuple or len(point) != 2:
             raise ConfigError(

@@ -56,13 +56,16 @@ class Auto(AbstractDivider):
     def _decide(self, pool: Pool) -> tuple[Choice, Division]:
         kernels = f"{len(pool.fronts)} kernels"
         own = Exact(self.state_limit).divide(pool)
+        # A proven division cannot be improved, so HiGHS is asked only where a gap is left.
         if own.is_optimal:
             return Choice("exact", f"exact proves its division of {kernels} optimal"), own
         gap = f"exact leaves a gap of {own.gap_ns} ns for {kernels}"
         try:
             other = IntegerProgram("highs", self.time_limit_s).divide(pool)
+        # Both are expected: HiGHS is optional, and may prove nothing within its time limit.
         except (ConfigError, PlanError) as error:
             return Choice("exact", f"{gap}, and HiGHS closes none of it: {error}"), own
+        # Both bound the same pool from below, so the higher bound holds for either division.
         bound = max(own.lower_bound_ns, other.lower_bound_ns)
         if other.time_ns <= own.time_ns:
             other = replace(other, lower_bound_ns=bound)

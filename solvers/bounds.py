@@ -1,7 +1,7 @@
-"""Lower bounds that need no search: what no split and no division whatever can be faster than.
+"""Lower bounds that need no search: times that no split and no division of a pool can beat.
 
-A certificate that costs a glance at every item. Solvers that prove their answers do not need it; it
-checks them, and it bounds from below what a plan that was found in any other way leaves to gain.
+They cost one pass over the items. Solvers that prove their answers do not need them, but are
+checked by them, and they bound what a plan that was found in any other way leaves to gain.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def split_bound_ns(
     require_int("n", n, 1)
     require_limit("limit", limit)
     require_int("launch_ns", launch_ns, 0)
+    # A chunk that is larger than n or over the limit is in no split, so it must not set the rate.
     lone, starts, later = (
         [
             (item.batch, item.time_ns + launch_ns)
@@ -52,9 +53,11 @@ def split_bound_ns(
         ]
         for name, listed in (("items", items), ("first", first), ("accumulate", accumulate))
     )
+    # In one list a chunk costs the same at any position, so one rate holds for all n samples.
     if first is None and accumulate is None:
         return _charged(n, lone)
     alone = [time_ns for size, time_ns in lone if size == n]
+    # Several chunks have exactly one first chunk; the rate of later ones holds for the rest only.
     several = [
         time_ns + rest
         for size, time_ns in starts
@@ -67,8 +70,10 @@ def _charged(samples: int, chunks: Sequence[tuple[int, int]]) -> int | None:
     """Least time of so many samples, at the rate of the best (size, time) with size <= n."""
     best: tuple[int, int] | None = None
     for size, time_ns in chunks:
+        # Rates are compared crosswise, in integers, so that none is rounded.
         if size <= samples and (best is None or time_ns * best[0] < best[1] * size):
             best = size, time_ns
+    # Rounded up: times are integers, so no split lies between two of them.
     return None if best is None else -(-samples * best[1] // best[0])
 
 

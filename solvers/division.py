@@ -50,7 +50,8 @@ def divide(
         solver: "auto", "exact" (always there), "highs" or "cbc" (through PuLP).
         cliques: kernels, by index, that overlap in time; each kernel is in one clique, and cliques
             follow one another in the same pool. None: all kernels overlap.
-        time_limit_s: seconds for HiGHS or CBC, None for any number; "exact" needs no limit.
+        time_limit_s: seconds for HiGHS or CBC; None: no limit, but 10 s for HiGHS in "auto".
+            "exact" needs none.
 
     Returns:
         The choices, with a lower bound that equals the time where they are proven optimal. The
@@ -64,8 +65,10 @@ def divide(
     divider = _divider(solver, time_limit_s)
     listed = tuple(tuple(map(_point, front)) for front in fronts)
     groups = _groups(len(listed), cliques)
+    # Cliques do not overlap in time, so each has the whole pool to itself and is solved by itself.
     pools = _pools([tuple(listed[kernel] for kernel in group) for group in groups], total_bytes)
     parts = [divider.divide(pool) for pool in pools]
+    # Back from the order of cliques to the caller's order of kernels.
     choice = {
         kernel: place
         for group, part in zip(groups, parts, strict=True)
@@ -74,6 +77,7 @@ def divide(
     return Division(
         choice=tuple(choice[kernel] for kernel in range(len(listed))),
         time_ns=sum(part.time_ns for part in parts),
+        # Within a clique workspaces add up; cliques follow one another in the same memory.
         workspace_bytes=max(part.workspace_bytes for part in parts),
         lower_bound_ns=sum(part.lower_bound_ns for part in parts),
         solver=" and ".join(sorted({part.solver for part in parts})),
@@ -95,27 +99,32 @@ def _point(point: Any) -> Any:
 
 
 def _is_number(value: object) -> bool:
+    # A bool is an int for Python, but no number of seconds.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _groups(count: int, cliques: Iterable[Iterable[int]] | None) -> list[tuple[int, ...]]:
+    # Without kernels this gives one empty group, which `Pool` refuses with its own message.
     if cliques is None or not count:
         return [tuple(range(count))]
     groups = [tuple(clique) for clique in cliques]
     named = [kernel for group in groups for kernel in group]
     for kernel in named:
         require_int("a kernel in cliques", kernel, 0)
+    # A kernel in two cliques would get two choices, one in no clique none.
     if sorted(named) != list(range(count)):
         raise ConfigError(
             f"cliques must name each of the {count} kernels once, by its index from 0; got "
             f"{groups!r}"
         )
+    # An empty clique constrains nothing, and `Pool` would refuse it.
     return [group for group in groups if group]
 
 
 def _pools(members: Sequence[tuple[Front, ...]], total_bytes: int) -> list[Pool]:
     """One pool per clique; where some are too small the one that needs most says so."""
     pools, errors = [], []
+    # All are tried before one is refused: `smallest_bytes` must suffice for every clique.
     for fronts in members:
         try:
             pools.append(Pool(fronts, total_bytes))

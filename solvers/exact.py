@@ -19,9 +19,9 @@ import numpy as np
 from ucudnn.solvers._base import AbstractDivider, Division, Integers, Pool
 from ucudnn.solvers.relaxation import Relaxation, relax
 
-# States that are followed after there were too many.
+# States that are kept once the state limit was exceeded.
 _FOLLOWED = 1 << 12
-# States that are not worth a closer look.
+# With no more states than this, testing the bound of each at every price is not worth the time.
 _FEW = 1 << 7
 # Prices at which a state's bound is taken, in 64ths of the price that is best for the whole pool:
 # what is best for the kernels that are left lies around it.
@@ -49,6 +49,7 @@ class Exact(AbstractDivider):
         relaxation = relax(pool)
         search = _Search(pool, relaxation)
         proven = search.run(self.state_limit)
+        # A search that dropped states proves nothing; what remains is the relaxation's bound.
         return pool.divided(
             relaxation.choices.places[search.best].tolist(),
             search.best_ns if proven else min(search.best_ns, relaxation.bound_ns),
@@ -105,24 +106,29 @@ class _Search:
         self._base_ns = self._sum(choices.times, base)
         self._slack = pool.total_bytes - self._sum(choices.workspaces, base)
         sizes = np.diff(choices.starts)
+        # Differences from the base, so that a kernel with no other choice left can be skipped.
         self._extra = choices.workspaces - np.repeat(choices.workspaces[base], sizes)
         self._later = choices.times - np.repeat(choices.times[base], sizes)
 
     @staticmethod
     def _sum(values: Integers, choice: Integers) -> int:
+        # As Python ints, because a sum of int64 may overflow.
         return sum(values[choice].tolist())
 
     def run(self, state_limit: int) -> bool:
         """Add kernels until nothing better can be left; False where states had to be dropped."""
+        # A zero in the dtype of the pool's numbers, int64 or Python ints.
         none = self._extra[:1] * 0
         layers = [_States(none, none, np.zeros(1, np.int64), self._relaxation.base[:1])]
         proven = True
         kernels = self._kernels()
         rest = self._rest(kernels)
         for turn, kernel in enumerate(kernels):
+            # A better division was found since, which leaves fewer choices and tighter bounds.
             if self._gap() < rest.gap:
                 rest = self._rest(kernels)
             options = self._options(kernel, rest.gap)
+            # No other choice of this kernel can be in a better division, so no state would change.
             if set(options.tolist()) <= {int(self._relaxation.base[kernel])}:
                 continue
             states = self._promising(self._combined(layers[-1], options, rest, turn), rest, turn)
@@ -133,6 +139,7 @@ class _Search:
         return proven
 
     def _gap(self) -> int:
+        # Minus 1, because only a division that is at least 1 ns faster is better.
         return self._relaxation.scale * (self.best_ns - 1) - self._relaxation.bound
 
     def _options(self, kernel: int, gap: int) -> Integers:
@@ -144,8 +151,10 @@ class _Search:
         """Kernels with another choice than the base's, those of the largest steps first."""
         others = self._relaxation.reduced <= self._gap()
         others[self._relaxation.base] = False
+        # More than any step, so that it marks kernels with only their base choice left.
         largest = abs(self._extra).max() + 1
         steps = np.minimum.reduceat(np.where(others, abs(self._extra), largest), self._starts)
+        # Stable, so that equal inputs give equal divisions.
         order = np.argsort(-steps, kind="stable")
         return [kernel for kernel in order.tolist() if steps[kernel] < largest]
 
@@ -165,11 +174,15 @@ class _Search:
         """All states with all choices of one more kernel, less those that others dominate."""
         extra = (self._extra[options, None] + states.extra).reshape(-1)
         later = (self._later[options, None] + states.later).reshape(-1)
+        # At one price before the sort; `_promising` tests the others on what dominance leaves.
         alive = self._may_improve(extra, later, rest, turn, _BEST_PRICE)
         alive = np.flatnonzero(alive & (extra + rest.least[turn] <= self._slack))
+        # By bytes, then by time: a state stays if it is faster than all that need no more bytes.
+        # The slice below drops the leading True where no state is alive.
         alive = alive[np.lexsort((later[alive], extra[alive]))]
         lowest = np.minimum.accumulate(later[alive])
         kept = alive[np.append(True, lowest[1:] < lowest[:-1])[: len(alive)]]
+        # The flattened matrix has a line per option and a column per state.
         count = len(states.extra)
         return _States(extra[kept], later[kept], kept % count, options[kept // count])
 
@@ -190,13 +203,14 @@ class _Search:
         return below
 
     def _cheapest(self, states: _States) -> Integers:
-        """Places of the states that cost least beyond the bound."""
+        """Indices of the states that cost least beyond the bound, the most promising ones."""
         cost = self._relaxation.scale * states.later + self._relaxation.price * states.extra
         return np.sort(np.argsort(cost, kind="stable")[:_FOLLOWED])
 
     def _improve(self, layers: list[_States]) -> None:
         """Complete the fastest state that fits with the base; it may be the best division."""
         states = layers[-1]
+        # More bytes mean less time among the states, so the last one that fits is the fastest.
         place = int(np.searchsorted(states.extra, self._slack, "right")) - 1
         if place < 0 or self._base_ns + int(states.later[place]) >= self.best_ns:
             return
@@ -204,6 +218,7 @@ class _Search:
         self.best = self._relaxation.base.copy()
         for layer in reversed(layers[1:]):
             option = int(layer.options[place])
+            # Skipped kernels have no layer, so the index of the choice tells the kernel.
             kernel = int(np.searchsorted(self._starts, option, "right")) - 1
             self.best[kernel] = option
             place = int(layer.parents[place])

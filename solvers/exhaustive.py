@@ -12,6 +12,7 @@ from itertools import islice, product
 from ucudnn.errors import ConfigError
 from ucudnn.solvers._base import AbstractDivider, Division, Item, Pool
 
+# Splits or divisions to enumerate at most; instances with more are for `reuse` and `exact`.
 _MOST = 1 << 16
 
 
@@ -37,6 +38,7 @@ def exhaustive(
     Raises:
         ConfigError: there are too many splits to try.
     """
+    # As in `reuse`: one list for all positions, or three by position in the split.
     if first is None or accumulate is None:
         splits = _multisets(_fitting(items, limit), n)
     else:
@@ -45,6 +47,7 @@ def exhaustive(
         several = (
             (start, *rest)
             for start in _fitting(first, limit)
+            # The next chunk begins where the first one ends, at a multiple of `align`.
             if start.batch < n and start.batch % align == 0
             for rest in _multisets(later, n - start.batch)
         )
@@ -53,9 +56,11 @@ def exhaustive(
     for count, split in enumerate(splits):
         if count == _MOST:
             raise ConfigError(f"batch {n} has over {_MOST} splits to try; use reuse")
+        # Chunks begin at multiples of `align`, so only the size of the last may be none.
         odd = sum(item.batch % align != 0 for item in split)
         if odd > 1 or (max_chunks is not None and len(split) > max_chunks):
             continue
+        # In the order in which `reuse` breaks ties.
         cost = (
             sum(item.time_ns + launch_ns for item in split),
             len(split),
@@ -77,6 +82,7 @@ def _multisets(items: list[Item], n: int) -> Iterator[tuple[Item, ...]]:
         yield ()
     for place, item in enumerate(items):
         if item.batch <= n:
+            # From `place` on, so that every multiset comes in one order only.
             for rest in _multisets(items[place:], n - item.batch):
                 yield (item, *rest)
 
@@ -95,7 +101,9 @@ class Exhaustive(AbstractDivider):
         Raises:
             ConfigError: there are too many divisions to try.
         """
+        # One more than allowed is enough to know that there are too many.
         tried = islice(product(*(range(len(front)) for front in pool.fronts)), _MOST + 1)
+        # A lower bound of 0 for now: the true one is known when all were compared.
         divisions = [pool.divided(choice, 0, "exhaustive") for choice in tried]
         if len(divisions) > _MOST:
             raise ConfigError(f"a pool of over {_MOST} divisions is too large to try; use exact")

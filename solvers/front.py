@@ -17,6 +17,7 @@ def undominated(points: Sequence[Point]) -> list[int]:
     Of equal points the first is kept.
     """
     kept: list[int] = []
+    # By workspace, then time: a point is dominated unless it is faster than all before it.
     for index in sorted(range(len(points)), key=lambda i: (*points[i], i)):
         if not kept or points[index][1] < points[kept[-1]][1]:
             kept.append(index)
@@ -43,6 +44,8 @@ def shared(fronts: Iterable[Sequence[Point]]) -> list[Point]:
     for workspace_bytes, time_ns, kernel in merge(*steps):
         waiting -= times[kernel] is None
         times[kernel] = time_ns
+        # Below this workspace some kernel cannot run at all. Several kernels may change their point
+        # at one workspace: the sum with the last of them overwrites those before.
         if not waiting:
             found[workspace_bytes] = sum(time for time in times if time is not None)
     return list(found.items())

@@ -55,6 +55,7 @@ class IntegerProgram(AbstractDivider):
         scale = _Scale.of(choices, pool.total_bytes)
         values = self._solve(pulp, choices, scale)
         ends = zip(choices.starts[:-1], choices.starts[1:], strict=True)
+        # Values are floats near 0 or 1, so the largest of a kernel's marks its choice.
         picked = np.array([start + values[start:end].argmax() for start, end in ends])
         division = pool.divided(choices.places[picked].tolist(), 0, self.solver)
         if division.workspace_bytes > pool.total_bytes:
@@ -63,6 +64,7 @@ class IntegerProgram(AbstractDivider):
                 f"total_bytes={pool.total_bytes}, which its tolerance allows and we do not; "
                 f"use solver='exact'"
             )
+        # The solver's optimum is true within its tolerance; our own bound may be tighter.
         proven = max(relax(pool).bound_ns, division.time_ns - scale.doubt_ns)
         return pool.divided(division.choice, min(proven, division.time_ns), self.solver)
 
@@ -132,6 +134,8 @@ class _Scale:
             _unit(max(times), _DIGITS_TIME),
             _unit(max(workspaces), _DIGITS_WORKSPACE),
         )
+        # A pool larger than all workspaces together excludes nothing: `room` is capped there, so
+        # that the right-hand side stays in scale.
         return cls(
             times=[time / unit_ns for time in times],
             workspaces=[workspace / unit_bytes for workspace in workspaces],

@@ -26,8 +26,10 @@ from ucudnn.solvers._base import Item
 from ucudnn.solvers.reuse import reuse
 from ucudnn.solvers.table import ReuseTable
 
+# Positions in a split, which `reuse` takes as three lists.
 LISTS = ("alone", "first", "later")
-# What a chunk may gain per doubling between timed sizes, as a fraction.
+# Least factor of the time per sample from one doubling between timed sizes ("economy" above), as a
+# fraction of ints: bounds are ints.
 _KEPT, _OF = 9, 10
 
 
@@ -47,7 +49,7 @@ class Option:
         batch: samples in the chunk.
         algorithm: what computes it.
         curve: options of one curve run the same kernel, so that one size tells about another.
-        lists: what of a split it may be, of "alone", "first" and "later".
+        lists: positions in a split that it can fill, of "alone", "first" and "later".
         interval: its time as far as it is known, None where it never ran.
         is_timed: whether that is good enough to plan with.
         workspace_bytes: breaks ties.
@@ -120,6 +122,7 @@ def outlook(
     """
     everything = tuple(options)
     curves = _by_curve(everything)
+    # A curve that was never timed has no bound, so one time of each such curve comes first.
     unknown = tuple(
         max(curve, key=_most_telling)
         for curve in curves.values()
@@ -132,9 +135,11 @@ def outlook(
     }
     timed = [option for option in everything if option.is_timed]
     known = {option: option.interval.time_ns for option in timed if option.interval}
+    # The same problem twice: with times that are known, and with a lower bound for every chunk.
     best = _Solved(known, batch, launch_ns)
     optimistic = _Solved(bound_by_option, batch, launch_ns)
     time_ns, bound_ns = best.time_ns, optimistic.time_ns
+    # No chunks add up to the batch, timed or not, so nothing is worth timing.
     if bound_ns is None:
         return Outlook(time_ns, bound_ns)
     if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns and not unknown:
@@ -144,6 +149,7 @@ def outlook(
     found: dict[tuple[str, int], Option] = {}  # of one size and curve one role tells enough for now
     for option in optimistic.options():
         if not option.is_timed:
+            # A size between timed ones tightens the bounds of many sizes, not only of this chunk.
             chosen = _middle(option, curves[option.curve])
             found.setdefault((chosen.curve, chosen.batch), chosen)
     return Outlook(time_ns, bound_ns, tuple(found.values()))
@@ -157,7 +163,7 @@ def _by_curve(options: Sequence[Option]) -> dict[str, list[Option]]:
 
 
 def _most_telling(option: Option) -> tuple[int, bool]:
-    """The largest size bounds all smaller ones; alone it is a plan by itself."""
+    """Sort key: the largest size bounds all smaller ones; alone it is a plan by itself."""
     return option.batch, "alone" in option.lists
 
 
@@ -167,6 +173,8 @@ def _bounds(curve: Sequence[Option], tolerance: float, least_ns: int) -> list[in
     )
     sizes = tuple(option.batch for option in curve)
     bounds = _promises(sizes, points, tolerance)
+    # A timed chunk costs its time, one that ran too briefly at least the lower end of its interval.
+    # `least_ns` does not apply to the undivided batch, which is an option however fast it is.
     return [
         max(bound, option.least_ns, 0 if option.lists == ("alone",) else least_ns)
         if option.interval is None
@@ -177,6 +185,7 @@ def _bounds(curve: Sequence[Option], tolerance: float, least_ns: int) -> list[in
     ]
 
 
+# One measurement changes one curve; the bounds of all others are asked for again unchanged.
 @lru_cache(maxsize=4096)
 def _promises(
     sizes: tuple[int, ...],
@@ -185,10 +194,12 @@ def _promises(
 ) -> tuple[int, ...]:
     """Lower bounds of some sizes by what was timed of their curve, repaired where that failed."""
     kept, of = 1, 1
+    # Leave one out: each time is compared with what all others promise for its size.
     for place, (size, interval) in enumerate(points):
         others = _Curve(points[:place] + points[place + 1 :])
         promised = others.bound_ns(size)
         broken = interval.high_ns < (1 - tolerance) * promised
+        # The worst ratio of all, compared crosswise in integers.
         if broken and interval.high_ns * of < kept * promised:
             kept, of = interval.high_ns, promised
     curve = _Curve(points)
@@ -199,11 +210,13 @@ class _Curve:
     """Bounds for other sizes that follow from the timed ones by the two assumptions."""
 
     def __init__(self, points: Sequence[tuple[int, Interval]]) -> None:
+        # Bounds must hold for a chunk in any role, so of one size the fastest role counts.
         least: dict[int, int] = {}
         for size, interval in points:
             least[size] = min(interval.time_ns, least.get(size, interval.time_ns))
         self._sizes = sorted(least)
         self._times = [least[size] for size in self._sizes]
+        # Suffix minima: for each size the least time of it and all larger ones.
         self._growing = list(accumulate(reversed(self._times), min))[::-1]
 
     def bound_ns(self, size: int) -> int:
@@ -212,6 +225,7 @@ class _Curve:
         exact = above is not None and self._sizes[above] == size
         below = above if exact else at - 1 if at else None
         grown = 1 if below is None else self._growing[below]
+        # Economy compares with the next larger timed size, and there is none.
         if above is None:
             return grown
         return max(grown, self._economical(size, below, above))
@@ -219,8 +233,10 @@ class _Curve:
     def _economical(self, size: int, below: int | None, above: int) -> int:
         neighbours = [above] if below is None else [below, above]
         least = self._sizes[neighbours[0]] if below is not None else size
+        # Between two timed sizes the first doubling gains nothing; below the smallest one each may.
         doublings = _doublings(least, self._sizes[above]) - (below is not None)
         kept, of = _KEPT ** max(0, doublings), _OF ** max(0, doublings)
+        # Rounded down, as it is a lower bound.
         promised: int = min(
             size * self._times[place] * kept // (self._sizes[place] * of) for place in neighbours
         )
@@ -237,8 +253,11 @@ def _middle(option: Option, curve: Sequence[Option]) -> Option:
     known = [other.batch for other in curve if other.interval is not None]
     below = max((size for size in known if size < option.batch), default=None)
     above = min((size for size in known if size > option.batch), default=None)
+    # Only its own time helps: it ran too briefly, its size ran in another role, or no smaller size
+    # is timed.
     if option.interval is not None or option.batch in known or below is None:
         return option
+    # Without a larger timed size the option itself is the end of the range.
     top = above if above is not None else option.batch + 1
     within = [
         other
@@ -250,6 +269,7 @@ def _middle(option: Option, curve: Sequence[Option]) -> Option:
 
 
 def _imbalance(size: int, below: int, above: int) -> float:
+    # 1 at the geometric mean and more to either side: doublings matter, not differences of sizes.
     return max(size * size / (below * above), below * above / (size * size))
 
 
@@ -271,6 +291,7 @@ class _Solved:
                     self._best[place] = option
         items: dict[str, list[Item]] = {name: [] for name in LISTS}
         for (name, size), option in self._best.items():
+            # Alone means the whole batch: a smaller chunk alone is no split of it.
             if size <= batch and not (name == "alone" and size < batch):
                 time_ns = time_by_option[option]
                 items[name].append(
@@ -295,6 +316,7 @@ def _table(items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int) -> R
     first, later = items["first"], items["later"]
     if not later:  # a first chunk by itself is no split
         first = []
+    # Later chunks need a first one, so without both lists no split exists.
     if not items["alone"] and not first:
         return None
     return reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)

@@ -56,6 +56,7 @@ def device_times(tables: Iterable[ReuseTable], limit: int | None = None) -> list
     if not solved:
         raise ConfigError("tables must not be empty; pass one table per kernel")
     times: list[int | None] = []
+    # A larger batch has no time for the kernel of the smallest table.
     for n in range(1, min(table.batch for table in solved) + 1):
         parts = [table.time_ns(n, limit) for table in solved]
         known = [part for part in parts if part is not None]
@@ -86,6 +87,8 @@ def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
     if not times:
         raise ConfigError("times must not be empty; pass one list per device")
     choices = [_choices(device, row, batch) for device, row in enumerate(times)]
+    # The makespan is the time of some device for some size. What fits within one time fits within
+    # any longer one, so bisection finds the least.
     makespans = sorted({time_ns for sizes in choices for time_ns in sizes.values()})
     place = bisect_left(makespans, True, key=lambda most: _reaches(choices, batch, most))
     if place == len(makespans):

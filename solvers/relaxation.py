@@ -41,9 +41,11 @@ class Choices:
     @classmethod
     def of(cls, pool: Pool) -> Choices:
         """The choices of a pool's kernels."""
+        # Models repeat layers, so that many fronts are equal: each one is reduced once.
         kept_by_front = {front: undominated(front) for front in set(pool.fronts)}
         kept = [kept_by_front[front] for front in pool.fronts]
         points = [front[i] for front, places in zip(pool.fronts, kept, strict=True) for i in places]
+        # No sum of times or workspaces in a division is larger than this.
         largest = sum(max(map(max, front)) for front in pool.fronts) + pool.total_bytes
         dtype = np.int64 if largest < SAFE else object
         return cls(
@@ -92,6 +94,7 @@ class Relaxation:
     @property
     def bound_ns(self) -> int:
         """No division takes less time."""
+        # Rounded up: times are whole ns, so no division lies between two of them.
         return -(-self.bound // self.scale)
 
 
@@ -106,8 +109,10 @@ def relax(pool: Pool) -> Relaxation:
     base, greedy, (saved, extra) = _climb(choices, pool.total_bytes)
     _fill(choices, greedy, pool.total_bytes)
     scale = _scale(choices, saved, extra)
+    # Costs exceed 64 bits even at a scale of 1.
     if scale is None:
         choices, scale = choices.unlimited(), 1 << _DIGITS
+    # Rounding the price down keeps the bound valid, as every price gives one.
     price = saved * scale // extra
     paid = choices.times * scale + choices.workspaces * price
     lowest = np.minimum.reduceat(paid, choices.starts[:-1])
@@ -123,6 +128,8 @@ def _scale(choices: Choices, saved: int, extra: int) -> int | None:
     """
     count = len(choices.starts)
     time, workspace = (count * int(max(a)) for a in (choices.times, choices.workspaces))
+    # From scale * time + 4 * price * workspace <= SAFE with price = scale * saved / extra, with
+    # some room to spare; 4 is the largest factor in `exact._PRICES`.
     room = SAFE * extra // (time * extra + workspace * (4 * saved + extra))
     return 1 << (room.bit_length() - 1) if room and choices.times.dtype != object else None
 
@@ -134,13 +141,16 @@ def _climb(choices: Choices, total_bytes: int) -> tuple[Integers, Integers, tupl
     steps after it lead to where they fit, and the slope of that step, as the time that it saves and
     the bytes that it takes; (0, 1) where all steps fit.
     """
+    # Equal slopes keep their order, also with `reverse`: a kernel's steps stay in sequence.
     steps = sorted(_steps(choices), key=lambda step: step[0], reverse=True)
     reached = choices.starts[:-1].copy()
     left = total_bytes - sum(choices.workspaces[reached].tolist())
     base, slope = reached, (0, 1)
     for _, kernel, start, stop, saved, extra in steps:
+        # The first step that does not fit sets the price; shorter ones may still fit after it.
         if extra > left and slope == (0, 1):
             base, slope = reached.copy(), (saved, extra)
+        # A step starts where the step before it on the same hull ends, if that one was taken.
         if extra <= left and reached[kernel] == start:
             reached[kernel] = stop
             left -= extra
@@ -161,6 +171,7 @@ def _steps(choices: Choices) -> Iterator[tuple[float, int, int, int, int, int]]:
         )
         for a, b in pairwise(_hull(points)):
             saved, extra = points[a][1] - points[b][1], points[b][0] - points[a][0]
+            # A float is enough: any order of nearly equal slopes gives a valid bound.
             yield saved / extra, kernel, places[a], places[b], saved, extra
 
 
@@ -170,6 +181,7 @@ def _hull(points: Sequence[Point]) -> list[int]:
     for index, (x, y) in enumerate(points):
         while len(hull) > 1:
             (x0, y0), (x1, y1) = points[hull[-2]], points[hull[-1]]
+            # Slopes compared crosswise, in integers: is the last point below the new line?
             if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
                 break
             hull.pop()
@@ -182,6 +194,7 @@ def _fill(choices: Choices, reached: Integers, total_bytes: int) -> None:
     sizes = np.diff(choices.starts)
     left = total_bytes - sum(choices.workspaces[reached].tolist())
     while True:
+        # Over all choices, also those above the hull, which no step leads to.
         extra = choices.workspaces - np.repeat(choices.workspaces[reached], sizes)
         saved = np.repeat(choices.times[reached], sizes) - choices.times
         best = int(np.argmax(np.where(extra <= left, saved, 0)))

@@ -60,8 +60,10 @@ def reuse(
     require_int("align", align, 1)
     if max_chunks is not None:
         require_int("max_chunks, unless None for any number,", max_chunks, 1)
+        # A batch has at most `batch` chunks, so a larger cap would only add states.
         max_chunks = max_chunks if max_chunks < batch else None
     lists = _by_role(items, first, accumulate, align)
+    # One list needs no state per position, three need to know whether the first chunk is there.
     rows = one_list(max_chunks) if ANY in lists else three_lists(max_chunks)
     costs = order(lists, batch, launch_ns)
     return ReuseTable(batch, align, launch_ns, rows, costs, Sweep(rows, costs, batch, align).run())
@@ -74,12 +76,14 @@ def _by_role(
     align: int,
 ) -> dict[int, tuple[Item, ...]]:
     """The lists by the role that their chunks play, without what no split can hold."""
+    # One without the other would make every split of several chunks impossible without a word.
     if (first is None) != (accumulate is None):
         missing = "first" if first is None else "accumulate"
         raise ConfigError(
             f"first and accumulate must be given together, got no {missing}; "
             f"pass {missing}=() for none"
         )
+    # Both are None here; naming both lets the type checker see that neither is below.
     if first is None or accumulate is None:
         lists = {ANY: require_items("items", items)}
     else:

@@ -97,15 +97,21 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
     times = integers([item.time_ns + launch_ns for item in items])
     workspaces = integers([item.workspace_bytes for item in items])
     ranks = integers([item.rank for item in items])
+    # Names as numbers, because `lexsort` below compares arrays of numbers.
     names = {name: place for place, name in enumerate(sorted({i.algorithm for i in items}))}
     places = np.array([names[item.algorithm] for item in items], np.int64)
+    # A split has at most `batch` chunks, so one chunk outweighs all ranks together, and one ns all
+    # chunks and ranks: comparing keys compares time, then chunks, then ranks.
     unit_chunk = batch * int(ranks.max(initial=0)) + 1
     unit_ns = (batch + 1) * unit_chunk
     rates = times.astype(float) / batches
+    # Upper bound of any split: every sample at the highest rate, and a margin for rounded rates.
     most = int(rates.max(initial=0) * 1.001 + 1) * batch * unit_ns
+    # Python's ints then, and a bound without floats: `batch` chunks of the longest time.
     if most > SAFE:
         times, most = times.astype(object), batch * (int(times.max()) + 1) * unit_ns
     keys = times * unit_ns + unit_chunk + ranks
+    # `lexsort` sorts by its last key first, here the workspace.
     sweep = np.lexsort((places, roles, keys, batches, rates, workspaces))
     return Costs(
         items=tuple(items[i] for i in sweep.tolist()),
@@ -113,6 +119,7 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
         batches=batches[sweep],
         workspaces=workspaces[sweep],
         keys=keys[sweep],
+        # Above every cost, and still within 64 bits when the cost of an item is added.
         infinite=max(most, SAFE) if keys.dtype == object else 2 * SAFE,
         unit_ns=unit_ns,
         unit_chunk=unit_chunk,
@@ -141,6 +148,7 @@ class Sweep:
     def run(self) -> History:
         """Insert every item that matters, and sort the log by row and batch."""
         costs = self._costs
+        # The 0 fills in for roles of the other variant, which no item here has.
         gates = np.array([self._rows.gate.get(role, 0) for role in range(max(self._rows.gate) + 1)])
         rows = gates[costs.roles]
         for start in range(0, len(costs.keys), _BLOCK):
@@ -155,9 +163,12 @@ class Sweep:
     def _insert(self, index: int) -> None:
         key, size = self._costs.keys[index], int(self._costs.batches[index])
         for arc in self._rows.arcs[int(self._costs.roles[index])]:
+            # One pass adds any number of copies: the state allows it, two of them fit into the
+            # batch, and the size is a multiple of `align`, so that more than one may occur.
             if arc.source == arc.target and 2 * size < self._end and size % self._align == 0:
                 self._lower(arc.target, size, 1, self._repeated(arc.source, size, key), index)
                 continue
+            # At most one chunk is no multiple of `align`: those before it sum up to a multiple.
             step = self._align if size % self._align else 1
             first = -(-arc.start // step) * step
             stop = self._end - size if arc.stop is None else min(arc.stop, self._end - size)
@@ -170,6 +181,7 @@ class Sweep:
         In a residue class modulo the size, the cost of n less the cost of n / size chunks is a
         running minimum.
         """
+        # A line per number of copies, a column per residue class.
         lines = -(-self._end // size)
         grid = self._cost[row, : lines * size].reshape(lines, size)
         paid = self._counts[:lines] * key
@@ -178,6 +190,7 @@ class Sweep:
         return found
 
     def _lower(self, row: int, first: int, step: int, found: Integers, index: int) -> None:
+        # A view: what is written to it below changes the table.
         current = self._cost[row, first : self._end : step][: len(found)]
         better = (found < current).nonzero()[0]
         if len(better):
@@ -186,11 +199,13 @@ class Sweep:
             self._log.append((better * step + (row * self._end + first), lowered, index))
 
     def _history(self) -> History:
+        # The empty arrays set the dtype, and `concatenate` refuses a list of none.
         cells = np.concatenate([np.empty(0, np.int64), *(log[0] for log in self._log)])
         keys = np.concatenate([self._costs.keys[:0], *(log[1] for log in self._log)])
         steps = np.repeat(
             np.array([log[2] for log in self._log], np.int32), [len(log[0]) for log in self._log]
         )
+        # Stable: within a cell entries keep the order of the sweep, by workspace.
         by_cell = np.argsort(cells, kind="stable")
         starts = np.searchsorted(cells[by_cell], np.arange(self._rows.count * self._end + 1))
         return History(self._end, starts, keys[by_cell], steps[by_cell])

@@ -67,6 +67,8 @@ class ReuseTable:
         entries = self.history.entries(self.rows.final, n)
         keys, steps = self.history.keys[entries].tolist(), self.history.steps[entries].tolist()
         for key, step in zip(keys, steps, strict=True):
+            # A lower key at the same time has fewer chunks or lower ranks, which is no new point.
+            # Several items may need the same workspace: the last of them is the fastest.
             if key // self.costs.unit_ns != time_ns:
                 time_ns = key // self.costs.unit_ns
                 fastest[int(self.costs.workspaces[step])] = time_ns
@@ -106,12 +108,14 @@ class ReuseTable:
         count = self._settled(n, limit)
         if count is None:
             raise self._nothing_fits(n, limit)
+        # Any order computes the same, so they are sorted: equal splits then have equal steps.
         chunks = sorted(self._chunks(self.rows.final, n, count), key=self._turn)
         return tuple(item for _, item in chunks)
 
     def smallest_bytes(self, n: int) -> int | None:
         """The smallest workspace in bytes that a split of batch n can do with, None without any."""
         entries = self.history.entries(self.rows.final, self._require_batch(n))
+        # A cell without an entry was never reached; else the first entry needs least workspace.
         if entries.start == entries.stop:
             return None
         return int(self.costs.workspaces[self.history.steps[entries.start]])
@@ -131,6 +135,7 @@ class ReuseTable:
             ConfigError: the table has a cap on the number of chunks, which a walk cannot keep.
         """
         chain = self.rows.chain
+        # With a cap the best split of n - last.batch may have too many chunks to be continued.
         if chain is None:
             raise ConfigError(
                 "walk must have a table without max_chunks, as its steps do not know how many "
@@ -146,12 +151,14 @@ class ReuseTable:
         count = self._settled(n, limit)
         if count is None:
             return None
+        # The traceback begins with the last chunk: if that is all of n, there is no other.
         _, item = next(self._chunks(self.rows.final, n, count))
         return item if item.batch == n else None
 
     def _last(self, chain: int, n: int, count: int) -> Item | None:
-        """Any later chunk of the best chain will do, but one that is no multiple must be last."""
+        """Back-pointer of the best chain: a later chunk, the one that is no multiple if any is."""
         item = None
+        # n is no multiple of `align` exactly if one of its chunks is none, and that one runs last.
         for role, item in self._chunks(chain, n, count):
             if role != FIRST and (n % self.align == 0 or item.batch % self.align):
                 break
@@ -160,6 +167,7 @@ class ReuseTable:
     def _chunks(self, row: int, n: int, count: int) -> Iterator[tuple[int, Item]]:
         """Role and item of each chunk of the best split of n, made of the first `count` items."""
         while n and (entry := self.history.latest(row, n, count)) is not None:
+            # The table is exact for the first `count` items: the best split of the rest goes on.
             step = int(self.history.steps[entry])
             role, item = int(self.costs.roles[step]), self.costs.items[step]
             yield role, item
@@ -167,6 +175,7 @@ class ReuseTable:
 
     @cached_property
     def _sources(self) -> dict[tuple[int, int], int]:
+        # At most one arc of a role leads to a state, so role and state determine the source.
         return {
             (role, arc.target): arc.source for role, arcs in self.rows.arcs.items() for arc in arcs
         }
@@ -174,6 +183,8 @@ class ReuseTable:
     def _turn(self, chunk: tuple[int, Item]) -> tuple[bool, bool, int, str, int]:
         role, item = chunk
         odd = item.batch % self.align != 0
+        # False sorts first: the first chunk, then multiples of `align`, large ones before small
+        # ones; name and workspace only make the order unique.
         return role != FIRST, odd, -item.batch, item.algorithm, item.workspace_bytes
 
     def _settled(self, n: int, limit: int | None) -> int | None:
@@ -186,6 +197,8 @@ class ReuseTable:
             return None
         keys, start = self.history.keys, self.history.entries(self.rows.final, n).start
         unit = self.costs.unit_chunk
+        # Without the rank: back to the first entry of this time and number of chunks, which needs
+        # the least workspace; other items of that workspace may still lower the rank.
         best = keys[entry] // unit
         while entry > start and keys[entry - 1] // unit == best:
             entry -= 1
@@ -196,6 +209,7 @@ class ReuseTable:
         require_limit("limit", limit)
         if limit is None:
             return len(self.costs.items)
+        # Items are sorted by workspace, so those within a limit come first.
         return bisect_right(self.costs.workspaces, limit)
 
     def _require_batch(self, n: int) -> int:
@@ -214,6 +228,7 @@ class ReuseTable:
                 f"batch {n} must be a sum of micro-batch sizes that were measured, and of those in "
                 f"the list is none; measure more sizes"
             )
+        # A split exists, and without a limit it would have fitted.
         assert limit is not None
         first = self.items(n, smallest)[0]
         return PlanError(

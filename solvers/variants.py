@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ucudnn.solvers.sweep import Arc, Rows
 
+# Roles of a chunk: alone, first of several, one of the rest; ANY where the role does not matter.
 SINGLE, FIRST, LATER, ANY = range(4)
 
 
@@ -18,12 +19,16 @@ def one_list(max_chunks: int | None) -> Rows:
     (Arc(source=0, target=0, start=0, stop=None),)
     """
     if max_chunks is None:
+        # Without a cap nothing has to be remembered: one state, which every chunk leads back to.
         arcs: tuple[Arc, ...] = (Arc(0, 0),)
     else:
         arcs = tuple(Arc(c - 1, c) for c in range(1, max_chunks + 1))
     return Rows(
         count=len(arcs) + (max_chunks is not None),
+        # "At most c" includes none, so batch 0 costs nothing in every row.
         start=range(len(arcs) + (max_chunks is not None)),
+        # An item that costs no less than what this row has for its size can be replaced by that in
+        # every split.
         gate={ANY: arcs[0].target},
         arcs={ANY: arcs},
         final=arcs[-1].target,
@@ -47,7 +52,10 @@ def three_lists(max_chunks: int | None) -> Rows:
             start=(0,),
             gate={SINGLE: 2, FIRST: 1, LATER: 0},
             arcs={
+                # Only from batch 0, as a lone chunk has no others.
                 SINGLE: (Arc(0, 2, stop=1),),
+                # Later chunks may be inserted before the first one: the order of a sum does not
+                # matter. The answer needs at least one of them, hence start=1.
                 FIRST: (Arc(0, 1), Arc(0, 2, start=1)),
                 LATER: (Arc(0, 0), Arc(1, 1), Arc(1, 2)),
             },
@@ -63,6 +71,7 @@ def _three_lists_capped(cap: int) -> Rows:
     later = [Arc(c - 1, c) for c in range(1, cap)]
     both = [Arc(cap - 2 + c, cap - 1 + c) for c in range(2, cap)]
     first = [Arc(c - 1, cap - 1 + c) for c in range(1, cap)]
+    # A cap of 1 leaves lone chunks only.
     several = cap > 1
     return Rows(
         count=final + 1,

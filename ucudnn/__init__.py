@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
+# The same names as above: type checkers read the imports, `__getattr__` reads this.
 _MODULE_BY_NAME = {
     "Config": "config",
     "Plan": "plan",
@@ -42,6 +43,7 @@ _MODULE_BY_NAME = {
     "tune": "tuning.model",
     "tune_": "convert",
 }
+# Reached as attributes without an import statement of their own.
 _SUBMODULES = ("cache", "distributed", "nn", "solvers")
 __all__ = list(_MODULE_BY_NAME)
 

@@ -1,4 +1,4 @@
-"""The two axes that a kernel is split along, the batch and the rows: what is measured for a chunk.
+"""The two axes along which a kernel is split, batch and rows, and the problem timed for a chunk.
 
 A batch of one or two, as 3-D and high-resolution networks have, leaves nothing to split along the
 batch. Rows are tried where the batch is that small and the workspace limit excludes an algorithm.
@@ -19,7 +19,7 @@ MOST_SAMPLES = 8
 
 
 class AbstractAxis(ABC):
-    """An axis of one kernel, in units of which chunks consist; a value that a worker can be sent.
+    """An axis of one kernel and the unit of its chunks; picklable, so that workers can be sent it.
 
     Law: chunks whose sizes add up to `extent` together compute the problem. A chunk is the `part`
     of its size, unless it lies near an end.
@@ -89,6 +89,7 @@ class BatchAxis(AbstractAxis):
             return (self.extent,)
         if policy == "all":
             return tuple(range(1, self.extent + 1))
+        # The undivided batch competes with every split, also where it is no power of two.
         return (*_powers_of_two_below(self.extent), self.extent)
 
     def split(self, steps: Iterable[Step]) -> Split:
@@ -135,6 +136,7 @@ class RowAxis(AbstractAxis):
         rows, inner = row_count(self.problem), self.part(size)
         first = slab(self.problem, 0, size * self._unit).problem
         last = slab(self.problem, (self.extent - size) * self._unit, rows).problem
+        # An end without padding is an inner slab; where only padding is read there is no problem.
         ends = (end for end in (first, last) if end is not None and end != inner)
         return tuple(dict.fromkeys(ends))
 
@@ -151,6 +153,7 @@ class RowAxis(AbstractAxis):
         return tuple(size for size in sorted(sizes) if self._is_inside(size))
 
     def _is_inside(self, size: int) -> bool:
+        # `inner_problem` takes the tensor to be endless; this one may be too short for the slab.
         inner, whole = self.part(size), self.problem
         return (
             inner.input_size[0] <= whole.input_size[0]
@@ -161,13 +164,14 @@ class RowAxis(AbstractAxis):
         """The split in rows."""
         left, found = row_count(self.problem), []
         for step in steps:
+            # The last unit of dgrad may have fewer rows than the stride.
             rows = min(step.size * self._unit, left)
             found.append(replace(step, size=rows))
             left -= rows
         return Split("spatial", tuple(found))
 
     def size_of(self, step: Step) -> int:
-        """The units that its rows are, begun ones included."""
+        """The number of units that its rows fill, rounded up."""
         return -(-step.size // self._unit)
 
 

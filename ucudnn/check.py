@@ -1,4 +1,4 @@
-"""True if a plan is still true here: device and versions, what can be built, some times anew."""
+"""Check that a plan still holds here: device, versions, what can be built, and some times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ucudnn.units import format_bytes, format_ns
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a plan says, held against this machine.
+    """One statement of a plan, checked on this machine.
 
     Args:
         about: "device", "versions", "conditions", "build", or "canary" with the kernel's number.
@@ -37,7 +37,7 @@ class Finding:
 def check(
     plan: Plan, canaries: int = 3, on_finding: Callable[[Finding], None] = lambda _: None
 ) -> list[Finding]:
-    """Hold a plan against this machine; nothing is cached and the plan stays what it is.
+    """Check a plan against this machine; nothing is cached and the plan does not change.
 
     >>> from ucudnn import Config
     >>> backend = open_backend("torch_cpu")
@@ -69,6 +69,7 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
     except UnsupportedError as error:
         yield Finding("device", False, f"the plan is for {plan.device}: {error}")
         return
+    # On another device versions and times would differ for that reason alone.
     if backend.device() != plan.device:
         said = f"the plan is for {plan.device}, this is {backend.device()}"
         yield Finding("device", False, f"{said}; tune here, or load a plan made for this device")
@@ -90,6 +91,7 @@ def _compared(about: str, there: dict[str, object], here: dict[str, object]) -> 
     ]
     if differing:
         return Finding(about, False, f"{', '.join(differing)}; tune again to renew the times")
+    # A field is empty where it does not apply, such as the version of cuDNN on a CPU.
     known = (f"{name} {value}" for name, value in here.items() if value not in ("", None))
     return Finding(about, True, ", ".join(known))
 
@@ -109,6 +111,7 @@ def _built(plan: Plan, backend: AbstractBackend) -> Finding:
 
 
 def _saved_ns(kernel: KernelPlan) -> int:
+    # Nothing is known to be saved where torch's own convolution was not measured.
     default_ns = kernel.default.time_ns if kernel.default else 0
     return (default_ns - kernel.timing.time_ns) * len(kernel.layers)
 
@@ -120,8 +123,10 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
         reason = "none was asked for" if planned else "every kernel is torch's own convolution"
         yield Finding("canary", None, f"not timed: {reason}")
         return
+    # An empty cache in memory: every canary is timed anew, and nothing outlives the check.
     session = Session(backend, MemoryCache(), isolated=backend.in_worker)
     try:
+        # The caller's autograd and autocast must not change what is timed.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for number, kernel in chosen:
                 yield _canary(f"canary {number}", plan, kernel, session)
@@ -131,9 +136,11 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
 
 def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Finding:
     problem, split = kernel.problem, kernel.split(kernel.problem.batch)
+    # A plan does not say which layers have a bias, but some algorithms exist only with one.
     fused = {one.algorithm for one in session.backend.bias_candidates(problem)}
     has_bias = any(step.algorithm in fused for step in split.steps)
     default = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
+    # Both in one call: only times that are taken side by side can be compared.
     splits = [split] if kernel.default is None else [split, default]
     try:
         wholes = session.bench(axis_of(problem, split)).whole(splits, has_bias)
@@ -162,6 +169,7 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
     said += f"; the plan says {kernel.default.time_ns / kernel.timing.time_ns:.2f}"
+    # Beyond the noise, and only where the plan's own limit would have let torch's run.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")
     return Finding(about, True, said)

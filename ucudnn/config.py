@@ -37,6 +37,7 @@ _MUCUDNN_REFUSED = {
 }
 
 
+# Defaults where the environment sets nothing. A plan file gets the same for fields that it lacks.
 _FALLBACKS: dict[str, Any] = {
     "workspace_limit": None,
     "total_workspace": None,
@@ -145,6 +146,7 @@ class Config:
             "step_race": _switch("step_race", self.step_race),
         }
         for name, value in values.items():
+            # The dataclass is frozen; this replaces what was given by its checked form.
             object.__setattr__(self, name, value)
         if self.unplanned == "tune" and self.total_workspace is not None:
             raise ConfigError(
@@ -188,6 +190,7 @@ class Config:
         """
         known = {item.name for item in fields(cls)} - _OF_THE_PROCESS
         given = {name: value for name, value in values.items() if name in known}
+        # Every field is passed, so that no default reads this process's environment.
         return cls(**{**_FALLBACKS, **given})
 
 
@@ -203,6 +206,7 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 def _switch(name: str, value: object) -> bool:
     """True or False, also as text from the environment."""
+    # An environment variable is always text.
     texts = {"1": True, "true": True, "0": False, "false": False}
     found = texts.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(found, bool):
@@ -214,6 +218,7 @@ def _passes(value: Any) -> tuple[str, ...]:
     ops = value.split(",") if isinstance(value, str) else value
     if not isinstance(ops, (tuple, list)) or not ops or any(op not in OPS for op in ops):
         raise ConfigError(f"ops must name some of {', '.join(OPS)}, got {value!r}")
+    # Once each and in one order, so that equal settings are equal and plans hash alike.
     return tuple(op for op in OPS if op in ops)
 
 
@@ -228,6 +233,7 @@ def _positive(name: str, value: object) -> float | None:
     try:
         if value is None:
             return None
+        # True is an int of 1 for Python; nan is refused, because it is not above 0.
         if isinstance(value, (int, float, str)) and value is not True and float(value) > 0:
             return float(value)
     except (ValueError, OverflowError):  # no number, or an int beyond the range of a float
@@ -267,6 +273,7 @@ def check_environment() -> None:
 
 
 def _settings() -> dict[str, Any]:
+    # A sorted tuple is the same key of the cache below as long as no variable changes.
     variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
     return _settings_from(tuple(sorted(variables)))
 

@@ -22,6 +22,7 @@ from ucudnn.plan import KernelPlan, Plan
 from ucudnn.tuning.model import tune
 from ucudnn.tuning.progress import Progress
 
+# By exact class: a subclass may have a forward of its own, which a change of class would drop.
 _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: planned_nn.Conv1d,
     nn.Conv2d: planned_nn.Conv2d,
@@ -31,6 +32,7 @@ _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.ConvTranspose3d: planned_nn.ConvTranspose3d,
 }
 _TORCH_BY_PLANNED = {planned: torch for torch, planned in _PLANNED_BY_TORCH.items()}
+# Descriptors that belong to one class; Python makes new ones for every class.
 _SLOTS = ("__dict__", "__weakref__")
 
 
@@ -104,8 +106,10 @@ def convert_(
     convolutions = {name: module for name, module in swappable.items() if wanted(module, name)}
     layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
     planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
+    # One pass that leaves torch's own convolution is enough to swap the layer.
     changed = {Layer.of(kernel.problem) for kernel in plan.kernels if not _is_torchs_own(kernel)}
     matched = {name: layer for name, layer in layer_by_name.items() if layer in planned}
+    # Layers that were left out by `filter_fn` were left out on purpose, so they are not reported.
     otherwise = tuple(
         name
         for name in _planned_otherwise(modules, plan, matched)
@@ -115,6 +119,7 @@ def convert_(
     _require_some(plan, matched, unplanned, otherwise)
     # nothing was changed so far, and nothing fails from here
     _swap({name: convolutions[name] for name in matched}, matched, changed, planned_runner(plan))
+    # With "keep" the model may still be laid out by an earlier plan.
     restore_layout_(model) if plan.memory_format == "keep" else lay_out_(model, parameters)
     swapped = tuple(name for name, layer in matched.items() if layer in changed)
     left = tuple(name for name, layer in matched.items() if layer not in changed)
@@ -129,11 +134,13 @@ def _swap(
 ) -> None:
     """Let convolutions follow a plan, but those that it leaves to torch."""
     for name, module in convolutions.items():
+        # An earlier plan may have swapped what this one leaves to torch.
         if matched[name] not in changed:
             _unswap(module)
         else:
             # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
             planned_nn.follow(module, runner)
+            # A module that is swapped already keeps its class and follows the new plan.
             module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
 
 
@@ -149,6 +156,7 @@ def _require_some(
             + (f", or ucudnn.installed(plan) for {listed}" if otherwise else "")
         )
     if otherwise:
+        # The stack level is that of the caller of `convert_`.
         warnings.warn(
             f"planned, but no torch.nn convolution that could be swapped: {listed}; torch's own "
             f"computes them; use ucudnn.installed(plan), or leave them out by filter_fn",
@@ -201,6 +209,7 @@ def tune_(
 
 def _is_torchs_own(kernel: KernelPlan) -> bool:
     """True where a kernel's plan is torch's own convolution for smaller batches too."""
+    # The last batch of an epoch is smaller, and may be split where the largest is not.
     batches = range(1, kernel.problem.batch + 1)
     return all(kernel.split(batch).is_default for batch in batches if kernel.covers(batch))
 
@@ -208,7 +217,7 @@ def _is_torchs_own(kernel: KernelPlan) -> bool:
 def _planned_otherwise(
     modules: Mapping[str, nn.Module], plan: Plan, matched: Mapping[str, Layer]
 ) -> Iterator[str]:
-    """Names of the modules that a kernel names or fits."""
+    """Names of all modules that a kernel of the plan names, or whose shape it has."""
     layers = {Layer.of(kernel.problem) for kernel in plan.kernels}
     named: set[str] = set()
     for kernel in plan.kernels:
@@ -217,6 +226,7 @@ def _planned_otherwise(
         if is_known or Layer.of(kernel.problem) not in matched.values():
             named.update(() if kernel.is_default else kernel.layers)
     for name, module in modules.items():
+        # Subclasses as well: by their shape the plan covers them, though they cannot be swapped.
         fits = isinstance(module, nn.modules.conv._ConvNd) and planned_nn.layer_of(module) in layers
         if name in named or fits:
             yield name

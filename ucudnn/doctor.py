@@ -21,7 +21,10 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.units import format_ns
 
+# Above 32 MiB, the most to which glibc raises its mmap threshold by itself: a block of this size is
+# paged in anew at each allocation unless malloc was told otherwise.
 _BLOCK_BYTES = 64 << 20
+# The median of five ignores two rounds that something else disturbed.
 _ROUNDS = 5
 
 
@@ -55,6 +58,7 @@ class Diagnosis:
     def advice(self) -> tuple[str, ...]:
         """Advice that would make convolutions faster or their times steadier, one sentence each."""
         sentences = []
+        # Plain "glibc": where a threshold was set, the name contains it.
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
                 f"glibc's malloc gives large blocks back to the kernel: a fresh 64 MiB block costs "
@@ -82,6 +86,7 @@ def diagnose(cache: str | None = None) -> Diagnosis:
         cache: folder of the measurement cache; None: the user's cache directory.
     """
     backend = open_backend("auto")
+    # 4 bytes a float32. Its pages are there before it is timed, unlike those of a fresh block.
     block = torch.ones(_BLOCK_BYTES // 4)
     path = cache_room.default_path(cache)
     return Diagnosis(
@@ -107,6 +112,7 @@ def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
         UnsupportedError: there is no GPU here.
         ConfigError: the file cannot be written.
     """
+    # cuDNN itself loads without a driver, as `ucudnn enumerate` needs it.
     if not has_driver():
         raise UnsupportedError(
             "a device profile is of the GPU here, and this machine has no NVIDIA driver; "
@@ -116,6 +122,7 @@ def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     try:
         with Handle(cudnn) as handle:
             profile = DeviceProfile.of_handle(cudnn, handle)
+    # A driver alone is no GPU that cuDNN can use.
     except CudnnError as error:
         raise UnsupportedError(f"there is no GPU here to describe: {error}") from error
     profile.save(path)
@@ -141,6 +148,7 @@ def _median_ns(run: Callable[[], object]) -> int:
 
 def _writable(path: os.PathLike[str]) -> bool:
     """True if the folder, or the nearest one above it that exists, can be written."""
+    # The cache makes its folder when it first writes, so it may not exist yet.
     folder = os.path.abspath(path)
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)

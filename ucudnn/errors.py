@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# A damaged file can hold a value of any length, and a message must stay readable.
 _LONGEST_QUOTE = 300
 
 
@@ -13,6 +14,7 @@ def shortened(sentence: str) -> str:
     """
     if len(sentence) <= _LONGEST_QUOTE:
         return sentence
+    # 5 characters are the dots and the blanks around them; both ends tell where the text is from.
     half = (_LONGEST_QUOTE - 5) // 2
     return f"{sentence[: half + 1]} ... {sentence[-half:]}"
 

@@ -39,6 +39,8 @@ def read_layers(
             names the line.
     """
     try:
+        # Spreadsheets begin UTF-8 files with a byte order mark, which would be part of the first
+        # name; newline="" leaves line ends to the csv module, which knows quoted ones.
         with Path(path).open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
@@ -47,6 +49,7 @@ def read_layers(
                     f"{path} line 1: a table of layers has the columns {','.join(COLUMNS)}; "
                     f"missing: {', '.join(missing)}"
                 )
+            # The line in the file, not the number of the row: a quoted field may span lines.
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -65,6 +68,7 @@ def _problem(
 ) -> Problem:
     try:
         value = {name: int(row[name]) for name in COLUMNS if name != "name"}
+    # A row with too few fields has None for the others, hence TypeError.
     except (TypeError, ValueError):
         bad = [name for name in COLUMNS[1:] if not _is_int(row[name])]
         raise ConfigError(
@@ -94,6 +98,7 @@ def _problem(
 
 def _is_int(text: str | None) -> bool:
     try:
+        # None, of a row that is too short, is no int either.
         int(text or "")
     except ValueError:
         return False

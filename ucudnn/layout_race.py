@@ -11,6 +11,7 @@ from ucudnn.errors import PlanError
 from ucudnn.units import format_ns
 
 MEMORY_FORMATS = ("keep", "channels_last")
+# Numbers in plan files stay below this, so that 64-bit readers can hold them.
 _LARGEST = 1 << 63
 
 
@@ -51,6 +52,8 @@ class Contestant:
                 f"the memory format of a contestant must be one of {', '.join(MEMORY_FORMATS)}, "
                 f"got {self.memory_format!r}"
             )
+        # Values may come from a plan file that anybody wrote. Exact types, because True passes for
+        # an int; Python's JSON reader accepts NaN and Infinity.
         counts = (self.time_ns, self.peak_bytes)
         if not all(type(count) is int and 0 <= count < _LARGEST for count in counts):
             raise PlanError(f"counts of a contestant must be ints from 0, got {counts}")
@@ -95,6 +98,7 @@ class LayoutRace:
     def __post_init__(self) -> None:
         if type(self.rounds) is not int or not 0 <= self.rounds < _LARGEST:
             raise PlanError(f"rounds of a race of layouts must be an int from 0, got {self.rounds}")
+        # Without contestants the index is 0, its default.
         most = max(1, len(self.contestants))
         if type(self.winner) is not int or not 0 <= self.winner < most:
             raise PlanError(f"winner must be the index of a contestant, got {self.winner!r}")
@@ -104,6 +108,7 @@ class LayoutRace:
     @property
     def memory_format(self) -> str:
         """The layout that won; the model's own where nothing was compared."""
+        # A race that did not take place changes nothing about the model.
         return self.contestants[self.winner].memory_format if self.contestants else "keep"
 
     @property
@@ -122,6 +127,7 @@ class LayoutRace:
                 f"the layout is {chosen} by the sums of kernels, because no steps were compared "
                 f"({self.reason}): {', '.join(sums)}"
             )
+        # Torch in the model's own layout comes first: all ratios are to it.
         first = self.contestants[0]
         if winner is first:
             least = format_ns(first.time_ns)
@@ -139,6 +145,7 @@ class LayoutRace:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutRace:
         """Build one from JSON values; fields of later versions are left out."""
+        # By name, so that a field which a later version added is ignored.
         known = {name: values[name] for name in cls.__slots__ if name in values}
         names = Contestant.__slots__
         contestants = tuple(

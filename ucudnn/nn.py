@@ -63,13 +63,14 @@ class AbstractPlanned(_Convolution):
 
 
 class AbstractConvolution(AbstractPlanned):
-    """A forward that asks the plan; compiled, torch's own, which Inductor knows how to lay out."""
+    """Forward of a convolution by its plan; under torch.compile torch's own (for Inductor)."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
             plain: Tensor = super()._conv_forward(input, weight, bias)
             return plain
         surplus, geometry = geometry_of(self)
+        # aten's convolution pads with zeros, the same at both ends; the rest is added before it.
         if surplus is not None:
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             input = functional.pad(input, surplus, mode=mode)
@@ -77,7 +78,7 @@ class AbstractConvolution(AbstractPlanned):
 
 
 class AbstractTransposed(AbstractPlanned):
-    """The same for transposed convolutions."""
+    """Forward of a transposed convolution by its plan; under torch.compile torch's own."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """torch's forward, by plan."""
@@ -86,6 +87,7 @@ class AbstractTransposed(AbstractPlanned):
             return plain
         rank = len(self.kernel_size)
         arguments = (self.stride, self.padding, self.kernel_size, rank, self.dilation)
+        # `output_size` of this call decides, and the module's own padding is only the default.
         output_padding = self._output_padding(input, output_size, *arguments)  # type: ignore[arg-type]
         _, geometry = geometry_of(self)
         geometry = geometry._replace(output_padding=tuple(output_padding))
@@ -144,14 +146,15 @@ class ConvTranspose3d(AbstractTransposed, nn.ConvTranspose3d):
 def follow(module: nn.Module, runner: Runner) -> None:
     """Give a layer the attributes that the classes above need.
 
-    One of them says that it comes from torch.nn: tracers of torch.fx look there to tell the layers
-    that are leaves. On the class it would break pickling.
+    One of them is `__module__`: tracers of torch.fx take modules from torch.nn for leaves, which
+    they do not look into. On the class it would break pickling.
     """
+    # In the instance: all layers share the class, and `unfollow` can remove it again here.
     vars(module).update(_ucudnn_runner=runner, __module__=nn.Conv2d.__module__)
 
 
 def unfollow(module: nn.Module) -> None:
-    """Take them away again."""
+    """Remove the attributes that `follow` has set."""
     for name in ("_ucudnn_runner", "__module__"):
         vars(module).pop(name, None)
 
@@ -169,6 +172,7 @@ def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geom
         Amounts as `torch.nn.functional.pad` takes them, (begin, end) per axis, last axis first,
         None where torch does not; and the geometry, first axis first.
     """
+    # Tuples, which can be hashed, whatever was assigned to the module's attributes.
     return _geometry(
         module.padding if isinstance(module.padding, str) else tuple(module.padding),
         module.padding_mode,
@@ -181,6 +185,7 @@ def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geom
     )
 
 
+# Every forward of a layer asks for this, and models have few different geometries.
 @lru_cache(maxsize=1024)
 def _geometry(
     amounts: str | tuple[int, ...],
@@ -194,12 +199,15 @@ def _geometry(
 ) -> tuple[list[int] | None, Geometry]:
     if amounts == "same":
         spans = zip(dilation, kernel_size, strict=True)
+        # As torch does it: of an odd total the larger half comes last.
         totals = [step * (kernel - 1) for step, kernel in spans]
         pairs = [(total // 2, total - total // 2) for total in totals]
     elif isinstance(amounts, str):
+        # The only other text is "valid", which means none.
         pairs = [(0, 0)] * len(kernel_size)
     else:
         pairs = [(amount, amount) for amount in amounts]
+    # Zeros that are equal at both ends are left to the convolution, which needs no padded copy.
     inner = tuple(0 if mode != "zeros" else min(pair) for pair in pairs)
     surplus = [
         amount - kept
@@ -219,6 +227,7 @@ def layer_of(module: nn.modules.conv._ConvNd) -> Layer:
     """
     _, geometry = geometry_of(module)
     channels = (module.in_channels, module.out_channels)
+    # A transposed convolution is the gradient of the one that has its channels exchanged.
     in_channels, out_channels = reversed(channels) if module.transposed else channels
     return Layer(
         in_channels,

@@ -53,6 +53,7 @@ class Timing:
     def __post_init__(self) -> None:
         for item in fields(self):
             _require_count(item.name, getattr(self, item.name))
+        # Reports and checks divide by it.
         if self.time_ns == 0:
             raise PlanError("time_ns must be at least 1, got 0")
 
@@ -67,7 +68,7 @@ class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
     A batch is computed alone, by slabs, or built by steps: `last[n - 1]` is the last step, the
-    steps before it are those of batch n - size. Any split is a walk of its own length.
+    steps before it are those of batch n - size, and so on down to 0.
 
     Args:
         problem: the kernel at the largest planned batch N.
@@ -100,6 +101,7 @@ class KernelPlan:
     slabs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        # Plan files hold what anybody wrote, so types are checked before anything is compared.
         _require_count("predicted_time_ns", self.predicted_time_ns)
         for name in ("layers", "algorithms", "notes"):
             _require_strings(name, getattr(self, name))
@@ -111,6 +113,7 @@ class KernelPlan:
                 f"the plan of {self.problem} must have one entry per batch "
                 f"({self.problem.batch}), got {len(self.alone)} and {len(self.last)}"
             )
+        # Batches from which a walk along `last` ends at 0, so that `split` always ends.
         reachable = {0}
         for n, (index, (size, step_index)) in enumerate(
             zip(self.alone, self.last, strict=True), start=1
@@ -122,12 +125,14 @@ class KernelPlan:
             if not (0 < size <= n and n - size in reachable and self._names(step_index)):
                 raise PlanError(f"the plan of {self.problem} has no valid split of batch {n}")
             reachable.add(n)
+        # Smaller batches may lack a split within the limit; the planned one may not.
         if not self.covers(self.problem.batch):
             raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
 
     def _require_slabs(self) -> None:
         if not self.slabs and BY_SLABS not in self.alone:
             return
+        # Slabs are part of the hash, so they must be right even if no batch uses them.
         named = all(size > 0 and self._names(index) for size, index in self.slabs)
         rows = sum(size for size, _ in self.slabs)
         if not named or rows != row_count(self.problem):
@@ -161,6 +166,7 @@ class KernelPlan:
         if index == BY_SLABS:
             rows = (Step(size, self.algorithms[index]) for size, index in self.slabs)
             return Split("spatial", tuple(rows))
+        # `last` gives the final step first, so the walk runs backwards.
         steps = []
         while batch:
             size, index = self.last[batch - 1]
@@ -175,6 +181,7 @@ class KernelPlan:
             every_batch: smaller ones, too; else they keep their splits.
         """
         assert self.default is not None
+        # Appended, because the splits of smaller batches refer to the others by index.
         algorithms = (*self.algorithms, DEFAULT_ALGORITHM)
         index = len(self.algorithms)
         return replace(
@@ -182,6 +189,7 @@ class KernelPlan:
             algorithms=(DEFAULT_ALGORITHM,) if every_batch else algorithms,
             alone=(0,) * self.problem.batch if every_batch else (*self.alone[:-1], index),
             last=((0, -1),) * self.problem.batch if every_batch else self.last,
+            # Slabs that no batch uses any more must not stay in the hash.
             slabs=() if every_batch or BY_SLABS not in self.alone[:-1] else self.slabs,
             timing=self.default,
             predicted_time_ns=self.default.time_ns,
@@ -190,6 +198,7 @@ class KernelPlan:
     def decisions(self) -> list[Any]:
         """Problem and tables with the algorithms' names in place, as JSON values."""
         names = {BY_BATCH: None, BY_SLABS: BY_SLABS, **dict(enumerate(self.algorithms))}
+        # Names and not indices: the order of `algorithms` decides nothing.
         alone = [names[index] for index in self.alone]
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
@@ -270,6 +279,7 @@ class Plan:
             PlanError: there is none.
         """
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
+        # In order of their batches, so the first one that covers it is the smallest.
         for kernel in kernels:
             if kernel.covers(problem.batch):
                 return kernel
@@ -292,6 +302,7 @@ class Plan:
 
     @cached_property
     def _kernels_by_geometry(self) -> dict[Problem, list[KernelPlan]]:
+        # The batch is not part of the geometry: one of 1 stands for all.
         by_geometry: dict[Problem, list[KernelPlan]] = {}
         for kernel in sorted(self.kernels, key=lambda kernel: kernel.problem.batch):
             by_geometry.setdefault(kernel.problem.with_batch(1), []).append(kernel)
@@ -315,6 +326,8 @@ class Plan:
 
         Times, dates and hosts are left out, so two machines of one kind can agree on it.
         """
+        # Without software and conditions, and in any order of kernels: two machines of one kind
+        # that decide alike have equal hashes.
         decisions = {
             "kernels": sorted(_canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
@@ -355,6 +368,7 @@ class Plan:
             "conditions": asdict(self.conditions),
             "kernels": [
                 {
+                    # The fields that are values of their own are replaced by their JSON below.
                     **{name: getattr(kernel, name) for name in KernelPlan.__slots__},
                     "problem": kernel.problem.to_dict(),
                     "timing": asdict(kernel.timing),
@@ -367,6 +381,7 @@ class Plan:
             document["step_race"] = self.step_race.to_dict()
         if self.layout_race is not None:
             document["layout_race"] = self.layout_race.to_dict()
+        # Unlike the hash it covers times and names, so that any damage shows.
         return {**document, "checksum": _sha256(document)}
 
     @classmethod
@@ -377,6 +392,7 @@ class Plan:
             PlanError: it cannot be read, is not a plan, is damaged, or is of a later version.
             ConfigError: an environment variable is refused, which is not the file's fault.
         """
+        # First: a refused variable must not be reported as damage of the file.
         check_environment()
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -398,6 +414,7 @@ class Plan:
             )
         try:
             return cls.from_dict(document)
+        # A file that was cut or edited may raise any of these while its values are built.
         except (KeyError, TypeError, AttributeError, ValueError, UcudnnError) as error:
             detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
             raise PlanError(
@@ -448,6 +465,7 @@ def _pairs(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _strings(values: object) -> tuple[str, ...]:
+    # `tuple` would take a string apart into its characters.
     if not isinstance(values, list):
         raise PlanError(f"names must be a list, got {values!r}")
     return tuple(values)
@@ -477,4 +495,5 @@ def _sha256(value: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
+    # One text for equal values, whoever writes them: hash and checksum depend on it.
     return json.dumps(value, sort_keys=True, separators=(",", ":"))

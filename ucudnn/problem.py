@@ -10,6 +10,7 @@ from typing import Any
 from ucudnn.errors import ProblemError
 from ucudnn.units import TOO_LARGE
 
+# cuDNN's names, in the order of aten: forward, then its mask of gradients (input, weight).
 OPS = ("fprop", "dgrad", "wgrad")
 LAYOUTS = ("nchw", "nhwc")
 MATHS = ("strict", "tf32")
@@ -60,6 +61,7 @@ class Problem:
     math: str = "strict"
 
     def __post_init__(self) -> None:
+        # Before the checks below, which count on one entry per axis.
         rank = self._normalise_sizes()
         for name, allowed in (
             ("op", OPS),
@@ -86,12 +88,15 @@ class Problem:
                 raise ProblemError(
                     f"{name} must be a tuple with one int per spatial axis, got {value!r}"
                 )
+            # JSON gives lists, which cannot be hashed. A frozen dataclass is written to only this
+            # way.
             object.__setattr__(self, name, tuple(value))
         rank = len(self.input_size)
         if not 1 <= rank <= 3:
             raise ProblemError(
                 f"input_size must have 1, 2 or 3 spatial axes, got {self.input_size}"
             )
+        # Empty stands for the default, whose length follows from `input_size`.
         object.__setattr__(self, "stride", self.stride or (1,) * rank)
         object.__setattr__(self, "dilation", self.dilation or (1,) * rank)
         object.__setattr__(self, "padding", _pairs(self.padding, rank))
@@ -105,6 +110,7 @@ class Problem:
 
     def _require_channels_divide(self) -> None:
         for name in ("in_channels", "out_channels"):
+            # Each group convolves its own equal part of the channels.
             if getattr(self, name) % self.groups:
                 raise ProblemError(
                     f"{name} (={getattr(self, name)}) must be divisible by groups (={self.groups})"
@@ -113,6 +119,7 @@ class Problem:
     def _require_kernel_fits(self, axis: int) -> None:
         begin, end = self.padding[axis]
         padded = self.input_size[axis] + begin + end
+        # A longer kernel would leave no output on this axis.
         extent = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
         if extent > padded:
             raise ProblemError(
@@ -129,6 +136,7 @@ class Problem:
     @property
     def output_size(self) -> tuple[int, ...]:
         """Spatial sizes of y."""
+        # Rounded down as by torch and cuDNN: input that does not fill a stride is not read.
         return tuple(
             (size + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
             for size, kernel, stride, padding, dilation in zip(
@@ -183,6 +191,7 @@ class Problem:
     @property
     def flops(self) -> int:
         """Multiplications and additions of the direct method, counting padding."""
+        # Each element of y sums up one product per element of its filter, w_shape[1:].
         return 2 * prod(self.y_shape) * prod(self.w_shape[1:])
 
     def with_batch(self, batch: int) -> Problem:
@@ -227,12 +236,14 @@ class Problem:
         """
         try:
             return cls(**fields)
+        # A dataclass raises it for missing and for unknown fields alike.
         except TypeError as error:
             raise ProblemError(
                 f"a problem has other fields than {sorted(fields)}: {error}"
             ) from None
 
     def __str__(self) -> str:
+        # Only what differs from the usual, because lines of tables are short.
         kernel = _sizes(self.kernel_size, squeeze=True)
         extras = "".join(
             f", {name}{_sizes(value, squeeze=True)}"
@@ -255,6 +266,7 @@ class Problem:
 def _pairs(padding: object, rank: int) -> tuple[tuple[int, int], ...]:
     if not isinstance(padding, (tuple, list)):
         raise ProblemError(f"padding must be ((begin, end), ...), got {padding!r}")
+    # Values may come from a file, and be of any type.
     for pair in padding:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ProblemError(
@@ -265,12 +277,15 @@ def _pairs(padding: object, rank: int) -> tuple[tuple[int, int], ...]:
                 raise ProblemError(
                     f"padding must hold ints of at least 0 and below 2^63, got {padding!r}"
                 )
+    # No pairs at all stand for the default, as for stride and dilation.
     return tuple((begin, end) for begin, end in padding) or ((0, 0),) * rank
 
 
 def _require_positive(name: str, value: object) -> None:
+    # `isinstance` would accept True, which as a size is a mistake.
     if type(value) is not int or value < 1:
         raise ProblemError(f"{name} must be an int of at least 1, got {value!r}")
+    # torch, cuDNN and the cache hold sizes in 64 bits.
     if value >= TOO_LARGE:
         raise ProblemError(f"{name} must be below 2^63, got {value!r}")
 

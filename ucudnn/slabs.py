@@ -114,6 +114,7 @@ def inner_problem(problem: Problem, size: int) -> Problem:
         size: rows of the slab, a multiple of `row_alignment(problem)`.
     """
     extent, stride = _extent(problem), problem.stride[0]
+    # So far from both ends that no padding is read, and a multiple of the alignment.
     begin = stride * (extent + sum(problem.padding[0]))
     endless = replace(
         problem, input_size=(stride * (2 * begin + size) + extent, *problem.input_size[1:])
@@ -128,7 +129,9 @@ def _of_outputs(problem: Problem, begin: int, end: int) -> Slab:
     stride, (before, _) = problem.stride[0], problem.padding[0]
     first = begin * stride - before
     last = (end - 1) * stride - before + _extent(problem)  # one past it
+    # Rows outside the tensor are padding, which stays padding of this slab.
     rows = max(first, 0), min(last, problem.input_size[0])
+    # It reads padding alone, so its result is zero and nothing is computed.
     if rows[0] >= rows[1]:
         return Slab(None, (0, 0), (begin, end))
     part = _part(problem, rows, (rows[0] - first, last - rows[1]))
@@ -143,11 +146,14 @@ def _written_by_dgrad(problem: Problem, begin: int, end: int) -> Slab:
     """
     stride, (before, _) = problem.stride[0], problem.padding[0]
     extent = _extent(problem)
+    # The first output whose last tap reaches the slab, and one past the last to begin in it.
     first = max(0, -((extent - 1 - begin - before) // stride))  # rounded up
     last = min(problem.output_size[0], (end - 1 + before) // stride + 1)
     if first >= last:
         return Slab(None, (begin, end), (0, 0))
     first = min(first, (begin + before) // stride)
+    # Rows that these outputs read beside the slab belong to other slabs. As padding they are not
+    # written; where the outputs end within the slab there are none.
     pad_begin = begin + before - first * stride
     pad_end = max(0, (last - first - 1) * stride + extent - (end - begin) - pad_begin)
     part = _part(problem, (begin, end), (pad_begin, pad_end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Torch's own convolution, by whichever implementation torch chooses for the shape.
 DEFAULT_ALGORITHM = "torch_default"
 
 
@@ -46,6 +47,7 @@ class Split:
         return len(self.steps) == 1 and self.steps[0].algorithm == DEFAULT_ALGORITHM
 
     def __str__(self) -> str:
+        # Equal steps in sequence are written once: a split may have hundreds.
         runs: list[tuple[Step, int]] = []
         for step in self.steps:
             if runs and runs[-1][0] == step:

@@ -10,7 +10,7 @@ from typing import Any
 from ucudnn.errors import PlanError
 from ucudnn.units import format_bytes, format_ns
 
-# Of a step's time, either way: a smaller difference decides nothing.
+# As a fraction of a step's time: a smaller difference, either way, decides nothing.
 TOLERATED = 0.01
 
 
@@ -49,6 +49,8 @@ class StepRace:
     reason: str = ""
 
     def __post_init__(self) -> None:
+        # Values may come from a plan file that anybody wrote. Exact types, because True passes for
+        # an int; Python's JSON reader accepts NaN and Infinity.
         peaks = (self.torch_peak_bytes, self.plan_peak_bytes)
         counts = (self.torch_ns, self.plan_ns, self.rounds, *peaks)
         if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
@@ -62,6 +64,7 @@ class StepRace:
     @property
     def is_loss(self) -> bool:
         """True where steps are slower by the plan, beyond the noise."""
+        # The whole interval must lie above: noise is no reason to give a plan up.
         return self.rounds > 0 and self.low > 1 + TOLERATED
 
     def __str__(self) -> str:

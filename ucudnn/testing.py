@@ -34,10 +34,15 @@ from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS, Problem
 OpenCache: TypeAlias = Callable[[], AbstractCache]
 CacheLaw: TypeAlias = Callable[[OpenCache], None]
 
+# Of two kinds, because a cache keeps each kind of device apart.
 _GPU = Device("cuda", "NVIDIA H200", "", 132, "9.0", 150_754_820_096, 700, "")
 _CPU = Device("cpu", "A Processor 9000 @ 3.0GHz", "AVX512", 64)
+# Texts that file formats get wrong: line ends and quotes (CSV), NUL (C strings in HDF5), and half a
+# surrogate pair, which UTF-8 cannot hold.
 _TEXTS = ("", "plain", 'two\nlines, and "quotes"', "zero \0 byte", "µ-cuDNN ✓ 卷积", "\udcff", "\r")
+# Absent, zero, and more than 32 bits can hold.
 _NUMBERS = (None, 0, 1, 987_654_321, 2**62)
+# A result with infinite or undefined elements has an error that is so, too.
 _ERRORS = (None, 0.0, 1e-7, 0.1, math.inf, math.nan)
 
 
@@ -61,6 +66,7 @@ def sample_measurements(count: int, seed: int = 0) -> list[Measurement]:
 
 
 def _sample(chance: random.Random, index: int) -> Measurement:
+    # In turn, so that a few samples already have every status.
     status = STATUSES[index % len(STATUSES)]
     timed = status in ("ok", "screened")
     samples = [chance.randrange(1, 10**9) for _ in range(chance.randrange(6))] if timed else []
@@ -83,6 +89,8 @@ def _sample_key(chance: random.Random, index: int) -> MeasurementKey:
     def sizes(low: int, high: int) -> tuple[int, ...]:
         return tuple(chance.randrange(low, high) for _ in range(rank))
 
+    # The batch alone makes every key different. Channels are multiples of 4, which all groups
+    # divide, and inputs are larger than any dilated kernel.
     problem = Problem(
         op=chance.choice(OPS),
         batch=1 + index,
@@ -114,6 +122,7 @@ def _texts(measurements: Iterable[Measurement]) -> list[str]:
 
 def _variations(key: MeasurementKey) -> dict[str, MeasurementKey]:
     """Keys that differ from one in a single field, by the name of the field."""
+    # Each value differs from that of `_plain_key`.
     changed: dict[str, dict[str, Any]] = {
         "problem": {
             "op": "wgrad",
@@ -178,6 +187,7 @@ def cache_is_empty_at_first(open_cache: OpenCache) -> None:
         assert cache.get(_plain_key()) is None
         assert list(cache) == list(cache.select({"status": "ok"})) == []
         assert len(cache) == cache.info().records == 0
+        # A container of length 0 is false for Python, and `cache or other` would not use it.
         assert cache
         assert not cache.explain(_plain_key()).found
         cache.put([])
@@ -190,12 +200,15 @@ def cache_finds_what_was_put(open_cache: OpenCache) -> None:
     measurements = sample_measurements(300)
     others = sample_measurements(330)[300:]
     with open_cache() as cache:
+        # In two calls, one of them with an iterator, which can be read only once.
         cache.put(measurements[:100])
         cache.put(iter(measurements[100:]))
+        # The second time the cache may answer from memory.
         for _ in range(2):
             found = [cache.get(measurement.key) for measurement in measurements]
             assert _texts(filter(None, found)) == _texts(measurements)
             assert not any(cache.get(other.key) for other in others)
+    # A second opening knows only what the first one wrote.
     with open_cache() as cache:
         found = [cache.get(measurement.key) for measurement in measurements]
         assert _texts(filter(None, found)) == _texts(measurements)
@@ -228,11 +241,14 @@ def cache_lets_the_later_measurement_count(open_cache: OpenCache) -> None:
     """The later of two measurements with one key counts."""
     key = _plain_key()
     with open_cache() as cache:
+        # Within one call the order counts as well.
         cache.put([Measurement(key, "untimed", workspace_bytes=5), Measurement(key, "ok", 1)])
         assert cache.get(key) == Measurement(key, "ok", 1)
+        # Neither the smallest time nor the largest counts, but the last.
         for time_ns in (9, 3, 7):
             cache.put([Measurement(key, "ok", time_ns)])
             assert cache.get(key) == Measurement(key, "ok", time_ns)
+        # Entries say when they were stored, so that an old one which comes late is still old.
         cache.put_entries([Entry(Measurement(key, "failed", reason="old"), stored_ns=1)])
         assert cache.get(key) == Measurement(key, "ok", 7)
         assert len(cache) == 1
@@ -274,6 +290,7 @@ def cache_survives_export_and_import(open_cache: OpenCache) -> None:
             with MemoryCache() as other:
                 assert other.import_(path) == 100
                 assert sorted(map(repr, other.entries())) == entries
+            # What is there already is read, and changes nothing.
             assert cache.import_(path) == 100
             assert sorted(map(repr, cache.entries())) == entries
         assert cache.export(Path(folder, "some.csv"), {"status": "ok"}) == 25
@@ -289,6 +306,7 @@ def cache_merges_a_folder(open_cache: OpenCache) -> None:
             other.put(measurements[30:])
             newer = replace(measurements[30], status="failed", time_ns=None, spread_ns=None)
             other.put([newer])
+        # 20 of the 60 keys are here already, and after the first merge all are.
         for added in (40, 0):
             report = cache.merge(folder)
             assert (report.read, report.added) == (60, added)
@@ -310,6 +328,7 @@ def cache_prunes_what_matches(open_cache: OpenCache) -> None:
         assert _texts(cache) == _texts(stay)
         old = replace(stay[0], key=replace(stay[0].key, protocol=50))
         cache.put_entries([Entry(old, stored_ns=1000)])
+        # What was stored at that very moment is not before it.
         assert cache.prune({}, before_ns=1000) == 0
         assert cache.prune({}, before_ns=1001) == 1
         assert _texts(cache) == _texts(stay)

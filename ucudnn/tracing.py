@@ -29,12 +29,14 @@ from ucudnn.execution.snapshot import unchanged
 from ucudnn.execution.stepping import Stepper, tensors_of
 from ucudnn.problem import OPS, Problem
 
+# Below autograd and autocast every convolution of torch is one of these two.
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 # Their fake kernels forget channels-last, which the real ones keep (torch 2.13).
 _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad3d.default)
 # Its fake kernel gives an axis of one element another stride, by which torch picks a layout.
 _VIEW = torch.ops.aten.view.default
+# Attributes of `nn.Module` that hold its hooks; torch has no public name for all of them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # What a model's own code raises when it does not like its input.
 _MODEL_ERRORS = (
@@ -129,6 +131,8 @@ def _trace_one(
         _let_hooks_fail(model)
     try:
         with (
+            # The caller's mode may be without gradients, and then there would be no backward. Of
+            # several modes the one that is entered last sees a call first: the recorder.
             torch.inference_mode(False),
             torch.enable_grad(),
             same_random_states(on_devices=real),
@@ -139,6 +143,7 @@ def _trace_one(
             Stepper(model, inputs, fake_mode, backward, memory_format).run()
     except _MODEL_ERRORS as error:
         shapes = [tuple(leaf.shape) for leaf in tensors_of(inputs)]
+        # The first line is the sentence; torch may add hints and C++ frames below it.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "" if real else "; if it needs values and not shapes alone, use real=True"
         raise ConfigError(
@@ -150,6 +155,7 @@ def _let_hooks_fail(model: nn.Module) -> None:
     """Hooks are part of a model, but one that needs values must not end a trace."""
     for module in model.modules():
         for kind in _HOOKS:
+            # `unchanged` puts the hooks back when the trace is over.
             hooks = getattr(module, kind)
             if hooks:
                 wrapped = OrderedDict((key, _lenient(hook)) for key, hook in hooks.items())
@@ -214,6 +220,8 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         problem = self._problem("fprop", x, w, geometry)
         if problem is not None:
+            # The innermost module that runs is the one that computes it; also noted where only
+            # backward is asked for, which finds its name here.
             name = self.modules[-1] if self.modules else ""
             self._forward_names.setdefault(problem, []).append(name)
             if "fprop" in self.passes:
@@ -235,6 +243,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _strides_of_view(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    # Outside the modes, which would take these calls for the model's; without memory.
     with _disable_current_modes():
         return torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
 
@@ -253,6 +262,7 @@ def _module_names(recorder: _Recorder, names: dict[int, str]) -> Iterator[None]:
 
     with (
         register_module_forward_pre_hook(enter),
+        # Also where forward raises, or the name would stay on the stack.
         register_module_forward_hook(leave, always_call=True),
     ):
         yield

@@ -28,6 +28,7 @@ app = typer.Typer(
     help="Split the mini-batch of each convolution, so that fast algorithms fit.",
     no_args_is_help=True,
     add_completion=False,
+    # Expected errors are sentences (`main`); of any other Python's own traceback tells most.
     pretty_exceptions_enable=False,
 )
 app.command()(tune)
@@ -51,11 +52,13 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):  # files may hold names that no terminal can show
             stream.reconfigure(errors="backslashreplace")
     try:
+        # It puts `showwarning` back at the end, for a caller that goes on after `main`.
         with warnings.catch_warnings():
             warnings.showwarning = show_warning
             app()
     except InterruptedCommandError as error:
         fail(str(error), INTERRUPTED)
+    # The subclasses come first: the first clause that matches sets the exit status.
     except (ConfigError, ProblemError) as error:
         fail(str(error), USAGE)
     except PlanError as error:

@@ -37,13 +37,17 @@ def advise(
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
     config = settings(config_file, {"ops": "fprop" if infer else ops, "backend": backend})
+    # These import torch, which takes seconds: not for --help, nor for a setting that is wrong.
     from ucudnn.tuning.advisor import advised, require_live
     from ucudnn.tuning.tuner import device_type
 
     require_live(config)
+    # After `require_live`, because making a model may take long.
     named = name_model(model, input or [], channels_last, autocast, infer)
     traced = named.trace(config.ops, device_type(config))
+    # Tracing needs shapes only; the steps that run from here on need values.
     named.fill()
+    # On stderr, so that stdout holds nothing but the result.
     with Progress(console=err, transient=True) as bar, named.context():
         task = bar.add_task("running steps", total=None)
         found = advised(
@@ -56,6 +60,7 @@ def advise(
             ),
         )
     if as_json:
+        # Not through rich, which breaks long lines.
         print(json.dumps(found.to_dict()))
         return
     out.print(_table(found))

@@ -52,12 +52,15 @@ def check(
     """
     report = _cache_commands().check(cache, fix)
     if as_json:
+        # A property, which `asdict` leaves out.
         print(json.dumps({**asdict(report), "clean": report.clean}))
     else:
         say(f"{report.records} measurements in {report.files} sound files")
+        # The fields of the report that hold sentences; their names are the labels, too.
         for label in ("problems", "fixed", "notes"):
             for sentence in getattr(report, label):
                 say(f"{label}: {sentence}")
+    # With --json as well: scripts look at the status.
     if not report.clean:
         raise typer.Exit(SAYS_NO)
 
@@ -89,6 +92,7 @@ def export(
     say(f"wrote {count} measurements to {file}")
 
 
+# The name is given, because `import` itself cannot be the name of a function.
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.")],
@@ -128,11 +132,13 @@ def explain(where: WhereOption = None, cache: CacheOption = None) -> None:
     """
     found = _cache_commands().explain(where or (), cache)
     say(str(found))
+    # The answer is no, which is the exit status that scripts test for.
     if not found.found:
         raise typer.Exit(SAYS_NO)
 
 
 def _cache_commands() -> Any:
+    # Imported when a command runs, so that `ucudnn --help` stays quick.
     from ucudnn.cache import commands
 
     return commands

@@ -15,6 +15,7 @@ from ucudnn.cli.console import SAYS_NO, err, out, say
 from ucudnn.cli.options import JsonOption
 from ucudnn.plan import Plan
 
+# By `Finding.is_true`, which is None for what was not looked at.
 _WORDS = {True: "ok", False: "NO", None: "skipped"}
 
 
@@ -30,11 +31,14 @@ def check(
     Example: ucudnn check resnet18.plan.json
     """
     loaded = Plan.load(plan)
+    # It imports torch, for which a wrong path need not wait.
     from ucudnn.check import check as check_plan
 
     with Progress(console=err, transient=True) as bar:
+        # One finding each for device, versions, conditions and build, then the canaries.
         task = bar.add_task("checking", total=4 + canaries)
         findings = check_plan(loaded, canaries, lambda _: bar.advance(task))
+    # What was not looked at is no reason to say no.
     is_true = all(finding.is_true is not False for finding in findings)
     if as_json:
         document = {"is_true": is_true, "findings": [asdict(finding) for finding in findings]}

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+# See `main`; 130 is what shells report for a process that SIGINT (2) has ended: 128 + 2.
 SAYS_NO, USAGE, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 130
 # A pipe has no width of its own: one that holds a table.
 out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
@@ -23,6 +24,8 @@ class InterruptedCommandError(Exception):
 
 def say(line: str) -> None:
     """Print a line as it is."""
+    # Names of layers may hold brackets, which rich would take for markup. With `soft_wrap` the
+    # terminal breaks lines, so that a sentence can be copied whole.
     out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -53,6 +56,7 @@ def show_warning(
 @contextmanager
 def progress() -> Iterator[tuple[Callable[[Any], None], dict[str, int]]]:
     """A progress bar on the terminal, and the counts of the last event."""
+    # Kept for the summary, because the bar is gone when it is printed.
     counts = {"measured": 0, "reused": 0}
     columns = (
         TextColumn("{task.description}"),
@@ -65,6 +69,7 @@ def progress() -> Iterator[tuple[Callable[[Any], None], dict[str, int]]]:
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("", total=None, counts="", left="")
 
+        # The budget comes with every event and is told once.
         said: list[float] = []
 
         def on_progress(event: Any) -> None:

@@ -43,6 +43,7 @@ def enumerate_(
     Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
     --device-profile benchmarks/devices/h200.json -o candidates.csv
     """
+    # Imports the cuDNN backend, for which --help need not wait.
     from ucudnn.backends.cudnn.enumeration import enumerate_table
 
     start = time.monotonic()
@@ -52,6 +53,7 @@ def enumerate_(
             problems,
             device_profile,
             output,
+            # Through `Config`, which checks the names and has the default.
             ops=settings(None, {"ops": ops}).ops,
             dtype=dtype,
             layout=layout,
@@ -61,6 +63,7 @@ def enumerate_(
         )
     seconds = round(time.monotonic() - start, 3)
     if as_json:
+        # Not through rich, which breaks long lines.
         print(json.dumps({**asdict(found), "seconds": seconds, "output": str(output)}))
         return
     for sentence in (*found.refused, f"{found} in {seconds:.1f} s; written to {output}."):
@@ -92,6 +95,7 @@ def show(
     from ucudnn.tuning.noise import noise_of
 
     if kernel is None:
+        # The width decides which columns the table has.
         out.print(plan_table(loaded, out.width))
         out.print(plan_summary(loaded), highlight=False)
         if loaded.layout_race is not None:
@@ -100,6 +104,7 @@ def show(
             say(as_sentence(str(loaded.layout_race)))
         out.print(f"Noise: {noise_of(loaded)}.", highlight=False)
         return
+    # A layer has several kernels, one per pass, so its name may choose more than one.
     chosen = [
         entry
         for index, entry in enumerate(loaded.kernels)
@@ -148,14 +153,17 @@ def doctor(
 
     Example: ucudnn doctor --json
     """
+    # Under another name, because this function has the module's.
     from ucudnn import doctor as room
 
     if save_device_profile is not None:
         profile = room.save_device_profile(save_device_profile)
         say(f"wrote the profile of {profile.name} to {save_device_profile}")
         return
+    # Without the flag `Config` asks the environment.
     found = room.diagnose(cache or Config().cache)
     if as_json:
+        # A property, which `asdict` leaves out.
         print(json.dumps({**asdict(found), "advice": found.advice}))
         return
     rows = {

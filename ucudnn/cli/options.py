@@ -11,6 +11,7 @@ import typer
 from ucudnn.cli.targets import read_config
 from ucudnn.config import Config
 
+# Types of parameters, shared by the commands so that a flag means and says the same in all of them.
 CacheOption = Annotated[
     str | None, typer.Option("--cache", help="Folder of the measurement cache.", metavar="DIR")
 ]
@@ -35,6 +36,7 @@ PolicyOption = Annotated[
 OpsOption = Annotated[
     str | None, typer.Option(help="Some of fprop,dgrad,wgrad, separated by commas.")
 ]
+# Not in `Config`: a model has its own dtype, only the rows of a CSV lack it.
 DtypeOption = Annotated[str, typer.Option(help="For a CSV: dtype of its layers.")]
 LayoutOption = Annotated[
     str | None,
@@ -78,6 +80,7 @@ RemeasureOption = Annotated[
 FailIfNoisyOption = Annotated[
     bool, typer.Option("--fail-if-noisy", help="Exit with 1 where times are not to be trusted.")
 ]
+# None if neither form is given, so that the config file or the environment decides.
 StepRaceOption = Annotated[
     bool | None,
     typer.Option(
@@ -88,5 +91,6 @@ StepRaceOption = Annotated[
 
 def settings(file: Path | None, given: dict[str, Any]) -> Config:
     """Settings of a file, or the environment's, with flags over them."""
+    # A flag that was not given must not hide the value of the file.
     flags = {name: value for name, value in given.items() if value is not None}
     return replace(read_config(file) if file else Config(), **flags)

@@ -30,9 +30,11 @@ def read_config(path: Path) -> Config:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config must be a JSON file with settings: {path}: {error}") from error
+    # Names are checked here, because the dataclass would raise a TypeError that names no file.
     known = {item.name for item in fields(Config)}
     if not isinstance(values, dict) or not set(values) <= known:
         raise ConfigError(f"{path} must hold an object with some of {', '.join(sorted(known))}")
+    # Fields that the file lacks take the environment's values.
     return Config(**values)
 
 
@@ -87,15 +89,18 @@ def name_model(
 
     if not inputs:
         raise ConfigError(f"a model needs --input with a shape such as 64x3x224x224, for {model}")
+    # Not filled: tracing needs shapes only, and pages that nobody writes to take no memory.
     tensors = tuple(torch.empty(parse_shape(text)) for text in inputs)
     module = load_model(model)
     if channels_last:
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         tensors = tuple(
+            # torch defines this memory format for tensors of four axes only.
             tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
             for tensor in tensors
         )
     if infer:
+        # Without gradients the trace finds no backward pass.
         module = module.eval().requires_grad_(False)
     return NamedModel(module, tensors, autocast)
 
@@ -124,14 +129,17 @@ def load_model(spec: str) -> nn.Module:
     """
     from torch import nn
 
+    # The last colon, as a path may contain others.
     name, _, attribute = spec.rpartition(":")
     path = Path(name)
     folder = Path()
     if path.suffix == ".py":
         folder, name = path.parent, path.stem
+    # As Python does for a script, so that the model's file can import its neighbours.
     sys.path.insert(0, str(folder.resolve()))
     try:
         made: Any = getattr(importlib.import_module(name), attribute)()
+    # The user's code may raise anything, or end the process when it is imported.
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"MODEL must be module:callable, called without arguments, or a .csv of layers; "

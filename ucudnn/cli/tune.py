@@ -56,23 +56,29 @@ def tune(
 
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
+    # Settings by name, None where a flag was not given.
     given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace}
     given |= {"solver": solver, "effort": effort, "step_race": step_race}
     table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
+    # --infer comes last, so that it wins over --ops.
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
     if solver is not None and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
+    # Now, because a plan that cannot be written after minutes of measuring would be lost.
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    # torch is imported only now that the command line is known to be right.
     from ucudnn.tracing import Traced
     from ucudnn.tuning.tuner import device_type
 
     where = device_type(config)
     if model.endswith(".csv"):
+        # TF32 exists on GPUs only; elsewhere every problem is strict.
         layers = _read_table(model, config, dtype, table_layout, math if where == "cuda" else None)
         plan = _tune(Traced(layers), None, config, output, as_json, remeasure)
+        # After the plan was written and printed: noise is no reason to lose it.
         _judge_noise(plan, fail_if_noisy)
         return
     named = name_model(model, input or [], channels_last, autocast, infer)
@@ -107,6 +113,7 @@ def _read_table(
     from ucudnn.layer_table import read_layers
 
     layers = read_layers(path, config.ops, dtype, layout)
+    # TF32 is a way to multiply float32, and no other dtype.
     if math is None or dtype != "float32":
         return layers
     return [(name, replace(problem, math=math)) for name, problem in layers]
@@ -126,6 +133,7 @@ def _tune(
     try:
         with progress() as (on_progress, counts):
             plan = _plan(traced, named, config, on_progress, remeasure)
+    # Ctrl-C: the plan so far is kept, and the traceback would tell the user nothing.
     except TuningInterruptedError as interrupted:
         raise InterruptedCommandError(_keep(interrupted.plan, len(traced.layers), output)) from None
     if output is not None:
@@ -145,10 +153,12 @@ def _plan(
     from ucudnn.tuning.model import tune_traced
     from ucudnn.tuning.tuner import device_type, is_replayed, tune_problems
 
+    # The layers of a CSV come without a model whose steps could be run.
     if named is None:
         return tune_problems(
             traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
         )
+    # Only whole steps need values in the inputs, and a replay runs nothing.
     if config.step_race and not is_replayed(config):
         named.fill()
     with named.context():
@@ -204,6 +214,7 @@ def _print_tuned(
             "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
             "output": None if output is None else str(output),
         }
+        # Not through rich, which breaks long lines.
         print(json.dumps(summary))
         return
     out.print(plan_table(plan, out.width))
@@ -213,6 +224,7 @@ def _print_tuned(
     for sentence in plan_verdict(plan):
         say(sentence)
     say(f"Noise: {noise_of(plan)}.")
+    # What came from the cache cost no tuning that would have to pay back.
     if counts["measured"]:
         say(payback(plan, seconds))
         said = f"Measured {counts['measured']} candidates in {seconds:.1f} s"

@@ -34,6 +34,7 @@ def cores() -> list[list[int]]:
     by_core: dict[str, list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        # Logical CPUs of one core share its units, so a core must not be given to two ranks.
         core = siblings.read_text().strip() if siblings.exists() else str(cpu)
         by_core.setdefault(core, []).append(cpu)
     return list(by_core.values())
@@ -60,6 +61,7 @@ def assign_cpus(
     """
     own = [list(core) for core in cores_by_rank[rank]]
     peers = [other for other in sorted(cores_by_rank) if list(cores_by_rank[other]) == own]
+    # As many sets as there are ranks, or as have a core for every thread, but at least one.
     count = max(1, min(len(peers), len(own) // max(1, threads)))
     index = peers.index(rank) % count
     part = own[index * len(own) // count : (index + 1) * len(own) // count]

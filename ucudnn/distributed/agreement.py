@@ -73,6 +73,7 @@ def load(
     Raises:
         RankError: a rank cannot read its plan, or ranks differ; the message names them.
     """
+    # A string is a sequence, too: of its characters.
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     with Rendezvous("load", group, timeout_s) as rendezvous:
         plans: list[Plan] = []
@@ -112,6 +113,7 @@ def _distribute(
     """The plan for this rank's device, from this rank's plans or those of rank `src`."""
     if src is not None and src not in rendezvous.ranks:
         raise RankError(f"src must be one of {name_ranks(rendezvous.ranks)}, got {src}")
+    # Where every rank reads for itself there is nothing to send.
     documents = [plan.to_dict() for plan in plans] if src is not None else []
     received = rendezvous.exchange("plans", {"error": error, "plans": documents})
     raise_errors({rank: one["error"] for rank, one in received.items()})
@@ -131,6 +133,7 @@ def _distribute(
 
 def _for_this_device(plans: Iterable[Plan]) -> Plan:
     made_for = []
+    # One plan per kind of device: that of this rank is the one made for its kind.
     for plan in plans:
         device = open_backend(plan.backend).device()
         if plan.device == device:
@@ -148,12 +151,14 @@ def require_one_plan(rendezvous: Rendezvous, plan: Plan) -> None:
     Raises:
         RankError: ranks differ.
     """
+    # A rank with an error takes part in the exchange all the same, or the others would wait for it.
     error = None
     try:
         _for_this_device([plan])
     except UcudnnError as caught:
         error = str(caught)
     backend = open_backend(plan.backend) if error is None else None
+    # Without a backend only what the plan says is known; the error ends the job anyway.
     kind = backend.device() if backend else plan.device
     software = backend.software() if backend else plan.software
     sent = {
@@ -200,6 +205,7 @@ def _made(plan: Plan) -> Iterable[tuple[str, Any]]:
 
 
 def _digest(value: object) -> str:
+    # Eight digits, because people read them in a message.
     return sha256(repr(value).encode()).hexdigest()[:8]
 
 
@@ -250,6 +256,8 @@ def require_equal(facts: Mapping[int, Mapping[str, str]]) -> None:
     sentences: list[str] = []
     named: dict[int, None] = {}
     for name in names:
+        # Ranks come in ascending order and `most_common` keeps the order of equal counts, so a tie
+        # goes to the lowest rank.
         ranks_by_text: dict[str, list[int]] = {}
         for rank, sent in facts.items():
             ranks_by_text.setdefault(sent.get(name, "not there"), []).append(rank)

@@ -159,6 +159,7 @@ def step_times(step: Callable[[int], object], sizes: Iterable[int]) -> list[int 
     times: list[int | None] = [None] * requested[-1]
     for size in requested:
         step(size)  # untimed: the first step of a size allocates and initializes
+        # The solver accepts whole ns from 1 on.
         times[size - 1] = max(1, int(median(_timed(step, size) for _ in range(_ROUNDS))))
     return times
 

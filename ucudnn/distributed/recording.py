@@ -97,10 +97,12 @@ class RecordingCache(AbstractWrapper):
 
     def put_entries(self, entries: Iterable[Entry]) -> None:
         """Keep entries in the wrapped cache and record them as measured."""
+        # Read twice below, and it may be an iterator.
         listed = list(entries)
         self._inner.put_entries(listed)
         for entry in listed:
             self._measured[entry.measurement.key] = entry
+            # Found in the cache first and then measured anew: only the new one decides.
             self._reused.pop(entry.measurement.key, None)
 
     def records(self) -> Records:
@@ -126,10 +128,12 @@ class SealedCache(AbstractWrapper):
     def __init__(self, records: Iterable[Records]) -> None:
         inner = MemoryCache()
         for one in records:
+            # Of two with one key the later counts: what was measured in this job.
             inner.put(entry.measurement for entry in (*one.reused, *one.measured))
         super().__init__(inner)
 
     def get(self, key: MeasurementKey) -> Measurement | None:
         """The measurement with this key, or a failed one where there is none."""
+        # For None the tuner would measure; for a failure it leaves the candidate out.
         missing = Measurement(key, "failed", reason="it was not measured")
         return self._inner.get(key) or missing

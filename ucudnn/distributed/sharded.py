@@ -66,6 +66,7 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "lease_s"):
+            # Written so that it refuses nan, which no comparison holds for.
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
 
@@ -150,6 +151,7 @@ def tune_problems(
         # Items of different teams have the same numbers, so each team has its own keys.
         store = PrefixStore(team.name, rendezvous.store)
         heartbeat = stack.enter_context(Heartbeat(store, rendezvous.rank, timeouts.lease_s))
+        # Made before the exchange of measurements, which counts towards the time budget.
         work = _Work(listed, config, journal, on_progress, biased)
         backend = open_backend(config.backend)
         sync_measurements(rendezvous, team.ranks, journal, backend, work.keys, _work_group_key)
@@ -158,8 +160,10 @@ def tune_problems(
         queue = WorkQueue(store, rendezvous.rank, order, heartbeat)
         cpus = team.cpu_set
         turn = TurnLock(store, str(cpus.ranks), cpus.ranks, rendezvous.rank, heartbeat)
+        # Without CPUs of its own, as on a GPU, a rank measures wherever it runs.
         with bound_to(cpus.cpus) if cpus.cpus else nullcontext():
             _measure_all(work, queue, turn)
+        # All ranks unpack the same results, so an error of one item ends all of them alike.
         results = [unpacked(queue.result(item)) for item in range(len(work.items))]
         plan, sealed = _decide(listed, config, dict(zip(work.keys, results, strict=True)), biased)
         # If the plans differ, the journals stay, and the next job starts with their measurements.
@@ -193,6 +197,7 @@ def _decide(
 ) -> tuple[Plan, SealedCache]:
     """The plan that all measurements lead to, without the kernels that there was no time for."""
     records = {key: result for key, result in results.items() if isinstance(result, Records)}
+    # An item whose result is None was not begun in time.
     tuned = [(name, problem) for name, problem in layers if _work_group_key(problem) in records]
     if len(tuned) < len(layers):
         warnings.warn(
@@ -235,6 +240,7 @@ def _form_team(
     backend = open_backend(config.backend)
     device, software = backend.device(), backend.software()
     conditions = asdict(backend.conditions())
+    # Without the names of layers, which may differ as long as the same is computed.
     problems = {
         f"problem {number}": _text(one) + (", with a bias" if one in biased else "")
         for number, (_, one) in enumerate(layers)
@@ -254,11 +260,13 @@ def _form_team(
     }
     received = rendezvous.exchange("work", sent)
     require_equal_teams(received)
+    # In the order of ranks, which all of them see alike, so that they number kinds alike.
     kinds = list(dict.fromkeys(one["kind"] for one in received.values()))
     team = {rank: one for rank, one in received.items() if one["kind"] == sent["kind"]}
     cpu_set = CpuSet((), (rendezvous.rank,))
     # Only on a CPU do ranks compete for the processors that they measure on.
     if device.type == "cpu":
+        # Ranks of other hosts have processors of their own.
         here = {rank: one["cores"] for rank, one in team.items() if one["host"] == sent["host"]}
         cpu_set = assign_cpus(rendezvous.rank, here, backend.conditions().threads)
     return _Team(f"kind {kinds.index(str(sent['kind']))}", tuple(team), cpu_set)
@@ -327,6 +335,7 @@ class _Work:
         report, measured, reused = self._on_progress, self._measured, self._reused
 
         def forward(event: Progress) -> None:
+            # An event counts from the start of its item; the job's counts go on.
             self._measured, self._reused = measured + event.measured, reused + event.reused
             # The time left depends on how many items the other ranks take.
             report(
@@ -349,6 +358,7 @@ def _work_group_key(problem: Problem) -> Problem:
     A smaller batch of one problem may be measured for another, or a slab of it, whose size and
     padding along the outermost axis differ.
     """
+    # In place of any number of rows, the smallest that the dilated kernel fits.
     kernel = problem.dilation[0] * (problem.kernel_size[0] - 1) + 1
     return replace(
         problem.with_batch(1),
@@ -358,6 +368,7 @@ def _work_group_key(problem: Problem) -> Problem:
 
 
 def _flops(item: Layers) -> int:
+    # A set: a problem that several layers compute is measured once.
     return sum(problem.flops for problem in {problem for _, problem in item})
 
 
@@ -370,6 +381,7 @@ def _measure_all(work: _Work, queue: WorkQueue, turn: TurnLock) -> None:
             item = queue.claim()
             if item is not None:
                 queue.finish(item, work.tune(item, lambda: queue.count_done(everything)))
+            # Also without an item, so that ranks which share the CPUs get to claim theirs.
             turn.release()
         if item is None:
             time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""In what two plans differ: made for what, from what, and which splits. Pure."""
+"""Differences of two plans: what they were made for, by which settings, and their splits. Pure."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class Pair:
         """True if both compute every batch alike."""
         if self.one is None or self.other is None:
             return False
+        # Without times, which differ in every run.
         return self.one.decisions() == self.other.decisions()
 
 
@@ -66,6 +67,7 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """True if both decide alike, for one kind of device and by the same settings."""
+        # The hash covers splits, device and settings, and no times.
         return self.one.hash == self.other.hash
 
     @property
@@ -104,6 +106,7 @@ def compare(one: Plan, other: Plan) -> Comparison:
         other: another.
     """
     kernels = [{kernel.problem: kernel for kernel in plan.kernels} for plan in (one, other)]
+    # In the order of the first plan, then those that only the second one has.
     problems = dict.fromkeys([*kernels[0], *kernels[1]])
     pairs = tuple(Pair(p, kernels[0].get(p), kernels[1].get(p)) for p in problems)
     return Comparison(one, other, tuple(_differences(one, other)), pairs)
@@ -121,6 +124,7 @@ def _differences(one: Plan, other: Plan) -> Iterator[Difference]:
 
 
 def _of_fields(room: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[Difference]:
+    # The names of both, because plans of two versions may have different fields.
     for name in dict.fromkeys([*one, *other]):
         values = [_text(fields.get(name)) for fields in (one, other)]
         if values[0] != values[1]:
@@ -128,12 +132,14 @@ def _of_fields(room: str, one: dict[str, Any], other: dict[str, Any]) -> Iterato
 
 
 def _text(value: Any) -> str:
+    # Fields that do not apply are None or empty, depending on their type.
     return "none" if value in (None, "") else str(value)
 
 
 def _outcome(kernel: KernelPlan | None) -> dict[str, Any] | None:
     if kernel is None:
         return None
+    # At the planned batch, the only one that is timed as a whole.
     return {
         "split": str(kernel.split(kernel.problem.batch)),
         "time_ns": kernel.timing.time_ns,

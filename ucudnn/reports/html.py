@@ -106,6 +106,7 @@ class _Chart(NamedTuple):
 def _charts(plan: Plan) -> tuple[_Chart, ...]:
     """Kernels by the time of torch's default over all calls; those without one come last."""
 
+    # False sorts before True; the longest time comes first.
     def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
         kernel = numbered[1]
         calls, timing = len(kernel.layers), kernel.default or kernel.timing
@@ -217,6 +218,7 @@ def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     low, high = floor(log2(min(positive))), ceil(log2(max(positive)))
     powers = range(low, high + 1, ceil((high + 1 - low) / 10))
     ticks = {2.0**power: format_bytes(2**power) for power in powers}
+    # A logarithmic axis has no 0: it is drawn two powers of two below the smallest size.
     zero = 2.0 ** (low - 2)
     ticks |= {zero: "0 B"} if 0 in sizes else {}
     # plotly takes the range of a logarithmic axis as exponents
@@ -226,6 +228,7 @@ def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
 
 
 def _splits(rows: Sequence[_Row]) -> _Chart:
+    # torch's default comes first, which gives it the first colour, grey.
     stripes: dict[str, list[dict[str, Any]]] = {DEFAULT_ALGORITHM: []}
     for row in rows:
         for algorithm, segment in _segments(row):
@@ -250,6 +253,7 @@ def _segments(row: _Row) -> Iterator[tuple[str, dict[str, Any]]]:
         size = f"{together}x{step.size}" if together > 1 else str(step.size)
         width = step.size * together
         for _ in range(count // together):
+            # Five digits are finer than a pixel; more would only make the file longer.
             drawn = {"y": row.place, "base": round(begin / whole, 5), "x": round(width / whole, 5)}
             yield step.algorithm, {**drawn, "text": size, "customdata": f"{size} of {whole} {unit}"}
             begin += width

@@ -30,6 +30,7 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
+    # In narrower lines columns of workspaces would leave no room for kernel and split.
     wide = width >= 110
     table.add_column("#", justify="right")
     table.add_column("kernel", overflow="fold", min_width=16)
@@ -44,6 +45,7 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         split = kernel.split(kernel.problem.batch)
         name = str(kernel.problem).replace(" at batch ", " N=")
         default = _cells(kernel.default, None, wide)
+        # The same convolution twice: two times would differ by noise alone.
         planned = _cells(kernel.timing, "= default" if split.is_default else None, wide)
         calls = str(len(kernel.layers))
         predicted = [_predicted(kernel)] if width >= 130 else []
@@ -75,6 +77,7 @@ def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str,
 
 
 def _gain(kernel: KernelPlan) -> str:
+    # torch's own over torch's own would show noise as a gain.
     if kernel.is_default or kernel.default is None:
         return ""
     predicted = "~" if kernel.timing.is_predicted else ""
@@ -91,6 +94,7 @@ def _predicted(kernel: KernelPlan) -> str:
 def _time(timing: Timing) -> str:
     if timing.is_predicted:
         return f"~{format_ns(timing.time_ns)}"
+    # A single run has no spread, which 0 % would hide.
     if timing.samples == 1:
         return f"{format_ns(timing.time_ns)} 1 run"
     return f"{format_ns(timing.time_ns)} ±{100 * timing.spread_ns / timing.time_ns:.0f}%"
@@ -105,6 +109,7 @@ def plan_summary(plan: Plan) -> str:
     sizes = [(timing.workspace_bytes, calls) for timing, calls in defaults]
     most = f"in up to {format_bytes(max((size for size, _ in sizes), default=0))} of workspace"
     planned_in = f"in up to {format_bytes(plan.workspace_bytes)}"
+    # Every call owns its part of a pool, so workspaces add up; else calls share the largest.
     if plan.config.total_bytes is not None:
         most = f"with {format_bytes(sum(size * calls for size, calls in sizes))} of workspace"
         planned_in = f"with {format_bytes(plan.workspace_bytes)}, each call its own"
@@ -120,10 +125,12 @@ def plan_summary(plan: Plan) -> str:
 
 def plan_verdict(plan: Plan) -> list[str]:
     """Effects of the plan in sentences: faster and slower kernels apart, the limit, the step."""
+    # Kernels that stay torch's own neither gain nor lose.
     changed = [kernel for kernel in plan.kernels if kernel.default and not kernel.is_default]
     saved = [_saved_ns(kernel) for kernel in changed]
     faster, slower = [one for one in saved if one > 0], [one for one in saved if one < 0]
     sentences = []
+    # Apart from the slower ones, which one sum would hide.
     if faster:
         sentences.append(f"Faster kernels: {len(faster)}, by {format_ns(sum(faster))} in all.")
     if slower:
@@ -138,6 +145,7 @@ def plan_verdict(plan: Plan) -> list[str]:
     if plan.layout_race is not None:
         sentences.append(as_sentence(str(plan.layout_race)))
     if plan.step_race is not None:
+        # Both sides of the race run in the plan's layout, which is not the model's own.
         where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
         said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
         sentences.append(as_sentence(said))
@@ -173,6 +181,7 @@ def layout_table(layouts: LayoutRace) -> Table:
         if not layouts.is_by_sums:
             ratio += f" ({one.low:.2f} to {one.high:.2f})"
         mark = "*" if index == layouts.winner else ""
+        # 0 means that no step was run.
         peak = format_bytes(one.peak_bytes) if one.peak_bytes else "-"
         over = "" if one.is_allowed else "over the limit"
         table.add_row(mark, one.name, format_ns(one.time_ns), ratio, peak, over)
@@ -193,14 +202,18 @@ def larger_limits(plan: Plan) -> list[tuple[float, int]]:
     Args:
         plan: with the default and the plan of every kernel, each measured.
     """
+    # Where torch cannot compute the problem there is nothing to compare with.
     known = [(kernel, kernel.default) for kernel in plan.kernels if kernel.default]
     default_ns = sum(default.time_ns * len(kernel.layers) for kernel, default in known)
     if default_ns - sum(_saved_ns(kernel) for kernel, _ in known) < 1.2 * default_ns:
         return []
+    # At these limits, and no others, one more kernel becomes torch's own.
     limits = sorted({default.workspace_bytes for _, default in known})
     found = []
+    # A limit that costs a tenth, and one that costs hardly anything.
     for times in (1.1, 1.02):
         for limit in limits:
+            # What exceeds the limit keeps its plan and what that saves or costs.
             over = [kernel for kernel, default in known if default.workspace_bytes > limit]
             if default_ns - sum(map(_saved_ns, over)) <= times * default_ns:
                 found.append((times, limit))
@@ -215,6 +228,7 @@ def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
         plan: with the default and the plan of every kernel, each measured.
         seconds: that tuning took.
     """
+    # Kernels that stay torch's own are left out: their two times differ by noise.
     saved_ns = sum(
         (kernel.default.time_ns - kernel.timing.time_ns) * len(kernel.layers)
         for kernel in plan.kernels
@@ -241,6 +255,7 @@ def kernel_table(kernel: KernelPlan) -> Table:
     table.add_column("split")
     table.add_column("")
     every = range(1, kernel.problem.batch + 1)
+    # Some batches may have no split within the limit.
     rows = [(n, kernel.split(n)) for n in every if kernel.covers(n)]
     for lone, group in groupby(rows, lambda row: _lone_algorithm(kernel, row[0])):
         entries = list(group)
@@ -255,6 +270,7 @@ def kernel_table(kernel: KernelPlan) -> Table:
 
 def _lone_algorithm(kernel: KernelPlan, batch: int) -> str | None:
     split = kernel.split(batch)
+    # A batch that was timed as a whole has a row of its own.
     if len(split.steps) > 1 or not kernel.is_derived(batch):
         return None
     return split.steps[0].algorithm
@@ -275,6 +291,7 @@ def comparison_table(found: Comparison) -> Table:
         table.add_column(heading, overflow="fold", min_width=14)
     for pair in found.changed:
         kernels = (pair.one, pair.other)
+        # A cell has two lines, one per plan.
         cells = zip(*(_compared(kernel) for kernel in kernels), strict=True)
         splits = (str(kernel.split(kernel.problem.batch)) if kernel else "-" for kernel in kernels)
         name = str(pair.problem).replace(" at batch ", " N=")
@@ -290,7 +307,7 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
 
 
 def comparison_summary(found: Comparison) -> str:
-    """True if two plans decide alike, and what each takes altogether."""
+    """Sentences on how many kernels two plans decide alike, and on the totals of each plan."""
     same = len(found.pairs) - len(found.changed)
     if not found.changed:
         verdict = f"Both compute all {same} kernels alike"

@@ -10,6 +10,7 @@ from typing import Self
 class AbstractClosable(ABC):
     """Something to close, at the end of a `with` statement or by hand; twice does no harm."""
 
+    # Without it even subclasses with slots would have a `__dict__`.
     __slots__ = ()
 
     @abstractmethod

@@ -42,6 +42,7 @@ class ForkSafeLock:
         """Call this in a child with a single thread: it gets the lock at once or never."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
+        # Another thread of the parent holds it, which does not exist here.
         else:
             self._lock = RLock()
         self._in_child()
@@ -88,5 +89,6 @@ def _renew_all() -> None:
         lock.renew()
 
 
+# Weak, because a fork hook cannot be taken back: there is one for all locks, and they may end.
 _locks: WeakSet[ForkSafeLock] = WeakSet()
 os.register_at_fork(after_in_child=_renew_all)
