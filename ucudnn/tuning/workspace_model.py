@@ -90,6 +90,7 @@ class WorkspaceModel:
             if size <= arm.size or self.fits(arm, workspace)
         ]
         if not points:
+            # Where any workspace would fit the memory, nothing need be known before a chunk is run.
             return None if self._must_be_known else 0
         return _on_the_line(points, arm.size, self._candidates.sizes)
 
