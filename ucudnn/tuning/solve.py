@@ -179,8 +179,7 @@ class Solved:
         batch = self.problem.batch
         splits = [_alone(batch, DEFAULT_ALGORITHM)] if default_applies else []
         splits += [split for split in map(_walk, self.walks) if split is not None]
-        # The best undivided call takes part even if the tables prefer chunks: predictions of chunks
-        # are the less certain ones, since the luckiest samples were chosen.
+        # The solver favours chunks with lucky samples, so the best undivided call is raced, too.
         undivided = [
             item
             for item in self.items["alone"]
