@@ -71,8 +71,8 @@ class Whole:
 class AbstractBench(ABC):
     """Measures the candidates of one kernel.
 
-    Law: what one candidate does wrong is told of that candidate - an error from `look`, a failure
-    in the results of the others - and every other one is measured all the same.
+    Law: where a candidate fails, it alone is reported as failed - `look` raises an error, and
+    the other methods return a result with the failure - and all others are measured all the same.
     """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class AbstractBench(ABC):
 
     @abstractmethod
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
-        """Time whole plans in pairs, all in every round; where there is a bias they add it."""
+        """Time whole calls, each of them in every round; where there is a bias they add it."""
 
 
 class LocalBench(AbstractBench):
@@ -222,7 +222,7 @@ class LocalBench(AbstractBench):
         return self._samplers[arm]
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
-        """Time whole plans in pairs, all in every round; where there is a bias they add it."""
+        """Time whole calls, each of them in every round; where there is a bias they add it."""
         ring = self.ring
         bias = ring.bias() if has_bias else None
         samplers: dict[int, Sampler] = {}

@@ -155,7 +155,7 @@ class Ring:
 
 
 def _turn(size: int, batch: int, number: int) -> slice:
-    """The next samples of a batch for the next number, from its begin to its end and again."""
+    """The samples of a chunk: chunks of a batch follow each other, and begin anew at its end."""
     begin = number % (batch // size) * size
     return slice(begin, begin + size)
 
@@ -167,7 +167,7 @@ def empty_total(problem: Problem, like: Tensor) -> Tensor:
 
 
 def _window(size: int, extent: int, turn: int, turns: int) -> slice:
-    """Windows of an extent, from its begin to its end."""
+    """One of several windows of an extent, spread evenly from its beginning to its end."""
     # Spread evenly: slabs read rows beyond their own (the halo), so windows may overlap.
     begin = (extent - size) * turn // max(turns - 1, 1)
     return slice(begin, begin + size)
@@ -190,7 +190,7 @@ class AbstractLoop(ABC):
 
     @property
     def least_times(self) -> int:
-        """So many runs at least make a sample."""
+        """The least number of runs in a sample."""
         return 1
 
     @abstractmethod
@@ -215,7 +215,7 @@ class ChunkLoop(AbstractLoop):
 
     @property
     def least_times(self) -> int:
-        """As many chunks as follow each other in a call, up to a few; the first one is one."""
+        """The later chunks of a call, at most a few; in any other role there is one per call."""
         return min(self._chunks_per_call, _LEAST_CHUNKS) if self._role == "later" else 1
 
     def prepare(self, times: int) -> Callable[[], None]:

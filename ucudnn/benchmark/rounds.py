@@ -34,7 +34,7 @@ class Result:
 
     Args:
         samples: times in ns, the n-th of every entrant from the same round.
-        beaten_by: the entrant that lapped it, or another time known before (-1); None: nobody.
+        beaten_by: the entrant that eliminated it; -1: a rival that was timed before; None: nobody.
         failure: why it could not be run any more, else "".
         repeated: rounds that were disturbed and taken again.
         switches: how often the process was taken off the processor in the rounds that count.
@@ -144,7 +144,7 @@ def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
 def _is_disturbed(
     readings: Mapping[int, _Reading], most_share: list[float], protocol: Protocol
 ) -> bool:
-    """True if somebody had less of the processor than in the best round; updates the best."""
+    """True if an entrant had less of the processor than in its best round; updates the best."""
     disturbed = False
     for number, reading in readings.items():
         if reading.share is not None:
@@ -176,7 +176,7 @@ def _drop_beaten(
     rounds: int,
     known: Mapping[tuple[int, str], tuple[int, int]],
 ) -> None:
-    """Successive halving: ever closer rivals leave, at last whose interval is above the best's."""
+    """Drop rivals far slower than the best first, then closer ones, then by their intervals."""
     if not protocol.lapped:
         return
     racing = [number for number, result in enumerate(results) if result.is_racing]

@@ -159,7 +159,7 @@ class WorkerBench(AbstractBench):
     def rounds(
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
     ) -> list[Result]:
-        """Time candidates in interleaved rounds; without the ones that are lost, from the start."""
+        """Time candidates in interleaved rounds, which start over without one that was lost."""
         found = self._without_the_lost("rounds", list(arms), dict(known))
         results = [
             Result(failure=found[place]) if isinstance(found[place], str) else found[place]
@@ -173,7 +173,7 @@ class WorkerBench(AbstractBench):
         return results
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
-        """Time whole plans in pairs, all in every round; where there is a bias they add it."""
+        """Time whole calls, each of them in every round; where there is a bias they add it."""
         found = self._without_the_lost("whole", list(splits), has_bias)
         return [
             Whole(Result(failure=entry), 0) if isinstance(entry, str) else entry

@@ -79,7 +79,7 @@ class KernelCandidates:
 
     @cached_property
     def curves(self) -> Mapping[Arm, str]:
-        """A name per arm; arms of one name run the same implementation."""
+        """A name per arm; arms of one name, a curve of time over size, run one implementation."""
         kernel_of = self._session.kernel_of
         # One name may stand for different implementations at different batches, as for torch's own
         # convolution; times of one of them say nothing about another.

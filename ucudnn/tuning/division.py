@@ -22,10 +22,10 @@ class Choices:
     """Options of a kernel in a division of a pool.
 
     Args:
-        calls: how many layers run it, each of which owns as much.
+        calls: number of layers that run it, each of which owns a part of the same size.
         most: bytes that one of them may own.
         front: of one call, where it fits with the surplus.
-        surplus: bytes that a call was seen to need more than its chunks do.
+        surplus: measured workspace of a whole call minus that of its chunks, in bytes.
     """
 
     calls: int

@@ -138,7 +138,7 @@ class Elimination:
         return self._roofline.time_ns(cost)
 
     def _telling(self, arm: Arm) -> Iterator[tuple[int, int]]:
-        """Sizes and times that tell about other chunks of the arm's curve."""
+        """Sizes and times on the arm's curve that are long enough to extrapolate from."""
         curves = self._candidates.curves
         for other, entry in self._records.items():
             if entry.time_ns is not None and curves.get(other) == curves[arm]:

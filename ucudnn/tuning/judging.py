@@ -124,7 +124,7 @@ def _has_backward(plan: Plan) -> bool:
 
 
 def _peak_bytes(backend: AbstractBackend) -> Callable[[Callable[[], None]], int]:
-    # No parts of a known call: for a whole step what the allocator sees is all there is.
+    # A step has no parts that are known problems: its peak is what the allocator sees.
     return lambda run: backend.workspace_bytes(run, ())
 
 

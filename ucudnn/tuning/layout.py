@@ -66,8 +66,7 @@ def winner(of: Sequence[Entrant], samples: Samples) -> int:
         samples: times of their steps in ns, one of each per round.
     """
     own, last = (_best(of, samples, which) for which in ("keep", "channels_last"))
-    # To lay out a model changes it for all of its users, so a gain must be both large enough and
-    # beyond the noise.
+    # Unless the gain is both large enough and beyond the noise, the model stays as it is.
     ratio, _, high = ratio_interval(samples[last], samples[own], _CONFIDENCE)
     return last if ratio < 1 - TOLERATED and high < 1 else own
 

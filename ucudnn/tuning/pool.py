@@ -1,4 +1,4 @@
-"""Measure what kernels could do with how much of one pool of workspace, and divide it."""
+"""Divide one pool of workspace by fronts of time over workspace, measured for each kernel."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Pool:
         return needs if together <= total else {}
 
     def _survey(self, problems: Sequence[Problem]) -> Task:
-        """Find out what each kernel could do with how much workspace."""
+        """Measure the front of time over workspace of each kernel."""
 
         def task(session: Session) -> None:
             for problem in problems:

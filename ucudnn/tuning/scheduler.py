@@ -1,7 +1,8 @@
 """Tune many kernels: the costliest first, on several devices, in a time budget.
 
 At any moment there is a plan: finished kernels have theirs, the others run torch's own convolution.
-Where kernels divide one pool of workspace, what each could do with how much is measured first.
+Where kernels divide one pool of workspace, the front of time over workspace of each is measured
+first.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class TuningScheduler:
             self._budget.allot(session, part * len(self.devices))
 
     def _look(self, problem: Problem) -> Task:
-        """Run torch's own convolution once: a plan to fall back to, and what time it is worth."""
+        """Run torch's own convolution once: a plan to fall back to, and a time to weigh it by."""
 
         def task(session: Session) -> None:
             # Kernels that are left out here are named in a warning at the end.

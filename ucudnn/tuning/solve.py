@@ -437,7 +437,7 @@ def _with_end_of(
     """The entries of `walk`, with the largest batch split as in `timed`, by timed chunks alone."""
     merged, n = list(walk), len(walk)
     if timed[n - 1].alone:
-        # The undivided call is best; larger batches do not exist, so its back-pointer may stay.
+        # Nothing leads through the largest batch, so a back-pointer that is not followed may stay.
         merged[n - 1] = WalkEntry(timed[n - 1].alone, walk[n - 1].last)
         return tuple(merged)
     # Replace every back-pointer on the way down, so that the chain from N holds timed chunks alone.

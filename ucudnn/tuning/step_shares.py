@@ -71,8 +71,7 @@ class StepShares:
         """
         for problem, stake in self.stakes.items():
             if stake.is_ignored(total_ns, effort):
-                # A kernel is ignored for its small time or for its small gain; neither can be
-                # exceeded.
+                # A plan can save neither more than the kernel's time nor more than its gain.
                 share = min(stake.time_ns, stake.gain_ns) / total_ns
                 yield (
                     problem,

@@ -40,7 +40,7 @@ class Trials:
         return probes or self._elimination.trials()
 
     def _probes(self) -> list[Arm]:
-        """The smallest chunks of curves of which no workspace is known though it must be."""
+        """The smallest chunks of curves whose workspace must be known and is not."""
         if not self._must_probe:
             return []
         # An implementation may need other workspace in another role, so each role is probed.
@@ -53,7 +53,7 @@ class Trials:
         return [arm for arm in found if arm is not None]
 
     def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
-        """The first to look at of a curve's arms of one role; a second if that helps the whole."""
+        """The smallest arm to run first, or a second one to extrapolate the whole, or neither."""
         workspaces, curves, whole = (
             self._records.workspaces,
             self._listed.curves,

@@ -134,7 +134,7 @@ def _operand_bytes(problem: Problem) -> int:
 
 
 def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[int]) -> int:
-    """Workspace of a size by others: up to the largest the next one's, then on the line."""
+    """Workspace of a size: that of the next larger known one, else extrapolated on a line."""
     for known, workspace in points:
         if known >= size:
             return workspace
