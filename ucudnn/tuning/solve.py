@@ -145,6 +145,7 @@ class SolvedRows:
             for entry, step in zip(entries, split.steps, strict=True)
             if entry.problem is not None
         }
+        # Another batch may be computed by another implementation, whose workspace is not known.
         return frozenset(
             n
             for n in range(1, problem.batch + 1)
@@ -366,6 +367,7 @@ def smallest_workspace(
         for least, _ in table.front(problem.batch)[:1]:
             step = table.split(problem.batch, least)[0]
             found.append((least, f"micro-batch {step.size}, {step.algorithm}"))
+    # Slabs may fit where no micro-batch does, as at batch 1.
     by_rows = rows.smallest()
     if by_rows is not None:
         found.append((by_rows[0], str(by_rows[1])))
