@@ -20,7 +20,8 @@ from ucudnn.benchmark.reference import Reference
 from ucudnn.execution.execute import empty_result, run_first
 from ucudnn.problem import Problem
 
-# The value that `add` adds to: an element that is written instead shows.
+# The value that chunks of a weight gradient are added to: not 0, so that it shows if a chunk
+# overwrites the sum or leaves it as it is.
 _BASE = 1.0
 
 
@@ -95,6 +96,7 @@ class Check:
         """
         found = self._total()
         adds = self._role == "later" and self._part.op == "wgrad"
+        # A sum to which nothing was added is finite. Where the crop is all zeros that may be right.
         untouched = adds and bool(reference.expected.any()) and _keeps_base(found)
         if untouched or not _is_finite(found):
             return Accuracy(float("inf"), float("inf"))
@@ -128,8 +130,10 @@ def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Accuracy:
     largest = float(difference.max())
     if largest == 0.0:
         return Accuracy(0.0, 0.0)
+    # All of the crop should be zero, and no relative error can say how far off it is.
     if scale == 0.0:
         return Accuracy(float("inf"), float("inf"))
+    # An element near zero is a difference of large terms, and may be off by their rounding.
     typical = scale / expected.numel() ** 0.5
     sizes = expected.abs().clamp_min(typical)
     ulps = difference / (torch.finfo(dtype).eps * torch.exp2(torch.floor(torch.log2(sizes))))
@@ -137,13 +141,15 @@ def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Accuracy:
 
 
 def _is_finite(result: Tensor) -> bool:
-    """True if all elements are: their sum is not where one of them is not, and needs no memory."""
+    """True if all elements are finite: else their sum is not, which needs no memory to compute."""
+    # float32 at least: half-precision values that are finite could overflow in their sum.
     total = result.sum(dtype=torch.promote_types(result.dtype, torch.float32))
     return bool(total.isfinite())
 
 
 def _keeps_base(total: Tensor) -> bool:
     """True if nothing was added to any element of some filter or channel of a gradient."""
+    # Implementations leave out whole filters or channels. Single elements may be 0 by chance.
     kept = (total == _BASE).flatten(2).all(2)
     return bool((kept.all(0).any() | kept.all(1).any()).item())
 
@@ -158,6 +164,8 @@ def _poisoned(run: Callable[[], Tensor | None]) -> Tensor | None:
     before = settings.fill_uninitialized_memory
     level = torch.get_deterministic_debug_mode()
     settings.fill_uninitialized_memory = True
+    # torch fills new memory in its deterministic mode alone; with a warning only, because some
+    # candidates have no deterministic implementation.
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
         return run()

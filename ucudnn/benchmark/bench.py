@@ -71,8 +71,8 @@ class Whole:
 class AbstractBench(ABC):
     """Measures the candidates of one kernel.
 
-    Law: what one candidate does wrong is told of that candidate - an error from `look`, a failure
-    in the results of the others - and every other one is measured all the same.
+    Law: where a candidate fails, it alone is reported as failed - `look` raises an error, and
+    the other methods return a result with the failure - and all others are measured all the same.
     """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class AbstractBench(ABC):
 
     @abstractmethod
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
-        """Time whole plans in pairs, all in every round; where there is a bias they add it."""
+        """Time whole calls, each of them in every round; where there is a bias they add it."""
 
 
 class LocalBench(AbstractBench):
@@ -138,20 +138,24 @@ class LocalBench(AbstractBench):
 
     def look(self, arm: Arm, limit: int | None) -> Look:
         """Run a candidate once for its workspace and its error, and once for its time."""
-        ring = self.ring  # too little memory for it is no fault of the candidate
+        # Outside of `try`: too little memory for the operands is no fault of the candidate.
+        ring = self.ring
         try:
             return self._look(ring, arm, limit)
-        except UnsupportedError as error:  # found only when it is built
+        # Some backends find out that a candidate cannot run only when they build it.
+        except UnsupportedError as error:
             raise RuntimeError(str(error)) from error
 
     def _look(self, ring: Ring, arm: Arm, limit: int | None) -> Look:
         accuracy, workspace = Accuracy(0.0, 0.0), 0
-        # at the ends padding may be copied, or be handled wrongly
+        # Slabs at both ends are run, too: padding may take workspace, or be handled wrongly.
         for part in (self._axis.part(arm.size), *self._axis.ends(arm.size)):
             reference = self._reference(ring, part)
             check, part_workspace = self._checked(ring, part, arm.algorithm, arm.role)
+            # Compared as tuples: by the error first.
             accuracy = max(accuracy, check.accuracy(reference))
             workspace = max(workspace, part_workspace)
+        # It can be in no plan at this limit, so its time is left to a tune that allows it.
         if limit is not None and workspace > limit:
             return Look(workspace, accuracy, None)
         return Look(workspace, accuracy, self._sampler(arm).shortest_ns())
@@ -159,6 +163,7 @@ class LocalBench(AbstractBench):
     def _reference(self, ring: Ring, part: Problem) -> Reference:
         """Float64 values of a part's result, computed once for all algorithms and roles."""
         if part not in self._references:
+            # The same operands as those of `Check.run`.
             a, b, _ = ring.chunk(part, 0)
             self._references[part] = Reference(part, a, b)
         return self._references[part]
@@ -180,6 +185,8 @@ class LocalBench(AbstractBench):
             try:
                 sampler = self._sampler(arm)
                 sampler.warm_up(self._how.chunks)
+            # One that fails leaves the race, and the others are timed; unless the device is broken,
+            # as after a fault on a GPU, when all of them would fail.
             except (RuntimeError, UnsupportedError) as error:
                 if self._backend.is_broken():
                     raise
@@ -196,15 +203,18 @@ class LocalBench(AbstractBench):
             lambda number: self._on_turn(places[number]),
             self._how.until,
         )
+        # Rounds number those that take part; callers number all that were asked for.
         results = [Result(failure=failures.get(place, "")) for place in range(len(arms))]
         for place, result in zip(places, found, strict=True):
+            # -1 stands for a rival of an earlier time, which is none of these.
             if result.beaten_by is not None and result.beaten_by >= 0:
                 result.beaten_by = places[result.beaten_by]
             results[place] = result
         return results
 
     def _sampler(self, arm: Arm) -> Sampler:
-        if arm not in self._samplers:  # a new one, too, where it was looked at in another session
+        # There is none yet if the candidate's first run was in another process or at another time.
+        if arm not in self._samplers:
             part = self._axis.part(arm.size)
             executable = self._backend.executable(part, arm.algorithm)
             loop = ChunkLoop(self.ring, executable, part, arm.role)
@@ -212,7 +222,7 @@ class LocalBench(AbstractBench):
         return self._samplers[arm]
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
-        """Time whole plans in pairs, all in every round; where there is a bias they add it."""
+        """Time whole calls, each of them in every round; where there is a bias they add it."""
         ring = self.ring
         bias = ring.bias() if has_bias else None
         samplers: dict[int, Sampler] = {}
@@ -224,6 +234,7 @@ class LocalBench(AbstractBench):
                 call = bind(self._backend, self._axis.problem, split)
                 loop = WholeLoop(ring, call, bias)
                 samplers[place] = Sampler(loop, self._backend)
+                # The first run: a call that cannot be computed fails here, and leaves the race.
                 workspaces[place] = self._workspace_of(loop, call)
                 samplers[place].warm_up(self._how.wholes)
             except (RuntimeError, UnsupportedError) as error:
@@ -251,6 +262,7 @@ class LocalBench(AbstractBench):
         """
         together = self._backend.workspace_bytes(loop.once, call.parts)
         parts = dict.fromkeys(call.parts)
+        # A weight gradient also holds the sum of its chunks, which no chunk by itself shows.
         if call.problem.op == "wgrad" or len({algorithm for _, algorithm in parts}) == 1:
             return together
         each = (self._checked(self.ring, part, algorithm, "later")[1] for part, algorithm in parts)

@@ -66,7 +66,7 @@ class Protocol:
 
 
 # Whole plans are compared in pairs: with nine a 95 % interval forgives a disturbed one at either
-# end. No finalist leaves the race, and a tie needs no narrow interval.
+# end. No finalist leaves the race, because a pair needs both, and a tie needs no narrow interval.
 FINALS = Protocol(least_rounds=5, most_rounds=9, target=0.0, enough_ns=2_000_000_000, lapped=())
 # Twice the cache, so that a chunk has left it before its turn comes again.
 _RING_CACHES = 2
@@ -130,6 +130,8 @@ class Ring:
         group, turn = divmod(number, turns)
         x_rows = _window(part.input_size[0], self.problem.input_size[0], turn, turns)
         y_rows = _window(part.output_size[0], self.problem.output_size[0], turn, turns)
+        # The ring has at least as many samples as a call: operands go on through all of them, the
+        # result is that of one call and begins again after each.
         samples, place = (
             (_turn(part.batch, batch, group), slice(None))
             for batch in (self.samples, self.problem.batch)
@@ -153,7 +155,7 @@ class Ring:
 
 
 def _turn(size: int, batch: int, number: int) -> slice:
-    """The next samples of a batch for the next number, from its begin to its end and again."""
+    """The samples of a chunk: chunks of a batch follow each other, and begin anew at its end."""
     begin = number % (batch // size) * size
     return slice(begin, begin + size)
 
@@ -165,7 +167,8 @@ def empty_total(problem: Problem, like: Tensor) -> Tensor:
 
 
 def _window(size: int, extent: int, turn: int, turns: int) -> slice:
-    """Windows of an extent, from its begin to its end."""
+    """One of several windows of an extent, spread evenly from its beginning to its end."""
+    # Spread evenly: slabs read rows beyond their own (the halo), so windows may overlap.
     begin = (extent - size) * turn // max(turns - 1, 1)
     return slice(begin, begin + size)
 
@@ -177,6 +180,7 @@ def ring_samples(problem: Problem, cache_bytes: int) -> int:
     512
     """
     one = problem.with_batch(1)
+    # Without the filter, which all chunks share and which may stay in the cache, as in a call.
     per_sample = (prod(one.x_shape) + prod(one.y_shape)) * problem.bytes_per_element
     return max(problem.batch, ceil(_RING_CACHES * cache_bytes / per_sample))
 
@@ -186,7 +190,7 @@ class AbstractLoop(ABC):
 
     @property
     def least_times(self) -> int:
-        """So many runs at least make a sample."""
+        """The least number of runs in a sample."""
         return 1
 
     @abstractmethod
@@ -211,7 +215,7 @@ class ChunkLoop(AbstractLoop):
 
     @property
     def least_times(self) -> int:
-        """As many chunks as follow each other in a call, up to a few; the first one is one."""
+        """The later chunks of a call, at most a few; in any other role there is one per call."""
         return min(self._chunks_per_call, _LEAST_CHUNKS) if self._role == "later" else 1
 
     def prepare(self, times: int) -> Callable[[], None]:
@@ -234,7 +238,8 @@ class ChunkLoop(AbstractLoop):
                 run_first(executable, ring.a[a], ring.b[b])
             else:
                 if turn % self._chunks_per_call == 0:
-                    result = None  # before the next takes its place
+                    # Freed first, so that two results are never in memory at the same time.
+                    result = None
                     result = ring.result()
                 assert result is not None
                 if is_sum:
@@ -305,13 +310,16 @@ class Sampler:
             if abs(time_ns - before) <= protocol.stable * before:
                 break
             before = time_ns
+        # As many runs as make a sample long against the clock and its call (`sample_ns`).
         self._times = max(self._loop.least_times, min(64, protocol.sample_ns // time_ns))
+        # A sample that takes so much longer than intended was perturbed (see `sample_ns`).
         self._most_ns = 4 * protocol.sample_ns
 
     def sample_ns(self) -> int:
         """Mean time of a run over consecutive ones."""
         times = self._times
         elapsed_ns = self._backend.elapsed_ns(self._loop.prepare(times))
-        if elapsed_ns > self._most_ns:  # others keep the machine busy
+        # Others keep the machine busy: shorter samples have a better chance to pass undisturbed.
+        if elapsed_ns > self._most_ns:
             self._times = max(self._loop.least_times, times // 2)
         return max(1, elapsed_ns // times)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ucudnn.problem import Problem
 
+# Bounds of the time and of the memory of one reference, see above.
 _MOST_PRODUCTS = 1 << 23
 _MOST_COLUMNS = 1 << 21
 # Positions along an axis of a result with one, two or three. They are few, so that an error at one
@@ -53,8 +54,10 @@ class Crop:
         """The crop of a problem's result."""
         rows, columns, *sizes = problem.result_shape
         ends = zip(*((0, extent // 2, extent - 1) for extent in (rows, columns)), strict=True)
+        # Axes with one or two elements give the same plane several times.
         planes = tuple(dict.fromkeys(ends))
         products = len(planes) * _terms(problem)
+        # As many positions per axis as the products allow, but never less than the three.
         for most in range(_POSITIONS_BY_RANK[problem.rank], _LEAST_POSITIONS, -1):
             positions = tuple(spread(size, most) for size in sizes)
             if products * prod(map(len, positions)) <= _MOST_PRODUCTS:
@@ -90,6 +93,7 @@ class Reference:
         sums = a.new_zeros((len(planes), prod(map(len, self.crop.positions))), dtype=_DOUBLE)
         for index, outside, terms in _gathers(problem, self.crop, a.device):
             for place, (data, weights) in enumerate(planes):
+                # Gathering copies every term of every position, so it is done in blocks of rows.
                 for rows in _blocks(len(data), _MOST_COLUMNS // index.numel()):
                     sums[place] += _dot(data[rows], index, outside, weights[rows, terms])
         self.expected = sums.view(len(planes), *map(len, self.crop.positions)).cpu()
@@ -157,6 +161,8 @@ def _gathers(
     sources = problem.output_size if problem.op == "dgrad" else problem.input_size
     count = prod(map(len, crop.positions))
     for terms in _blocks(prod(extents), _MOST_COLUMNS // count):
+        # Terms are numbered in row-major order over the summed axes, and taken apart into one index
+        # per axis from the last axis on.
         left, stride = torch.arange(terms.start, terms.stop, device=device), 1
         index = torch.zeros((), dtype=torch.long, device=device)
         outside = torch.zeros((), dtype=torch.bool, device=device)
@@ -167,6 +173,8 @@ def _gathers(
             is_outside = (scaled % step != 0) | (source < 0) | (source >= sources[axis])
             shape = [1] * problem.rank + [left.numel()]
             shape[axis] = len(positions)
+            # A term outside must still have an index that can be gathered; it is set to 0
+            # afterwards.
             index = index + (source.clamp(0, sources[axis] - 1) * stride).view(shape)
             outside = outside | is_outside.view(shape)
             left, stride = left // extents[axis], stride * sources[axis]
@@ -179,6 +187,9 @@ def _source(problem: Problem, axis: int, position: Tensor, term: Tensor) -> tupl
     The term exists where the divisor divides it: outputs of a strided convolution read some inputs.
     """
     stride, dilation = problem.stride[axis], problem.dilation[axis]
+    # Output o and tap k of the kernel read the input at
+    #     i = o * stride - padding + k * dilation.
+    # dgrad solves this for o, which exists where the stride divides i + padding - k * dilation.
     begin = problem.padding[axis][0]
     if problem.op == "dgrad":
         return position + begin - term * dilation, stride

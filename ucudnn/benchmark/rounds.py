@@ -34,7 +34,7 @@ class Result:
 
     Args:
         samples: times in ns, the n-th of every entrant from the same round.
-        beaten_by: the entrant that lapped it, or another time known before (-1); None: nobody.
+        beaten_by: the entrant that eliminated it; -1: a rival that was timed before; None: nobody.
         failure: why it could not be run any more, else "".
         repeated: rounds that were disturbed and taken again.
         switches: how often the process was taken off the processor in the rounds that count.
@@ -81,6 +81,8 @@ def run_rounds(
         until: no round but the first begins after this `time.monotonic`; None: no limit.
     """
     results = [Result() for _ in entrants]
+    # What share of the processors a candidate gets undisturbed depends on how many threads it keeps
+    # busy, so its own best round is the measure.
     most_share: list[float] = [0.0] * len(entrants)
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
     repeated = spent = rounds = 0
@@ -97,11 +99,15 @@ def run_rounds(
             try:
                 readings[number] = _read(backend, entrants[number])
             except RuntimeError as error:
-                if backend.is_broken():  # what comes next is not to blame
+                # After a fault on a GPU everything in this process fails: whoever comes next is not
+                # to blame.
+                if backend.is_broken():
                     raise
                 results[number].failure = failure_of(error)
         spent += sum(reading.spent_ns for reading in readings.values())
         disturbed = _is_disturbed(readings, most_share, protocol)
+        # The whole round is repeated: samples of one round are pairs. A machine that stays busy
+        # must not keep it going for ever.
         if disturbed and repeated < protocol.repeats:
             repeated += 1
             continue
@@ -127,6 +133,7 @@ def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
     before, start_ns = backend.activity(), perf_counter_ns()
     time_ns = max(1, entrant.sample_ns())
     after, spent_ns = backend.activity(), max(time_ns, perf_counter_ns() - start_ns)
+    # On a GPU other processes on the host do not lengthen a kernel.
     if before is None or after is None:
         return _Reading(time_ns, spent_ns, None, 0)
     elapsed_ns = max(1, after.clock_ns - before.clock_ns)
@@ -137,12 +144,13 @@ def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
 def _is_disturbed(
     readings: Mapping[int, _Reading], most_share: list[float], protocol: Protocol
 ) -> bool:
-    """True if somebody had less of the processor than in the best round; updates the best."""
+    """True if an entrant had less of the processor than in its best round; updates the best."""
     disturbed = False
     for number, reading in readings.items():
         if reading.share is not None:
             most_share[number] = max(most_share[number], reading.share)
-            # a thread that waits at a barrier spins: without a switch it was no other process
+            # A small share alone may be a candidate that waits; a context switch that was forced
+            # shows that another process took the processor.
             lost = reading.share < protocol.lost_share * most_share[number]
             disturbed |= lost and reading.switches > 0
     return disturbed
@@ -168,7 +176,7 @@ def _drop_beaten(
     rounds: int,
     known: Mapping[tuple[int, str], tuple[int, int]],
 ) -> None:
-    """Successive halving: ever closer rivals leave, at last whose interval is above the best's."""
+    """Drop rivals far slower than the best first, then closer ones, then by their intervals."""
     if not protocol.lapped:
         return
     racing = [number for number, result in enumerate(results) if result.is_racing]
@@ -179,6 +187,7 @@ def _drop_beaten(
         best = min(rivals, key=lambda number: medians[number])
         best_ns, high_ns = medians[best], median_interval(results[best].samples)[1]
         winner = best
+        # A rival that was timed earlier takes part with its old time, and is not run again.
         if group in known and known[group][0] <= best_ns:
             winner, (best_ns, high_ns) = -1, known[group]
         for number in rivals:
@@ -198,6 +207,7 @@ def _is_beaten(
 ) -> bool:
     if rounds <= len(protocol.lapped):
         return time_ns > protocol.lapped[rounds - 1] * best_ns
+    # After the rounds with a fixed factor: out as soon as the intervals no longer overlap.
     return median_interval(samples)[0] > high_ns
 
 
@@ -206,6 +216,7 @@ def _is_decided(results: Sequence[Result]) -> bool:
     first, *others = (result.samples for result in results if result.is_racing)
     for samples in others:
         _, low, high = ratio_interval(samples, first)
+        # It may still turn out to be worthwhile, or not to be: more rounds can tell.
         if low < 1 - WORTHWHILE_GAIN and high > 1 - WORTHWHILE_GAIN / 2:
             return False
     return True

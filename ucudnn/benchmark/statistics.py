@@ -8,11 +8,12 @@ from statistics import median
 
 
 def median_ns(samples: Sequence[int]) -> int:
-    """The median of times in ns, rounded up to an integer of at least 1.
+    """The median of times in ns, rounded to an integer of at least 1.
 
     >>> median_ns([4, 9, 5])
     5
     """
+    # A time of 0 would make ratios infinite, and the solver refuses it.
     return max(1, round(median(samples)))
 
 
@@ -24,6 +25,7 @@ def spread_ns(samples: Sequence[int]) -> int:
     """
     ordered = sorted(samples)
     last = len(ordered) - 1
+    # Quartiles are samples, so the result is an integer; the upper one is rounded to the nearest.
     return ordered[(3 * last + 2) // 4] - ordered[last // 4]
 
 
@@ -72,9 +74,12 @@ def _outermost(count: int, confidence: float) -> int:
     """The k for which the k-th smallest and largest of so many enclose the median."""
     outside = 1 - confidence
     k, tail = 0, 0.0
+    # The true median is outside if it is below the k-th smallest or above the k-th largest. Each
+    # has the probability that fewer than k of `count` fair coins show heads.
     while k < count // 2:
         tail += comb(count, k) / 2**count
         if 2 * tail > outside:
             break
         k += 1
+    # With fewer than six samples not even the outermost two reach 95 %.
     return max(k, 1)

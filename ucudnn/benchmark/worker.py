@@ -67,13 +67,15 @@ class Worker:
         connection = self._started()
         try:
             connection.send((axis, how, method, arguments))
-        except OSError:  # it ended between two questions, which is no candidate's fault
+        # The child ended between two questions, which is no candidate's fault: ask a new one.
+        except OSError:
             self.close()
             connection = self._started()
             connection.send((axis, how, method, arguments))
         turn, patience_s = 0, self._backend.candidate_timeout_s
         while True:
             try:
+                # Counted from the last message; in a race the child sends one before each run.
                 if not connection.poll(patience_s):
                     self.close()
                     raise LostError(f"it did not end within {patience_s:g} s", turn)
@@ -93,6 +95,7 @@ class Worker:
     def close(self) -> None:
         """End the child, whatever it does."""
         if self._child is not None:
+            # By SIGKILL, which nothing that a library does in the child can catch or delay.
             self._child.kill()
             self._child.wait()
         if self._connection is not None:
@@ -103,16 +106,20 @@ class Worker:
         if self._connection is not None:
             return self._connection
         ours, theirs = Pipe()
+        # The child must find the same packages, whatever this process did to `sys.path`. An empty
+        # entry there stands for the current folder.
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
         }
         self._child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-            stdout=subprocess.DEVNULL,  # it is not the user's output
+            # What libraries print there is not output of the user's program.
+            stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=environment,
         )
+        # With its only other end in the child, the pipe reports when the child has ended.
         theirs.close()
         self._connection = ours
         ours.send((self._backend, torch.get_num_threads()))
@@ -152,7 +159,7 @@ class WorkerBench(AbstractBench):
     def rounds(
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
     ) -> list[Result]:
-        """Time candidates in interleaved rounds; without the ones that are lost, from the start."""
+        """Time candidates in interleaved rounds, which start over without one that was lost."""
         found = self._without_the_lost("rounds", list(arms), dict(known))
         results = [
             Result(failure=found[place]) if isinstance(found[place], str) else found[place]
@@ -166,7 +173,7 @@ class WorkerBench(AbstractBench):
         return results
 
     def whole(self, splits: Sequence[Split], has_bias: bool = False) -> list[Whole]:
-        """Time whole plans in pairs, all in every round; where there is a bias they add it."""
+        """Time whole calls, each of them in every round; where there is a bias they add it."""
         found = self._without_the_lost("whole", list(splits), has_bias)
         return [
             Whole(Result(failure=entry), 0) if isinstance(entry, str) else entry
@@ -179,6 +186,8 @@ class WorkerBench(AbstractBench):
         left = list(range(len(asked)))
         while left:
             try:
+                # Samples are pairs of one round, so the rest starts over without the one that was
+                # lost.
                 still = [asked[place] for place in left]
                 answers = self._worker.ask(self._axis, self._how, method, still, *more)
             except LostError as lost:
@@ -191,7 +200,8 @@ class WorkerBench(AbstractBench):
 
 def serve(descriptor: int) -> None:
     """Answer the questions of a `Worker` until it goes away; runs in the child."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # A terminal sends Ctrl-C to the child as well; the parent handles it and ends the child.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(descriptor) as connection, torch.no_grad():
         backend, threads = connection.recv()
         torch.set_num_threads(threads)
@@ -202,6 +212,7 @@ def serve(descriptor: int) -> None:
                 axis, how, method, arguments = connection.recv()
             except EOFError:
                 return
+            # A bench holds the operands of a kernel, which serve all questions about it.
             if (axis, how) != measured:
                 bench = LocalBench(backend, axis, lambda turn: connection.send(("turn", turn)), how)
                 measured = axis, how
@@ -212,6 +223,7 @@ def serve(descriptor: int) -> None:
                     answer = ("lost", failure_of(error))
                 elif isinstance(error, UcudnnError):
                     answer = ("raised", error)
-                else:  # its class may not exist on the other side
+                # The class of any other error may not be importable on the other side.
+                else:
                     answer = ("raised", RuntimeError(failure_of(error)))
             connection.send(answer)

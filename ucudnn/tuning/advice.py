@@ -13,11 +13,13 @@ from ucudnn.problem import Problem
 from ucudnn.step_race import TOLERATED
 from ucudnn.units import format_bytes, format_ns
 
-# A kernel lies on a cliff where torch takes so many times a direct convolution at full speed...
+# A kernel lies on a cliff, far slower than convolutions of similar shapes, where torch takes this
+# many times a direct convolution at the roofline. Good kernels miss the roofline, too, so the
+# factor is large ...
 _CLIFF = 5.0
-# ... or so many times what it takes with channels innermost.
+# ... or this many times what it takes in channels_last: both are measured, so less will do.
 _LAYOUT_CLIFF = 2.0
-# Of a step's time and of its peak of memory: less is not worth tuning for.
+# Fractions of a step's time and of its peak of memory; smaller savings are not worth tuning for.
 _WORTHWHILE = 0.05
 _WORTHWHILE_MEMORY = 0.1
 # A suggested limit leaves kernels alone that take this part of the convolutions' time.
@@ -57,14 +59,17 @@ class KernelAdvice:
 
     def gain_ns(self) -> int:
         """An upper bound of what any algorithm could save of that; 0 where none is known."""
+        # Without a bound from below nothing is known of what could be saved.
         if not self.least_ns:
             return 0
+        # A kernel that was not timed counts as 0 ns, which is less than its bound.
         return max(0, self.time_ns() - self.least_ns * len(self.layers))
 
     def excess_ns(self, is_last: bool = False) -> int:
         """Time that all its calls lose by lying on a cliff; 0 where the kernel lies on none."""
         if not self.is_cliff(is_last):
             return 0
+        # The larger of the two references, so that the loss is not overstated.
         other = self.channels_last
         in_other_layout = 0 if other is None or is_last else other.time_ns
         return self.time_ns(is_last) - max(self.direct_ns, in_other_layout) * len(self.layers)
@@ -74,6 +79,7 @@ class KernelAdvice:
         timing, other = self.best(is_last), self.channels_last
         if timing is None:
             return False
+        # A kernel that is judged in channels_last has no other layout to be compared with.
         if other is not None and not is_last and timing.time_ns >= _LAYOUT_CLIFF * other.time_ns:
             return True
         return bool(self.direct_ns) and timing.time_ns >= _CLIFF * self.direct_ns
@@ -122,6 +128,7 @@ class Advice:
 
     def share(self, time_ns: int) -> float:
         """A time as a share of the step; of its convolutions, where no step was run."""
+        # Kernels are timed one by one: with noise their sum may exceed the step that holds them.
         whole = max(self.step_ns, self.convolutions_ns)
         return time_ns / whole if whole else 0.0
 
@@ -135,6 +142,8 @@ class Advice:
             if (timing := kernel.best(is_last))
         ]
         limit, most = _limit_for(known), _workspace_bytes(self.kernels, is_last)
+        # A limit counts for the layout that is advised, so the peak is that of its step. Where no
+        # step was run there is no peak to compare the saving with.
         peak = (is_last and self.last_step_peak_bytes) or self.step_peak_bytes
         return limit if peak and most - limit >= _WORTHWHILE_MEMORY * peak else None
 
@@ -144,10 +153,12 @@ class Advice:
         is_last = self.is_last_better
         cliffs = [kernel for kernel in self.kernels if kernel.is_cliff(is_last)]
         gain = self.share(sum(kernel.excess_ns(is_last) for kernel in cliffs))
+        # "tune it so": in channels_last, which the sentence has advised just before.
         limit, advised, tune = self.suggested_limit, [], "tune it"
         if is_last and self.last_ratio is not None:
             ratio, tune = self.last_ratio[0], "tune it so"
             advised.append(f"use channels_last, with which a step takes {ratio:.2f} times as long")
+        # Time comes before memory: a limit could exclude the algorithms that leave a cliff.
         if gain >= _WORTHWHILE:
             advised.append(
                 f"{tune} without a limit: {_count(cliffs)} on a cliff, which costs up to "
@@ -237,9 +248,11 @@ def _limit_for(known: Sequence[tuple[int, int]]) -> int:
         known: workspace in bytes and time in ns of each kernel.
     """
     total, taken = sum(time_ns for _, time_ns in known), 0
+    # By rising workspace: the kernels up to the limit keep torch's own convolution.
     for size, time_ns in sorted(known):
         taken += time_ns
         if taken >= _UNTOUCHED * total:
+            # Kernels may need no workspace at all, and a limit of 0 would be no useful setting.
             return max(1, ceil(size / _MIB)) * _MIB
     return 0
 

@@ -27,11 +27,14 @@ from ucudnn.tuning.step_judge import race
 from ucudnn.tuning.tuner import is_replayed, layers_by_problem
 from ucudnn.tuning.worth import least_ns
 
+# Seconds for all of it: advice is for those who do not want to wait for tuning.
 _MOST_S = 60.0
 # Steps may take this part of the time, kernels the rest.
 _STEPS_PART = 0.4
 # The least that comparing two layouts takes: warmed up, with their peaks, and one pair.
 _LEAST_STEPS = 6
+# A kernel is run until it has taken `_ENOUGH_NS` or so many times: long ones only once, because one
+# slow layer must not use up the time of all others.
 _LEAST_SAMPLES, _MOST_SAMPLES, _ENOUGH_NS = 1, 7, 150_000_000
 
 OnKernel = Callable[[int, int], None]
@@ -103,8 +106,10 @@ def advised(
     advice = _with_steps(advice, model, example_inputs, backend, names, began)
     watch = _Watch(backend, began + _MOST_S)
     found: dict[Problem, KernelAdvice] = {}
+    # Function modes of the caller, as `with torch.device(...)`, would change where the operands are
+    # allocated.
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        # those that probably take longest come first: the time may end before the others
+        # The kernels that probably take longest come first, because time may end before the others.
         for problem in sorted(names, key=lambda p: -p.flops * len(names[p])):
             found[problem] = watch.kernel(problem, names[problem])
             on_kernel(len(found), len(names))
@@ -137,6 +142,7 @@ def _with_steps(
     if reason:
         return replace(advice, reason=reason)
     backward = any(problem.op != "fprop" for problem in problems)
+    # In 1-D torch has no channels-last layout, and "nhwc" is that layout already.
     has_other = any(problem.rank > 1 and problem.layout == "nchw" for problem in problems)
     try:
         with undisturbed(model):
@@ -146,15 +152,19 @@ def _with_steps(
                 return replace(advice, reason="a step takes too long for more than one in a minute")
             peak_bytes = backend.workspace_bytes(step, ())
             advice = replace(advice, step_peak_bytes=peak_bytes)
+            # No layout to compare with: one more step, which is warm now, is enough.
             if not has_other:
                 return replace(advice, step_ns=min(advice.step_ns, backend.elapsed_ns(step)))
             other = Steps(model, inputs, backward, "channels_last")
+            # Taking the peak runs a step, which also warms up what channels_last needs.
             peak = backend.workspace_bytes(other, ())
             until = began + _STEPS_PART * _MOST_S
             own, last = race(
                 [partial(backend.elapsed_ns, one) for one in (step, other)],
                 lambda: monotonic() >= until,
             )
+    # A model that was traced on fake tensors may still fail on real ones. Its kernels can be timed
+    # all the same.
     except STEP_ERRORS as error:
         return replace(advice, reason=f"one could not be computed ({failure_of(error)})")
     return replace(
@@ -185,6 +195,7 @@ class _Watch:
             others.append(replace(problem, layout="nhwc"))
         roofline = self.backend.roofline(problem.dtype)
         elements = sum(map(prod, (*problem.operand_shapes, problem.result_shape)))
+        # A direct convolution reads both operands and writes the result once, without workspace.
         direct = Cost(problem.flops, elements * problem.bytes_per_element, 0)
         bounds = [
             least_ns(
@@ -194,7 +205,7 @@ class _Watch:
             for one in (problem, *others)
         ]
         timing, *last = (self._timed(one) for one in (problem, *others))
-        # a bound that was beaten is none: then the machine was busy when its speed was taken
+        # A time below the bound disproves it: the machine was busy when its speed was taken.
         seen = min((each.time_ns for each in (timing, *last) if each), default=0)
         return KernelAdvice(
             problem,
@@ -213,6 +224,7 @@ class _Watch:
             run = backend.executable(problem, DEFAULT_ALGORITHM).alone
             operands = backend.operands(problem, problem.batch)
             call = partial(run, *operands)
+            # This run warms the kernel up, too.
             workspace = backend.workspace_bytes(call, [(problem, DEFAULT_ALGORITHM)])
             samples: list[int] = []
             while len(samples) < _LEAST_SAMPLES or (
@@ -221,6 +233,7 @@ class _Watch:
                 and monotonic() < self.until
             ):
                 samples.append(backend.elapsed_ns(call))
+        # A kernel that cannot run by itself, as for lack of memory, is shown as not timed.
         except (RuntimeError, MemoryError, UnsupportedError):
-            return None  # shown as not timed
+            return None
         return Timing(median_ns(samples), spread_ns(samples), workspace, len(samples))

@@ -6,7 +6,8 @@ from time import monotonic
 
 from ucudnn.tuning.session import Session
 
-# Of the time that a group of kernels gets, this fraction is kept for timing whole calls.
+# Of the time that a group of kernels gets, this fraction is kept for timing whole calls: without
+# it its plans would rest on predictions, the sums of their chunks.
 _RACING = 0.4
 # However little it could gain, a group gets this fraction of the time that is left.
 _LEAST_PART = 0.05
@@ -31,9 +32,11 @@ class Budget:
             seconds: from the making of this object on; None: no limit.
             reserved_s: of these, to leave for the race of whole steps; a third at most.
         """
+        # The first runs of torch's own convolutions tell nothing about how fast tuning proceeds.
         self._counts_from = monotonic()
         self.seconds = seconds
         if seconds is not None:
+            # A third at most, or the race would leave a small budget nothing to measure in.
             self.deadline = self._began + seconds - min(seconds / 3, reserved_s)
 
     @property
@@ -62,6 +65,7 @@ class Budget:
         """
         if not done_ns:
             return None
+        # Tuning a kernel is taken to last in proportion to the time of torch's own convolution.
         left_s = (monotonic() - self._counts_from) * (total_ns - done_ns) / done_ns
         if self.deadline is None:
             return left_s

@@ -41,17 +41,20 @@ class KernelCandidates:
         self._extrapolates = extrapolates
         backend = session.backend
         self._listed = backend.bias_candidates if adds_bias else backend.candidates
+        # A `Problem` checks its fields whenever one is made, and the same few are asked for often.
         self.part = lru_cache(maxsize=None)(axis.part)
 
     @cached_property
     def by_arm(self) -> Mapping[Arm, Candidate]:
         """All of them, the smallest sizes first."""
         backend = self._session.backend
+        # torch's own convolution of a whole problem is never refused, that of a slab may be.
         refusal = backend.slab_refusal if self.axis.name == RowAxis.name else backend.refusal
         found: dict[Arm, Candidate] = {}
         for size in self.sizes:
             part, ends = self.part(size), self.axis.ends(size)
             for candidate in self._listed(part):
+                # The first and the last slab have padding, which an algorithm may not compute.
                 if any(refusal(problem, candidate.algorithm) for problem in (part, *ends)):
                     continue
                 for role in self._roles(size):
@@ -59,11 +62,15 @@ class KernelCandidates:
         return found
 
     def _roles(self, size: int) -> tuple[str, ...]:
+        # The whole is the only chunk of its call, which allocates and returns the result.
         if size == self.axis.extent:
             return ("alone",)
         if self.problem.op != "wgrad":
+            # Every chunk of fprop and dgrad is written into its slice of a result, also the first.
+            # The workspace of the undivided call, which is not, needs chunks in the role "alone".
             tells = self._extrapolates and size in self.sizes[:2]
             return ("later", "alone") if tells and self.axis.extent in self.sizes else ("later",)
+        # In half precision the first chunk of a weight gradient begins a sum in float32.
         return ("alone" if self.problem.bytes_per_element >= 4 else "first", "later")
 
     def lists(self, arm: Arm) -> tuple[str, ...]:
@@ -72,8 +79,10 @@ class KernelCandidates:
 
     @cached_property
     def curves(self) -> Mapping[Arm, str]:
-        """A name per arm; arms of one name run the same implementation."""
+        """A name per arm; arms of one name, a curve of time over size, run one implementation."""
         kernel_of = self._session.kernel_of
+        # One name may stand for different implementations at different batches, as for torch's own
+        # convolution; times of one of them say nothing about another.
         return {
             arm: f"{arm.algorithm} by {kernel_of(candidate.problem, arm.algorithm)}"
             for arm, candidate in self.by_arm.items()
@@ -91,6 +100,7 @@ class KernelCandidates:
     @cached_property
     def even_sizes(self) -> frozenset[int]:
         """Sizes that keep all processors equally busy, or powers of two where nobody knows."""
+        # Waves are counted in samples, and so say nothing about the rows of a slab.
         powers = (1 << k for k in range(self.axis.extent.bit_length()))
         waves = self.axis.name == "batch" and self._session.backend.wave_sizes(self.problem)
         return frozenset(waves or powers)

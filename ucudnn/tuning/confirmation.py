@@ -55,6 +55,7 @@ def race(
     Raises:
         UnsupportedError: none could be run.
     """
+    # Samples are compared in pairs of one round, so a race is recalled as a whole or run anew.
     recalled = recall_race(session, problem, splits, has_bias)
     if recalled is not None:
         return recalled
@@ -62,6 +63,7 @@ def race(
     notes = _notes(session, problem, splits)
     wholes = measurer.bench.whole(splits, has_bias)
     found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, notes, strict=True)]
+    # Tuning that is interrupted from here on keeps this race.
     session.flush()
     finalists = _finalists(splits, found)
     if splits and not finalists:
@@ -89,9 +91,11 @@ def _keys(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool
 ) -> list[MeasurementKey]:
     """One key per split; each names the race, since samples of different races are no pairs."""
+    # In any order they are the same race.
     names = sorted(str(split) for split in splits)
     identity = hashlib.sha256(" | ".join(names).encode()).hexdigest()[:8]
     this_race = f"race {identity}{' with a bias' if has_bias else ''}"
+    # A recorded backend tells whole calls from candidates by this prefix ("plan[").
     return [session.key(problem, f"plan[{split}] in {this_race}") for split in splits]
 
 
@@ -104,11 +108,13 @@ def _finalists(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Fi
 
 
 def _notes(session: Session, problem: Problem, splits: Sequence[Split]) -> list[tuple[str, ...]]:
-    """Notes of each split; those of torch's default in full."""
+    """Notes of each split: all that torch's default has, else whether it is nondeterministic."""
     notes_by_name = {
         candidate.algorithm: candidate.notes for candidate in session.backend.candidates(problem)
     }
     return [
+        # A plan shows all notes of torch's own convolution. Of any other split they decide ties
+        # alone: one nondeterministic chunk makes all of it so.
         notes_by_name.get(split.steps[0].algorithm, ())
         if split.is_default
         else ("nondeterministic",)
@@ -120,6 +126,7 @@ def _notes(session: Session, problem: Problem, splits: Sequence[Split]) -> list[
 
 def _measured(key: MeasurementKey, whole: Whole, notes: tuple[str, ...]) -> Measurement:
     samples = whole.result.samples
+    # Kept like a time, so that a second tune recalls the race and need not fail again.
     if whole.result.failure:
         return Measurement(key, "failed", reason=whole.result.failure, notes=notes)
     return Measurement(
@@ -153,8 +160,8 @@ def choose(
     """The winner within the limit: torch's default, unless another is faster beyond the noise.
 
     Of those that tie, the one with less workspace wins, then with fewer chunks, then a
-    deterministic one. A split pays for every chunk with thread barriers, on a busy machine dearly:
-    one that only may be as fast must be so by its median, too.
+    deterministic one. A tie needs a median within 2 % of the fastest, too: at the end of every
+    chunk threads wait for each other, which takes much longer on a busy machine.
 
     >>> from ucudnn.plan import Step
     >>> def entry(name, *samples):
@@ -178,6 +185,7 @@ def choose(
         entry for entry in finalists if limit is None or entry.timing.workspace_bytes <= limit
     ]
     default = next((entry for entry in fitting if entry.split.is_default), None)
+    # Where nothing is clearly faster than torch's own convolution, that is the only one left.
     if default is not None:
         fitting = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)] or [
             default
@@ -191,16 +199,22 @@ def choose(
 def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:
     timing = entry.timing
     steps = len(entry.split.steps)
+    # Time comes last: between calls that tie its differences are noise.
     return timing.workspace_bytes, steps, not entry.is_deterministic, timing.time_ns
 
 
 def _ties(entry: Finalist, fastest: Finalist) -> bool:
+    # Both are required: where intervals are wide a much slower call would pass for a tie if only a
+    # clear difference counted.
     ratio, _, _ = ratio_interval(entry.samples, fastest.samples)
     return ratio <= 1 + WORTHWHILE_GAIN and not _is_faster(fastest, entry)
 
 
 def _is_faster(entry: Finalist, other: Finalist, overhead_ns: int = 0) -> bool:
     """True if one takes less time than the other, by more than noise and more than is worth it."""
+    # Calls are timed without the lookup of their plan, which training pays for. torch's own
+    # convolution needs none, so the overhead is added to one side.
     samples = [time_ns + overhead_ns for time_ns in entry.samples]
     ratio, _, high = ratio_interval(samples, other.samples)
+    # The interval says that there is a gain, the median that it is large enough to matter.
     return high < 1 and ratio < 1 - WORTHWHILE_GAIN

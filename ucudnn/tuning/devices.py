@@ -37,7 +37,7 @@ class Devices:
 
     @property
     def first(self) -> Session:
-        """Any one of them, for what they all know."""
+        """The first one, for questions that all answer alike, such as which algorithms exist."""
         return self._sessions[0]
 
     @property
@@ -77,10 +77,12 @@ class Devices:
 
     def spread(self, tasks: Iterable[Task]) -> None:
         """Run tasks in their order, each on the next device that is free."""
+        # In this thread, with its own grad mode and where Ctrl-C arrives.
         if len(self._sessions) == 1:
             for task in tasks:
                 task(self.first)
             return
+        # Tasks take very different times, so each goes to the device that is free first.
         free: SimpleQueue[Session] = SimpleQueue()
         for session in self._sessions:
             free.put(session)
@@ -88,7 +90,8 @@ class Devices:
         def run(task: Task) -> None:
             session = free.get()
             try:
-                with torch.no_grad():  # which is a setting of each thread
+                # Grad mode is a setting of each thread, and is on in a new one.
+                with torch.no_grad():
                     task(session)
             finally:
                 free.put(session)
@@ -96,10 +99,12 @@ class Devices:
         with ThreadPoolExecutor(len(self._sessions)) as pool:
             futures = [pool.submit(run, task) for task in tasks]
             try:
+                # Raises what the task raised.
                 for future in futures:
                     future.result()
             except BaseException:
-                # the other devices end at their next candidate, so that the error is seen at once
+                # The pool waits for its threads on the way out: those of the other devices end at
+                # their next candidate, so that the error is seen soon.
                 pool.shutdown(wait=False, cancel_futures=True)
                 self.stop_at(0.0)
                 raise
@@ -127,6 +132,7 @@ def open_devices(
         ConfigError: the devices are of several kinds.
     """
     _require_one_kind(backends)
+    # Sessions of several devices use one cache, each from a thread of its own.
     lock = ForkSafeLock()
     sessions = [
         Session(
@@ -134,6 +140,8 @@ def open_devices(
             cache,
             until=deadline,
             race_until=deadline,
+            # In one process threads would be timed with what they wait for each other, and torch
+            # has one profiler of memory for all of them.
             isolated=backend.in_worker or len(backends) > 1,
             effort=effort,
             lock=lock,
@@ -150,6 +158,7 @@ def _require_one_kind(backends: Sequence[AbstractBackend]) -> None:
     Raises:
         ConfigError: they differ in hardware or versions.
     """
+    # A plan states one device and one set of versions for all times that it rests on.
     first = backends[0]
     for other in backends[1:]:
         if (other.device(), other.software()) != (first.device(), first.software()):

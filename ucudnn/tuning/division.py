@@ -22,10 +22,10 @@ class Choices:
     """Options of a kernel in a division of a pool.
 
     Args:
-        calls: how many layers run it, each of which owns as much.
+        calls: number of layers that run it, each of which owns a part of the same size.
         most: bytes that one of them may own.
         front: of one call, where it fits with the surplus.
-        surplus: bytes that a call was seen to need more than its chunks do.
+        surplus: measured workspace of a whole call minus that of its chunks, in bytes.
     """
 
     calls: int
@@ -36,16 +36,23 @@ class Choices:
     @property
     def points(self) -> list[tuple[int, int]]:
         """(Workspace in bytes, time in ns) of all calls together."""
+        # Every call owns its own workspace, so workspaces of a kernel add up as its times do.
         return [
             ((point.workspace_bytes + self.surplus) * self.calls, point.time_ns * self.calls)
             for point in self.front
         ]
 
     def part(self, place: int, left: int) -> int:
-        """Part of the pool of a call at a point of its front, where so much is left over."""
+        """Bytes that a call owns at a point of its front, including its part of what is left over.
+
+        Args:
+            place: index into the front.
+            left: bytes of the pool that no call needs, per call.
+        """
         point = self.front[place]
         least = point.workspace_bytes + self.surplus
-        if point.below is not None:  # with more it would take another one
+        # From `below` on the kernel would take another, slower split, of longer chunks.
+        if point.below is not None:
             left = min(left, point.below - 1 - point.workspace_bytes)
         return min(least + left, self.most)
 
@@ -56,6 +63,7 @@ def require_solver(solver: str) -> None:
     Raises:
         ConfigError: it is not.
     """
+    # The smallest possible division: a solver's package is imported only when it solves.
     divide([[(0, 1)]], 0, solver)
 
 
@@ -77,12 +85,14 @@ def divided(choices: Mapping[Problem, Choices], total: int, solver: str) -> dict
     Raises:
         PlanError: the pool is too small.
     """
+    # A front is empty where the time ended before anything of the kernel was measured.
     named = {problem: one for problem, one in choices.items() if one.front}
     if not named:
         return {}
     try:
         division = divide([one.points for one in named.values()], total, solver)
     except PlanError as error:
+        # Anything but a pool that is too small is reported as the solver says it.
         if error.smallest_bytes is None:
             raise
         raise PlanError(
@@ -91,7 +101,8 @@ def divided(choices: Mapping[Problem, Choices], total: int, solver: str) -> dict
             f"workspace_limit instead if the kernels run one after the other",
             error.smallest_bytes,
         ) from error
-    # a call as a whole may need some bytes more than its chunks
+    # Every call gets an equal part of what is left over: as a whole it may need more workspace than
+    # its chunks, of which the front was made.
     left = (total - division.workspace_bytes) // sum(one.calls for one in named.values())
     return {
         problem: one.part(place, left)

@@ -47,6 +47,8 @@ class Effort:
         if self.budget_steps is None:
             return None
         budget_s = max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
+        # Where torch's own convolution is within the limit, stopping early leaves that one. Where
+        # it is not, stopping early may leave no plan at all.
         return budget_s if is_forced else min(budget_s, self.most_budget_s)
 
 
@@ -72,6 +74,8 @@ EFFORTS = {
         chunks=Protocol(least_rounds=2, most_rounds=4, enough_ns=200_000_000),
         wholes=replace(FINALS, least_rounds=3, most_rounds=7, warm_ups=2, stops_when_decided=True),
     ),
+    # No gain is too small to look for, and no roofline rules anything out: the session needs one
+    # only where `ignored_share` is above 0.
     "thorough": Effort(
         budget_steps=None,
         least_budget_s=0.0,

@@ -17,6 +17,7 @@ from ucudnn.tuning.workspace_model import WorkspaceModel
 from ucudnn.units import format_bytes
 
 # An algorithm is ruled out where it is expected to take this many times the best known, per sample.
+# That leaves room for the error of an expectation that rests on one small chunk.
 HOPELESS = 1.5
 # A call takes this long on the host whatever its size, which does not grow with the chunk.
 _CALL_NS = 50_000
@@ -50,7 +51,8 @@ class Elimination:
         self._workspaces = workspaces
         self._is_allowed = is_allowed
         self._roofline = roofline
-        self.is_active = True  # False: only what memory forbids is ruled out
+        # Cleared where nothing that was measured fits: then only a lack of memory rules out.
+        self.is_active = True
 
     def reasons(self) -> dict[str, str]:
         """Curves of which nothing more need be measured, with the reason."""
@@ -63,6 +65,7 @@ class Elimination:
 
     def _reason(self, arms: Sequence[Arm], best_ns: float | None) -> str:
         """Reason why none of a curve's arms can matter, "" where one can."""
+        # It was timed in full, so that the solver judges it by its times.
         if any(self._records[arm].status == "ok" for arm in arms if arm in self._records):
             return ""
         costs = [self._candidates.cost(arm.size, arm.algorithm) for arm in arms]
@@ -83,6 +86,8 @@ class Elimination:
             )
         if best_ns is None:
             return ""
+        # The best rate of any size: a fixed cost, as the transform of a filter, weighs less in
+        # larger chunks and alone must not rule an algorithm out.
         rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
         times = rate * self._candidates.axis.extent / best_ns
         return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
@@ -116,7 +121,7 @@ class Elimination:
             for size, time_ns in self._telling(arm)
             if size <= arm.size and (smaller := self._candidates.cost(size, arm.algorithm))
         ]
-        # noise makes times longer, so the shortest of several bounds is the one to trust
+        # Noise makes times longer, which lifts the bounds that follow from them: trust the lowest.
         return max(self._roofline_ns(cost), min(extrapolated, default=0))
 
     def _roofline_ns(self, cost: Cost) -> int:
@@ -133,7 +138,7 @@ class Elimination:
         return self._roofline.time_ns(cost)
 
     def _telling(self, arm: Arm) -> Iterator[tuple[int, int]]:
-        """Sizes and times that tell about other chunks of the arm's curve."""
+        """Sizes and times on the arm's curve that are long enough to extrapolate from."""
         curves = self._candidates.curves
         for other, entry in self._records.items():
             if entry.time_ns is not None and curves.get(other) == curves[arm]:
@@ -149,6 +154,7 @@ class Elimination:
             for curve, arms in self._candidates.arms_by_curve.items()
             if curve not in reasons
         )
+        # A cheap trial may show that dearer ones need not be run.
         return sorted((arm for arm in found if arm is not None), key=self.expected_ns)
 
     def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
@@ -157,6 +163,7 @@ class Elimination:
         if self._candidates.cost(first.size, first.algorithm) is None or any(self._telling(first)):
             return None
         runnable = [arm for arm in arms if self._workspaces.can_be_run(arm)]
+        # With no time to compare with, the smallest chunk costs least.
         if not runnable or best_ns is None:
             return next(iter(runnable), None)
         least = _TRIAL_NS * self._candidates.axis.extent
@@ -169,6 +176,8 @@ def growth(small: Cost, large: Cost) -> float:
     >>> growth(Cost(100, 50, 0), Cost(400, 100, 0))
     2.0
     """
+    # The longer of computing and moving data bounds the time from below. It grows at least as much
+    # as the slower growing of the two, whichever of them is the longer one.
     terms = ((large.operations, small.operations), (large.traffic_bytes, small.traffic_bytes))
     return min(_ratios(terms), default=1.0)
 

@@ -36,7 +36,10 @@ def plan_by_torch(
         return None
     spread_ns, samples = entry.spread_ns or 0, len(entry.samples)
     timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
+    # Its one time also plans the smaller batches that torch computes by the same implementation,
+    # where it is an upper bound.
     solved = solve(problem, [replace(entry, status="ok")], kernel_of, limit)
+    # Undivided, by torch's own convolution: what runs without any plan.
     split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
     notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
     return solved.kernel_plan(layers, split, timing, timing, notes)

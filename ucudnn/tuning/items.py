@@ -29,10 +29,12 @@ def items_by_role(
     alone = _single_items(problem, measurements, kernel_of)
     later = chunk_items(problem, measurements, "later")
     if problem.op != "wgrad":
+        # The first chunk writes into its slice of the result as every other one does.
         first = later
     else:
         first = chunk_items(problem, measurements, role_of_first(problem))
-        alone += first  # a chunk that is returned costs no more than one that begins a sum
+        # To return a gradient costs no more than to begin a sum with it.
+        alone += first
     return {"alone": alone, "first": first, "later": later}
 
 
@@ -47,8 +49,10 @@ def _single_items(
     chunk alone at most what it does when it is written into a larger result.
     """
     costs: dict[str, dict[int, Item]] = {}
-    for role in ("later", "alone"):  # what was timed alone replaces the bound
+    # "alone" comes second: what was timed so replaces the bound from the other role.
+    for role in ("later", "alone"):
         for item in chunk_items(problem, measurements, role):
+            # A later chunk of a weight gradient is added to a sum, which bounds no other operation.
             if role == "alone" or problem.op != "wgrad":
                 costs.setdefault(item.algorithm, {})[item.batch] = item
     every = range(1, problem.batch + 1)
@@ -71,6 +75,7 @@ def with_bounded(
         sizes: that chunks may have.
     """
     sizes = tuple(sizes)
+    # Items in role "alone" cover all batches already, see `_single_items`.
     found = {"alone": items["alone"]}
     for role in ("first", "later"):
         costs: dict[str, dict[int, Item]] = {}
@@ -93,6 +98,8 @@ def _bounded(
 
     Only where both run the same kernel; one that was timed stands for itself.
     """
+    # From the largest size down: a smaller chunk of one implementation is taken to need no more
+    # time or workspace than the next larger one that was timed.
     bound = None
     timed = sorted(by_batch, reverse=True)
     for n in sorted({*sizes, *timed}, reverse=True):
@@ -119,6 +126,8 @@ def lists_of(op: str, is_whole: bool, role: str) -> tuple[str, ...]:
     if is_whole:
         return ("alone",)
     if op != "wgrad":
+        # One that was timed alone though it is not the whole is no part of any split: it was run to
+        # extrapolate the workspace of the whole.
         return ("first", "later") if role == "later" else ()
     return ("later",) if role == "later" else ("first",)
 
@@ -138,6 +147,8 @@ def rank_of(algorithm: str, notes: Sequence[str]) -> int:
 
 def held_bytes(problem: Problem, role: str) -> int:
     """Memory beside the workspace of a chunk: half-precision wgrad adds up in float32."""
+    # Workspace of a chunk is measured without the tensor that it adds to, which the call holds
+    # until its end.
     if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != "alone":
         return 4 * prod(problem.w_shape)
     return 0
@@ -162,6 +173,8 @@ def chunk_items(
     for entry in measurements:
         part = entry.key.problem
         if size_by_part is None:
+            # Measurements may be of slabs, too, whose spatial sizes differ from those of the
+            # problem.
             size = part.batch if part.with_batch(problem.batch) == problem else None
         else:
             size = size_by_part.get(part)
@@ -172,6 +185,8 @@ def chunk_items(
                 Item(
                     batch=size,
                     workspace_bytes=entry.workspace_bytes + total,
+                    # Items need a time. What was run for its workspace alone has none, and is used
+                    # only to find the smallest workspace.
                     time_ns=entry.time_ns or 1,
                     algorithm=algorithm,
                     rank=rank_of(algorithm, entry.notes),

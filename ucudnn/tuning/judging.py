@@ -25,8 +25,8 @@ from ucudnn.tuning.layout_judge import LayoutJudge
 from ucudnn.tuning.step_judge import StepJudge, has_default
 from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed
 
-# Steps that a race of two layouts takes at least: one that tells how long they are, two whose
-# results are compared, and of four contestants the peak and one round.
+# Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
+# results are compared, and one for the peak and one round of each of four contestants.
 _LEAST_STEPS = 11
 
 
@@ -50,11 +50,15 @@ def judged(
         with undisturbed(model):
             step = Steps(model, example_inputs, _has_backward(plan))
             began = monotonic() if began is None else began
+            # The first step warms up, and says how long the default budget is.
             until = _until(plan, config, began, backend.elapsed_ns(step))
             judge = StepJudge(step, _Installer(), backend.elapsed_ns, _peak_bytes(backend), until)
             return judge.judge(plan)
+    # The plan is complete, only its race is not: whoever pressed Ctrl-C gets it.
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
+    # A model that was traced on fake tensors may still fail on real ones, as for lack of memory.
+    # Its plan is as good as it was.
     except STEP_ERRORS as error:
         reason = f"a step could not be computed ({failure_of(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
@@ -85,6 +89,7 @@ def judged_in_layouts(
     reason = _reason_against_steps(model, example_inputs, own, config)
     if reason:
         return _by_sums(plans, calls, reason)
+    # One answer for both layouts: steps that compute different passes could not be compared.
     backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
     try:
         with undisturbed(model):
@@ -103,6 +108,7 @@ def judged_in_layouts(
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
         return _by_sums(plans, calls, f"a step could not be computed ({failure_of(error)})")
+    # The model must keep its layout; its own plan is judged as if there were no other.
     kept = judged(model, example_inputs, own, config, began)
     return replace(kept, layout_race=LayoutRace(reason=against))
 
@@ -118,17 +124,19 @@ def _has_backward(plan: Plan) -> bool:
 
 
 def _peak_bytes(backend: AbstractBackend) -> Callable[[Callable[[], None]], int]:
+    # A step has no parts that are known problems: its peak is what the allocator sees.
     return lambda run: backend.workspace_bytes(run, ())
 
 
 class _Installer:
-    """Installs plans in turn; what was looked up for one stays, as in a run that installs it once.
+    """Installs plans in turn, and keeps what each has looked up, as training with one plan would.
 
-    To look all calls of a step up takes as long as some of them.
+    Looking up all calls of a step takes as long as some of the calls, and would be timed with it.
     """
 
     def __init__(self) -> None:
-        self._runners: dict[int, Runner] = {}  # each keeps its plan, so that no other has its id
+        # By id of a plan. A runner holds its plan, so that no other one can get the same id.
+        self._runners: dict[int, Runner] = {}
 
     def __call__(self, plan: Plan) -> Installation:
         return Installation(plan.device.type, self._runners.setdefault(id(plan), Runner(plan)))
@@ -140,6 +148,8 @@ def _until(
     """When the race must end: with the budget that was set, or the default one of each layout."""
     if config.time_budget_s is not None:
         return began + config.time_budget_s
+    # Where torch's own convolution of a kernel exceeds the workspace limit, the default budget has
+    # no upper end, here as for tuning.
     is_forced = any(not has_default(plan, kernel) for kernel in plan.kernels)
     budget_s = EFFORTS[config.effort].budget_s(step_ns, is_forced)
     return None if budget_s is None else began + layouts * budget_s

@@ -12,8 +12,9 @@ from ucudnn.step_race import TOLERATED
 from ucudnn.tuning.step_judge import has_default, step_race, tells
 
 Samples = Sequence[Sequence[int]]
-# With which one perturbed round of seven is forgiven. It is lower than where kernels leave torch's
-# own convolution, because staying in the slower layout costs as much as leaving the faster one.
+# Confidence of the interval that decides: at 0.75 one perturbed round of seven is forgiven. It is
+# lower than where kernels leave torch's own convolution, because to stay in the slower layout costs
+# as much as to leave the faster one.
 _CONFIDENCE = 0.75
 
 
@@ -48,10 +49,12 @@ def entrants(plans: Mapping[str, Plan]) -> list[Entrant]:
 
 def _best(of: Sequence[Entrant], samples: Samples, memory_format: str) -> int:
     """The contestant that a layout is chosen or left for: what its plan will be."""
+    # `entrants` lists torch's own first in each layout, then the plan if there is one.
     torchs, *plans = (i for i, one in enumerate(of) if one.memory_format == memory_format)
     if not plans:
         return torchs
     is_loss = step_race(samples[torchs], samples[plans[0]]).is_loss
+    # A plan that loses gives its kernels back to torch, where the limit allows that.
     return torchs if is_loss and of[torchs].is_allowed else plans[0]
 
 
@@ -63,6 +66,7 @@ def winner(of: Sequence[Entrant], samples: Samples) -> int:
         samples: times of their steps in ns, one of each per round.
     """
     own, last = (_best(of, samples, which) for which in ("keep", "channels_last"))
+    # Unless the gain is both large enough and beyond the noise, the model stays as it is.
     ratio, _, high = ratio_interval(samples[last], samples[own], _CONFIDENCE)
     return last if ratio < 1 - TOLERATED and high < 1 else own
 
@@ -75,6 +79,7 @@ def is_decided(of: Sequence[Entrant], samples: Samples) -> bool:
         samples: times of their steps in ns, one of each per round.
     """
     pairs = [(_best(of, samples, "channels_last"), _best(of, samples, "keep"))]
+    # The contestant before a plan is torch's own in the same layout.
     pairs += [(i, i - 1) for i, one in enumerate(of) if one.plan is not None]
     return all(tells(samples[one], samples[other]) for one, other in pairs)
 
@@ -113,6 +118,7 @@ def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) ->
         calls: how many convolutions a step has in that layout.
         reason: why no steps were run.
     """
+    # Sums over different sets of kernels cannot be compared.
     if any(sum(len(k.layers) for k in plans[one].kernels) < calls[one] for one in plans):
         return LayoutRace(reason=f"not all kernels have a plan in both layouts, and {reason}")
     contestants: list[Contestant] = []

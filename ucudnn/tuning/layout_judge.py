@@ -46,7 +46,8 @@ class LayoutJudge:
             plans: by memory format, the model's own first.
         """
         all_of_them = entrants(plans)
-        peaks = [self._run(self._peak_bytes, one) for one in all_of_them]  # which warms up, too
+        # Taking the peaks runs every contestant once, so the race needs no round to warm up.
+        peaks = [self._run(self._peak_bytes, one) for one in all_of_them]
         samples = race(
             [partial(self._run, self._elapsed_ns, one) for one in all_of_them],
             lambda: self._until is not None and monotonic() >= self._until,
@@ -55,6 +56,7 @@ class LayoutJudge:
         )
         layouts = outcome(all_of_them, samples, peaks)
         chosen = plans[layouts.memory_format]
+        # In the chosen layout: torch's own, and the plan if it changes anything.
         run = [i for i, one in enumerate(all_of_them) if one.memory_format == layouts.memory_format]
         judge = StepJudge(
             self._steps[layouts.memory_format],
@@ -63,9 +65,12 @@ class LayoutJudge:
             self._peak_bytes,
             self._until,
         )
+        # Steps by this plan would be steps by torch.
         if len(run) == 1:
             judged = replace(chosen, step_race=StepRace(reason="it changes nothing"))
         else:
+            # The plan has run against torch's own in this race already, in the same rounds. Only
+            # where it lost are further steps run, to find the kernels responsible.
             torchs, planned = run
             raced = replace(
                 step_race(samples[torchs], samples[planned]),

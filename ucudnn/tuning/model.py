@@ -20,11 +20,13 @@ from ucudnn.tuning.judging import judged, judged_in_layouts
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
 
-# Time to leave of the budget: both contestants in two rounds more than decide a clear race.
+# Steps to leave time for in the budget: five rounds of both contestants, two more than decide a
+# clear race.
 RESERVED_STEPS = 10
-# The same for two layouts: see `judging`; four contestants in four rounds, and what comes before.
+# The same for two layouts: four contestants in four rounds, and the steps that come before a race
+# (see `judging`).
 _LAYOUT_STEPS = 25
-# Of a budget that is over something must be given: then kernels are not even looked at.
+# A budget must be above 0; within this one not even torch's own convolutions are run.
 _LEAST_BUDGET_S = 1e-3
 
 Report = Callable[[Progress], None]
@@ -135,10 +137,14 @@ class _Tuning:
         try:
             how: dict[str, Any] = {"real": real, "device_type": device_type}
             last = trace_layers(model, inputs, config.ops, **how, memory_format="channels_last")
+        # A model that cannot be computed in channels_last keeps its layout. The error of its own
+        # code is the cause; the one around it is about inputs, which were traced before.
         except ConfigError as error:
             reason = f"it fails in channels_last ({failure_of(error.__cause__ or error)})"
         else:
             reason = ""
+            # As in 1-D, or for a model that is in channels_last already: there is nothing to
+            # compare.
             if _problems(last) == _problems(traced):
                 reason = "channels_last changes none of its convolutions"
         if reason:
@@ -148,23 +154,26 @@ class _Tuning:
 
     def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
         plan = self._tuned(traced, self._config, RESERVED_STEPS, self._on_progress)
-        # of a model that was converted already it is a plan for the layout that this gave it
+        # A model that was converted by a plan for channels_last is traced in that layout.
         plan = replace(plan, memory_format=memory_format_of(model))
         return judged(model, inputs, plan, self._config, self._began)
 
     def _in_layouts(self, model: nn.Module, inputs: Any, traced: Mapping[str, Traced]) -> Plan:
         budget_s = self._config.time_budget_s
+        # A budget that is set is for both layouts, default ones are for each.
         half = replace(self._config, time_budget_s=budget_s and budget_s / 2)
         report = _Joined(self._on_progress, len(set(_problems(traced["channels_last"]))))
         own = self._tuned(traced["keep"], half, _LAYOUT_STEPS // 2, report)
         report.go_on()
         rest = replace(self._config, time_budget_s=self._seconds_for_the_second(own))
         try:
-            # a budget that was set leaves the race out of the second's part already
+            # A budget that was set: the time of the race is not in the second's part of it.
             reserved = _LAYOUT_STEPS // 2 if rest.time_budget_s is None else 0
             last = self._tuned(traced["channels_last"], rest, reserved, report)
+        # The plan of the second layout is not complete, and that of the first is.
         except TuningInterruptedError:
             raise TuningInterruptedError(own) from None
+        # A limit that nothing fits in channels_last says nothing against the model as it is.
         except PlanError as error:
             plan = judged(model, inputs, own, self._config, self._began)
             reason = f"it has no plan in channels_last ({error})"
@@ -180,7 +189,7 @@ class _Tuning:
         left_s = self._began + self._config.time_budget_s - monotonic()
         timed = [(kernel.default or kernel.timing, len(kernel.layers)) for kernel in own.kernels]
         step_s = sum(timing.time_ns * calls for timing, calls in timed) / 1e9
-        # a step is longer than its convolutions, by how much is not known yet
+        # A step is longer than its convolutions, by how much is not known yet: twice is assumed.
         race_s = min(left_s / 2, max(left_s / 4, 2 * _LAYOUT_STEPS * step_s))
         return max(_LEAST_BUDGET_S, left_s - race_s if self._config.step_race else left_s)
 
@@ -197,6 +206,7 @@ class _Tuning:
             reserved_steps=races,
             remeasure=self._remeasure,
         )
+        # The plan states the budget that the user set, not the part of it that this layout had.
         budget_s = self._config.time_budget_s
         return replace(plan, config=replace(plan.config, time_budget_s=budget_s))
 
@@ -216,6 +226,7 @@ class _Joined:
 
     def go_on(self) -> None:
         """Begin the second."""
+        # From now on the kernels of the second are in the totals that it reports.
         self._more, self._before = 0, self._last
 
     def __call__(self, event: Progress) -> None:

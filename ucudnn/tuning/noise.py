@@ -90,6 +90,7 @@ def _timings(kernel: KernelPlan) -> list[Timing]:
 
 
 def _is_wide(timing: Timing) -> bool:
+    # One sample has no spread; kernels that were run once are counted by themselves.
     return timing.samples > 1 and timing.spread_ns > _WIDE * timing.time_ns
 
 

@@ -21,9 +21,12 @@ from ucudnn.problem import OPS, Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.forking import ForkSafeLock
 
+# Several calls are timed at once, since one is short against the clock. Of many such rounds some
+# are not interrupted.
 _ROUNDS, _CALLS = 25, 5
 # A larger value shows a busy machine, not an overhead.
 _MOST_NS = 100_000
+# As small as can be, so that the kernels, whose times vary, are little of what is timed.
 _PROBLEM = Problem("fprop", 2, 4, 4, (6, 6), (3, 3))
 _GEOMETRY = Geometry((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
 _timing = ForkSafeLock()
@@ -47,7 +50,8 @@ def planned_call_ns(backend: AbstractBackend) -> int:
 def _measured(backend_name: str) -> int:
     """A small layer by plan and by torch, forward and backward, less the kernels of each."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # others would be waited for
+    # One thread waits for no others, so that its processor time is that of the work.
+    torch.set_num_threads(1)
     try:
         return _difference_ns(open_backend(backend_name))
     finally:
@@ -56,6 +60,7 @@ def _measured(backend_name: str) -> int:
 
 def _difference_ns(backend: AbstractBackend) -> int:
     calls = {op: _undivided(backend, replace(_PROBLEM, op=op)) for op in OPS}
+    # A caller may be in `no_grad`, where no autograd function runs, which is part of the cost.
     with torch.inference_mode(False), torch.enable_grad():
         shapes = (_PROBLEM.x_shape, _PROBLEM.w_shape, _PROBLEM.y_shape)
         x, w, dy = (torch.ones(shape, device="cpu") for shape in shapes)
@@ -75,7 +80,7 @@ def _difference_ns(backend: AbstractBackend) -> int:
                     run()
                 if number:  # the first round looks plans up
                     times[name].append(time.thread_time_ns() - start)
-    # whatever else happens on the machine makes times longer
+    # Whatever else happens on the machine makes times longer, so the shortest are the truest.
     taken = {name: min(samples) / _CALLS for name, samples in times.items()}
     planned = taken["planned"] - taken["planned kernels"]
     own = taken["torch"] - taken["torch kernels"]

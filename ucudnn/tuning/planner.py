@@ -60,7 +60,7 @@ class KernelPlanner:
         return self._source.look_at_default()
 
     def step(self) -> bool:
-        """Measure what is wanted next of chunks of samples; False where nothing is."""
+        """Measure the micro-batches that the solver asks for next; False if it asks for none."""
         return self._source.step()
 
     def evidence(self) -> Evidence:
@@ -72,7 +72,7 @@ class KernelPlanner:
         return self._source.evidence()
 
     def release(self) -> None:
-        """Give operands back, which no later kernel uses; they are made anew where it must be."""
+        """Free the operands, which no other kernel uses; they are allocated again if needed."""
         self._source.release()
 
     def front(self) -> Front:
@@ -81,6 +81,7 @@ class KernelPlanner:
         Raises:
             PlanError: the recording has nothing of this kernel.
         """
+        # Splits along both axes compete for the same workspace, so they share one front.
         evidence = self.evidence()
         parts = (*self._solve(evidence), self._rows(evidence))
         return pareto(point for part in parts for point in part.front())
@@ -93,6 +94,7 @@ class KernelPlanner:
         """
         planner = self
         try:
+            # Each pass returns, or goes on with a limit that is lower than that of the one before.
             while True:
                 evidence = planner.evidence()
                 if not planner._has_split(evidence):
@@ -102,6 +104,7 @@ class KernelPlanner:
                 winner = choose(finalists, self.limit, self._session.planned_call_ns())
                 if winner is not None:
                     return planner._plan(winner, finalists, evidence, solved, rows)
+                # Before the next planner allocates operands of its own.
                 planner.release()
                 planner = planner._tighter(finalists, evidence)
         finally:
@@ -116,12 +119,15 @@ class KernelPlanner:
         rows: SolvedRows,
     ) -> KernelPlan:
         default = next((entry.timing for entry in finalists if entry.split.is_default), None)
+        # The first candidate is torch's own convolution, whose notes say which kernel it runs.
         notes = self._session.backend.candidates(self.problem)[0].notes if default else ()
         described = [*(f"default {note}" for note in notes), *evidence.notes]
         if any(finalist.is_perturbed for finalist in finalists):
             described.append(PERTURBED)
         split, layers = winner.split, self._kernel.layers
         plain, fused = solved
+        # Smaller batches follow the table in which the winner was found; the other one serves
+        # batches that it has no split for.
         if split not in plain.finalists(True) and split in fused.finalists(False):
             plain, fused = fused, plain
         of_winner = plain.completed(fused)
@@ -143,6 +149,7 @@ class KernelPlanner:
             or self._rows(evidence).splits(self._bounds.chunk_limit)
         ):
             return True
+        # Measuring was cut short, so it is not known that nothing fits.
         if self._session.is_over:
             return False
         raise self._nothing_fits(evidence)
@@ -168,6 +175,7 @@ class KernelPlanner:
     def _splits(self, solved: tuple[Solved, Solved], rows: SolvedRows) -> list[Split]:
         """Splits worth timing as wholes, torch's default first, and those that add a bias last."""
         plain, fused = solved
+        # A backend may have no default here, as a recording in which it is missing.
         applies = self._session.kernel_of(self.problem, DEFAULT_ALGORITHM) is not None
         splits = plain.finalists(applies) + fused.finalists(default_applies=False)
         return splits + rows.splits(self._bounds.chunk_limit)
@@ -176,13 +184,17 @@ class KernelPlanner:
         self, splits: Sequence[Split], solved: Sequence[Solved], rows: SolvedRows
     ) -> list[Finalist]:
         """Splits as whole calls: raced, or as they were, else as their chunks predict."""
+        # Nothing can be raced when the time is over, or in a recording that lacks this race.
         raced = self._source.race(splits)
         return predict(solved, rows, splits, self.default) if raced is None else raced
 
     def _tighter(self, finalists: Sequence[Finalist], evidence: Evidence) -> KernelPlanner:
         """A planner with a lower limit, after every whole call needed more than its chunks did."""
+        # Only a limit can have refused every finalist.
         assert self.limit is not None
         assert self._bounds.chunk_limit is not None
+        # torch's own call takes part in any case. Where its chunk exceeds the limit already, it
+        # says nothing about what calls need beyond their chunks.
         needs = [
             (one.timing.workspace_bytes, chunk)
             for one in finalists
@@ -192,9 +204,11 @@ class KernelPlanner:
         if not needs:
             raise self._nothing_fits(evidence)
         need, chunk = min(needs)
-        # chunks that differ in their algorithm alone may each be just below the limit
+        # Lower by the whole excess: other algorithms may need almost as much as this one, and would
+        # be raced one after the other. Below `chunk`, so that this split is not found again.
         chunk_limit = min(self._bounds.chunk_limit - (need - self.limit), chunk - 1)
         overhead = need - chunk
+        # Even a split without any workspace would exceed the limit as a whole call.
         if chunk_limit < 0:
             raise self._nothing_fits(evidence, overhead)
         bounds = replace(self._bounds, chunk_limit=chunk_limit)
@@ -206,6 +220,8 @@ class KernelPlanner:
         """The largest workspace of a split's chunks; None where it is not known of any."""
         axis = axis_of(self.problem, split)
         steps = {(axis.part(axis.size_of(step)), step.algorithm) for step in split.steps}
+        # Only chunks that were timed in full can be in a finalist. One chunk may have run in
+        # several roles, of which the one that needs most counts.
         sizes = [
             entry.workspace_bytes + held_bytes(self.problem, entry.key.conditions.role)
             for entry in evidence.everything
@@ -227,8 +243,8 @@ class KernelPlanner:
 def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
     """Front of time over workspace of the splits of a kernel, from `most` downwards.
 
-    Measured for ever smaller limits, each a twentieth below the one before or more: just below
-    what the best split for that one needs. So each point is the best split for a limit.
+    Measures for ever smaller limits. Each is at least a twentieth below the one before, and below
+    the workspace of the best split for that one. So each point is the best split for some limit.
 
     Args:
         planner_at: makes the planner of the kernel for a limit in bytes.
@@ -246,16 +262,20 @@ def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
         planner = planner_at(limit)
         found = planner.front()
         planner.release()
+        # A later, lower limit may have measured what is better under an earlier one, too.
         front = pareto((*front, *found))
         fitting = [point.workspace_bytes for point in found if point.workspace_bytes <= limit]
         if not fitting:
+            # Then this was the highest limit that excludes the last split: nothing needs less.
             if limit == needs - 1:
                 break
-            limit = needs - 1  # what was skipped is all that is left
+            # A split may need more than 19/20 of the last limit and yet less than the last split.
+            limit = needs - 1
             continue
         needs = max(fitting)
         limit = min(needs - 1, limit * 19 // 20)
     within = tuple(point for point in front if point.workspace_bytes <= most)
     if not within:
+        # Raises the error that names the smallest workspace, unless the time was over.
         planner_at(most).require_split()
     return within

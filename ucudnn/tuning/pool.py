@@ -1,4 +1,4 @@
-"""Measure what kernels could do with how much of one pool of workspace, and divide it."""
+"""Divide one pool of workspace by fronts of time over workspace, measured for each kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlannerFactory(Protocol):
 
 
 class Pool:
-    """Division of a pool by measurements that no longer change it.
+    """Division of one pool of workspace, repeated until more measurements would not change it.
 
     Args:
         config: with the size of the pool.
@@ -63,6 +63,7 @@ class Pool:
         self._on_work = on_work
         self._choices: dict[Problem, Choices] = {}
         self.parts: dict[Problem, int] = {}
+        # Bytes that a call was seen to need beyond its chunks, and the error that showed it.
         self._surplus: dict[Problem, int] = {}
         self._refusals: dict[Problem, PlanError] = {}
         self._learned: dict[Problem, PlanError] = {}
@@ -73,6 +74,8 @@ class Pool:
         A kernel that gets its part may want to know more, and what it finds may make another
         division better; with the same cache a second run begins where this one ends.
         """
+        # At first every call owns what torch's own convolution needs, where the pool holds that: so
+        # whoever interrupts tuning gets a plan within the pool.
         self.parts = self.parts or self._parts_of_defaults()
         while True:
             before = self._devices.measured
@@ -80,12 +83,15 @@ class Pool:
             try:
                 self.parts = divided(self._choices, self._total, self._config.solver)
             except PlanError:
-                if self._budget.is_over:  # kernels that were not looked at have but torch's own
+                # Fronts are incomplete then, and torch's own convolutions keep the parts they had.
+                if self._budget.is_over:
                     return
+                # Otherwise more was measured in this pass, and the next may show splits that fit.
                 if self._devices.measured == before:
                     raise
                 continue
             self._devices.spread(map(self._measure, self._shares.by_geometry()))
+            # The same measurements divide the pool in the same way: it is final.
             if self._devices.measured == before or self._budget.is_over:
                 return
 
@@ -104,7 +110,10 @@ class Pool:
         """
         for problem, error in self._refusals.items():
             one = self._choices[problem]
+            # The error names what all calls of the kernel need as whole calls, the front's first
+            # point what the chunks of one call need.
             surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
+            # Nothing was learned by it, so that another division would fail in the same way.
             if surplus <= self._surplus.get(problem, 0):
                 raise error
             self._surplus[problem], self._learned[problem] = surplus, error
@@ -125,11 +134,13 @@ class Pool:
         return needs if together <= total else {}
 
     def _survey(self, problems: Sequence[Problem]) -> Task:
-        """Find out what each kernel could do with how much workspace."""
+        """Measure the front of time over workspace of each kernel."""
 
         def task(session: Session) -> None:
             for problem in problems:
                 self._on_work(problem)
+                # Autocast would cast the operands to another dtype than that of the problem. It is
+                # a setting of each thread.
                 with torch.autocast("cpu", enabled=False):
                     self._choices[problem] = self._choices_of(session, problem)
 
@@ -137,6 +148,7 @@ class Pool:
 
     def _choices_of(self, session: Session, problem: Problem) -> Choices:
         calls, limit = len(self._layers[problem]), self._config.limit_bytes
+        # Every call of the kernel owns a part of the same size.
         most = self._total // calls if limit is None else min(limit, self._total // calls)
         front = survey(partial(self._planner_of, session, problem), most)
         surplus = self._surplus.get(problem, 0)
@@ -161,6 +173,7 @@ class Pool:
 
 def measure(session: Session, planners: Sequence[KernelPlanner]) -> None:
     """Let planners of kernels that share measurements measure until none wants to know more."""
+    # `sum`, because `any` would ask nobody behind the first one that has something to measure.
     while sum(planner.step() for planner in planners):
         pass
     session.flush()

@@ -42,6 +42,8 @@ def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
         budget_s: the time budget in seconds, None without one.
     """
     budget = "" if budget_s is None else f" of {budget_s:g} s"
+    # The warning shows the line that called `tune_problems`, from which `TuningScheduler.run` and
+    # then this function are called.
     warnings.warn(
         f"{left_out} of {total} kernels are not in the plan: "
         f"the time budget{budget} was over before they were looked at, or torch's own "

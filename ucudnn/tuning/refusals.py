@@ -16,6 +16,8 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
         evidence: what was tried.
         call_overhead_bytes: measured workspace of a whole call minus that of its largest chunk.
     """
+    # A candidate over the limit is run once for its workspace, and not timed. It may be the one
+    # that a higher limit allows.
     known = [
         entry
         for entry in evidence.everything
@@ -28,6 +30,7 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
         reasons = (entry.reason for entry in evidence.everything if entry.status == "failed")
         return PlanError(f"no algorithm could be run on {problem}: {'; '.join(reasons)}")
     least, what = smallest
+    # A limit that suffices must hold the whole call, not only its largest chunk.
     least += call_overhead_bytes
     more = "" if config.policy == "all" else " or allow more sizes by policy"
     limit, total, calls = source.bounds.limit, config.total_bytes, len(source.kernel.layers)

@@ -22,8 +22,11 @@ from ucudnn.tuning.confirmation import Finalist
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.solve import Solved, SolvedRows
 
-_ENGINE = "eng"  # how cuDNN's algorithms are called
-# A miss of a whole kernel says in which of the other fields the nearest entry differs.
+# How the names of cuDNN's algorithms begin; torch's own convolution has another name, and is
+# there with any version of cuDNN.
+_ENGINE = "eng"
+# Fields of a key that a plan needs in many values. A miss of a whole kernel says in which of the
+# other fields the nearest entry differs.
 _ANY = ("algorithm", "conditions.role", "protocol")
 
 
@@ -37,6 +40,7 @@ def open_recording(path: str | None) -> AbstractCache:
     Raises:
         CacheError: the file cannot be read.
     """
+    # A cache is a folder; what does not exist is reported by `cache.open`.
     if path is None or not os.path.isfile(path):
         return cache_room.open(path, "r")
     cache = MemoryCache()
@@ -64,6 +68,8 @@ def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
     ]
     engines = [entry for entry in of_device if entry.key.algorithm.startswith(_ENGINE)]
     problems = list(dict.fromkeys(entry.key.problem for entry in engines))
+    # What was recorded with another version may not exist in the cuDNN that is installed here, and
+    # a plan must not hold it.
     listed = {
         (listing.problem, one.identity)
         for listing in list_configurations(problems, profile)
@@ -121,12 +127,15 @@ def predict(
             spread_ns, samples = default.spread_ns or 0, default.samples or (default.time_ns,)
             workspace = default.workspace_bytes or 0
             timing = Timing(default.time_ns, spread_ns, workspace, len(samples))
+            # One sample each, whose ratio `choose` takes as it is: a prediction is the sum of
+            # medians, and an interval of it is not known.
             finalists.append(Finalist(split, timing, samples=(default.time_ns,)))
             continue
         items = [*_items(solved, rows, split)]
         if all(items):
             time_ns = sum(item.time_ns for item in items if item)
             workspace = max(item.workspace_bytes for item in items if item)
+            # 0 samples mark a time as predicted.
             timing = Timing(time_ns, spread_ns=0, workspace_bytes=workspace, samples=0)
             finalists.append(Finalist(split, timing, samples=(time_ns,)))
     return finalists
@@ -141,7 +150,8 @@ def _items(solved: Sequence[Solved], rows: SolvedRows, split: Split) -> Iterator
         else:
             role = "alone" if len(split.steps) == 1 else "later" if number else "first"
             known = tuple(item for one in solved for item in one.items[role])
-        size = axis.size_of(step)  # the last slab counts as if it had all its rows
+        # The last slab may have fewer rows than it was measured with; it counts as a full one.
+        size = axis.size_of(step)
         fitting = (item for item in known if (item.batch, item.algorithm) == (size, step.algorithm))
         yield min(fitting, key=_time_ns, default=None)
 

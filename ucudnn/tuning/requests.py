@@ -50,6 +50,7 @@ class Requests:
 
     def wanted(self) -> list[Arm]:
         """What to time next; empty where the best split is known well enough."""
+        # A plan is made of the best splits under each of these penalties, so all must be known.
         for launch_ns in CHUNK_NS:
             wanted = self.outlook(launch_ns).wanted
             if wanted:
@@ -59,6 +60,8 @@ class Requests:
     def outlook(self, launch_ns: int = 0) -> Outlook:
         """Gap estimate of the best split of the timed chunks, and the chunks to time next."""
         options = list(self._options())
+        # Chunks that are too short for what their calls cost are left out. One that runs alone has
+        # no alternative with fewer calls, and one that was not timed may be long enough.
         worthwhile = [
             option
             for option in options
@@ -67,12 +70,14 @@ class Requests:
         extent = self._listed.axis.extent
         ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self._tolerance)
         found = ask(worthwhile, least_ns=WORTHWHILE_NS)
-        if found.bound_ns is None:  # nothing else fits: then short chunks are allowed
+        # Where nothing else fits the limit, short chunks are allowed.
+        if found.bound_ns is None:
             found = ask(options)
         return found
 
     def _wanted_by_smaller_batches(self) -> list[Arm]:
         """Chunks to time for the first batch that lacks a split and could have one."""
+        # Slabs have all samples of the call, whatever the batch is.
         if self._listed.axis.name != "batch":
             return []
         problem, kernel_of = self._listed.problem, self._session.kernel_of
@@ -80,11 +85,13 @@ class Requests:
         bounds = self._limit, self._listed.sizes
         for batch in uncovered_batches(problem, self._records.usable, kernel_of, *bounds):
             possible = (
+                # For this batch the chunk of that size is the undivided call.
                 replace(option, lists=("alone", *option.lists))
                 if option.batch == batch and "first" in option.lists
                 else option
                 for option in options
             )
+            # The tolerance accepts any split: smaller batches need a plan, not the best one.
             wanted = outlook(possible, batch, tolerance=1.0).wanted
             if wanted:
                 return _arms(wanted)
@@ -98,6 +105,7 @@ class Requests:
             is_out = arm in self._records.skipped or (
                 entry is not None and entry.status == "failed"
             )
+            # What was measured before its implementation was ruled out still bounds other sizes.
             if self._listed.curves[arm] in ruled_out and entry is None:
                 is_out = True
             if not is_out:
@@ -109,6 +117,8 @@ class Requests:
         """An arm as the solver sees it; no part of any split where it may not be one."""
         workspace = self._records.workspaces.expected(arm)
         if entry is not None and entry.workspace_bytes is not None:
+            # A workspace that was measured decides; one that is only expected must also be small
+            # enough to be tried on this machine.
             is_allowed = self._records.is_allowed(arm, entry) and not self._records.has_lost(
                 arm, entry
             )

@@ -1,7 +1,8 @@
 """Tune many kernels: the costliest first, on several devices, in a time budget.
 
 At any moment there is a plan: finished kernels have theirs, the others run torch's own convolution.
-Where kernels divide one pool of workspace, what each could do with how much is measured first.
+Where kernels divide one pool of workspace, the front of time over workspace of each is measured
+first.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class TuningScheduler:
         reserved_steps: int = 0,
         remeasure: bool = False,
     ) -> None:
+        # A missing package is reported now, not after minutes of measuring.
         if config.total_bytes is not None:
             require_solver(config.solver)
         self._config = config
@@ -71,8 +73,11 @@ class TuningScheduler:
         self._effort = EFFORTS[config.effort]
         self._reserved_steps = reserved_steps
         self._budget = Budget(config.time_budget_s)
+        # In a pool every kernel's front decides on the parts of all, and what is recorded costs no
+        # time: neither is measured by the kernel's share of the step.
         is_recorded = isinstance(backends[0], RecordedBackend)
         self._by_share = is_whole_step and config.total_bytes is None and not is_recorded
+        # Without shares no kernel is too small, and no roofline may rule anything out.
         effort = self._effort if self._by_share else replace(self._effort, ignored_share=0)
         self.devices = open_devices(
             backends, cache, effort, self._budget.deadline, remeasure, self._report
@@ -93,14 +98,17 @@ class TuningScheduler:
             PlanError: no plan of some kernel fits the workspace limit, or all plans the pool.
         """
         try:
-            # function modes such as `with torch.device("meta")` act on what makes operands
+            # Function modes of the caller, as `with torch.device("meta")`, would change where
+            # operands are allocated.
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 if not self.devices.is_recorded:
                     self.devices.spread(map(self._look, self._shares.by_expected_cost()))
-                    self.devices.flush()  # whichever tunes a kernel, it knows of the look
+                    # Any device may tune a kernel next, and finds its first run in the cache.
+                    self.devices.flush()
                 self._begin_tuning()
                 self._tune_all()
         except BaseException:
+            # Whatever of this still runs for other devices begins nothing new.
             self._budget.end()
             raise
         finally:
@@ -122,9 +130,12 @@ class TuningScheduler:
         shares, seconds = self._shares, self._budget.seconds
         self._total_ns = shares.cost_ns(self._layers)
         if seconds is None and self._by_share:
+            # A kernel whose default exceeds the limit must get a plan, so the budget has no upper
+            # end.
             is_forced = any(stake.is_forced for stake in shares.stakes.values())
             seconds = self._effort.budget_s(self._total_ns, is_forced)
         self._budget.begin_tuning(seconds, self._reserved_steps * self._total_ns / 1e9)
+        # Sessions were opened when the length of a step was not known.
         if self._budget.deadline is not None:
             self.devices.stop_at(self._budget.deadline)
         self._report()
@@ -138,6 +149,7 @@ class TuningScheduler:
         left = [problem for problem in self._layers if problem not in self._plans]
         groups = self._shares.by_gain(left) if self._by_share else self._shares.by_geometry()
         self.devices.spread(map(self._tune, groups))
+        # Whole calls showed that they need more than their chunks: divide again, knowing that.
         while pool is not None and pool.learn():
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
@@ -152,14 +164,17 @@ class TuningScheduler:
     def _allot(self, session: Session, problems: Sequence[Problem]) -> None:
         """Give a group its part of the time that is left, by what it could gain."""
         if self._by_share:
+            # Devices work at the same time, so that a group may take as many times its part of the
+            # time as there are of them.
             waiting = self._shares.gain_ns(p for p in self._layers if p not in self._plans)
             part = self._shares.gain_ns(problems) / waiting if waiting else 1.0
             self._budget.allot(session, part * len(self.devices))
 
     def _look(self, problem: Problem) -> Task:
-        """Run torch's own convolution once: a plan to fall back to, and what time it is worth."""
+        """Run torch's own convolution once: a plan to fall back to, and a time to weigh it by."""
 
         def task(session: Session) -> None:
+            # Kernels that are left out here are named in a warning at the end.
             if not session.is_over:
                 planner = self._planner(session, problem)
                 with torch.autocast("cpu", enabled=False):
@@ -182,6 +197,7 @@ class TuningScheduler:
             planners = [self._planner(session, p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
                 measure(session, planners)
+                # Races come last: kernels of one geometry may measure what another of them needs.
                 plans = [self._decided(planner) for planner in planners]
             self._plans |= {plan.problem: plan for plan in plans if plan is not None}
 
@@ -195,6 +211,8 @@ class TuningScheduler:
         try:
             return planner.decide()
         except PlanError as error:
+            # A limit of the user holds. A part of the pool is our own decision, which the next
+            # division may correct.
             if self._pool is None or planner.limit == self._config.limit_bytes:
                 raise
             self._pool.refuse(planner.problem, error)
@@ -213,7 +231,8 @@ class TuningScheduler:
         if self._total_ns and default is not None and self._by_share:
             tolerance = shares.stakes[problem].tolerance(self._total_ns, self._effort)
         planner = KernelPlanner(session, config, kernel, Bounds(limit, limit, tolerance), default)
-        if planner.default is not None:  # of a recording, too
+        # A recording says what torch's own convolution takes without a first run.
+        if planner.default is not None:
             shares.defaults[problem] = planner.default
         return planner
 
@@ -223,6 +242,7 @@ class TuningScheduler:
         """Torch's own convolution, where it is within the limit."""
         limit = self._config.limit_bytes
         if self._pool is not None:
+            # A kernel that has no part of the pool may not even take 0 bytes of it.
             limit = self._pool.parts.get(problem, -1)
         entry, layers = self._shares.defaults.get(problem), self._layers[problem]
         return plan_by_torch(problem, layers, entry, limit, self.devices.first.kernel_of, note)

@@ -23,7 +23,9 @@ from ucudnn.tuning.overhead import planned_call_ns
 # A roofline is kept under this problem: the times of so many operations and bytes, and as workspace
 # the bytes that caches keep from memory.
 _UNIT = 10**12
-# "planned call" is the overhead of a planned layer beyond its kernel, for each pass.
+# Times of the machine itself are kept as measurements of this problem, which no layer has. Their
+# algorithms are "roofline operations", "roofline bytes", and "planned call": the overhead of a
+# planned layer beyond its kernel, for each pass.
 _SPEED_PROBLEM = Problem("fprop", 1, 1, 1, (1,), (1,))
 
 
@@ -62,7 +64,7 @@ class Session:
         self._device, self._software = self.backend.device(), self.backend.software()
         self._conditions = self.backend.conditions()
         self._worker = Worker(self.backend) if self.isolated else None
-        # decided once per session, before anything is looked up in the cache
+        # Decided once, so that all of a session's perturbed measurements are recalled, or none is.
         self.is_busy = any(is_perturbation(note) for note in self.backend.state())
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
@@ -88,6 +90,7 @@ class Session:
 
         It is kept like any other measurement, so that a second tune decides as the first did.
         """
+        # `thorough` tuning, and tuning shared by several ranks, rule nothing out by a bound.
         if not self.effort.ignored_share:
             return None
         speed = replace(_SPEED_PROBLEM, dtype=dtype)
@@ -100,6 +103,7 @@ class Session:
             times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
             for key, time_ns in zip(keys, times, strict=True):
                 self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
+            # Read back, so that this run computes with the same rounded numbers as a second one.
             known = [self.find(key) for key in keys]
         operations, moved = (entry for entry in known if entry is not None)
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
@@ -111,6 +115,8 @@ class Session:
         known = self.find(key)
         if known is None:
             time_ns = planned_call_ns(self.backend)
+            # A device that works while the host goes on has no such overhead, and asking again is
+            # free.
             if not time_ns:
                 return 0
             known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
@@ -140,10 +146,12 @@ class Session:
         Taken anew are measurements of other sessions, with `remeasure`, and those that were taken
         while other processes used the machine, as soon as it is quiet.
         """
+        # Not written yet: the newest there is.
         if key in self._fresh:
             return self._fresh[key]
         with self.lock:
             known = self.cache.get(key)
+        # What this session took itself is not taken again, and a recording cannot be.
         if known is None or key in self._taken or isinstance(self.backend, RecordedBackend):
             return known
         is_stale = self.remeasure or (known.is_perturbed and not self.is_busy)
@@ -160,6 +168,7 @@ class Session:
     def keep(self, measurement: Measurement) -> Measurement:
         """Count a new measurement; `flush` writes it to the cache."""
         self._fresh[measurement.key] = measurement
+        # A candidate that is run once and timed in full later counts once.
         self.measured += measurement.key not in self._taken
         self._taken.add(measurement.key)
         self.on_run()
@@ -187,11 +196,13 @@ class Session:
         if not entry.is_perturbed:
             return True
         known = self.cache.get(entry.key)
+        # Another status is news even if the times are not: a time in full, or a failure.
         return known is None or known.is_perturbed or known.status != entry.status
 
     def close(self) -> None:
         """Write what is left and end the worker."""
         try:
+            # A cache that cannot be written, as on a full disk, must not leave a process behind.
             self.flush()
         finally:
             if self._worker is not None:

@@ -17,8 +17,9 @@ from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, role_of_fi
 # On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
 # A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
 WORTHWHILE_NS = 10 * 20_000
-# What a chunk may cost more on a busy machine, where threads wait for each other at its end: from
-# nothing, as measured, to so much that only the number of chunks counts.
+# Penalties per chunk in ns, each of which gives one candidate split: 0 for times as measured, 2 ms
+# for a busy machine, on which threads wait for each other at the end of a chunk, and 1 s, so that
+# only the number of chunks counts.
 CHUNK_NS = (0, 2_000_000, 1_000_000_000)
 
 
@@ -86,6 +87,7 @@ class SolvedRows:
         Args:
             limit: workspace in bytes that a split may use, None for any.
         """
+        # Slabs that are too short for what their calls cost only where no others fit.
         first, later = (
             [item for item in items if item.time_ns >= WORTHWHILE_NS]
             for items in (self.first, self.later)
@@ -102,9 +104,11 @@ class SolvedRows:
             table = self._table(first, later, launch_ns)
             if table.time_ns(self.axis.extent, limit) is not None:
                 found.append(self.axis.split(table.split(self.axis.extent, limit)))
+        # Several penalties often lead to the same split.
         return list(dict.fromkeys(found))
 
     def _table(self, first: Sequence[Item], later: Sequence[Item], launch_ns: int) -> ReuseTable:
+        # No slab runs alone: the undivided call is a split along the batch.
         return reuse((), self.axis.extent, first=first, accumulate=later, launch_ns=launch_ns)
 
     def front(self) -> Front:
@@ -141,6 +145,7 @@ class SolvedRows:
             for entry, step in zip(entries, split.steps, strict=True)
             if entry.problem is not None
         }
+        # Another batch may be computed by another implementation, whose workspace is not known.
         return frozenset(
             n
             for n in range(1, problem.batch + 1)
@@ -175,6 +180,7 @@ class Solved:
         batch = self.problem.batch
         splits = [_alone(batch, DEFAULT_ALGORITHM)] if default_applies else []
         splits += [split for split in map(_walk, self.walks) if split is not None]
+        # The solver favours chunks with lucky samples, so the best undivided call is raced, too.
         undivided = [
             item
             for item in self.items["alone"]
@@ -185,7 +191,7 @@ class Solved:
         return list(dict.fromkeys(splits))
 
     def completed(self, other: Solved) -> Solved:
-        """This one, with the other's way for each batch that it has none for."""
+        """These splits, and the other's for each batch that has none here."""
         walks = (
             tuple(
                 WalkEntry(
@@ -212,8 +218,8 @@ class Solved:
     ) -> KernelPlan:
         """The plan for every batch, with the winner of the finals at the largest.
 
-        Where torch's default wins there it is the plan of the smaller batches too, whose splits
-        were not timed as wholes; not where torch picks another kernel for them. So are slabs.
+        Where torch's default or slabs win there, they are the plan of smaller batches, too, whose
+        splits were not timed as whole calls, unless another implementation would run for them.
 
         Args:
             layers: names of the layers that run it.
@@ -225,6 +231,7 @@ class Solved:
         """
         batch = self.problem.batch
         by_slabs = rows.batches_of(winner) if rows and winner.axis == rows.axis.name else ()
+        # For a winner that is in no table, smaller batches follow splits of fewer, larger chunks.
         walk = next((walk for walk in self.walks if _walk(walk) == winner), self.walks[1])
         algorithms: dict[str, int] = {}
         alone, last = [], []
@@ -273,6 +280,7 @@ class Solved:
                 for item in self.items[role]
                 if (item.batch, item.algorithm) == (step.size, step.algorithm)
             ]
+            # torch's default takes part in a race even if it was not timed as a chunk.
             if not times:
                 return None
             total += min(times)
@@ -297,6 +305,8 @@ def solve(
     """
     items = items_by_role(problem, measurements, kernel_of)
     bounded = with_bounded(problem, items, kernel_of, sizes)
+    # Smaller batches may use sizes that were not timed, at the times of larger ones. The largest
+    # batch is raced, and its prediction must rest on timed chunks alone.
     walks = tuple(
         _with_end_of(
             _walk_all(bounded, problem.batch, limit, launch_ns),
@@ -305,6 +315,7 @@ def solve(
         for launch_ns in CHUNK_NS
     )
     whole = kernel_of(problem, DEFAULT_ALGORITHM)
+    # torch picks an implementation by batch: that its choice won at N says nothing about others.
     like_default = frozenset(
         n
         for n in range(1, problem.batch + 1)
@@ -356,6 +367,7 @@ def smallest_workspace(
         for least, _ in table.front(problem.batch)[:1]:
             step = table.split(problem.batch, least)[0]
             found.append((least, f"micro-batch {step.size}, {step.algorithm}"))
+    # Slabs may fit where no micro-batch does, as at batch 1.
     by_rows = rows.smallest()
     if by_rows is not None:
         found.append((by_rows[0], str(by_rows[1])))
@@ -373,7 +385,8 @@ def _walk_all(
     merged = []
     for entries in zip(*found, strict=True):
         chosen = next((entry for entry in entries if entry.alone or entry.last), entries[0])
-        # a chain goes on at the batch that its last chunk leaves, where any other one will do
+        # A back-pointer leads from n to n - last.batch and goes on with the entry there: even where
+        # n is best computed alone, larger batches may need its chain.
         last = next((entry.last for entry in entries if entry.last), None)
         merged.append(WalkEntry(chosen.alone, last))
     return tuple(merged) or (WalkEntry(None, None),) * batch
@@ -382,6 +395,7 @@ def _walk_all(
 def _worthwhile(items: Mapping[str, Sequence[Item]]) -> Mapping[str, Sequence[Item]]:
     """Without chunks that are too short for what their calls cost."""
     return {
+        # What runs alone has no alternative with fewer calls.
         role: [item for item in group if role == "alone" or item.time_ns >= WORTHWHILE_NS]
         for role, group in items.items()
     }
@@ -392,6 +406,7 @@ def _front(items: Mapping[str, Sequence[Item]], extent: int) -> Front:
     points: list[Point] = []
     for choice in (_worthwhile(items), items):
         if choice["alone"] or (choice["first"] and choice["later"]):
+            # From there on a split of longer chunks exists, which is taken though it may be slower.
             below = points[0].workspace_bytes if points else None
             points += [
                 Point(workspace, time_ns, below)
@@ -421,11 +436,13 @@ def pareto(points: Iterable[Point]) -> Front:
 def _with_end_of(
     walk: tuple[WalkEntry, ...], timed: tuple[WalkEntry, ...]
 ) -> tuple[WalkEntry, ...]:
-    """A walk whose largest batch is split as in another one, which holds timed chunks alone."""
+    """The entries of `walk`, with the largest batch split as in `timed`, by timed chunks alone."""
     merged, n = list(walk), len(walk)
     if timed[n - 1].alone:
+        # Nothing leads through the largest batch, so a back-pointer that is not followed may stay.
         merged[n - 1] = WalkEntry(timed[n - 1].alone, walk[n - 1].last)
         return tuple(merged)
+    # Replace every back-pointer on the way down, so that the chain from N holds timed chunks alone.
     while n and (last := timed[n - 1].last) is not None:
         merged[n - 1] = WalkEntry(None if n == len(walk) else walk[n - 1].alone, last)
         n -= last.batch
@@ -434,13 +451,14 @@ def _with_end_of(
 
 def _table(items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int) -> ReuseTable:
     first, later = items["first"], items["later"]
-    if not later:  # a first chunk alone is no split
+    # A first chunk that no other one can follow is no split.
+    if not later:
         first = ()
     return reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)
 
 
 def _passed(walk: Sequence[WalkEntry], ended: Collection[int]) -> set[int]:
-    """The batches that splits of larger ones pass; at those of `ended` none begins."""
+    """Batches that chains of larger ones lead through; no chain begins at one of `ended`."""
     passed: set[int] = set()
     for n in range(len(walk), 0, -1):
         last = walk[n - 1].last

@@ -104,6 +104,8 @@ class AbstractSource(ABC):
     def row_sizes(self) -> tuple[int, ...]:
         """Sizes of slabs: none unless torch's own convolution exceeds the workspace limit."""
         workspace, limit = self.default.workspace_bytes if self.default else None, self.bounds.limit
+        # Neighbouring slabs read some input rows twice, so they are tried only where the limit
+        # excludes the whole.
         if limit is None or (workspace is not None and workspace <= limit):
             return ()
         return self.rows_axis.sizes(self.config.policy)
@@ -114,7 +116,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def step(self) -> bool:
-        """Measure what is wanted next of chunks of samples; False where nothing is."""
+        """Measure the micro-batches that the solver asks for next; False if it asks for none."""
 
     @abstractmethod
     def evidence(self) -> Evidence:
@@ -130,7 +132,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Give operands back, which no later kernel uses; they are made anew where it must be."""
+        """Free the operands, which no other kernel uses; they are allocated again if needed."""
 
 
 class LiveSource(AbstractSource):
@@ -142,6 +144,7 @@ class LiveSource(AbstractSource):
 
     @cached_property
     def _fused(self) -> KernelMeasurer:
+        # Without a bias to add, a kernel that adds one computes too much.
         sizes = self.sizes if self.kernel.has_bias else ()
         return self._measurer(self.axis, sizes, adds_bias=True)
 
@@ -158,6 +161,7 @@ class LiveSource(AbstractSource):
 
     def _working(self) -> list[KernelMeasurer]:
         """Measurers that have something to measure."""
+        # The plain one is always there: it knows torch's own convolution.
         return [self._plain, *(one for one in (self._fused, self._slabs) if not one.is_empty)]
 
     def look_at_default(self) -> Measurement | None:
@@ -165,7 +169,7 @@ class LiveSource(AbstractSource):
         return self._plain.look_at_default()
 
     def step(self) -> bool:
-        """Measure what is wanted next of chunks of samples; False where nothing is."""
+        """Measure the micro-batches that the solver asks for next; False if it asks for none."""
         return self._plain.step()
 
     def evidence(self) -> Evidence:
@@ -173,7 +177,8 @@ class LiveSource(AbstractSource):
         working = self._working()
         for place, measurer in enumerate(working):
             if place:
-                working[place - 1].release()  # all have the same operands
+                # Each allocates operands of the same size; only one set is in memory at a time.
+                working[place - 1].release()
             while measurer.step():
                 pass
             self.session.flush()
@@ -188,13 +193,17 @@ class LiveSource(AbstractSource):
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """Time splits as whole calls while there is time, else recall that race."""
         session, problem, has_bias = self.session, self.kernel.problem, self.kernel.has_bias
+        # A race in the cache costs no time, and a plan by measured whole calls is the better one.
         if not session.may_race:
             return recall_race(session, problem, splits, has_bias)
+        # The measurer that worked last still holds operands, the others gave theirs back.
         return race(session, self._working()[-1], problem, splits, has_bias)
 
     def release(self) -> None:
-        """Give operands back, which no later kernel uses; they are made anew where it must be."""
+        """Free the operands, which no other kernel uses; they are allocated again if needed."""
         for name in ("_plain", "_fused", "_slabs"):
+            # A cached property is found there once it was asked for; asking now would make a
+            # measurer.
             if name in self.__dict__:
                 self.__dict__[name].release()
 
@@ -205,6 +214,8 @@ class ReplayedSource(AbstractSource):
     def __init__(
         self, session: Session, config: Config, kernel: Kernel, bounds: Bounds, _: object = None
     ) -> None:
+        # What a device here measured of torch's own convolution does not count: the recording has
+        # it, or has none.
         super().__init__(session, config, kernel, bounds, None)
         self.default = self.look_at_default()
 
@@ -224,13 +235,17 @@ class ReplayedSource(AbstractSource):
         Raises:
             PlanError: the recording has nothing of this kernel.
         """
+        # Sizes of slabs depend on torch's own workspace, which `__init__` has looked up.
         of_batch = recall(self.session, self.axis, self.sizes)
         of_rows = recall(self.session, self.rows_axis, self.row_sizes)
         if not of_batch and not of_rows:
+            # Nothing at all: the error names the nearest entry and in which fields of the key it
+            # differs.
             raise miss(self.session, self.kernel.problem)
         usable = [entry for entry in of_batch if self._is_usable(entry)]
         return Evidence(
             tuple(entry for entry in usable if ADDS_BIAS not in entry.notes),
+            # A recording may be of a layer with a bias and be replayed for one without.
             tuple(e for e in usable if ADDS_BIAS in e.notes and self.kernel.has_bias),
             tuple(entry for entry in of_rows if self._is_usable(entry)),
             (*of_batch, *of_rows),
@@ -238,6 +253,7 @@ class ReplayedSource(AbstractSource):
 
     def _is_usable(self, entry: Measurement) -> bool:
         most = self.config.max_error
+        # Recordings made by other means may lack errors; one that is not known excludes nothing.
         return entry.status == "ok" and (most is None or (entry.error or 0.0) <= most)
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:

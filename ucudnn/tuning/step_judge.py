@@ -18,7 +18,8 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.step_race import TOLERATED, StepRace
 
-# Rounds of one race: a 95 % interval of seven pairs is all of them.
+# Rounds of one race. Steps are long, so there are few: the 95 % interval of up to seven pairs
+# reaches from the smallest ratio to the largest, and one perturbed round can hide a difference.
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 7
 
 Installer = Callable[[Plan], AbstractContextManager[object]]
@@ -63,16 +64,19 @@ class StepJudge:
         if not changed:
             return plan
         if raced is None:
-            peaks = self._peak(None), self._peak(plan)  # which warms up, too
+            # Taking a peak runs a step, which warms up both.
+            peaks = self._peak(None), self._peak(plan)
             race = self._race(plan, is_warm=True)
         else:
             peaks, race = (raced.torch_peak_bytes, raced.plan_peak_bytes), raced
+        # The rest must stay planned: without a plan they would exceed the workspace limit.
         replaceable = [kernel for kernel in changed if has_default(plan, kernel)]
         if replaceable and not _pays(race):
             kept = self._kept(plan, replaceable)
             dropped = [kernel for kernel in replaceable if kernel not in kept]
             plan = _without(plan, dropped)
             names = tuple(str(kernel.problem) for kernel in dropped)
+            # The first race was of another plan: steps without the dropped kernels are timed anew.
             race = replace(self._race(plan), dropped=names)
         torch_peak, plan_peak = peaks
         return replace(
@@ -81,8 +85,11 @@ class StepJudge:
 
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
         """Find by halving the kernels with which a step is no slower than without."""
+        # What could not be shown to pay is given back to torch.
         if self._is_over:
             return []
+        # torch's own convolutions for all that may be replaced but these, so that only these are
+        # judged (and those that must stay planned).
         others = [kernel for kernel in plan.kernels if kernel not in kernels]
         without = [kernel for kernel in others if has_default(plan, kernel)]
         if _pays(self._race(_without(plan, without))):
@@ -135,8 +142,12 @@ def race(
     samples: list[list[int]] = [[] for _ in runs]
     order = list(range(len(runs)))
     is_decided = is_decided or (lambda times: tells(times[1], times[0]))
+    # In random order no contestant always runs after the same other one, whose data is in the
+    # caches.
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
+    # Round 0 warms up and does not count.
     for number in range(is_warm, _MOST_ROUNDS + 1):
+        # One round is always taken, since a ratio needs a pair.
         if number > 1 and is_over():
             break
         chance.shuffle(order)
@@ -196,6 +207,7 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
         kernel: with what was measured of its default.
     """
     limit = plan.config.limit_bytes
+    # The other calls of the step own the rest of the pool.
     if plan.config.total_bytes is not None:
         limit = kernel.timing.workspace_bytes
     return kernel.default is not None and (limit is None or kernel.default.workspace_bytes <= limit)
@@ -203,6 +215,8 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
 
 def _without(plan: Plan, dropped: Sequence[KernelPlan]) -> Plan:
     """The plan with torch's own convolution for some kernels."""
+    # Within a limit smaller batches keep their splits, because whether their defaults fit was not
+    # measured.
     every_batch = plan.config.limit_bytes is None and plan.config.total_bytes is None
     kernels = (
         kernel.by_default(every_batch) if kernel in dropped else kernel for kernel in plan.kernels

@@ -40,7 +40,8 @@ class StepShares:
             calls = len(self._layers[problem])
             is_forced = self._limit is not None and (entry.workspace_bytes or 0) > self._limit
             time_ns, bound_ns = entry.time_ns or 0, self._least_ns(problem)
-            if bound_ns > time_ns:  # the machine was busy when its speed was taken
+            # A time below the bound disproves it: the machine was busy when its speed was taken.
+            if bound_ns > time_ns:
                 bound_ns = 0
             found[problem] = Stake(calls * time_ns, calls * bound_ns, is_forced)
         return found
@@ -70,6 +71,7 @@ class StepShares:
         """
         for problem, stake in self.stakes.items():
             if stake.is_ignored(total_ns, effort):
+                # A plan can save neither more than the kernel's time nor more than its gain.
                 share = min(stake.time_ns, stake.gain_ns) / total_ns
                 yield (
                     problem,
@@ -78,6 +80,7 @@ class StepShares:
 
     def by_expected_cost(self) -> list[Problem]:
         """The kernels that are likely to take longest first, before any was run."""
+        # Floating-point operations are all that is known of a kernel that never ran.
         return sorted(self._layers, key=lambda p: -p.flops * len(self._layers[p]))
 
     def by_geometry(self) -> list[list[Problem]]:
@@ -86,6 +89,7 @@ class StepShares:
 
     def by_gain(self, problems: Iterable[Problem]) -> list[list[Problem]]:
         """Some kernels in such groups, the largest possible gain first."""
+        # Sorting keeps the order of equals: of groups with one gain the costlier comes first.
         groups = sorted(_grouped(problems), key=self.cost_ns, reverse=True)
         return sorted(groups, key=self.gain_ns, reverse=True)
 

@@ -36,12 +36,14 @@ class Trials:
         """Small chunks that must run before larger ones of their curves may."""
         ruled_out = self._elimination.reasons()
         probes = [arm for arm in self._probes() if self._listed.curves[arm] not in ruled_out]
+        # Workspace first: what does not fit the limit need not be timed.
         return probes or self._elimination.trials()
 
     def _probes(self) -> list[Arm]:
-        """The smallest chunks of curves of which no workspace is known though it must be."""
+        """The smallest chunks of curves whose workspace must be known and is not."""
         if not self._must_probe:
             return []
+        # An implementation may need other workspace in another role, so each role is probed.
         groups: dict[tuple[str, str], list[Arm]] = {}
         for arm, curve in self._listed.curves.items():
             entry = self._records.by_arm.get(arm)
@@ -51,7 +53,7 @@ class Trials:
         return [arm for arm in found if arm is not None]
 
     def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
-        """The first to look at of a curve's arms of one role; a second if that helps the whole."""
+        """The smallest arm to run first, or a second one to extrapolate the whole, or neither."""
         workspaces, curves, whole = (
             self._records.workspaces,
             self._listed.curves,
@@ -63,12 +65,17 @@ class Trials:
             for workspace in [workspaces.known(arm)]
             if workspace is not None and workspaces.fits(arm, workspace)
         ]
+        # No split holds such chunks. They are run only where that may show that the whole fits.
         if not self._listed.lists(arms[0]) and not self._is_worth_telling(curve, arms[-1]):
             return None
         if not known:
             smaller = any(arm.size < whole for arm, name in curves.items() if name == curve)
+            # The whole is never the first chunk of an implementation to run where smaller ones
+            # exist: it may need more memory than there is.
             is_no_probe = arms[0] in self._records.by_arm or (arms[0].size == whole and smaller)
             return None if is_no_probe else arms[0]
+        # One point gives workspace in proportion to the size, two give a line. The second is run
+        # only where the first leaves open whether the whole fits.
         last, second = arms[-1], arms[min(1, len(arms) - 1)]
         is_open = last.size == whole and last not in self._records.by_arm
         is_open = is_open and not workspaces.can_be_run(last)

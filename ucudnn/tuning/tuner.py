@@ -28,7 +28,8 @@ _BUSY = (
     "other processes use this machine: times will be too long and gains uncertain; end them, or "
     "tune again later, which takes anew what was measured meanwhile"
 )
-# Threads that measure would time each other, and torch has one profiler per process.
+# Two tunings at once would perturb each other's times, and torch has one profiler per process, by
+# which workspace is measured.
 _measuring = ForkSafeLock()
 
 
@@ -89,11 +90,13 @@ def tune_problems(
             _warn(_BUSY)
         try:
             scheduler.run()
+        # Whoever interrupts tuning gets what it has found so far.
         except KeyboardInterrupt:
             raise TuningInterruptedError(_plan(scheduler, devices[0], config)) from None
     measured = scheduler.devices.measured
     _log.info("measured %d candidates, reused %d", measured, scheduler.devices.reused)
     plan = _plan(scheduler, devices[0], config)
+    # A plan wholly from the cache is not warned of again.
     if measured and (noise := noise_of(plan)).is_noisy:
         _warn(f"the times of this plan are noisy: {noise}; tune again when the machine is quiet")
     return plan
@@ -113,6 +116,7 @@ def layers_by_problem(
     """
     names: dict[Problem, list[str]] = {}
     for name, problem in layers:
+        # A layer that is called twice in a step is in the list twice, and counts twice.
         names.setdefault(problem, []).append(name)
     if not names:
         raise ConfigError(
@@ -123,6 +127,7 @@ def layers_by_problem(
 
 
 def _warn(sentence: str) -> None:
+    # The warning shows the line that called `tune_problems`, which calls this function.
     warnings.warn(sentence, NoiseWarning, stacklevel=3)
 
 
@@ -132,8 +137,9 @@ def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) 
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),
+        # A plan from a recording is for the backend that runs it, not for the one that replays.
         config=replace(config, backend=backend.name, device=None, device_profile=None)
-        if is_replayed(config)  # a plan from a recording is for the backend that runs it
+        if is_replayed(config)
         else config,
         backend=backend.name,
     )
@@ -148,6 +154,7 @@ def device_type(config: Config) -> str:
     Raises:
         ConfigError: as for `tune_problems`, where a recording says it.
     """
+    # Only the measurements say what device they are of.
     if config.backend == "recorded":
         with _open_cache(config) as cache:
             return _open_backend(config, cache).device().type
@@ -165,12 +172,14 @@ def is_replayed(config: Config) -> bool:
 
 def _open_cache(config: Config) -> AbstractContextManager[AbstractCache]:
     if is_replayed(config):
+        # Read only, and a file that was exported from a cache serves as well.
         return open_recording(config.cache)
     return cache_room.open(config.cache)
 
 
 def _open_backend(config: Config, cache: AbstractCache) -> AbstractBackend:
     if config.device_profile is not None:
+        # A setting that would have no effect is refused, here and below.
         if config.backend != "cudnn":
             raise ConfigError(
                 f"device_profile (={config.device_profile!r}) describes a GPU to backend='cudnn', "

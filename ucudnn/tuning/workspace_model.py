@@ -90,6 +90,7 @@ class WorkspaceModel:
             if size <= arm.size or self.fits(arm, workspace)
         ]
         if not points:
+            # Where any workspace would fit the memory, nothing need be known before a chunk is run.
             return None if self._must_be_known else 0
         return _on_the_line(points, arm.size, self._candidates.sizes)
 
@@ -133,7 +134,7 @@ def _operand_bytes(problem: Problem) -> int:
 
 
 def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[int]) -> int:
-    """Workspace of a size by others: up to the largest the next one's, then on the line."""
+    """Workspace of a size: that of the next larger known one, else extrapolated on a line."""
     for known, workspace in points:
         if known >= size:
             return workspace

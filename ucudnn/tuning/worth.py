@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ucudnn.backends import Cost, Roofline
 from ucudnn.tuning.effort import Effort
 
-# A kernel below this many times the ignored share of the step is not measured beyond its default.
+# A kernel below this many times the ignored share of the step is not measured beyond its default:
+# to save the ignored share it would have to become faster by more than a tenth of its time.
 _LOOKED_AT_ONCE = 10
 # However small a kernel's share is, a known gain of this fraction of its time is taken.
 _MOST_TOLERANCE = 0.25
@@ -25,6 +26,7 @@ def least_ns(costs: Iterable[Cost | None], roofline: Roofline | None) -> int:
         roofline: of the machine.
     """
     known = list(costs)
+    # An algorithm whose cost is not known may be faster than all the others.
     if roofline is None or not all(known):
         return 0
     return min((roofline.time_ns(cost) for cost in known if cost is not None), default=0)
@@ -46,7 +48,7 @@ class Stake:
 
     @property
     def gain_ns(self) -> int:
-        """Time of a step that a plan may decide on; a kernel that has none yet decides on all."""
+        """Upper bound of what a plan saves; all of the time where a plan must be found."""
         return self.time_ns if self.is_forced else max(0, self.time_ns - self.least_ns)
 
     def is_ignored(self, step_ns: int, effort: Effort) -> bool:
@@ -77,4 +79,5 @@ class Stake:
         """
         if self.time_ns == 0:
             return 0.0
+        # A fraction of the step, as a fraction of what the kernel takes of it.
         return min(_MOST_TOLERANCE, effort.tolerated_share * step_ns / self.time_ns)
