@@ -28,16 +28,19 @@ from ucudnn.system.forking import ForkSafeLock
 _aten = torch.ops.aten
 # Shapes that are remembered; a training run has few, a server with free sizes may have many.
 _MOST_SHAPES = 4096
+# Exact types: a subclass may define what a convolution of it means (__torch_function__).
 _PLAIN = (Tensor, torch.nn.Parameter)
 _keys_of: Any = torch._C._dispatch_keys
 
 
 def _odd_keys() -> int:
     """Bits of all dispatch keys but those of tensors that are simply their memory's elements."""
+    # Autograd and autocast keys are on every ordinary tensor, also where neither is enabled.
     names = ["ADInplaceOrView", "Conjugate"]
     for entry in BACKENDS.values():
         key = entry.dispatch_key
         names += [key, f"Autograd{key}", f"Autocast{key}"]
+    # One integer, so that each call tests the keys of a tensor by a single bitwise operation.
     plain = 0
     for name in names:
         plain |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
@@ -77,6 +80,8 @@ class AbstractRunner(ABC):
             return self._bounds[key]
         except KeyError:
             bound = Bound(self, geometry, self.problems(x, w, geometry), x, w)
+        # The Bound was made outside the lock. If two threads made one for the same key,
+        # `setdefault` gives both the same, so that what one looks up is also known to the other.
         with self._lock:
             if len(self._bounds) >= _MOST_SHAPES:
                 self._bounds.clear()
@@ -119,10 +124,14 @@ class Bound:
         self._runner = runner
         self.geometry = geometry
         self.problems = problems
+        # A key that is present was looked up; the value None means that torch computes the pass.
+        # What cannot be planned is entered as looked up from the start.
         self._passes: dict[str, Pass | None] = {op: None for op in OPS if op not in problems}
         if not problems:
             return
         some = next(iter(problems.values()))
+        # A transposed convolution is planned as the gradient of a convolution, whose x is its
+        # output.
         output_shape = some.x_shape if geometry.transposed else some.y_shape
         self._bias = (output_shape[1:2], x.dtype, x.device)
         self._dy = (output_shape, x.dtype, x.device)
@@ -168,6 +177,8 @@ class Bound:
         """The gradients of x, w and bias that the mask asks for, without a graph."""
         dgrad = self.planned("dgrad") if mask[0] else None
         wgrad = self.planned("wgrad") if mask[1] else None
+        # A caller of aten's operator may pass a gradient of another shape or dtype; torch judges
+        # it.
         if (dgrad or wgrad) and _signature(dy) != self._dy:
             dgrad = wgrad = None
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
@@ -185,6 +196,8 @@ class Bound:
         self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         dx = dgrad(dy, w) if dgrad else None
+        # A transposed convolution is planned as the gradient of a convolution, whose input is this
+        # dy.
         a, b = (dy, x) if self.geometry.transposed else (x, dy)
         return dx, wgrad(a, b) if wgrad else None
 
@@ -238,9 +251,11 @@ def convolution(
     """
     if not _only_plain_tensors(*((x, w) if bias is None else (x, w, bias))):
         return _torchs(x, w, bias, geometry)
+    # torch accepts an unbatched input (C, *spatial); it is planned as a batch of one.
     if x.dim() == len(geometry.stride) + 1 and x.numel() > 0:
         return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
     device_type = x.device.type
+    # Planned calls run below autocast's dispatch key, so its casts must be made here.
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         x, w = _cast(x, dtype), _cast(w, dtype)
@@ -274,6 +289,7 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
         if tensor.device != tensors[0].device:
             return False
     c = torch._C
+    # Modes, transforms and tracers act on operators, and would not see a planned kernel.
     return (
         not c._len_torch_dispatch_stack()
         and (not c._len_torch_function_stack() or _only_default_devices())
@@ -289,6 +305,7 @@ def _only_default_devices() -> bool:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # Autocast itself leaves integers and float64 as they are.
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
@@ -315,6 +332,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, w = ctx.saved_tensors
+        # The first entry belongs to `bound`, which is no tensor.
         _, *mask = ctx.needs_input_grad
         # aten's own operator differentiates again and is seen by others; planned calls are not
         # x and w, too: hooks on saved tensors may have put others in their place

@@ -29,15 +29,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ucudnn.errors import ConfigError
 
+# OrderedDict stands before dict, its base: the first match decides whose methods are used, and
+# those of dict would bypass the order that an OrderedDict keeps.
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
 _TRANSPARENT = (
     *(*_CONTAINERS, tuple, frozenset, nn.Module, Tensor),
     *(FunctionType, MethodType, partial, CellType),
 )
+# Immutable and without references to other objects: nothing in them to record or to follow.
 _ATOMS = (NoneType, bool, int, float, str, bytes)
+# functools does not export the type of its C implementation.
 _LRU_CACHE: type = type(lru_cache(int))
 # From a cache to a tensor: by its dict, a link of its list, a tuple and containers in that.
 _DEPTH_OF_CACHE = 5
+# Unlike None it cannot be the value of an attribute that is there.
 _MISSING = object()
 
 
@@ -55,6 +60,7 @@ def unchanged(model: nn.Module, fake_mode: FakeTensorMode | None) -> Iterator[No
     """
     snapshot = _Snapshot(model)
     try:
+        # Inside the try: an interrupt between two gradients must still put the first back.
         snapshot.take_gradients_off()
         yield
     finally:
@@ -63,7 +69,10 @@ def unchanged(model: nn.Module, fake_mode: FakeTensorMode | None) -> Iterator[No
         except KeyboardInterrupt:  # it may have come between emptying a container and filling it
             snapshot.put_back()
             raise
+        # After everything known was put back, the fake tensors that are still alive are those that
+        # were stored where the snapshot did not look.
         strays = [] if fake_mode is None else _remove(fake_mode)
+    # Raised only where the traced code raised nothing, so its own error is never hidden.
     if strays:
         raise ConfigError(
             f"forward keeps tensors where tracing cannot put back what was there "
@@ -87,6 +96,7 @@ class _Contents(NamedTuple):
     @classmethod
     def of(cls, container: object) -> _Contents | None:
         """The contents of a container; None of anything else."""
+        # `issubclass(type())`, not `isinstance`, which runs the object's own `__class__`.
         base: Any = next((base for base in _CONTAINERS if issubclass(type(container), base)), None)
         if base is None:
             return None
@@ -110,6 +120,7 @@ class _Contents(NamedTuple):
         if self.now()._identities() != self._identities():
             self.write(self.items)
 
+    # By identity, because `==` of tensors is elementwise and that of user objects runs their code.
     def _identities(self) -> Any:
         if issubclass(self.base, dict):
             return [(id(key), id(value)) for key, value in self.items]
@@ -138,6 +149,8 @@ class _Attribute(NamedTuple):
     def of(cls, holder: object, name: str) -> _Attribute:
         """An attribute as it is, or `_MISSING`."""
         try:
+            # object's own method does not call a `__getattr__` or `__getattribute__` that a class
+            # defines.
             return cls(holder, name, object.__getattribute__(holder, name))
         except (AttributeError, ValueError):  # an empty cell raises the latter
             return cls(holder, name, _MISSING)
@@ -190,12 +203,16 @@ class _Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # Holds the objects themselves, so that no id is given to a new object while the snapshot
+        # lives.
         self._seen: dict[int, object] = {}
         self._own: list[_Contents | _Attribute] = []
         self._shared: list[_Contents | _Attribute] = []
         self._gradients: list[_Attribute] = []
         self._functions: list[FunctionType] = []
         self._names: list[_Names] = []
+        # The model first: an object goes to the list of the first root that leads to it, and what
+        # the model leads to counts as its own even where globals lead to it, too.
         self._record([model], self._own)
         classes = {cls for module in model.modules() for cls in type(module).__mro__}
         for cls in classes:
@@ -206,6 +223,7 @@ class _Snapshot:
     def take_gradients_off(self) -> None:
         """Let backward add to none of the gradients that there are."""
         for gradient in self._gradients:
+            # Backward accumulates into an existing gradient in place, which could not be undone.
             gradient.holder.grad = None
 
     def put_back(self) -> None:
@@ -222,6 +240,7 @@ class _Snapshot:
 
     def _has_strays(self, values: Iterable[object]) -> bool:
         """True where something that was not there before leads to a fake tensor."""
+        # What was there before is not followed: its changes are in records of their own.
         met: dict[int, object] = {}
         pending = list(values)
         while pending:
@@ -241,6 +260,8 @@ class _Snapshot:
             if type(one) in _ATOMS or id(one) in self._seen:
                 continue
             self._seen[id(one)] = one
+            # Only leaves that require gradients get a `.grad` from backward. Reading it from other
+            # tensors warns.
             if isinstance(one, Tensor) and one.is_leaf and one.requires_grad:
                 self._gradients.append(_Attribute(one, "grad", one.grad))
             if type(one) is FunctionType:
@@ -252,6 +273,8 @@ class _Snapshot:
 
     def _record_class(self, cls: type) -> None:
         names = vars(cls)
+        # The names of a class cannot be written through `vars`; type's own methods ignore a
+        # metaclass that forbids it.
         assign, delete = partial(type.__setattr__, cls), partial(type.__delattr__, cls)
         self._names.append(_Names(names, dict(names), assign, delete))
         self._record(map(_function_of, names.values()), self._shared)
@@ -262,7 +285,10 @@ class _Snapshot:
         named: dict[int, object] = {}
         for function in self._functions:
             namespace = namespaces.setdefault(id(function.__globals__), function.__globals__)
+            # `co_names` also lists attributes and builtins; those that are no globals give None.
             values = [namespace.get(name) for name in _names_in(function.__code__)]
+            # Functions are left out: following each to its own globals would lead through whole
+            # libraries.
             named |= {id(value): value for value in values if type(value) is not FunctionType}
         for namespace in namespaces.values():
             assign, delete = namespace.__setitem__, namespace.__delitem__
@@ -279,6 +305,7 @@ def _is_foreign(cls: type) -> bool:
 
 def _names_in(code: CodeType) -> Iterator[str]:
     """The names that a function and those inside it use, of globals among others."""
+    # Nested functions, lambdas and comprehensions are code objects among the constants.
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -301,6 +328,7 @@ def _records_of(one: object) -> Iterator[_Contents | _Attribute]:
         yield contents
     if type(one) is CellType:
         yield _Attribute.of(one, "cell_contents")
+    # Slots are descriptors on the class that declares them and are not in the object's `__dict__`.
     for cls in type(one).__mro__:
         if "__slots__" in vars(cls):
             for name, member in vars(cls).items():
@@ -322,6 +350,7 @@ def _others_in(one: object) -> list[Any]:
         found += [one.__self__, one.__func__]
     elif isinstance(one, partial):
         found += [one.func, one.args, one.keywords]
+    # Objects of classes with slots alone have no `__dict__`.
     with suppress(AttributeError):
         found.append(object.__getattribute__(one, "__dict__"))
     return found
@@ -332,10 +361,12 @@ def _is_opaque(kind: type) -> bool:
 
     Such as arrays, enumerations and loggers; the last, like classes, belong to others, too.
     """
+    # Classes and modules are recorded by name (`_Names`) and never followed as objects.
     if issubclass(kind, (type, ModuleType)):
         return True
     if issubclass(kind, _TRANSPARENT):
         return False
+    # Ordinary Python classes inherit both methods from object.
     reduce = (kind.__reduce__, kind.__reduce_ex__)
     return reduce != (object.__reduce__, object.__reduce_ex__)
 
@@ -349,12 +380,15 @@ def _remove(fake_mode: FakeTensorMode) -> list[str]:
     """
     if not _alive(fake_mode):
         return []
+    # Fake tensors in reference cycles are garbage, not stored by anybody.
     gc.collect()
     strays = _alive(fake_mode)
     caches: list[Any] = [one for one in gc.get_objects() if type(one) is _LRU_CACHE]
+    # functools caches cannot be edited entry by entry, only emptied; a cache computes again.
     for cache in caches:
         if _leads_to(cache, set(map(id, strays))):
             cache.cache_clear()
+    # This list itself refers to every stray tensor, and `_alive` must count only other holders.
     strays.clear()
     strays += _alive(fake_mode)
     return _take_out(strays) if strays else []
@@ -391,10 +425,12 @@ def _take_out(strays: list[FakeTensor]) -> list[str]:
             contents = _Contents.of(holder)
             if isinstance(holder, tuple):
                 tuples.append(holder)
+            # `doomed` is this function's own list of what it removes.
             elif contents is not None and holder is not doomed:
                 values = contents.values
                 pairs = zip(contents.items, values, strict=True)
                 contents.write([item for item, value in pairs if id(value) not in ids])
                 found.append(f"a {type(holder).__name__} of {len(values)}")
+        # A tuple cannot be changed, so whatever holds the tuple gives it up in the next round.
         doomed = tuples
     return found
