@@ -65,6 +65,7 @@ class OpsExecutable(Executable):
 
 def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
     """A new tensor in the problem's dtype and layout, whatever torch's default device is."""
+    # The device is given because `torch.set_default_device` may name another one.
     return torch.empty(
         shape, dtype=torch_dtype(problem), device="cpu", memory_format=memory_format(problem)
     )
@@ -75,7 +76,9 @@ def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
 
     aten's backward operators take x (dgrad) and w (wgrad) only for their shape.
     """
+    # mmap refuses a length of 0.
     size = max(prod(shape) * problem.bytes_per_element, 1)
+    # The kernel backs an anonymous page with memory only when it is first written.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         pages = mmap.mmap(-1, size, flags=flags)
@@ -84,9 +87,11 @@ def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
             f"{problem} has tensors of {format_bytes(size)}, more than this machine can address; "
             f"use a smaller batch"
         ) from error
+    # The tensor holds a reference to the mapping, which ends with it.
     flat = torch.frombuffer(pages, dtype=torch_dtype(problem), count=prod(shape))
     if problem.layout == "nchw":
         return flat.view(shape)
     batch, channels, *spatial = shape
+    # Channels are innermost in memory and the second axis in the shape.
     order = (0, len(shape) - 1, *range(1, len(shape) - 1))
     return flat.view(batch, *spatial, channels).permute(order)

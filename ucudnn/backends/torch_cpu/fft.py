@@ -35,6 +35,7 @@ class Fft(AbstractAlgorithm):
     def cost(self, problem: Problem) -> Cost:
         """Transforms, products of spectra, and passes over padded tensors and their spectra."""
         sizes = transform_sizes(problem)
+        # The spectrum of real numbers is symmetric, so rfftn stores half of the last axis.
         frequencies = prod(sizes[:-1]) * (sizes[-1] // 2 + 1)
         planes = [prod(shape[:2]) for shape in (*problem.operand_shapes, problem.result_shape)]
         element = problem.bytes_per_element
@@ -107,6 +108,8 @@ class _Fft(OpsExecutable):
         self._axes = tuple(range(-problem.rank, 0))
         self._form = memory_format(problem)
         self._every_stride = self._grid(problem.output_size, problem.stride)
+        # A dilated filter is one with zeros between its elements, and so is dy of a strided
+        # convolution.
         self._every_dilation = self._grid(problem.kernel_size, problem.dilation)
         self._input = tuple(
             slice(begin, begin + size)
@@ -148,12 +151,15 @@ class _Fft(OpsExecutable):
         return spectrum.view(shape)
 
     def _spectrum(self, tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
+        # These zeros are the padding of the convolution, and keep what a cyclic convolution wraps
+        # around away from the outputs that are kept.
         canvas = tensor.new_zeros((*tensor.shape[:2], *self._sizes))
         canvas[(slice(None), slice(None), *where)] = tensor
         spectrum: Tensor = torch.fft.rfftn(canvas, dim=self._axes)
         return spectrum
 
     def _inverse(self, spectrum: Tensor, where: tuple[slice, ...]) -> Tensor:
+        # Merges groups and channels of a group into one channel axis again.
         flattened = spectrum.flatten(*((1, 2) if self.problem.op != "wgrad" else (0, 1)))
         values: Tensor = torch.fft.irfftn(flattened, s=self._sizes, dim=self._axes)
         return values[(slice(None), slice(None), *where)].contiguous(memory_format=self._form)

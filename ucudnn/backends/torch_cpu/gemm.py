@@ -36,9 +36,12 @@ class Gemm(AbstractAlgorithm):
             prod(shape[1:]) for shape in (_sampled_shape(problem), problem.y_shape)
         )
         workspace = 0
+        # x and dy of one sample in float32, and what a float32 sum is larger than the
+        # half-precision dw.
         if problem.op == "wgrad" and problem.bytes_per_element < 4:
             dw_growth = (4 - problem.bytes_per_element) * prod(problem.w_shape)
             workspace = 4 * (x_sample + y_sample) + dw_growth
+        # With a stride the places of x that filters read are gathered, one sample after another.
         elif problem.input_size != problem.output_size and problem.in_channels > 1:
             workspace = problem.bytes_per_element * x_sample
         return direct_cost(problem)._replace(workspace_bytes=workspace)
@@ -93,6 +96,7 @@ class _Gemm(OpsExecutable):
         super().__init__(problem)
         self._dtype = product_dtype(problem)
         self._groups = problem.groups
+        # A 1x1 filter with a stride reads every stride-th place of x and ignores the rest.
         self._sampled = (slice(None), *(slice(None, None, step) for step in problem.stride))
         self._strided = set(problem.stride) != {1}
 
@@ -114,6 +118,8 @@ class _Gemm(OpsExecutable):
         return dw.to(x.dtype)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        # One product per sample: channels-first operands are matrices (channels, places) only
+        # within a sample. Groups are the batch dimension of bmm.
         filters = self._grouped(b).to(self._dtype)
         if self.problem.op == "dgrad":
             filters = filters.mT
@@ -121,10 +127,12 @@ class _Gemm(OpsExecutable):
             self._write_sample(source, filters, target)
 
     def _write_sample(self, source: Tensor, filters: Tensor, target: Tensor) -> None:
+        # dgrad with a stride writes to every stride-th place of dx; the places between get zero.
         scattered = self._strided and self.problem.op == "dgrad"
         if self._strided and not scattered:
             source = source[self._sampled].contiguous()
         columns = self._grouped(source.to(self._dtype))
+        # bmm writes straight into the result where neither a conversion nor a scatter is needed.
         if target.dtype == self._dtype and not scattered:
             torch.bmm(filters, columns, out=self._grouped(target))
             return
@@ -139,6 +147,7 @@ class _Gemm(OpsExecutable):
         for x, dy in zip(a, b, strict=True):
             columns = self._grouped(x[self._sampled].contiguous().to(out.dtype))
             rows = self._grouped(dy.to(out.dtype))
+            # The product accumulates into dw in place, without a temporary of its size per sample.
             torch.baddbmm(total, rows, columns.mT, out=total)
 
     def _grouped(self, tensor: Tensor) -> Tensor:
@@ -159,6 +168,7 @@ class _Im2colGemm(OpsExecutable):
     def _y(self, x: Tensor, w: Tensor) -> Tensor:
         problem = self.problem
         y = torch.bmm(self._filters(w), self._column_rows(self._columns(x)))
+        # The product has channels outermost; the transpose is a view, which the caller copies.
         return y.view(problem.out_channels, x.shape[0], *problem.output_size).transpose(0, 1)
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -193,6 +203,8 @@ class _Im2colGemm(OpsExecutable):
             self._write_dx(a, b, out)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        # baddbmm takes a single dtype; half-precision products are added to a float32 sum one step
+        # later.
         if out.dtype != self._dtype:
             super().add(a, b, out)
             return

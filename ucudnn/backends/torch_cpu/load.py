@@ -65,6 +65,7 @@ class LoadMeter:
         try:
             line = self._path.read_text(encoding="ascii").partition("\n")[0]
             numbers = [int(text) for text in line.split()[1:9]]
+            # The first line of /proc/stat sums up all processors, in clock ticks, see proc_stat(5).
             user, nice, system, _idle, _waiting, interrupts, soft, stolen = numbers
         except (OSError, ValueError):
             return None

@@ -24,6 +24,7 @@ from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
 from ucudnn.backends.torch_cpu.taps import Slices
 from ucudnn.problem import Problem
 
+# In order of preference: oneDNN where it computes the phase.
 _INNER = (OneDnn(), Gemm(), Im2colGemm())
 _ALL = slice(None)
 
@@ -35,6 +36,7 @@ class Phases(AbstractAlgorithm):
 
     def refusal(self, problem: Problem) -> str | None:
         """Data gradients with a stride, where another algorithm computes each phase."""
+        # At stride 1 there is a single phase, the whole problem.
         if problem.op != "dgrad" or set(problem.stride) == {1}:
             return "it computes data gradients of strided convolutions only"
         for phase in _phases(problem):
@@ -54,7 +56,9 @@ class Phases(AbstractAlgorithm):
             copied = element * problem.batch * problem.in_channels * phase.places
             covered += copied
             operations += cost.operations
+            # The copy into dx reads the phase's result and writes it.
             traffic += cost.traffic_bytes + 2 * copied
+            # Phases run one after another, so their temporary memory does not add up.
             workspace = max(workspace, phase.problem.result_bytes + cost.workspace_bytes)
         traffic += problem.result_bytes - covered  # zeros
         return Cost(operations, traffic, workspace)
@@ -73,6 +77,7 @@ class Phases(AbstractAlgorithm):
 
 def _inner(problem: Problem) -> AbstractAlgorithm | None:
     """The algorithm that computes a phase; None where there is none."""
+    # Phases are small, so that filters may hang over them, see `cramped_refusal`.
     if cramped_refusal(problem) is None and _INNER[0].refusal(problem) is None:
         return _INNER[0]
     able = (algorithm for algorithm in _INNER[1:] if algorithm.refusal(problem) is None)
@@ -117,17 +122,24 @@ def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
     kernel, begin = problem.kernel_size[axis], problem.padding[axis][0]
     divisor = gcd(stride, dilation)
     step, distance = stride // divisor, dilation // divisor
+    # Positions first, first + step, ... of the filter fall on the same phase.
     for first in range(min(step, kernel)):
+        # Input p (from the begin of the padding) is read by output o at position k if p = o *
+        # stride + k * dilation; its phase is p modulo the stride.
         offset, remainder = divmod(first * dilation, stride)
         count = len(range(first, kernel, step))
         reach = (count - 1) * distance
         # places of the phase in the input, then those that an output reads
+        # -(-a // b) divides and rounds up.
         low = max(-(-(begin - remainder) // stride), offset)
         high = min(-(-(begin + size - remainder) // stride), outputs + offset + reach)
+        # No output reads a place of this phase: the gradient there is zero.
         if low >= high:
             continue
         start = low * stride + remainder - begin
         stop = (high - 1) * stride + remainder - begin + 1
+        # Outputs that the places low .. high - 1 read from; beyond the ends of dy they count as
+        # zeros.
         left, right = low - offset - reach, high - offset
         yield _AxisPhase(
             slice(first, None, step),
@@ -169,9 +181,11 @@ def _phases(problem: Problem) -> tuple[_Phase, ...]:
 
 
 def _phase(problem: Problem, parts: tuple[_AxisPhase, ...]) -> _Phase:
+    # aten's operators pad both ends alike: the larger margin is used, and `kept` cuts the excess.
     margins = [max(part.begin, part.end) for part in parts]
     inner = replace(
         problem,
+        # The gradient of a phase is itself a forward convolution, of dy with the reversed filter.
         op="fprop",
         in_channels=problem.out_channels,
         out_channels=problem.in_channels,
@@ -214,6 +228,7 @@ class _PhasesExecutable(Executable):
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         form = memory_format(self._problem)
+        # Places that no output reads belong to no phase; their gradient is zero.
         if not self._is_all_covered:
             out.zero_()
         for phase, inner in self._phases:
@@ -224,6 +239,7 @@ class _PhasesExecutable(Executable):
     def _filters(self, w: Tensor) -> Tensor:
         """Filters with the channels in and out of each group exchanged, reversed."""
         groups = self._problem.groups
+        # dgrad maps output channels to input channels, the reverse of what w describes.
         exchanged = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
         reverse: Tensor = exchanged.flip(tuple(range(2, w.dim())))
         return reverse.contiguous(memory_format=memory_format(self._problem))

@@ -33,6 +33,7 @@ def needs_columns(problem: Problem) -> bool:
 
 def places_refusal(problem: Problem) -> str | None:
     """Reason why the products do not compute a channels-last problem; None where they do."""
+    # The channels of a group are not contiguous in channels-last, so a group is no plain matrix.
     if problem.groups > 1:
         return "it computes channels-last operands without groups only"
     return None
@@ -59,6 +60,7 @@ class PlacesGemm(OpsExecutable):
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         """y from x and w."""
         y = empty(self.problem, (x.shape[0], *self.problem.y_shape[1:]))
+        # y = columns * filters^T: (places, taps * channels) by (taps * channels, channels out).
         self._product(self._columns(x), self._filters(w).t(), y)
         return y
 
@@ -71,6 +73,7 @@ class PlacesGemm(OpsExecutable):
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
         """dw from x and dy."""
         problem = self.problem
+        # dw = dy^T * columns, which sums over all places of all samples in one product.
         dw = torch.mm(self._matrix(dy).t(), self._columns(x)).to(x.dtype)
         channels = problem.in_channels
         return dw.view(problem.out_channels, *problem.kernel_size, channels).movedim(-1, 1)
@@ -87,6 +90,8 @@ class PlacesGemm(OpsExecutable):
         if not self._needs_columns:
             self._product(rows, filters, dx)
             return
+        # The transpose of im2col: the product gives each output's contribution to the inputs that
+        # its filter covers, and the loop below adds up those that fall on the same input.
         columns = torch.mm(rows, filters).view(self._columns_shape(dy.shape[0]))
         # a half-precision dx is summed in float32 and rounded once
         total = dx if dx.dtype.itemsize > 2 else dx.float()
@@ -100,6 +105,8 @@ class PlacesGemm(OpsExecutable):
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """Multiply into a tensor, directly where it lies as the product does."""
+        # With channels moved last, a channels-last tensor is contiguous, and a matrix without a
+        # copy.
         target = out.movedim(1, -1)
         if out.dtype == self._dtype and target.is_contiguous():
             torch.mm(left, right, out=target.view(left.shape[0], right.shape[1]))
