@@ -60,8 +60,7 @@ class Executable(ABC):
 
 def add_bias(result: Tensor, bias: Tensor) -> Tensor:
     """Add one element of the bias to each channel of a result, in place."""
-    # Channels are the second axis in either layout: an nhwc tensor has the same shape, other
-    # strides.
+    # Channels are the second axis in either layout: nhwc is the same shape with other strides.
     return result.add_(bias.view(-1, *[1] * (result.dim() - 2)))
 
 
@@ -120,8 +119,7 @@ class Roofline(NamedTuple):
         The ratio of two such times may exceed that of the batches, because caches absorb more of
         the smaller batch: a caller that extrapolates must limit it to the ratio of the batches.
         """
-        # Arithmetic and memory traffic overlap at best completely, so the longer of them is the
-        # bound.
+        # At best arithmetic and memory traffic overlap completely; then the longer one is the time.
         computing = cost.operations / self.operations_per_s
         # Traffic that a cache absorbs may take no time at all; a lower bound has to leave it out.
         moving = max(0, cost.traffic_bytes - self.cached_bytes) / self.bytes_per_s

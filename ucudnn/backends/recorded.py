@@ -70,9 +70,8 @@ class RecordedBackend(AbstractBackend):
         # A plan names the backend that runs it, which is not this one.
         self.name = entry_for_device(self._group.device.type).name
         self._twin = self._find_twin()
-        # On a CPU a chunk that writes into a slice takes another time than one that allocates its
-        # result, so a recording may have a measurement for each role. One of a GPU has role "alone"
-        # only.
+        # A chunk that writes into a slice may take another time than one that allocates its result,
+        # so a chunk has a measurement per role. Some recordings have role "alone" only.
         self._has_roles = any(entry.key.conditions.role != "alone" for entry in listed)
         # Measurements by problem, algorithm and role; and the batches that there are, in order.
         self._entries: dict[Problem, dict[str, dict[str, Measurement]]] = {}
@@ -262,8 +261,8 @@ def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[str, ...]:
     if part == problem:
         return ("alone",)
     if problem.op != "wgrad":
-        # No split holds a smaller batch in role "alone". It is asked for only of torch's own
-        # convolution, where two of them extrapolate the workspace of the undivided call.
+        # No split of fprop or dgrad holds a smaller batch in role "alone". Only torch's own has it,
+        # where two batches extrapolate the workspace of the undivided call.
         return ("alone", "later") if algorithm == DEFAULT_ALGORITHM else ("later",)
     # The first chunk of a wgrad in full precision is an ordinary call. In half precision it is also
     # converted to float32, which takes time and memory of its own.

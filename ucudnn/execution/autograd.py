@@ -130,8 +130,7 @@ class Bound:
         if not problems:
             return
         some = next(iter(problems.values()))
-        # A transposed convolution is planned as the gradient of a convolution, whose x is its
-        # output.
+        # A transposed convolution is planned as the gradient of one whose input is this output.
         output_shape = some.x_shape if geometry.transposed else some.y_shape
         self._bias = (output_shape[1:2], x.dtype, x.device)
         self._dy = (output_shape, x.dtype, x.device)
@@ -177,8 +176,7 @@ class Bound:
         """The gradients of x, w and bias that the mask asks for, without a graph."""
         dgrad = self.planned("dgrad") if mask[0] else None
         wgrad = self.planned("wgrad") if mask[1] else None
-        # A caller of aten's operator may pass a gradient of another shape or dtype; torch judges
-        # it.
+        # A caller of aten's operator may pass a gradient of another shape; torch raises its error.
         if (dgrad or wgrad) and _signature(dy) != self._dy:
             dgrad = wgrad = None
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
@@ -196,8 +194,7 @@ class Bound:
         self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         dx = dgrad(dy, w) if dgrad else None
-        # A transposed convolution is planned as the gradient of a convolution, whose input is this
-        # dy.
+        # A transposed convolution is planned as the gradient of one whose input is this dy.
         a, b = (dy, x) if self.geometry.transposed else (x, dy)
         return dx, wgrad(a, b) if wgrad else None
 

@@ -139,8 +139,7 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
         UnsupportedError: an algorithm of the split does not compute a chunk on this backend.
     """
     chunks = []
-    # Most splits repeat one chunk size, and an executable may hold cuDNN plans: equal chunks share
-    # it.
+    # Most splits repeat one chunk size: equal chunks share an executable and its cuDNN plans.
     built: dict[tuple[Problem | None, str], Executable] = {}
     for step, (part, whole, x, y) in zip(split.steps, _parts(problem, split), strict=True):
         key = (whole, step.algorithm)

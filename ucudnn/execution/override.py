@@ -70,8 +70,7 @@ class _Override:
 
     def _stand_in(self) -> Library:
         dispatch_key = entry_for_device(self._device_type).dispatch_key
-        # Before the replacement is registered: afterwards a lookup would find the replacement
-        # itself.
+        # Before the replacement is registered: afterwards a lookup would find that one.
         own_forward, own_backward = aten.keep_kernels(self._device_type, dispatch_key)
 
         @untraced

@@ -149,8 +149,7 @@ class _Attribute(NamedTuple):
     def of(cls, holder: object, name: str) -> _Attribute:
         """An attribute as it is, or `_MISSING`."""
         try:
-            # object's own method does not call a `__getattr__` or `__getattribute__` that a class
-            # defines.
+            # object's own method runs no `__getattr__` or `__getattribute__` that a class defines.
             return cls(holder, name, object.__getattribute__(holder, name))
         except (AttributeError, ValueError):  # an empty cell raises the latter
             return cls(holder, name, _MISSING)
@@ -203,8 +202,7 @@ class _Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Holds the objects themselves, so that no id is given to a new object while the snapshot
-        # lives.
+        # Holds the objects themselves, so that Python gives none of these ids to a new one.
         self._seen: dict[int, object] = {}
         self._own: list[_Contents | _Attribute] = []
         self._shared: list[_Contents | _Attribute] = []
@@ -260,8 +258,7 @@ class _Snapshot:
             if type(one) in _ATOMS or id(one) in self._seen:
                 continue
             self._seen[id(one)] = one
-            # Only leaves that require gradients get a `.grad` from backward. Reading it from other
-            # tensors warns.
+            # Backward gives a `.grad` to leaves only, and reading that of other tensors warns.
             if isinstance(one, Tensor) and one.is_leaf and one.requires_grad:
                 self._gradients.append(_Attribute(one, "grad", one.grad))
             if type(one) is FunctionType:
@@ -287,8 +284,7 @@ class _Snapshot:
             namespace = namespaces.setdefault(id(function.__globals__), function.__globals__)
             # `co_names` also lists attributes and builtins; those that are no globals give None.
             values = [namespace.get(name) for name in _names_in(function.__code__)]
-            # Functions are left out: following each to its own globals would lead through whole
-            # libraries.
+            # Functions are left out: following each to its globals would lead through whole libraries.
             named |= {id(value): value for value in values if type(value) is not FunctionType}
         for namespace in namespaces.values():
             assign, delete = namespace.__setitem__, namespace.__delitem__

@@ -75,8 +75,7 @@ class Stepper:
 
     def _own(self, tensor: Tensor) -> Tensor:
         mode = self._fake_mode
-        # `from_tensor` makes a fake tensor of the same shape and strides without reading the
-        # values.
+        # `from_tensor` makes a fake tensor of the same shape and strides, without memory.
         copied = tensor.detach().clone() if mode is None else mode.from_tensor(tensor)
         return copied.detach().requires_grad_(tensor.requires_grad)
 

@@ -17,6 +17,7 @@ KNOB_TYPES = 64
 class Kind(IntEnum):
     """Kinds of descriptors: CUDNN_BACKEND_*_DESCRIPTOR."""
 
+    # Only the kinds that are created here; the header has more.
     POINTWISE = 0
     CONVOLUTION = 1
     ENGINE = 2
@@ -37,6 +38,7 @@ class Kind(IntEnum):
 class Type(IntEnum):
     """Types of attribute values: CUDNN_TYPE_*."""
 
+    # cuDNN checks that the type which a call names is that of the attribute.
     HANDLE = 0
     DATA_TYPE = 1
     BOOLEAN = 2
@@ -57,6 +59,7 @@ class Type(IntEnum):
 class Attribute(IntEnum):
     """Attributes of descriptors: CUDNN_ATTR_*."""
 
+    # The header numbers them in hundreds, one for each kind of descriptor.
     POINTWISE_MODE = 0
     POINTWISE_MATH_PREC = 1
     CONVOLUTION_COMP_TYPE = 100
@@ -128,12 +131,14 @@ class DataType(IntEnum):
     FLOAT = 0
     DOUBLE = 1
     HALF = 2
+    # 3 to 8 are integer types, which no convolution of a training step has.
     BFLOAT16 = 9
 
 
 class ConvolutionMode(IntEnum):
     """CUDNN_CROSS_CORRELATION: what deep learning calls a convolution."""
 
+    # cuDNN's other mode reverses the filter, as a convolution in the mathematical sense does.
     CROSS_CORRELATION = 1
 
 
@@ -146,6 +151,8 @@ class PointwiseMode(IntEnum):
 class HeuristicMode(IntEnum):
     """Sources of engine configurations: CUDNN_HEUR_MODE_*."""
 
+    # In the order in which they are asked, not by number. FALLBACK lists engines that work, with no
+    # claim about their speed.
     A = 3
     B = 1
     FALLBACK = 2
@@ -154,6 +161,7 @@ class HeuristicMode(IntEnum):
 class NumericalNote(IntEnum):
     """Properties of the arithmetic of an engine: CUDNN_NUMERICAL_NOTE_*."""
 
+    # In float32 this note means that operands are rounded to TF32.
     TENSOR_CORE = 0
     DOWN_CONVERT_INPUTS = 1
     REDUCED_PRECISION_REDUCTION = 2
