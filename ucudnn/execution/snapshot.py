@@ -284,7 +284,7 @@ class _Snapshot:
             namespace = namespaces.setdefault(id(function.__globals__), function.__globals__)
             # `co_names` also lists attributes and builtins; those that are no globals give None.
             values = [namespace.get(name) for name in _names_in(function.__code__)]
-            # Functions are left out: following each to its globals would lead through whole libraries.
+            # Functions are left out: to follow each to its globals would lead through whole libraries.
             named |= {id(value): value for value in values if type(value) is not FunctionType}
         for namespace in namespaces.values():
             assign, delete = namespace.__setitem__, namespace.__delitem__

@@ -41,7 +41,7 @@ class CudnnError(UcudnnError):
         # The first digit is the category of a status in cuDNN 9; 4xxx and 5xxx are failures.
         return 2000 <= self.status < 4000
 
-    # By default an exception is pickled with its message alone, from which none of this class is made.
+    # By default an exception is pickled with its message alone, which does not suffice to make it.
     def __reduce__(self) -> tuple[type[CudnnError], tuple[int, str, str, str]]:
         return type(self), (self.status, self.name, self.detail, self.doing)
 
@@ -67,7 +67,7 @@ class Cudnn:
         self.version = int(library.cudnnGetVersion())
 
     def _declare(self, library: ctypes.CDLL) -> None:
-        # Without these declarations ctypes takes all results and arguments for C ints and cuts pointers
+        # Without these declarations ctypes takes results and arguments for C ints and cuts pointers
         # and sizes to 32 bits. The other functions return a status, which is an int.
         library.cudnnGetVersion.restype = c_size_t
         library.cudnnGetErrorString.restype = c_char_p

@@ -184,7 +184,7 @@ def graph_of(
             _SUM_UID, _arithmetic(problem), problem.y_shape, *views.y, virtual=True
         )
         operations.append(_bias_addition(cudnn, problem, total, y))
-        # The convolution writes into the sum, which the addition reads; y is what the addition gives.
+        # The convolution writes the sum, which the addition reads; the addition writes y.
         y = total
     operations.insert(0, _convolution(cudnn, problem, (x, w, y), alpha, beta))
     graph = Descriptor(cudnn, Kind.OPERATIONGRAPH)

@@ -163,8 +163,7 @@ class SlowConv2d(AbstractAlgorithm):
         """Two axes at most, no groups, no dilation."""
         if problem.rank == 3 or problem.groups > 1 or set(problem.dilation) != {1}:
             return "it computes 1-D and 2-D problems without groups and dilation only"
-        # With one channel the strides of both layouts are the same, and torch's kernel goes by
-        # strides.
+        # With one channel both layouts have the same strides, by which torch's kernel tells them.
         if problem.layout == "nhwc" and problem.in_channels == 1:
             return "channels-last it computes several input channels only"
         return None
@@ -233,8 +232,7 @@ def _is_cramped(problem: Problem) -> bool:
         strict=True,
     )
     return any(
-        # In turn: the filter is larger than the input, it has one place, a tap never meets the
-        # input.
+        # In turn: a filter larger than the input, a single output, a tap that only meets padding.
         dilation * (taps - 1) >= size
         or (places == 1 and stride > 1)
         or not all(

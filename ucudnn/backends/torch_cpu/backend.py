@@ -162,8 +162,7 @@ class TorchCpuBackend(AbstractBackend):
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
         """Run once and return the peak of temporary memory, beyond the returned tensor."""
-        # Chunks run one after another, so what they take outside the allocator counts once, at its
-        # maximum.
+        # Chunks run one after another: the largest of these amounts is the peak, not their sum.
         unseen = (
             unseen_bytes(computed, kernel, torch.get_num_threads())
             for problem, algorithm in set(parts)

@@ -188,9 +188,8 @@ class _DiagonalGemm(Executable):
         channel, row, column, one = products.stride()
         (_, stride), (_, dilation) = self._flat.stride, self._flat.dilation
         shape = (*products.shape[:2], self._flat.kernel_size[1], self._blocks.block)
-        # Column j of dy meets column j * stride + k * dilation of x at filter column k. One step
-        # along j moves down the diagonal, so that a sum over the last axis adds up one gradient
-        # element.
+        # Column j of dy meets column j * stride + k * dilation of x at filter column k: these
+        # pairs lie on a diagonal, and their sum over j is one element of the gradient.
         return products.as_strided(shape, (channel, row, dilation * column, stride * column + one))
 
     def _x_rows(self, x: Tensor) -> Tensor:

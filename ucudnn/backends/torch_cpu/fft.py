@@ -108,8 +108,7 @@ class _Fft(OpsExecutable):
         self._axes = tuple(range(-problem.rank, 0))
         self._form = memory_format(problem)
         self._every_stride = self._grid(problem.output_size, problem.stride)
-        # A dilated filter is one with zeros between its elements, and so is dy of a strided
-        # convolution.
+        # A dilated filter has zeros between its elements, and so has dy of a strided convolution.
         self._every_dilation = self._grid(problem.kernel_size, problem.dilation)
         self._input = tuple(
             slice(begin, begin + size)

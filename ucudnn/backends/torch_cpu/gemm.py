@@ -36,8 +36,7 @@ class Gemm(AbstractAlgorithm):
             prod(shape[1:]) for shape in (_sampled_shape(problem), problem.y_shape)
         )
         workspace = 0
-        # x and dy of one sample in float32, and what a float32 sum is larger than the
-        # half-precision dw.
+        # x and dy of a sample in float32, and the excess of a float32 sum over a half dw.
         if problem.op == "wgrad" and problem.bytes_per_element < 4:
             dw_growth = (4 - problem.bytes_per_element) * prod(problem.w_shape)
             workspace = 4 * (x_sample + y_sample) + dw_growth
@@ -203,8 +202,7 @@ class _Im2colGemm(OpsExecutable):
             self._write_dx(a, b, out)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        # baddbmm takes a single dtype; half-precision products are added to a float32 sum one step
-        # later.
+        # baddbmm takes a single dtype: the base class adds half-precision products to a float32 sum.
         if out.dtype != self._dtype:
             super().add(a, b, out)
             return

@@ -138,8 +138,7 @@ def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
             continue
         start = low * stride + remainder - begin
         stop = (high - 1) * stride + remainder - begin + 1
-        # Outputs that the places low .. high - 1 read from; beyond the ends of dy they count as
-        # zeros.
+        # Outputs that read the places low .. high - 1; beyond the ends of dy they count as zeros.
         left, right = low - offset - reach, high - offset
         yield _AxisPhase(
             slice(first, None, step),

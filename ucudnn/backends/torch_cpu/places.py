@@ -33,7 +33,7 @@ def needs_columns(problem: Problem) -> bool:
 
 def places_refusal(problem: Problem) -> str | None:
     """Reason why the products do not compute a channels-last problem; None where they do."""
-    # The channels of a group are not contiguous in channels-last, so a group is no plain matrix.
+    # In channels-last the other groups' channels lie between the rows of one group's matrix.
     if problem.groups > 1:
         return "it computes channels-last operands without groups only"
     return None
@@ -105,8 +105,7 @@ class PlacesGemm(OpsExecutable):
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         """Multiply into a tensor, directly where it lies as the product does."""
-        # With channels moved last, a channels-last tensor is contiguous, and a matrix without a
-        # copy.
+        # With its channels moved last, a channels-last tensor is contiguous: a matrix without a copy.
         target = out.movedim(1, -1)
         if out.dtype == self._dtype and target.is_contiguous():
             torch.mm(left, right, out=target.view(left.shape[0], right.shape[1]))

@@ -25,8 +25,7 @@ def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
     axes = [_Axis.of(problem, axis) for axis in range(problem.rank)]
     for index in product(*map(range, problem.kernel_size)):
         found = [axis.tap(position) for axis, position in zip(axes, index, strict=True)]
-        # A position that only meets padding along one axis contributes nothing along the others
-        # either.
+        # A position that only meets padding along one axis meets no input at all.
         met = [pair for pair in found if pair is not None]
         if len(met) == len(found):
             yield index, tuple(pair[0] for pair in met), tuple(pair[1] for pair in met)
@@ -40,8 +39,7 @@ def direct_cost(problem: Problem) -> Cost:
     >>> direct_cost(Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),)))
     Cost(operations=10, traffic_bytes=32, workspace_bytes=0)
     """
-    # Whether an input is met is decided for each axis alone, so all counts are products over the
-    # axes.
+    # Each axis alone decides what is met, so all counts are products over the axes.
     met = [_met(_Axis.of(problem, axis)) for axis in range(problem.rank)]
     pairs, inputs, outputs, positions = (prod(counts) for counts in zip(*met, strict=True))
     channels = problem.in_channels // problem.groups
