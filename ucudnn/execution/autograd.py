@@ -1,7 +1,8 @@
 """The differentiable convolution of planned layers: what computes each pass is looked up.
 
-A pass that a plan computes goes to its call, every other one to torch's own operator. Whoever looks
-on or transforms (modes, subclasses, torch.func, tracers) is shown torch's operator.
+A pass (forward, gradient of x, gradient of w) that has a plan is computed by the plan's call, every
+other one by torch's own operator. Modes, tensor subclasses, torch.func and tracers observe or
+transform operators: these always see torch's operator.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _keys_of: Any = torch._C._dispatch_keys
 
 
 def _odd_keys() -> int:
-    """Bits of all dispatch keys but those of tensors that are simply their memory's elements."""
+    """Bits of all dispatch keys that a plain tensor on a backend's device does not have."""
     # Autograd and autocast keys are on every ordinary tensor, also where neither is enabled.
     names = ["ADInplaceOrView", "Conjugate"]
     for entry in BACKENDS.values():
@@ -71,9 +72,9 @@ class AbstractRunner(ABC):
         self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
-        """The convolution of these operands, made when such are first met."""
-        # looked up by what torch sees, because building a Problem costs more than a small launch
-        # TF32 is the one thing that a problem depends on beside its tensors
+        """The convolution of operands of these shapes, made at the first call with them."""
+        # The key is what torch knows of the tensors, because building a Problem takes longer than a
+        # small launch. TF32 is the one setting that a problem depends on beside its tensors.
         tf32 = x.is_cuda and aten.tf32_allowed()
         key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, tf32)
         try:
@@ -93,7 +94,7 @@ class AbstractRunner(ABC):
 
     @abstractmethod
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Look up what computes a pass, and let it be computed so from now on.
+        """Look up the call that computes a pass and keep it for later; None if torch computes it.
 
         Raises:
             PlanError: it has no plan and must have one.
@@ -160,7 +161,7 @@ class Bound:
             self._passes[which] = Pass(call, memory_format(call.problem), strides)
 
     def takes(self, bias: Tensor | None) -> bool:
-        """False for a bias that torch refuses, and that torch must see to say so."""
+        """False for a bias of wrong shape, dtype or device, which torch's own operator refuses."""
         return bias is None or _signature(bias) == self._bias
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -180,7 +181,7 @@ class Bound:
         if (dgrad or wgrad) and _signature(dy) != self._dy:
             dgrad = wgrad = None
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
-        # the bias alone is torch's too where nothing is planned, to the last bit
+        # Where nothing is planned torch computes the bias gradient, too: it is the same to the bit.
         if rest[0] or rest[1] or not (dgrad or wgrad):
             dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
         else:
@@ -205,7 +206,7 @@ def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass that a plan computes: takes operands of any strides, returns what torch's has.
+    """A pass that a plan computes: operands may have any strides, the result has those of torch's.
 
     Args:
         call: the split, bound.
@@ -274,7 +275,7 @@ def convolution(
 
 
 def _only_plain_tensors(*tensors: Tensor) -> bool:
-    """False where something looks on or transforms, to which torch's own operator must be shown.
+    """False where a mode, subclass or transform is active, which must see torch's own operator.
 
     That is: tensor subclasses and modes (fake tensors, counters, selective checkpoints),
     torch.func, forward-mode differentiation, torch.jit.trace, and tensors that are not simply their
@@ -331,8 +332,8 @@ class _Convolution(torch.autograd.Function):
         x, w = ctx.saved_tensors
         # The first entry belongs to `bound`, which is no tensor.
         _, *mask = ctx.needs_input_grad
-        # aten's own operator differentiates again and is seen by others; planned calls are not
-        # x and w, too: hooks on saved tensors may have put others in their place
+        # Double backward and observers of operators need aten's own operator; planned calls have no
+        # gradient. x and w are tested, too: hooks on saved tensors may have replaced them.
         if torch.is_grad_enabled() or not _only_plain_tensors(dy, x, w):
             geometry = ctx.bound.geometry
             backward = _aten.convolution_backward.default

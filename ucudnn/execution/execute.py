@@ -42,10 +42,10 @@ _EXCLUDED_KEYS = _keys_from_python_up()
 def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function in the dispatch state of a kernel, whatever the caller's state is.
 
-    Algorithms are sequences of torch's operators. Called from a kernel of the dispatcher they
-    inherit its state, which differs: below a dispatch mode torch does not resolve lazy conjugation
-    and negation, and results are silently wrong. In here they are resolved, and nothing else that
-    acts on operators (modes, subclasses, transforms, autograd, autocast) acts on those inside.
+    Algorithms are sequences of torch's operators, and inherit the dispatch state of the caller.
+    Below a dispatch mode, for example, torch does not resolve lazy conjugation and negation, and
+    results would be silently wrong. Inside this call these are resolved, and nothing else that acts
+    on operators (modes, subclasses, transforms, autograd, autocast) is active.
 
     >>> with torch.device("meta"):
     ...     as_kernel(torch.empty, 0).device
@@ -205,7 +205,7 @@ def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slic
 
 
 class _Zero(Executable):
-    """The result where it depends on nothing: rows in the padding, or that no output reads."""
+    """Executable of a slab whose result is zero: its rows meet only padding, or no output."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

@@ -1,4 +1,4 @@
-"""The layout of a model: channels_last and back, without another Parameter or another value."""
+"""Layout of a model: to channels_last and back, with the same Parameter objects and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, in_channels_last
 
-# Of a module that was laid out: strides of its own parameters and buffers before, by name.
+# Attribute of a module: strides of its own parameters and buffers before `lay_out_`, by name.
 _STRIDES = "_ucudnn_strides"
 _RANKS = frozenset(rank + 2 for rank in CHANNELS_LAST_BY_RANK)
 # Exact types: the memory of a subclass, such as a sharded DTensor of FSDP2, is not its own.
@@ -147,7 +147,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _change(model: nn.Module, laid_out: Callable[[nn.Module, str, Tensor], Tensor]) -> None:
-    """Replace the memory of a model's tensors, and of what must lie in memory like them."""
+    """Lay out a model's tensors anew, and their gradients and optimiser state likewise."""
     changed: dict[int, Tensor] = {}
     for module in model.modules():
         for name, tensor in _own(module):

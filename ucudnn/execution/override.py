@@ -1,4 +1,4 @@
-"""Plans for models that nobody touches: torch's convolution operators themselves follow one."""
+"""Plans for unmodified models: torch's convolution operators themselves follow a plan."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Installation(AbstractClosable):
 class _Override:
     """Stands in for aten's two operators on one kind of device, from the first plan on.
 
-    It stays when the last plan has closed, and hands everything on: torch's dispatcher looks a
-    kernel up without a lock, so one that is taken away may just be entered by another thread.
+    It stays registered after the last plan has closed, and calls torch's kernels: the dispatcher
+    looks kernels up without a lock, so another thread may be entering one that is being removed.
     """
 
     def __init__(self, device_type: str) -> None:

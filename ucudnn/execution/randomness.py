@@ -39,7 +39,7 @@ def same_random_states(on_devices: bool = True) -> Iterator[None]:
 
 
 def seed_all() -> None:
-    """Begin all three from the same number."""
+    """Seed the generators of torch, of Python and of NumPy with one fixed number."""
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     np.random.seed(_SEED)

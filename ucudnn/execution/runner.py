@@ -103,7 +103,7 @@ class Runner(AbstractRunner):
         return problems
 
     def _as_planned(self, problem: Problem, x: Tensor) -> Problem:
-        """The problem channels-last, where that is planned and how its input lies in memory.
+        """The channels-last problem if the plan has that one and the input lies so in memory.
 
         Strides of a single sample do not show it: torch takes some for channels first, though it
         takes larger batches of the same layer for channels-last.
@@ -148,7 +148,7 @@ class Runner(AbstractRunner):
             return None
 
     def _warn(self, problem: Problem, sentence: str) -> None:
-        """Say it once for each shape, whatever its pass and batch, and not for ever."""
+        """Warn once for each shape, whatever its pass and batch, up to a number of warnings."""
         same = replace(problem, op="fprop", batch=1)
         if same in self._warned or len(self._warned) >= _MOST_WARNINGS:
             return
@@ -217,7 +217,7 @@ class Runner(AbstractRunner):
 
 
 def _require_idle(problem: Problem) -> None:
-    """Refuse to tune what would get into somebody's recording.
+    """Refuse to tune while the user records what is computed.
 
     Raises:
         BusyError: a CUDA graph is captured or torch's profiler runs.

@@ -139,7 +139,7 @@ class _Contents(NamedTuple):
 
 
 class _Attribute(NamedTuple):
-    """Reference in a slot, in a variable of a closure, or to a tensor's gradient."""
+    """A reference held by a slot, by a variable of a closure or by a tensor's `.grad`."""
 
     holder: Any
     name: str
@@ -174,7 +174,7 @@ class _Attribute(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """The names of a class or of a Python module, which belong to others than the model, too."""
+    """Attributes of a class or globals of a module, which other code than the model uses, too."""
 
     names: Any
     before: dict[str, Any]
@@ -182,7 +182,7 @@ class _Names(NamedTuple):
     delete: Callable[[str], None]
 
     def put_back(self, is_stray: Callable[[Iterable[object]], bool]) -> None:
-        """Put back those that refer to fake tensors."""
+        """Put back the names that refer to fake tensors now."""
         for name, value in list(self.names.items()):
             before = self.before.get(name, _MISSING)
             if value is before or not is_stray([value]):
@@ -219,13 +219,13 @@ class _Snapshot:
         self._record_globals()
 
     def take_gradients_off(self) -> None:
-        """Let backward add to none of the gradients that there are."""
+        """Set all gradients to None, so that backward adds to none of those recorded."""
         for gradient in self._gradients:
             # Backward accumulates into an existing gradient in place, which could not be undone.
             gradient.holder.grad = None
 
     def put_back(self) -> None:
-        """Put back what was changed since; doing so twice does no harm."""
+        """Put back what has changed since the snapshot; calling it twice does no harm."""
         for gradient in self._gradients:
             gradient.put_back()
         for record in self._own:
@@ -237,7 +237,7 @@ class _Snapshot:
                 record.put_back()
 
     def _has_strays(self, values: Iterable[object]) -> bool:
-        """True where something that was not there before leads to a fake tensor."""
+        """True if a fake tensor can be reached from values that the snapshot has not seen."""
         # What was there before is not followed: its changes are in records of their own.
         met: dict[int, object] = {}
         pending = list(values)
@@ -277,14 +277,14 @@ class _Snapshot:
         self._record(map(_function_of, names.values()), self._shared)
 
     def _record_globals(self) -> None:
-        """Record the globals that functions name, but not those of functions that these call."""
+        """Record the globals that the model's functions name, except functions among these."""
         namespaces: dict[int, dict[str, Any]] = {}
         named: dict[int, object] = {}
         for function in self._functions:
             namespace = namespaces.setdefault(id(function.__globals__), function.__globals__)
             # `co_names` also lists attributes and builtins; those that are no globals give None.
             values = [namespace.get(name) for name in _names_in(function.__code__)]
-            # Functions are left out: to follow each to its globals would lead through whole libraries.
+            # Functions are left out: following their globals would lead through whole libraries.
             named |= {id(value): value for value in values if type(value) is not FunctionType}
         for namespace in namespaces.values():
             assign, delete = namespace.__setitem__, namespace.__delitem__
@@ -353,9 +353,9 @@ def _others_in(one: object) -> list[Any]:
 
 
 def _is_opaque(kind: type) -> bool:
-    """True of objects that have a way of their own to be copied: mostly they are never changed.
+    """True for types whose objects are not looked into: they define how they are pickled.
 
-    Such as arrays, enumerations and loggers; the last, like classes, belong to others, too.
+    Most of these are never changed (enumerations), or are shared with other code (loggers).
     """
     # Classes and modules are recorded by name (`_Names`) and never followed as objects.
     if issubclass(kind, (type, ModuleType)):
@@ -368,11 +368,11 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _remove(fake_mode: FakeTensorMode) -> list[str]:
-    """Remove the fake tensors that somebody still refers to.
+    """Remove the fake tensors of a mode that are still alive from whatever refers to them.
 
     Returns:
-        A word for each thing that they were found in; caches of functions are not among them,
-        because a cache may be empty.
+        A description of each container that held one. Caches of functions are not reported:
+        emptying a cache changes no result.
     """
     if not _alive(fake_mode):
         return []
@@ -412,7 +412,7 @@ def _leads_to(cache: object, strays: set[int]) -> bool:
 
 
 def _take_out(strays: list[FakeTensor]) -> list[str]:
-    """Take tensors out of whatever containers hold them, by themselves or in tuples."""
+    """Take tensors, and tuples that contain them, out of all containers; describe these."""
     found: list[str] = []
     doomed: list[Any] = strays
     while doomed:

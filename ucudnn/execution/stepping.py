@@ -92,12 +92,12 @@ class Stepper:
         self._step()
 
     def results(self, nudge: float = 0.0) -> Results:
-        """The same, and what came out.
+        """Compute one step and return its outputs and gradients.
 
         Args:
             nudge: change each weight by this fraction of itself, up or down by chance.
         """
-        # rounding changes the gradient of a loss without a jump by little
+        # The gradient of a square changes little by rounding, that of `abs` jumps at zero.
         outputs, leaves = self._step(nudge, is_smooth=True)
         gradients = (leaf.grad for leaf in leaves.values())
         return Results(
@@ -124,7 +124,7 @@ class Stepper:
 
 
 class Results(NamedTuple):
-    """What a step computes.
+    """Outputs and gradients of a step.
 
     Args:
         outputs: of the model.

@@ -28,19 +28,19 @@ class AbstractAlgorithm(ABC):
 
     @abstractmethod
     def cost(self, problem: Problem) -> Cost:
-        """The least that it does for a problem that is not refused."""
+        """Lower bounds of operations, traffic and workspace, for a problem that is not refused."""
 
     @abstractmethod
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
-        """Each kernel that it runs, one at a time, after the problem that this computes."""
+        """Pairs of a problem and the implementation that computes it, in the order of running."""
         return ((problem, self.name),)
 
 
 class OpsExecutable(Executable):
-    """Three methods, one per op; `alone` is the one that the problem asks for."""
+    """Base of executables with a method per op; `alone` calls that of the problem's op."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -72,9 +72,9 @@ def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
 
 
 def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of zeros that occupies address space but no memory, and must not be written.
+    """A shape-only tensor: it reads as zeros, occupies no memory, and must not be written.
 
-    aten's backward operators take x (dgrad) and w (wgrad) only for their shape.
+    aten's backward operators read only the shape of x (dgrad) or w (wgrad), but ask for a tensor.
     """
     # mmap refuses a length of 0.
     size = max(prod(shape) * problem.bytes_per_element, 1)

@@ -1,4 +1,4 @@
-"""Algorithms that aten has: torch's own choice, oneDNN and the slow convolution by their names."""
+"""Algorithms behind aten operators: torch's own choice, oneDNN and the slow convolution."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class SlowConv2d(AbstractAlgorithm):
     name = "slow_conv2d"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Two axes at most, no groups, no dilation."""
+        """Refuse 3-D problems, groups and dilation."""
         if problem.rank == 3 or problem.groups > 1 or set(problem.dilation) != {1}:
             return "it computes 1-D and 2-D problems without groups and dilation only"
         # With one channel both layouts have the same strides, by which torch's kernel tells them.
@@ -181,7 +181,7 @@ class SlowConv2d(AbstractAlgorithm):
 
 
 def _is_both(shape: tuple[int, ...]) -> bool:
-    """True if channels first and channels last are the same order of elements."""
+    """True if channels-first and channels-last put the elements of a shape in the same order."""
     return shape[1] == 1 or prod(shape[2:]) == 1
 
 
@@ -200,7 +200,7 @@ def _kernel_cost(problem: Problem, kernel: str) -> Cost:
 
 
 def _columns_cost(problem: Problem, kernel: str) -> Cost:
-    """Columns of the whole batch or of one sample, and of one group after the other."""
+    """Cost of im2col: columns of the whole batch or of a sample, one group after the other."""
     # Only a 1x1 filter at stride 1 without padding needs no columns.
     geometry = zip(problem.kernel_size, problem.stride, problem.padding, strict=True)
     if all(axis == (1, 1, (0, 0)) for axis in geometry):

@@ -34,7 +34,7 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
-# Samples of random operands; more are copies of these.
+# Samples of random operands that are drawn: drawing is slow, so further samples repeat them.
 _DRAWN_SAMPLES = 16
 # torch's own comes first: candidates are listed in this order, and the first is the baseline.
 _ALGORITHMS = {
@@ -127,13 +127,13 @@ class TorchCpuBackend(AbstractBackend):
         return (f"kernel={chosen_kernel(problem)}",) if name == "torch_default" else ()
 
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
-        """The least that a candidate does; None where the algorithm does not compute it."""
+        """Lower bounds of what a candidate needs; None if the algorithm does not compute it."""
         if self.refusal(problem, algorithm) is not None:
             return None
         return _ALGORITHMS[algorithm].cost(problem)
 
     def roofline(self, dtype: str) -> Roofline:
-        """The fastest that this process can compute, measured at the first call."""
+        """Peak rates of this process, measured at the first call."""
         return roofline(dtype)
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
@@ -171,7 +171,7 @@ class TorchCpuBackend(AbstractBackend):
         return max(unseen, default=0) + allocated_peak_bytes(run)
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """aten's choice for torch's own convolution; every other algorithm is one kernel."""
+        """Name of the implementation: aten's choice for torch's own, else the algorithm's name."""
         return chosen_kernel(problem) if algorithm == "torch_default" else algorithm
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:
@@ -182,11 +182,11 @@ class TorchCpuBackend(AbstractBackend):
         return time.perf_counter_ns() - start
 
     def state(self) -> tuple[str, ...]:
-        """Number of processors that others use, where this process needs some of them."""
+        """Number of processors that other processes use, if these are too many for this one."""
         return _load.notes()
 
     def activity(self) -> Activity:
-        """Processor time and forced context switches of this process."""
+        """CPU time and involuntary context switches of this process."""
         # Involuntary switches: the scheduler took the processor away while there was still work.
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         return Activity(time.perf_counter_ns(), time.process_time_ns(), switches)

@@ -33,7 +33,7 @@ class DiagonalGemm(AbstractAlgorithm):
     name = "diagonal_gemm"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Weight gradients of depthwise convolutions with wide filters, on one or two axes."""
+        """Refuse all but 1-D and 2-D weight gradients of depthwise layers with wide filters."""
         if (
             problem.op != "wgrad"
             or not problem.in_channels == problem.out_channels == problem.groups
@@ -46,7 +46,7 @@ class DiagonalGemm(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Products of blocks, which are copies of x and dy, written once and read once."""
+        """Cost of the products of blocks; blocks are copies of x and dy, written and read once."""
         flat = problem.as_2d()
         # Copies and products are float32 at least, see `_DiagonalGemm`.
         blocks, element = _blocks(flat), max(problem.bytes_per_element, 4)
@@ -72,7 +72,7 @@ class DiagonalGemm(AbstractAlgorithm):
 
 
 class _RowTap(NamedTuple):
-    """Rows of x and dy that meet at a filter row, as rows of the copies."""
+    """Rows of x and dy that meet at a filter row, numbered as in the copies."""
 
     position: int
     x_begin: int

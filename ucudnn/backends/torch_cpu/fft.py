@@ -1,4 +1,4 @@
-"""Convolution by Fourier transforms: large filters at stride 1, for much workspace."""
+"""Convolution by Fourier transforms, which pays for large filters and takes much workspace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fft(AbstractAlgorithm):
     name = "fft"
 
     def refusal(self, problem: Problem) -> str | None:
-        """float32 and float64, filters of more than one element."""
+        """Refuse half precision, and filters of one element."""
         if problem.bytes_per_element < 4:
             return f"torch has no Fourier transform in {problem.dtype} on a CPU"
         if set(problem.kernel_size) == {1}:
@@ -33,7 +33,7 @@ class Fft(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Transforms, products of spectra, and passes over padded tensors and their spectra."""
+        """Cost of the transforms, the products of spectra, and the passes over all of these."""
         sizes = transform_sizes(problem)
         # The spectrum of real numbers is symmetric, so rfftn stores half of the last axis.
         frequencies = prod(sizes[:-1]) * (sizes[-1] // 2 + 1)
@@ -64,7 +64,7 @@ def transform_sizes(problem: Problem) -> list[int]:
 
 
 def _transform_operations(sizes: list[int]) -> int:
-    """The least for real numbers: split radix, 2 n log n - 4 n per axis."""
+    """Operations of a real transform by the split-radix algorithm: 2 n log2 n - 4 n per axis."""
     return int(2 * prod(sizes) * sum(max(0.0, log2(size) - 2) for size in sizes))
 
 
@@ -78,7 +78,7 @@ def _summands(problem: Problem) -> int:
 
 
 def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: list[int]) -> int:
-    """The peak over the later transform of an operand, the product and the inverse transform."""
+    """Peak of the temporary memory of the second transform, the product and the inverse."""
     first, second, product = spectra
     second_canvas = padded[1]
     if problem.op != "dgrad":  # the second operand, which is conjugated, is transformed first

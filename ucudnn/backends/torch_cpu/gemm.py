@@ -23,13 +23,13 @@ class Gemm(AbstractAlgorithm):
     name = "gemm"
 
     def refusal(self, problem: Problem) -> str | None:
-        """1x1 filters without padding; channels-last without groups."""
+        """Refuse filters larger than 1x1, padding, and groups in channels-last."""
         if prod(problem.kernel_size) > 1 or any(map(sum, problem.padding)):
             return "it computes filters of size 1 without padding only"
         return places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
-        """The products; their operands of one sample are copied where they are strided or half."""
+        """Cost of the products; strided or half operands are copied, one sample at a time."""
         if problem.layout == "nhwc":
             return places_cost(problem)
         x_sample, y_sample = (
@@ -60,13 +60,13 @@ class Im2colGemm(AbstractAlgorithm):
     name = "im2col_gemm"
 
     def refusal(self, problem: Problem) -> str | None:
-        """1x1 filters that need no columns belong to gemm; channels-last without groups."""
+        """Refuse 1x1 filters without padding, which gemm computes, and groups in channels-last."""
         if prod(problem.kernel_size) == 1 and not any(map(sum, problem.padding)):
             return "a filter of size 1 needs no columns; gemm computes it"
         return places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
-        """Products of columns, padding included; columns are written once and read once."""
+        """Cost of the product, padding included; columns are written once and read once."""
         if problem.layout == "nhwc":
             return places_cost(problem)
         direct, columns = direct_cost(problem), columns_bytes(problem)
@@ -86,7 +86,7 @@ class Im2colGemm(AbstractAlgorithm):
 
 
 def _sampled_shape(problem: Problem) -> tuple[int, ...]:
-    """Shape of the elements of x that filters of size 1 meet."""
+    """Shape of the part of x that a 1x1 filter reads: every stride-th place."""
     return (problem.batch, problem.in_channels, *problem.output_size)
 
 
@@ -202,7 +202,7 @@ class _Im2colGemm(OpsExecutable):
             self._write_dx(a, b, out)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        # baddbmm takes a single dtype: the base class adds half-precision products to a float32 sum.
+        # baddbmm takes a single dtype: the base class adds half-precision products to a float sum.
         if out.dtype != self._dtype:
             super().add(a, b, out)
             return

@@ -11,11 +11,11 @@ import torch
 
 from ucudnn.system.forking import ForkSafeLock
 
-# Counters of the kernel advance in steps of 10 ms: a shorter time says nothing.
+# The kernel's counters advance in steps of 10 ms, too coarse for a shorter interval.
 _LEAST_S = 0.2
-# What was long ago says nothing of now; then a moment is waited for.
+# An average over more than this says nothing of the present; a short one is taken instead.
 _MOST_S = 10.0
-# Processors that others may use beyond those that this process leaves to them.
+# Processors that others may use, beyond those that this process leaves idle, without a note.
 _TOLERATED = 0.25
 
 

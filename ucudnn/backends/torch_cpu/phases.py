@@ -35,7 +35,7 @@ class Phases(AbstractAlgorithm):
     name = "phases"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Data gradients with a stride, where another algorithm computes each phase."""
+        """Refuse other ops, stride 1, and phases that no inner algorithm computes."""
         # At stride 1 there is a single phase, the whole problem.
         if problem.op != "dgrad" or set(problem.stride) == {1}:
             return "it computes data gradients of strided convolutions only"
@@ -45,7 +45,7 @@ class Phases(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Costs of the phases, each of which is copied into dx."""
+        """Sum of the costs of the phases and of copying each into dx."""
         operations = traffic = workspace = 0
         element = problem.bytes_per_element
         covered = 0
@@ -68,7 +68,7 @@ class Phases(AbstractAlgorithm):
         return _PhasesExecutable(problem)
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
-        """Kernels of the phases."""
+        """The problem and the inner algorithm of each phase."""
         for phase in _phases(problem):
             inner = _inner(phase.problem)
             assert inner is not None
@@ -76,7 +76,7 @@ class Phases(AbstractAlgorithm):
 
 
 def _inner(problem: Problem) -> AbstractAlgorithm | None:
-    """The algorithm that computes a phase; None where there is none."""
+    """The inner algorithm that computes a phase; None if there is none."""
     # Phases are small, so that filters may hang over them, see `cramped_refusal`.
     if cramped_refusal(problem) is None and _INNER[0].refusal(problem) is None:
         return _INNER[0]
@@ -85,14 +85,14 @@ def _inner(problem: Problem) -> AbstractAlgorithm | None:
 
 
 class _AxisPhase(NamedTuple):
-    """One phase along one axis, where any output reads it.
+    """One phase along one axis; phases that no output reads are left out.
 
     Args:
-        taps: positions of the filter that it meets.
+        taps: positions of the filter that read it.
         taps_count: number of them.
-        inputs: its places in dx, those left out that no output reads.
+        inputs: its places in dx that some output reads.
         places: number of them.
-        outputs: places of dy that it meets.
+        outputs: places of dy that read it.
         outputs_count: number of them.
         begin: zeros before the outputs, in units of the phase.
         end: zeros after them.
@@ -157,11 +157,12 @@ class _Phase(NamedTuple):
     """One phase along all axes.
 
     Args:
-        problem: that computes it from dy and reversed filters, with as many zeros at both ends.
+        problem: forward convolution of dy with reversed filters that computes it; both ends of an
+            axis are padded alike.
         taps: positions of the filter.
         inputs: places in dx.
         outputs: places of dy.
-        kept: places of the result that are no excess of the zeros.
+        kept: places of the result that belong to dx; the others come from the excess padding.
         places: number of them.
     """
 

@@ -40,7 +40,7 @@ def places_refusal(problem: Problem) -> str | None:
 
 
 def places_cost(problem: Problem) -> Cost:
-    """The products, padding included; columns, if any, are written once and read once."""
+    """Cost of the product, padding included; columns, if any, are written and read once."""
     direct = direct_cost(problem)
     if not needs_columns(problem):
         return direct
@@ -49,7 +49,7 @@ def places_cost(problem: Problem) -> Cost:
 
 
 class PlacesGemm(OpsExecutable):
-    """Columns have the shape (N, *output_size, *kernel_size, C)."""
+    """One matrix product over columns of the shape (N, *output_size, *kernel_size, C)."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -104,8 +104,8 @@ class PlacesGemm(OpsExecutable):
             dx.copy_(total)
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """Multiply into a tensor, directly where it lies as the product does."""
-        # With its channels moved last, a channels-last tensor is contiguous: a matrix without a copy.
+        """Multiply into a tensor, without a temporary if it is laid out like the product."""
+        # With channels moved last, a channels-last tensor is contiguous: a matrix without a copy.
         target = out.movedim(1, -1)
         if out.dtype == self._dtype and target.is_contiguous():
             torch.mm(left, right, out=target.view(left.shape[0], right.shape[1]))

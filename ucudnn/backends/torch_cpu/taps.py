@@ -1,4 +1,4 @@
-"""Filter positions: which outputs and inputs meet at each, and what a convolution costs by that."""
+"""Filter positions (taps): the outputs and inputs that meet at each, and costs from these."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Axis(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """Numbers of pairs of an output and a filter position that meet the input, and of each."""
+    """Counts along one axis: pairs of an output and a tap that read an input, and each alone."""
 
     pairs: int
     inputs: int
