@@ -48,13 +48,13 @@ class Executable(ABC):
         add_bias(out, bias)
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a new result for others to be added to; of half precision in float32 (wgrad)."""
+        """Compute a new result to which chunks are added; half precision as float32 (wgrad)."""
         result = self.alone(a, b)
         # Rounded to half precision after every chunk, the sum would get worse with each.
         return result.float() if result.dtype.itemsize < 4 else result
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Add the result to an existing one, in the precision of that (wgrad)."""
+        """Add the result to an existing one, in the existing one's precision (wgrad)."""
         out.add_(self.alone(a, b))
 
 
@@ -114,7 +114,7 @@ class Roofline(NamedTuple):
     cached_bytes: int = 0
 
     def time_ns(self, cost: Cost) -> int:
-        """The shortest time in which this machine can do the work of a cost.
+        """Lower bound of the time of a candidate with this cost on this machine.
 
         The ratio of two such times may exceed that of the batches, because caches absorb more of
         the smaller batch: a caller that extrapolates must limit it to the ratio of the batches.
@@ -154,7 +154,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def algorithms(self) -> tuple[str, ...]:
-        """Names of all algorithms, torch's own first."""
+        """Names of all algorithms that are known without a problem, torch's own first."""
 
     @abstractmethod
     def refusal(self, problem: Problem, algorithm: str) -> str | None:

@@ -91,7 +91,7 @@ class RecordedBackend(AbstractBackend):
             sizes.sort()
 
     def _find_twin(self) -> AbstractBackend | None:
-        """The CPU backend if this machine is as recorded: it also knows candidates not measured."""
+        """The CPU backend if this machine was recorded; it also knows unmeasured candidates."""
         # Opening the cuDNN backend needs a GPU, and replaying must work without one.
         if self.name != "torch_cpu":
             return None
@@ -116,7 +116,7 @@ class RecordedBackend(AbstractBackend):
         return _default_first({name for by_name in self._entries.values() for name in by_name})
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why there is no candidate; None if one of this batch or a larger one is there."""
+        """Reason why there is no candidate; None if one has this batch or a larger one."""
         if self._twin is not None:
             return self._twin.refusal(problem, algorithm)
         if self._computes(problem, algorithm):

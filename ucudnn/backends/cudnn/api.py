@@ -37,7 +37,7 @@ class CudnnError(UcudnnError):
 
     @property
     def is_refusal(self) -> bool:
-        """True if cuDNN understood and declined: BAD_PARAM (2xxx) or NOT_SUPPORTED (3xxx)."""
+        """True if cuDNN declined the request: BAD_PARAM (2xxx) or NOT_SUPPORTED (3xxx)."""
         # The first digit is the category of a status in cuDNN 9; 4xxx and 5xxx are failures.
         return 2000 <= self.status < 4000
 
@@ -59,7 +59,8 @@ class Cudnn:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         try:
-            # Global: cuDNN's parts find each other, and whoever loads the name next finds this one.
+            # RTLD_GLOBAL lets cuDNN's sub-libraries find each other's symbols, and whoever loads the
+            # same name later gets this copy.
             library = ctypes.CDLL(self.path, mode=ctypes.RTLD_GLOBAL)
             self._declare(library)
         except (OSError, AttributeError) as error:
@@ -191,7 +192,7 @@ class Descriptor(AbstractClosable):
             cudnn.check(status, f"create {kind.name}")
 
     def close(self) -> None:
-        """Destroy it; again does nothing."""
+        """Destroy the object; a second call does nothing."""
         if self.pointer:
             self._cudnn.functions.cudnnBackendDestroyDescriptor(self.pointer)
             # Cleared, so that `__del__` does not destroy it again.
@@ -199,7 +200,7 @@ class Descriptor(AbstractClosable):
             self._parts = ()
 
     def __del__(self) -> None:
-        # the driver may have gone before: PyTorch, too, leaves its plans to the end of the process
+        # At exit the driver may already be unloaded; PyTorch, too, leaves its plans to the system.
         if not sys.is_finalizing():
             self.close()
 
@@ -303,7 +304,8 @@ class Descriptor(AbstractClosable):
     def read_into(self, parts: list[Descriptor], attribute: Attribute) -> list[Descriptor]:
         """Read a list of descriptors into some that exist; returns those that were filled.
 
-        cuDNN counts knob choices only as it reads them, so there must be enough for any.
+        cuDNN tells the number of knob choices only when it reads them, so there must be parts
+        enough for any engine.
         """
         array = (c_void_p * len(parts))(*(part.pointer for part in parts))
         return parts[: self._get(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)]
@@ -339,7 +341,7 @@ class Handle(AbstractClosable):
         )
 
     def close(self) -> None:
-        """Destroy it; again does nothing."""
+        """Destroy the handle; a second call does nothing."""
         if self.pointer:
             self._cudnn.functions.cudnnDestroy(self.pointer)
             self.pointer = c_void_p()

@@ -117,7 +117,7 @@ class CudnnBackend(AbstractBackend):
         return identity.cuda_software(self.runtime.cudnn.version_text)
 
     def conditions(self, role: str = "alone") -> Conditions:
-        """Whose memory it is, and the share of the GPU that MPS grants."""
+        """The allocator of torch, and the percentage of the GPU that MPS grants this process."""
         return Conditions(
             role=role,
             allocator=f"torch-{torch.cuda.get_allocator_backend()}",
@@ -137,7 +137,7 @@ class CudnnBackend(AbstractBackend):
         return identity.gpu_state(self._index).notes
 
     def algorithms(self) -> tuple[str, ...]:
-        """Only torch's own is known without a problem: engines are found for each."""
+        """torch's own alone: engines are enumerated for each problem."""
         return (DEFAULT_ALGORITHM,)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
@@ -191,7 +191,7 @@ class CudnnBackend(AbstractBackend):
         )
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """The algorithm: an engine is one kernel, and torch's choice is not to be seen."""
+        """The algorithm: an engine is one implementation, and torch's choice is not visible."""
         del problem
         return algorithm
 
@@ -239,7 +239,7 @@ class CudnnBackend(AbstractBackend):
     ) -> int:
         """Run once and return the peak of temporary memory in torch's allocator."""
         if _torch.benchmark and DEFAULT_ALGORITHM in {name for _, name in parts}:
-            run()  # torch tries out what there is, at any price in memory, once per shape
+            run()  # cudnn.benchmark first tries all engines of a shape, however much memory they take
         native = torch.cuda.get_allocator_backend() == "native"
         # what was asked for, where it is known: what is handed out is rounded up to 512 bytes
         count = "requested_bytes" if native else "allocated_bytes"

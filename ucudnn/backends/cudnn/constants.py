@@ -1,4 +1,4 @@
-"""The numbers of cudnn_graph.h that are used here, under the names they have there.
+"""Numbers of the header cudnn_graph.h that are used here, under their names in the header.
 
 cuDNN 9 keeps them fixed (its C interface is versioned by libcudnn.so.9), and tests hold each
 against the headers of two releases.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-# Every engine can be asked for, and planned for, without its device since this release.
+# cuDNN 9.8.0, the first release that plans for a device which is not present.
 DEVICELESS_SINCE = 90800
-# No engine has more knobs than there are types of them.
+# An engine has at most one knob of each type, and the header has no more types than this.
 KNOB_TYPES = 64
 
 

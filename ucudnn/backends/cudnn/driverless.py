@@ -2,8 +2,8 @@
 
 cuDNN loads libcuda and libcublasLt even where it runs nothing. Where there is no driver, both are
 built once with the system's C compiler into the user's cache folder (as Triton builds its launcher)
-and loaded before cuDNN. A process that has them cannot use a GPU any more, and libraries that use
-one would fail in strange ways: they are kept out.
+and loaded before cuDNN. A process with the stubs cannot use a GPU, and frameworks that try would
+fail with misleading errors: importing them is blocked.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _proposals(target: Target, graph: Descriptor, mode: HeuristicMode) -> list[D
 
 
 class _Reader:
-    """Reads engine and knobs of configurations, into descriptors that are made once."""
+    """Reader of the engine and knobs of configurations, with descriptors that are made once."""
 
     def __init__(self, cudnn: Cudnn) -> None:
         self._engine = [Descriptor(cudnn, Kind.ENGINE)]
@@ -188,7 +188,7 @@ def _notes(engine: Descriptor) -> tuple[str, ...]:
 
 
 def _name(notes: type[NumericalNote | BehaviorNote], kind: str, value: int) -> str:
-    """A note's name; a newer cuDNN may have notes that have none here."""
+    """Name of a note; one that only a newer cuDNN has is named by its number."""
     return notes(value).name if value in list(notes) else f"{kind}_{value}"
 
 
@@ -235,7 +235,7 @@ def build(
 
 @contextmanager
 def _refusals(said: str) -> Iterator[None]:
-    """Turn refusals of cuDNN into UnsupportedErrors that begin with a clause."""
+    """Raise cuDNN's refusals as UnsupportedErrors whose message begins with `said`."""
     try:
         yield
     except CudnnError as error:

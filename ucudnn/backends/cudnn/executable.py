@@ -22,8 +22,8 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
 
-# Addresses for which a pack is kept. A training step meets the same ones again and again; a program
-# that never does would otherwise keep one pack per call.
+# Sets of addresses for which a variant pack is kept. Training steps repeat the same addresses; a
+# program that never does would otherwise keep one pack per call.
 _MOST_PACKS = 256
 # The gradient of a chunk may be larger than that of all: a sum that float16 holds, up to 65504, can
 # be more in between. Chunks are written as a sixteenth, so that only a million and more becomes an
@@ -36,7 +36,7 @@ _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 # Both bases: tuning treats an UnsupportedError as a miss, and a training step expects of an
 # operator the RuntimeError that torch raises.
 class RefusedError(UnsupportedError, RuntimeError):
-    """An engine that does not compute what it is asked for, found when it is first run."""
+    """An engine does not compute these operands, which its first run has shown."""
 
 
 class AnyPlan(Protocol):
@@ -168,7 +168,7 @@ class EngineExecutable(Executable):
             built.launch(a, pointers)
 
     def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
-        """A bias where and as cuDNN takes it; zeros for none."""
+        """A contiguous, aligned bias on the operands' device; zeros if there is none."""
         if bias is None:
             assert self._zeros is not None
             return self._zeros
@@ -181,7 +181,7 @@ class EngineExecutable(Executable):
         return bias if is_usable else bias.clone(memory_format=torch.contiguous_format)
 
     def _build(self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float) -> _Built | None:
-        """A plan for tensors that lie as these; None where it takes copies of them."""
+        """A plan for tensors of these strides and alignments; None if cuDNN needs copies."""
         problem = self._problem.with_batch(a.shape[0])
         _require_one_kind(problem, (a, b, out))
         if self._adds_bias and (self._zeros is None or self._zeros.device != a.device):

@@ -1,4 +1,4 @@
-"""A problem as cuDNN's operation graph: how its tensors lie in memory, and what is computed."""
+"""A problem as cuDNN's operation graph: layouts of its tensors, and the operations on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 
 ALIGNMENT_BYTES = 16  # the most that any engine asks for
-# cuDNN lists engines for larger tensors too; what they do there, nobody here has seen.
+# 32-bit indices. cuDNN lists engines for larger tensors, too, but none was tested on a device.
 _MOST_ELEMENTS = 2**31 - 1
 # Any distinct numbers: a variant pack names the tensors by them.
 X_UID, W_UID, Y_UID, BIAS_UID, _SUM_UID = 1, 2, 3, 4, 5
@@ -113,7 +113,8 @@ class Views(NamedTuple):
 def views_of(problem: Problem, whole: Problem | None = None) -> Views:
     """Layouts of a problem's tensors, as a chunk of a batch or a slab of a larger problem.
 
-    A chunk begins a multiple of its own size after its tensor's begin, a slab at any row.
+    A chunk begins a multiple of its own size after the start of its tensor, a slab at any row;
+    that decides the alignment which the view can claim.
 
     >>> views_of(Problem("fprop", 2, 3, 8, (5, 5), (3, 3))).x
     View(strides=(75, 25, 5, 1), alignment_bytes=8)

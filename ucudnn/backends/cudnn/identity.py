@@ -115,7 +115,7 @@ def cuda_software(cudnn: str) -> Software:
 
 
 def gpu_state(index: int) -> GpuState:
-    """Clock, heat, power and company of a GPU now; it waits for no kernel."""
+    """Clock, temperature, power and processes of a GPU now; waits for no kernel."""
     gpu = _gpu(index)
     if gpu is None:
         return GpuState()
@@ -133,7 +133,7 @@ def gpu_state(index: int) -> GpuState:
 
 
 def _ask(question: Callable[[], T], unknown: T) -> T:
-    """The answer of NVML, or what stands for none: a MIG slice or a container may have none."""
+    """The answer of NVML, or `unknown`: on a MIG slice or in a container some queries fail."""
     try:
         return question()
     except pynvml.NVMLError:

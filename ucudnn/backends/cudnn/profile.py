@@ -1,4 +1,4 @@
-"""A device as a JSON file: what cuDNN needs to know of a GPU to plan for it where it is not."""
+"""Device profile: a JSON file with all that cuDNN must know of a GPU to plan without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ucudnn.backends.cudnn.constants import DEVICELESS_SINCE, Attribute, Kind
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.system.files import parse_json
 
-# As cuDNN writes them; it may write others too.
+# Fields that cuDNN requires; it may write further ones.
 _COUNTS = (
     *("cudaDeviceId", "deviceVer", "driverVer", "isTccDriver", "l2CacheSize", "maxCtasPerSM"),
     *("maxRegistersPerSM", "maxSharedMemoryPerBlock", "maxSharedMemoryPerBlockOptin"),
@@ -127,7 +127,7 @@ class DeviceProfile:
             ) from error
 
     def descriptor(self, cudnn: Cudnn) -> Descriptor:
-        """The device as cuDNN takes it.
+        """Make the descriptor by which cuDNN plans for the device.
 
         Args:
             cudnn: the library.

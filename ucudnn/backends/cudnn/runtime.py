@@ -150,7 +150,7 @@ class Runtime:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise what cuDNN did not refuse, but failed to do, as the RuntimeError that torch raises.
+    """Raise failures of cuDNN as RuntimeErrors, as torch does for its own operators.
 
     Tuning then counts it against the candidate, and asks whether the device still works.
     """
