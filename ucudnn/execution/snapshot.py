@@ -282,7 +282,6 @@ class _Snapshot:
         named: dict[int, object] = {}
         for function in self._functions:
             namespace = namespaces.setdefault(id(function.__globals__), function.__globals__)
-            # `co_names` also lists attributes and builtins; those that are no globals give None.
             values = [namespace.get(name) for name in _names_in(function.__code__)]
             # Functions are left out: following their globals would lead through whole libraries.
             named |= {id(value): value for value in values if type(value) is not FunctionType}
@@ -346,7 +345,6 @@ def _others_in(one: object) -> list[Any]:
         found += [one.__self__, one.__func__]
     elif isinstance(one, partial):
         found += [one.func, one.args, one.keywords]
-    # Objects of classes with slots alone have no `__dict__`.
     with suppress(AttributeError):
         found.append(object.__getattribute__(one, "__dict__"))
     return found
@@ -362,7 +360,6 @@ def _is_opaque(kind: type) -> bool:
         return True
     if issubclass(kind, _TRANSPARENT):
         return False
-    # Ordinary Python classes inherit both methods from object.
     reduce = (kind.__reduce__, kind.__reduce_ex__)
     return reduce != (object.__reduce__, object.__reduce_ex__)
 

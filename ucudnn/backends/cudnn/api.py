@@ -59,8 +59,8 @@ class Cudnn:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         try:
-            # RTLD_GLOBAL lets cuDNN's sub-libraries find each other's symbols, and whoever loads the
-            # same name later gets this copy.
+            # RTLD_GLOBAL lets cuDNN's sub-libraries find each other's symbols, and a later load of
+            # the same name find this copy.
             library = ctypes.CDLL(self.path, mode=ctypes.RTLD_GLOBAL)
             self._declare(library)
         except (OSError, AttributeError) as error:

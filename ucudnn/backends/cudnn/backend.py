@@ -239,7 +239,8 @@ class CudnnBackend(AbstractBackend):
     ) -> int:
         """Run once and return the peak of temporary memory in torch's allocator."""
         if _torch.benchmark and DEFAULT_ALGORITHM in {name for _, name in parts}:
-            run()  # cudnn.benchmark first tries all engines of a shape, however much memory they take
+            # cudnn.benchmark first tries all engines of a shape, however much memory they take.
+            run()
         native = torch.cuda.get_allocator_backend() == "native"
         # what was asked for, where it is known: what is handed out is rounded up to 512 bytes
         count = "requested_bytes" if native else "allocated_bytes"

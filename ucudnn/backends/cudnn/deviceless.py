@@ -142,7 +142,6 @@ def _serve(request: dict[str, Any], answers: IO[str]) -> None:
         target = Target(cudnn, device=device)
         for entry in request["problems"]:
             problem = Problem.from_dict(entry["problem"])
-            # JSON turned the named tuples into lists.
             views = entry["views"] and Views(
                 *(View(tuple(strides), alignment) for strides, alignment in entry["views"])
             )

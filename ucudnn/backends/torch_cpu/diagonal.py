@@ -48,7 +48,6 @@ class DiagonalGemm(AbstractAlgorithm):
     def cost(self, problem: Problem) -> Cost:
         """Cost of the products of blocks; blocks are copies of x and dy, written and read once."""
         flat = problem.as_2d()
-        # Copies and products are float32 at least, see `_DiagonalGemm`.
         blocks, element = _blocks(flat), max(problem.bytes_per_element, 4)
         places = problem.groups * problem.batch * blocks.number
         copied = flat.output_size[0] * blocks.block

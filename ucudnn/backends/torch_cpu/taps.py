@@ -25,7 +25,6 @@ def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
     axes = [_Axis.of(problem, axis) for axis in range(problem.rank)]
     for index in product(*map(range, problem.kernel_size)):
         found = [axis.tap(position) for axis, position in zip(axes, index, strict=True)]
-        # A position that only meets padding along one axis meets no input at all.
         met = [pair for pair in found if pair is not None]
         if len(met) == len(found):
             yield index, tuple(pair[0] for pair in met), tuple(pair[1] for pair in met)
@@ -52,7 +51,7 @@ def direct_cost(problem: Problem) -> Cost:
     first, second = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}[problem.op]
     operands = (read[first] + read[second]) * problem.bytes_per_element
     products = problem.batch * problem.out_channels * channels * pairs
-    # A multiply-add counts as two operations. The result is written whole, zeros included.
+    # The result is written whole, zeros included.
     return Cost(2 * products, operands + problem.result_bytes, 0)
 
 
