@@ -10,6 +10,7 @@ tensors.py    problems of tensors, and dtypes, layouts and strides as torch has 
 
 from __future__ import annotations
 
+# `import X as X` marks a name as exported, for type checkers in strict mode.
 from ucudnn.backends._base import AbstractBackend as AbstractBackend
 from ucudnn.backends._base import Activity as Activity
 from ucudnn.backends._base import Cost as Cost

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Built once per (problem, algorithm) and called in every training step, so that what is costly to
+# prepare is prepared in the constructor.
 class Executable(ABC):
     """A built candidate: the one object that both the benchmark and training run.
 
@@ -30,6 +32,8 @@ class Executable(ABC):
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute the result of these operands into a new tensor."""
 
+    # The defaults below are right for any algorithm, at the price of a temporary result and a copy.
+    # An algorithm that can compute in place overrides them.
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Compute into a slice of an existing result (fprop, dgrad)."""
         out.copy_(self.alone(a, b))
@@ -44,18 +48,19 @@ class Executable(ABC):
         add_bias(out, bias)
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a new result for others to be added to; of half precision in float32 (wgrad)."""
+        """Compute a new result to which chunks are added; half precision as float32 (wgrad)."""
         result = self.alone(a, b)
         # Rounded to half precision after every chunk, the sum would get worse with each.
         return result.float() if result.dtype.itemsize < 4 else result
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Add the result to an existing one, in the precision of that (wgrad)."""
+        """Add the result to an existing one, in the existing one's precision (wgrad)."""
         out.add_(self.alone(a, b))
 
 
 def add_bias(result: Tensor, bias: Tensor) -> Tensor:
     """Add one element of the bias to each channel of a result, in place."""
+    # Channels are the second axis in either layout: nhwc is the same shape with other strides.
     return result.add_(bias.view(-1, *[1] * (result.dim() - 2)))
 
 
@@ -109,12 +114,14 @@ class Roofline(NamedTuple):
     cached_bytes: int = 0
 
     def time_ns(self, cost: Cost) -> int:
-        """The shortest time in which this machine can do the work of a cost.
+        """Lower bound of the time of a candidate with this cost on this machine.
 
         The ratio of two such times may exceed that of the batches, because caches absorb more of
         the smaller batch: a caller that extrapolates must limit it to the ratio of the batches.
         """
+        # At best arithmetic and memory traffic overlap completely; then the longer one is the time.
         computing = cost.operations / self.operations_per_s
+        # Traffic that a cache absorbs may take no time at all; a lower bound has to leave it out.
         moving = max(0, cost.traffic_bytes - self.cached_bytes) / self.bytes_per_s
         return int(1e9 * max(computing, moving))
 
@@ -147,7 +154,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def algorithms(self) -> tuple[str, ...]:
-        """Names of all algorithms, torch's own first."""
+        """Names of all algorithms that are known without a problem, torch's own first."""
 
     @abstractmethod
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
@@ -169,6 +176,7 @@ class AbstractBackend(ABC):
             UnsupportedError: no algorithm computes the problem.
         """
 
+    # Listed apart, because cuDNN's fused pattern has engines that the plain convolution has not.
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """Candidates that compute a convolution and add a bias in one kernel.
 
@@ -181,11 +189,13 @@ class AbstractBackend(ABC):
     def kernel(self, problem: Problem, algorithm: str) -> str:
         """Name of the implementation that an algorithm runs; it may depend on the batch."""
 
+    # A bound rules candidates out without running them. Without one they are all timed.
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
         """Lower bounds of what a candidate needs; None if none are known."""
         del problem, algorithm
         return None
 
+    # False on GPUs, where launches are asynchronous and host code overlaps with kernels.
     blocks_host: bool = False
     """True if a call returns only when its result is computed: host code around it adds up."""
 
@@ -202,6 +212,7 @@ class AbstractBackend(ABC):
             UnsupportedError: the algorithm does not compute the problem.
         """
 
+    # Apart from `refusal`, which is asked for every batch size and must not build anything.
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason, found only by building it, why a candidate cannot run; None if it can."""
         del problem, algorithm
@@ -212,6 +223,7 @@ class AbstractBackend(ABC):
         """Random operands in the problem's dtype and layout, with this many samples."""
 
     @abstractmethod
+    # Measured, because torch's own convolution does not say what it allocates.
     def workspace_bytes(
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
@@ -226,6 +238,7 @@ class AbstractBackend(ABC):
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time that it took on the device, in nanoseconds."""
 
+    # A CUDA error such as an illegal address makes every later call of the process fail.
     def is_broken(self) -> bool:
         """True if after a failure this process, and no other, can no longer use the device."""
         return False
@@ -241,6 +254,7 @@ class AbstractBackend(ABC):
         """CPU time of this process so far; None if times on the device do not depend on it."""
         return None
 
+    # Tuning times these batches first where it divides a gap between two timed batches.
     def wave_sizes(self, problem: Problem) -> tuple[int, ...]:
         """Batches up to the problem's that load all processors equally; () if not known."""
         del problem

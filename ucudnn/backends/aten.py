@@ -23,6 +23,7 @@ class Kernels(NamedTuple):
     convolution_backward: Callable[..., Any]
 
 
+# Filled once something stands in for torch's operators; until then they can be called directly.
 _kept: dict[str, Kernels] = {}
 
 

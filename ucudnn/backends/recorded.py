@@ -70,16 +70,20 @@ class RecordedBackend(AbstractBackend):
         # A plan names the backend that runs it, which is not this one.
         self.name = entry_for_device(self._group.device.type).name
         self._twin = self._find_twin()
+        # A chunk that writes into a slice may take another time than one that allocates its result,
+        # so a chunk has a measurement per role. Some recordings have role "alone" only.
         self._has_roles = any(entry.key.conditions.role != "alone" for entry in listed)
         # Measurements by problem, algorithm and role; and the batches that there are, in order.
         self._entries: dict[Problem, dict[str, dict[str, Measurement]]] = {}
         self._sizes: dict[tuple[Problem, str], list[int]] = {}
         for entry in listed:
             problem, algorithm = entry.key.problem, entry.key.algorithm
+            # Such a row is the time of a whole call, which is no candidate for a chunk.
             if algorithm.startswith(_RACE):
                 continue
             by_role = self._entries.setdefault(problem, {}).setdefault(algorithm, {})
             if not by_role:
+                # Batch 1 stands for the problem at any batch.
                 geometry = problem.with_batch(1)
                 self._sizes.setdefault((geometry, algorithm), []).append(problem.batch)
             by_role[entry.key.conditions.role] = entry
@@ -87,7 +91,8 @@ class RecordedBackend(AbstractBackend):
             sizes.sort()
 
     def _find_twin(self) -> AbstractBackend | None:
-        """The CPU backend if this machine is as recorded: it also knows candidates not measured."""
+        """The CPU backend if this machine was recorded; it also knows unmeasured candidates."""
+        # Opening the cuDNN backend needs a GPU, and replaying must work without one.
         if self.name != "torch_cpu":
             return None
         here = open_backend(self.name)
@@ -111,7 +116,7 @@ class RecordedBackend(AbstractBackend):
         return _default_first({name for by_name in self._entries.values() for name in by_name})
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why there is no candidate; None if one of this batch or a larger one is there."""
+        """Reason why there is no candidate; None if one has this batch or a larger one."""
         if self._twin is not None:
             return self._twin.refusal(problem, algorithm)
         if self._computes(problem, algorithm):
@@ -179,6 +184,7 @@ class RecordedBackend(AbstractBackend):
 
     def _computes(self, problem: Problem, algorithm: str) -> bool:
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
+        # An algorithm that computed a larger batch also computes a smaller one.
         return any(
             entry.status != "failed"
             for size in sizes[bisect_left(sizes, problem.batch) :]
@@ -220,6 +226,7 @@ class RecordedBackend(AbstractBackend):
 
 def _group(entry: Measurement) -> _Group:
     key = entry.key
+    # The role belongs to the chunk, not to the machine, so it must not tell recordings apart.
     return _Group(key.device, key.software, replace(key.conditions, role="alone"), key.protocol)
 
 
@@ -246,6 +253,7 @@ def _not_one(groups: Sequence[_Group], device: str | None) -> str:
 
 
 def _default_first(names: Iterable[str]) -> tuple[str, ...]:
+    # By name after torch's own, so that a replayed plan does not depend on the order of the rows.
     return tuple(sorted(names, key=lambda name: (name != DEFAULT_ALGORITHM, name)))
 
 
@@ -253,7 +261,11 @@ def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[str, ...]:
     if part == problem:
         return ("alone",)
     if problem.op != "wgrad":
+        # No split of fprop or dgrad holds a smaller batch in role "alone". Only torch's own has it,
+        # where two batches extrapolate the workspace of the undivided call.
         return ("alone", "later") if algorithm == DEFAULT_ALGORITHM else ("later",)
+    # The first chunk of a wgrad in full precision is an ordinary call. In half precision it is also
+    # converted to float32, which takes time and memory of its own.
     return ("alone", "later") if problem.bytes_per_element >= 4 else ("alone", "first", "later")
 
 

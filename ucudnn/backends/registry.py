@@ -30,6 +30,7 @@ class Entry:
     open: Callable[[], AbstractBackend]
 
 
+# Imported inside: importing this module must load neither torch nor cuDNN.
 def _open_torch_cpu() -> AbstractBackend:
     from ucudnn.backends.torch_cpu import TorchCpuBackend
 
@@ -42,6 +43,7 @@ def _open_cudnn() -> AbstractBackend:
     return CudnnBackend()
 
 
+# Plan files hold these names, so they must not change.
 _ENTRIES = (
     Entry("torch_cpu", "cpu", "CPU", _open_torch_cpu),
     Entry("cudnn", "cuda", "CUDA", _open_cudnn),
@@ -71,6 +73,7 @@ def entry_for_device(device_type: str) -> Entry:
     >>> entry_for_device("cpu").name
     'torch_cpu'
     """
+    # Each kind of device has exactly one backend.
     (found,) = [entry for entry in BACKENDS.values() if entry.device_type == device_type]
     return found
 

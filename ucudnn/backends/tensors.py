@@ -17,6 +17,7 @@ from ucudnn.backends.aten import tf32_allowed
 from ucudnn.errors import ProblemError
 from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
+# By number of spatial axes; torch has no such layout in 1-D.
 CHANNELS_LAST_BY_RANK = {2: torch.channels_last, 3: torch.channels_last_3d}
 # A transposed convolution is the gradient of one: its forward pass computes dgrad, and so on.
 _TRANSPOSED = {"fprop": "dgrad", "dgrad": "fprop", "wgrad": "wgrad"}
@@ -110,12 +111,14 @@ def problem_of(
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in BYTES_BY_DTYPE or x.dtype != w.dtype or x.dim() not in (3, 4, 5):
         return None
+    # Filters are (K, C / groups, ...), and those of a transposed convolution (C, K / groups, ...).
     channels = w.shape[0] if transposed else w.shape[1] * groups
     if x.dim() != w.dim() or x.shape[1] != channels or x.device != w.device:
         return None
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
     try:
         return _problem(which, x, w, geometry, device_type or x.device.type)
+    # A geometry that no convolution has: torch raises its own error when the call is made.
     except ProblemError:
         return None
 
@@ -154,6 +157,8 @@ def _transposed_size(
     output_padding: tuple[int, ...],
 ) -> tuple[int, ...]:
     axes = zip(size, kernel, stride, padding, dilation, output_padding, strict=True)
+    # Solves the output size of a convolution, n = (size + 2p - d(k-1) - 1) // s + 1, for its input;
+    # o chooses one of the s sizes that the division maps to the same n.
     return tuple((n - 1) * s - 2 * p + d * (k - 1) + o + 1 for n, k, s, p, d, o in axes)
 
 
@@ -193,9 +198,11 @@ def uses_channels_last(
     ):
         return False
     if device_type == "cuda":
+        # torch's rule for cuDNN: either operand in channels-last suffices, except in float64.
         return x.dtype != torch.float64
     if device_type != "cpu" or x.numel() == 0 or w.numel() == 0:
         return True
+    # On a CPU the layout depends on the kernel: oneDNN keeps channels-last, some others do not.
     backend = torch._C._select_conv_backend(x, w, None, *geometry)
     form = torch._C._conv_determine_backend_memory_format(x, w, backend)
     return bool(form == CHANNELS_LAST_BY_RANK[x.dim() - 2])
@@ -203,4 +210,5 @@ def uses_channels_last(
 
 def _per_axis(values: Sequence[int], rank: int) -> tuple[int, ...]:
     sizes = tuple(map(int, values))
+    # aten accepts a single value for all axes.
     return sizes * rank if len(sizes) == 1 else sizes

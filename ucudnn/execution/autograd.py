@@ -1,7 +1,8 @@
 """The differentiable convolution of planned layers: what computes each pass is looked up.
 
-A pass that a plan computes goes to its call, every other one to torch's own operator. Whoever looks
-on or transforms (modes, subclasses, torch.func, tracers) is shown torch's operator.
+A pass (forward, gradient of x, gradient of w) that has a plan is computed by the plan's call, every
+other one by torch's own operator. Modes, tensor subclasses, torch.func and tracers observe or
+transform operators: these always see torch's operator.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from ucudnn.system.forking import ForkSafeLock
 _aten = torch.ops.aten
 # Shapes that are remembered; a training run has few, a server with free sizes may have many.
 _MOST_SHAPES = 4096
+# Exact types: a subclass may define what a convolution of it means (__torch_function__).
 _PLAIN = (Tensor, torch.nn.Parameter)
 _keys_of: Any = torch._C._dispatch_keys
 
 
 def _odd_keys() -> int:
-    """Bits of all dispatch keys but those of tensors that are simply their memory's elements."""
+    """Bits of all dispatch keys that a plain tensor on a backend's device does not have."""
+    # Autograd and autocast keys are on every ordinary tensor, also where neither is enabled.
     names = ["ADInplaceOrView", "Conjugate"]
     for entry in BACKENDS.values():
         key = entry.dispatch_key
         names += [key, f"Autograd{key}", f"Autocast{key}"]
+    # One integer, so that each call tests the keys of a tensor by a single bitwise operation.
     plain = 0
     for name in names:
         plain |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
@@ -68,15 +72,17 @@ class AbstractRunner(ABC):
         self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
-        """The convolution of these operands, made when such are first met."""
-        # looked up by what torch sees, because building a Problem costs more than a small launch
-        # TF32 is the one thing that a problem depends on beside its tensors
+        """The convolution of operands of these shapes, made at the first call with them."""
+        # The key is what torch knows of the tensors, because building a Problem takes longer than a
+        # small launch. TF32 is the one setting that a problem depends on beside its tensors.
         tf32 = x.is_cuda and aten.tf32_allowed()
         key = (x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype, x.device, geometry, tf32)
         try:
             return self._bounds[key]
         except KeyError:
             bound = Bound(self, geometry, self.problems(x, w, geometry), x, w)
+        # The Bound was made outside the lock. If two threads made one for the same key,
+        # `setdefault` gives both the same, so that what one looks up is also known to the other.
         with self._lock:
             if len(self._bounds) >= _MOST_SHAPES:
                 self._bounds.clear()
@@ -88,7 +94,7 @@ class AbstractRunner(ABC):
 
     @abstractmethod
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Look up what computes a pass, and let it be computed so from now on.
+        """Look up the call that computes a pass and keep it for later; None if torch computes it.
 
         Raises:
             PlanError: it has no plan and must have one.
@@ -119,10 +125,13 @@ class Bound:
         self._runner = runner
         self.geometry = geometry
         self.problems = problems
+        # A key that is present was looked up; the value None means that torch computes the pass.
+        # What cannot be planned is entered as looked up from the start.
         self._passes: dict[str, Pass | None] = {op: None for op in OPS if op not in problems}
         if not problems:
             return
         some = next(iter(problems.values()))
+        # A transposed convolution is planned as the gradient of one whose input is this output.
         output_shape = some.x_shape if geometry.transposed else some.y_shape
         self._bias = (output_shape[1:2], x.dtype, x.device)
         self._dy = (output_shape, x.dtype, x.device)
@@ -152,7 +161,7 @@ class Bound:
             self._passes[which] = Pass(call, memory_format(call.problem), strides)
 
     def takes(self, bias: Tensor | None) -> bool:
-        """False for a bias that torch refuses, and that torch must see to say so."""
+        """False for a bias of wrong shape, dtype or device, which torch's own operator refuses."""
         return bias is None or _signature(bias) == self._bias
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -168,10 +177,11 @@ class Bound:
         """The gradients of x, w and bias that the mask asks for, without a graph."""
         dgrad = self.planned("dgrad") if mask[0] else None
         wgrad = self.planned("wgrad") if mask[1] else None
+        # A caller of aten's operator may pass a gradient of another shape; torch raises its error.
         if (dgrad or wgrad) and _signature(dy) != self._dy:
             dgrad = wgrad = None
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
-        # the bias alone is torch's too where nothing is planned, to the last bit
+        # Where nothing is planned torch computes the bias gradient, too: it is the same to the bit.
         if rest[0] or rest[1] or not (dgrad or wgrad):
             dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
         else:
@@ -185,6 +195,7 @@ class Bound:
         self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         dx = dgrad(dy, w) if dgrad else None
+        # A transposed convolution is planned as the gradient of one whose input is this dy.
         a, b = (dy, x) if self.geometry.transposed else (x, dy)
         return dx, wgrad(a, b) if wgrad else None
 
@@ -195,7 +206,7 @@ def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass that a plan computes: takes operands of any strides, returns what torch's has.
+    """A pass that a plan computes: operands may have any strides, the result has those of torch's.
 
     Args:
         call: the split, bound.
@@ -238,9 +249,11 @@ def convolution(
     """
     if not _only_plain_tensors(*((x, w) if bias is None else (x, w, bias))):
         return _torchs(x, w, bias, geometry)
+    # torch accepts an unbatched input (C, *spatial); it is planned as a batch of one.
     if x.dim() == len(geometry.stride) + 1 and x.numel() > 0:
         return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
     device_type = x.device.type
+    # Planned calls run below autocast's dispatch key, so its casts must be made here.
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         x, w = _cast(x, dtype), _cast(w, dtype)
@@ -262,7 +275,7 @@ def convolution(
 
 
 def _only_plain_tensors(*tensors: Tensor) -> bool:
-    """False where something looks on or transforms, to which torch's own operator must be shown.
+    """False where a mode, subclass or transform is active, which must see torch's own operator.
 
     That is: tensor subclasses and modes (fake tensors, counters, selective checkpoints),
     torch.func, forward-mode differentiation, torch.jit.trace, and tensors that are not simply their
@@ -274,6 +287,7 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
         if tensor.device != tensors[0].device:
             return False
     c = torch._C
+    # Modes, transforms and tracers act on operators, and would not see a planned kernel.
     return (
         not c._len_torch_dispatch_stack()
         and (not c._len_torch_function_stack() or _only_default_devices())
@@ -289,6 +303,7 @@ def _only_default_devices() -> bool:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # Autocast itself leaves integers and float64 as they are.
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
@@ -315,9 +330,10 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, w = ctx.saved_tensors
+        # The first entry belongs to `bound`, which is no tensor.
         _, *mask = ctx.needs_input_grad
-        # aten's own operator differentiates again and is seen by others; planned calls are not
-        # x and w, too: hooks on saved tensors may have put others in their place
+        # Double backward and observers of operators need aten's own operator; planned calls have no
+        # gradient. x and w are tested, too: hooks on saved tensors may have replaced them.
         if torch.is_grad_enabled() or not _only_plain_tensors(dy, x, w):
             geometry = ctx.bound.geometry
             backward = _aten.convolution_backward.default

@@ -25,12 +25,16 @@ R = TypeVar("R")
 def _keys_from_python_up() -> DispatchKeySet:
     """Dispatch keys of modes, subclasses, transforms, autograd and autocast."""
     keys = torch._C._dispatch_keyset_full()
+    # Keys after Python in the dispatcher's order are those of the backends; what is left when these
+    # are taken away is Python and everything that the dispatcher visits before it.
     keys -= torch._C._dispatch_keyset_full_after(DispatchKey.Python)
+    # These three stay active: they materialize lazy views, whose memory does not hold their values.
     for lazy in (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor):
         keys = keys.remove(lazy)
     return keys
 
 
+# Factories such as torch.empty have no tensor arguments; BackendSelect finds their device.
 _INCLUDED_KEYS = DispatchKeySet(DispatchKey.BackendSelect)
 _EXCLUDED_KEYS = _keys_from_python_up()
 
@@ -38,10 +42,10 @@ _EXCLUDED_KEYS = _keys_from_python_up()
 def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function in the dispatch state of a kernel, whatever the caller's state is.
 
-    Algorithms are sequences of torch's operators. Called from a kernel of the dispatcher they
-    inherit its state, which differs: below a dispatch mode torch does not resolve lazy conjugation
-    and negation, and results are silently wrong. In here they are resolved, and nothing else that
-    acts on operators (modes, subclasses, transforms, autograd, autocast) acts on those inside.
+    Algorithms are sequences of torch's operators, and inherit the dispatch state of the caller.
+    Below a dispatch mode, for example, torch does not resolve lazy conjugation and negation, and
+    results would be silently wrong. Inside this call these are resolved, and nothing else that acts
+    on operators (modes, subclasses, transforms, autograd, autocast) is active.
 
     >>> with torch.device("meta"):
     ...     as_kernel(torch.empty, 0).device
@@ -103,6 +107,9 @@ class Call:
             if bias is None:
                 return only.executable.alone(a, b)
             return only.executable.alone_biased(a, b, bias)
+        # Chunks of fprop and dgrad own disjoint slices of the result. Every chunk of wgrad
+        # contributes to the whole filter gradient, so there the first chunk makes the result and
+        # the others add.
         is_sum = self.problem.op == "wgrad"
         result = None if is_sum else empty_result(self.problem, a)
         for chunk in self.chunks:
@@ -132,10 +139,13 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
         UnsupportedError: an algorithm of the split does not compute a chunk on this backend.
     """
     chunks = []
+    # Most splits repeat one chunk size: equal chunks share an executable and its cuDNN plans.
     built: dict[tuple[Problem | None, str], Executable] = {}
     for step, (part, whole, x, y) in zip(split.steps, _parts(problem, split), strict=True):
         key = (whole, step.algorithm)
         if key not in built:
+            # A batch chunk was checked with the problem. A slab has its own input size and padding,
+            # which an algorithm may refuse although it computes the whole problem.
             if split.axis == "spatial" and whole:
                 _require_slab(backend, whole, step.algorithm)
             built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
@@ -156,6 +166,8 @@ def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
         UnsupportedError: a step cannot, as where the plan was made for other versions or threads.
     """
     call = bind(backend, problem, split)
+    # Chunks of the same problem and algorithm need one trial build; dict.fromkeys also keeps their
+    # order, so that the error names the first step that fails.
     refusals = (backend.build_refusal(*part) for part in dict.fromkeys(call.parts))
     reason = next(filter(None, refusals), None)
     if reason is not None:
@@ -193,7 +205,7 @@ def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slic
 
 
 class _Zero(Executable):
-    """The result where it depends on nothing: rows in the padding, or that no output reads."""
+    """Executable of a slab whose result is zero: its rows meet only padding, or no output."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

@@ -1,4 +1,4 @@
-"""The layout of a model: channels_last and back, without another Parameter or another value."""
+"""Layout of a model: to channels_last and back, with the same Parameter objects and values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, in_channels_last
 
-# Of a module that was laid out: strides of its own parameters and buffers before, by name.
+# Attribute of a module: strides of its own parameters and buffers before `lay_out_`, by name.
 _STRIDES = "_ucudnn_strides"
 _RANKS = frozenset(rank + 2 for rank in CHANNELS_LAST_BY_RANK)
+# Exact types: the memory of a subclass, such as a sharded DTensor of FSDP2, is not its own.
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -69,13 +70,18 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
             which makes torch compute in channels_last, too. So it is where parameters are no plain
             tensors, such as those that FSDP2 has sharded.
     """
+    # A second call must not record the channels_last strides of the first as the original ones.
     restore_layout_(model)
     if not (parameters and all(type(one) in _PLAIN for one in model.parameters())):
         for module in model.modules():
+            # torch computes in channels_last if either the input or the filter lies so, hence a
+            # hook on every convolution has the effect that laying out the filters would have.
             if isinstance(module, nn.modules.conv._ConvNd):
                 _follow_inputs(module, frozenset({module.weight.dim()}) & _RANKS)
         return
     _follow_inputs(model, axes_of(model))
+    # Recorded for every module before any tensor changes: by the time the second of two modules
+    # that share a parameter is met, the parameter would have its new strides.
     strides = {
         id(module): {name: tensor.stride() for name, tensor in _own(module)}
         for module in model.modules()
@@ -106,6 +112,8 @@ def restore_layout_(model: nn.Module) -> None:
     _change(model, restored)
     for module in model.modules():
         vars(module).pop(_STRIDES, None)
+        # Found by type, not by a handle kept from before, because a copied or unpickled model has
+        # the hooks but no valid handles.
         for key, hook in list(module._forward_pre_hooks.items()):
             if type(hook) is InputsFollow:
                 del module._forward_pre_hooks[key]
@@ -139,10 +147,11 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _change(model: nn.Module, laid_out: Callable[[nn.Module, str, Tensor], Tensor]) -> None:
-    """Replace the memory of a model's tensors, and of what must lie in memory like them."""
+    """Lay out a model's tensors anew, and their gradients and optimiser state likewise."""
     changed: dict[int, Tensor] = {}
     for module in model.modules():
         for name, tensor in _own(module):
+            # `.data` swaps the memory below the Parameter object, which optimisers and users hold.
             found = laid_out(module, name, tensor.data)
             if id(tensor) in changed or found.stride() == tensor.stride():
                 continue
@@ -161,6 +170,7 @@ def _change_optimizers(changed: dict[int, Tensor]) -> None:
     differs (torch 2.13, CPU). Nothing leads from a parameter to its optimiser.
     """
     for one in gc.get_objects():
+        # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
         if not issubclass(type(one), torch.optim.Optimizer):
             continue
         for parameter, state in one.state.items():

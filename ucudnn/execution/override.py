@@ -1,4 +1,4 @@
-"""Plans for models that nobody touches: torch's convolution operators themselves follow one."""
+"""Plans for unmodified models: torch's convolution operators themselves follow a plan."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ucudnn.execution.untraced import untraced
 from ucudnn.system.closing import AbstractClosable
 from ucudnn.system.forking import ForkSafeLock
 
+# Guards the lists of open plans: threads may install and close plans at the same time.
 _lock = ForkSafeLock()
 
 
@@ -41,8 +42,8 @@ class Installation(AbstractClosable):
 class _Override:
     """Stands in for aten's two operators on one kind of device, from the first plan on.
 
-    It stays when the last plan has closed, and hands everything on: torch's dispatcher looks a
-    kernel up without a lock, so one that is taken away may just be entered by another thread.
+    It stays registered after the last plan has closed, and calls torch's kernels: the dispatcher
+    looks kernels up without a lock, so another thread may be entering one that is being removed.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -56,6 +57,8 @@ class _Override:
             if self._library is None:
                 self._library = self._stand_in()
             self._open.append(installation)
+            # The plan installed last acts alone. Kernels read this attribute once per call and
+            # without the lock, which is safe because replacing a reference is atomic in Python.
             self._runner = installation.runner
 
     def remove(self, installation: Installation) -> None:
@@ -67,6 +70,7 @@ class _Override:
 
     def _stand_in(self) -> Library:
         dispatch_key = entry_for_device(self._device_type).dispatch_key
+        # Before the replacement is registered: afterwards a lookup would find that one.
         own_forward, own_backward = aten.keep_kernels(self._device_type, dispatch_key)
 
         @untraced
@@ -87,6 +91,8 @@ class _Override:
             *geometry, mask = geometry_and_mask
             return runner.bound(x, w, _frozen(*geometry)).backward(dy, x, w, bias_sizes, mask)
 
+        # Registered below autograd, so torch's own node records the graph and both directions
+        # arrive here as operators of the device.
         library = Library("aten", "IMPL")
         with warnings.catch_warnings():  # torch says so where the device has a kernel of its own
             warnings.filterwarnings("ignore", message="(?s).*a previously registered kernel")

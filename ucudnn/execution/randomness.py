@@ -30,6 +30,7 @@ def same_random_states(on_devices: bool = True) -> Iterator[None]:
     """
     pythons, numpys = random.getstate(), np.random.get_state()
     try:
+        # `None` stands for all GPUs; with an empty list only the state of the CPU is kept.
         with torch.random.fork_rng(devices=None if on_devices else []):
             yield
     finally:
@@ -38,7 +39,7 @@ def same_random_states(on_devices: bool = True) -> Iterator[None]:
 
 
 def seed_all() -> None:
-    """Begin all three from the same number."""
+    """Seed the generators of torch, of Python and of NumPy with one fixed number."""
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     np.random.seed(_SEED)
@@ -62,13 +63,17 @@ class SameRandomNumbers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operator, with tensors in one order of memory where it draws numbers."""
         del types
+        # torch tags every operator that reads a generator, so no list of operators is needed here.
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         plain = tree_map_only(Tensor, Tensor.contiguous, args)
         result = func(*plain, **(kwargs or {}))
+        # In-place operators such as `bernoulli_` wrote into the contiguous copies, so the caller's
+        # tensors still need the values.
         if not func._schema.is_mutable:
             return result
         for given, used in zip(args, plain, strict=True):
             if isinstance(given, Tensor) and given is not used:
                 given.copy_(used)
+        # An in-place operator returns its argument: callers expect the tensor that they passed.
         return args[0] if result is plain[0] else result

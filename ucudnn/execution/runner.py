@@ -19,6 +19,7 @@ from ucudnn.execution.execute import Call, as_kernel, build
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 
+# A model with many unplanned layers would otherwise print one warning for each of them.
 _MOST_WARNINGS = 8
 # Plans one problem, with its bias or without one.
 Tuner = Callable[[Problem, Config, bool], Plan]
@@ -70,9 +71,12 @@ class Runner(AbstractRunner):
     def _follow(self, plan: Plan | None) -> None:
         self.plan = plan
         kernels = plan.kernels if plan else ()
+        # Layers decide whether an unplanned shape is worth a warning; filter shapes let `installed`
+        # skip other models' convolutions without building a Problem.
         self._layers = {Layer.of(kernel.problem) for kernel in kernels}
         self.filter_shapes = {kernel.problem.w_shape for kernel in kernels}
 
+    # The backend and the bound calls hold handles of this process; a copy makes its own.
     def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config, Tuner | None]]:
         return type(self), (self.plan, self.config, self._tuner)
 
@@ -99,7 +103,7 @@ class Runner(AbstractRunner):
         return problems
 
     def _as_planned(self, problem: Problem, x: Tensor) -> Problem:
-        """The problem channels-last, where that is planned and how its input lies in memory.
+        """The channels-last problem if the plan has that one and the input lies so in memory.
 
         Strides of a single sample do not show it: torch takes some for channels first, though it
         takes larger batches of the same layer for channels-last.
@@ -112,6 +116,8 @@ class Runner(AbstractRunner):
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
         """Look up what computes a pass, and let it be computed so from now on."""
         problem = bound.problems[which]
+        # One lookup at a time: a second thread that meets the same unplanned shape waits for the
+        # tuning of the first, instead of tuning it again and disturbing its timings.
         with self._lock:
             if self._tuning:  # what tuning itself computes is torch's own
                 return None
@@ -125,6 +131,7 @@ class Runner(AbstractRunner):
 
     def _bind(self, problem: Problem, has_bias: bool) -> Call | None:
         if self.plan is None or not self.plan.covers(problem):
+            # May tune and extend the plan, so what the plan covers is asked a second time below.
             self._unplanned(problem, has_bias)
         if self.plan is None or not self.plan.covers(problem):
             return None
@@ -141,7 +148,7 @@ class Runner(AbstractRunner):
             return None
 
     def _warn(self, problem: Problem, sentence: str) -> None:
-        """Say it once for each shape, whatever its pass and batch, and not for ever."""
+        """Warn once for each shape, whatever its pass and batch, up to a number of warnings."""
         same = replace(problem, op="fprop", batch=1)
         if same in self._warned or len(self._warned) >= _MOST_WARNINGS:
             return
@@ -194,6 +201,7 @@ class Runner(AbstractRunner):
         self._tuning = True
         try:
             tuned = tuner(problem, self.config, has_bias)
+        # Not a failure of tuning: `bind` warns and tries again at the next call.
         except BusyError:
             raise
         except (UcudnnError, OSError, RuntimeError) as error:  # which must not end a training step
@@ -209,13 +217,15 @@ class Runner(AbstractRunner):
 
 
 def _require_idle(problem: Problem) -> None:
-    """Refuse to tune what would get into somebody's recording.
+    """Refuse to tune while the user records what is computed.
 
     Raises:
         BusyError: a CUDA graph is captured or torch's profiler runs.
     """
+    # Tuning synchronizes the device, which invalidates a capture.
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         what = "a CUDA graph is captured"
+    # torch has one profiler per process, and the CPU backend measures workspace with it.
     elif torch._C._autograd._profiler_enabled():
         what = "torch's profiler runs"
     else:
@@ -237,6 +247,7 @@ def require_same_device(plan: Plan) -> None:
             f"the plan was made for {plan.device}, this process runs on {device}; tune here, "
             f"or load a plan made for this device"
         )
+    # Algorithms compute the same sums in every version, so this is a warning and not an error.
     if plan.software != software:
         warnings.warn(
             f"the plan was made with {plan.software}, this process runs {software}: its results "

@@ -29,15 +29,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ucudnn.errors import ConfigError
 
+# OrderedDict stands before dict, its base: the first match decides whose methods are used, and
+# those of dict would bypass the order that an OrderedDict keeps.
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
 _TRANSPARENT = (
     *(*_CONTAINERS, tuple, frozenset, nn.Module, Tensor),
     *(FunctionType, MethodType, partial, CellType),
 )
+# Immutable and without references to other objects: nothing in them to record or to follow.
 _ATOMS = (NoneType, bool, int, float, str, bytes)
+# functools does not export the type of its C implementation.
 _LRU_CACHE: type = type(lru_cache(int))
 # From a cache to a tensor: by its dict, a link of its list, a tuple and containers in that.
 _DEPTH_OF_CACHE = 5
+# Unlike None it cannot be the value of an attribute that is there.
 _MISSING = object()
 
 
@@ -55,6 +60,7 @@ def unchanged(model: nn.Module, fake_mode: FakeTensorMode | None) -> Iterator[No
     """
     snapshot = _Snapshot(model)
     try:
+        # Inside the try: an interrupt between two gradients must still put the first back.
         snapshot.take_gradients_off()
         yield
     finally:
@@ -63,7 +69,10 @@ def unchanged(model: nn.Module, fake_mode: FakeTensorMode | None) -> Iterator[No
         except KeyboardInterrupt:  # it may have come between emptying a container and filling it
             snapshot.put_back()
             raise
+        # After everything known was put back, the fake tensors that are still alive are those that
+        # were stored where the snapshot did not look.
         strays = [] if fake_mode is None else _remove(fake_mode)
+    # Raised only where the traced code raised nothing, so its own error is never hidden.
     if strays:
         raise ConfigError(
             f"forward keeps tensors where tracing cannot put back what was there "
@@ -87,6 +96,7 @@ class _Contents(NamedTuple):
     @classmethod
     def of(cls, container: object) -> _Contents | None:
         """The contents of a container; None of anything else."""
+        # `issubclass(type())`, not `isinstance`, which runs the object's own `__class__`.
         base: Any = next((base for base in _CONTAINERS if issubclass(type(container), base)), None)
         if base is None:
             return None
@@ -110,6 +120,7 @@ class _Contents(NamedTuple):
         if self.now()._identities() != self._identities():
             self.write(self.items)
 
+    # By identity, because `==` of tensors is elementwise and that of user objects runs their code.
     def _identities(self) -> Any:
         if issubclass(self.base, dict):
             return [(id(key), id(value)) for key, value in self.items]
@@ -128,7 +139,7 @@ class _Contents(NamedTuple):
 
 
 class _Attribute(NamedTuple):
-    """Reference in a slot, in a variable of a closure, or to a tensor's gradient."""
+    """A reference held by a slot, by a variable of a closure or by a tensor's `.grad`."""
 
     holder: Any
     name: str
@@ -138,6 +149,7 @@ class _Attribute(NamedTuple):
     def of(cls, holder: object, name: str) -> _Attribute:
         """An attribute as it is, or `_MISSING`."""
         try:
+            # object's own method runs no `__getattr__` or `__getattribute__` that a class defines.
             return cls(holder, name, object.__getattribute__(holder, name))
         except (AttributeError, ValueError):  # an empty cell raises the latter
             return cls(holder, name, _MISSING)
@@ -162,7 +174,7 @@ class _Attribute(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """The names of a class or of a Python module, which belong to others than the model, too."""
+    """Attributes of a class or globals of a module, which other code than the model uses, too."""
 
     names: Any
     before: dict[str, Any]
@@ -170,7 +182,7 @@ class _Names(NamedTuple):
     delete: Callable[[str], None]
 
     def put_back(self, is_stray: Callable[[Iterable[object]], bool]) -> None:
-        """Put back those that refer to fake tensors."""
+        """Put back the names that refer to fake tensors now."""
         for name, value in list(self.names.items()):
             before = self.before.get(name, _MISSING)
             if value is before or not is_stray([value]):
@@ -190,12 +202,15 @@ class _Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # Holds the objects themselves, so that Python gives none of these ids to a new one.
         self._seen: dict[int, object] = {}
         self._own: list[_Contents | _Attribute] = []
         self._shared: list[_Contents | _Attribute] = []
         self._gradients: list[_Attribute] = []
         self._functions: list[FunctionType] = []
         self._names: list[_Names] = []
+        # The model first: an object goes to the list of the first root that leads to it, and what
+        # the model leads to counts as its own even where globals lead to it, too.
         self._record([model], self._own)
         classes = {cls for module in model.modules() for cls in type(module).__mro__}
         for cls in classes:
@@ -204,12 +219,13 @@ class _Snapshot:
         self._record_globals()
 
     def take_gradients_off(self) -> None:
-        """Let backward add to none of the gradients that there are."""
+        """Set all gradients to None, so that backward adds to none of those recorded."""
         for gradient in self._gradients:
+            # Backward accumulates into an existing gradient in place, which could not be undone.
             gradient.holder.grad = None
 
     def put_back(self) -> None:
-        """Put back what was changed since; doing so twice does no harm."""
+        """Put back what has changed since the snapshot; calling it twice does no harm."""
         for gradient in self._gradients:
             gradient.put_back()
         for record in self._own:
@@ -221,7 +237,8 @@ class _Snapshot:
                 record.put_back()
 
     def _has_strays(self, values: Iterable[object]) -> bool:
-        """True where something that was not there before leads to a fake tensor."""
+        """True if a fake tensor can be reached from values that the snapshot has not seen."""
+        # What was there before is not followed: its changes are in records of their own.
         met: dict[int, object] = {}
         pending = list(values)
         while pending:
@@ -241,6 +258,7 @@ class _Snapshot:
             if type(one) in _ATOMS or id(one) in self._seen:
                 continue
             self._seen[id(one)] = one
+            # Backward gives a `.grad` to leaves only, and reading that of other tensors warns.
             if isinstance(one, Tensor) and one.is_leaf and one.requires_grad:
                 self._gradients.append(_Attribute(one, "grad", one.grad))
             if type(one) is FunctionType:
@@ -252,17 +270,20 @@ class _Snapshot:
 
     def _record_class(self, cls: type) -> None:
         names = vars(cls)
+        # The names of a class cannot be written through `vars`; type's own methods ignore a
+        # metaclass that forbids it.
         assign, delete = partial(type.__setattr__, cls), partial(type.__delattr__, cls)
         self._names.append(_Names(names, dict(names), assign, delete))
         self._record(map(_function_of, names.values()), self._shared)
 
     def _record_globals(self) -> None:
-        """Record the globals that functions name, but not those of functions that these call."""
+        """Record the globals that the model's functions name, except functions among these."""
         namespaces: dict[int, dict[str, Any]] = {}
         named: dict[int, object] = {}
         for function in self._functions:
             namespace = namespaces.setdefault(id(function.__globals__), function.__globals__)
             values = [namespace.get(name) for name in _names_in(function.__code__)]
+            # Functions are left out: following their globals would lead through whole libraries.
             named |= {id(value): value for value in values if type(value) is not FunctionType}
         for namespace in namespaces.values():
             assign, delete = namespace.__setitem__, namespace.__delitem__
@@ -279,6 +300,7 @@ def _is_foreign(cls: type) -> bool:
 
 def _names_in(code: CodeType) -> Iterator[str]:
     """The names that a function and those inside it use, of globals among others."""
+    # Nested functions, lambdas and comprehensions are code objects among the constants.
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -301,6 +323,7 @@ def _records_of(one: object) -> Iterator[_Contents | _Attribute]:
         yield contents
     if type(one) is CellType:
         yield _Attribute.of(one, "cell_contents")
+    # Slots are descriptors on the class that declares them and are not in the object's `__dict__`.
     for cls in type(one).__mro__:
         if "__slots__" in vars(cls):
             for name, member in vars(cls).items():
@@ -328,10 +351,11 @@ def _others_in(one: object) -> list[Any]:
 
 
 def _is_opaque(kind: type) -> bool:
-    """True of objects that have a way of their own to be copied: mostly they are never changed.
+    """True for types whose objects are not looked into: they define how they are pickled.
 
-    Such as arrays, enumerations and loggers; the last, like classes, belong to others, too.
+    Most of these are never changed (enumerations), or are shared with other code (loggers).
     """
+    # Classes and modules are recorded by name (`_Names`) and never followed as objects.
     if issubclass(kind, (type, ModuleType)):
         return True
     if issubclass(kind, _TRANSPARENT):
@@ -341,20 +365,23 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _remove(fake_mode: FakeTensorMode) -> list[str]:
-    """Remove the fake tensors that somebody still refers to.
+    """Remove the fake tensors of a mode that are still alive from whatever refers to them.
 
     Returns:
-        A word for each thing that they were found in; caches of functions are not among them,
-        because a cache may be empty.
+        A description of each container that held one. Caches of functions are not reported:
+        emptying a cache changes no result.
     """
     if not _alive(fake_mode):
         return []
+    # Fake tensors in reference cycles are garbage, not stored by anybody.
     gc.collect()
     strays = _alive(fake_mode)
     caches: list[Any] = [one for one in gc.get_objects() if type(one) is _LRU_CACHE]
+    # functools caches cannot be edited entry by entry, only emptied; a cache computes again.
     for cache in caches:
         if _leads_to(cache, set(map(id, strays))):
             cache.cache_clear()
+    # This list itself refers to every stray tensor, and `_alive` must count only other holders.
     strays.clear()
     strays += _alive(fake_mode)
     return _take_out(strays) if strays else []
@@ -382,7 +409,7 @@ def _leads_to(cache: object, strays: set[int]) -> bool:
 
 
 def _take_out(strays: list[FakeTensor]) -> list[str]:
-    """Take tensors out of whatever containers hold them, by themselves or in tuples."""
+    """Take tensors, and tuples that contain them, out of all containers; describe these."""
     found: list[str] = []
     doomed: list[Any] = strays
     while doomed:
@@ -391,10 +418,12 @@ def _take_out(strays: list[FakeTensor]) -> list[str]:
             contents = _Contents.of(holder)
             if isinstance(holder, tuple):
                 tuples.append(holder)
+            # `doomed` is this function's own list of what it removes.
             elif contents is not None and holder is not doomed:
                 values = contents.values
                 pairs = zip(contents.items, values, strict=True)
                 contents.write([item for item, value in pairs if id(value) not in ids])
                 found.append(f"a {type(holder).__name__} of {len(values)}")
+        # A tuple cannot be changed, so whatever holds the tuple gives it up in the next round.
         doomed = tuples
     return found

@@ -55,8 +55,11 @@ class Stepper:
         self._fake_mode = fake_mode
         self._is_last = memory_format == "channels_last"
         self._follow = InputsFollow(axes_of(model) if self._is_last else frozenset())
+        # Duplicates stay: tied weights have several names, and functional_call needs each of them.
+        # Keyed by id below, all names of one tensor get the same copy and so stay tied.
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        # Buffers are always copied: batch norm writes its running statistics during forward.
         self._copies = {
             id(tensor): self._laid_out(self._own(tensor)) for tensor in self._buffers.values()
         }
@@ -72,6 +75,7 @@ class Stepper:
 
     def _own(self, tensor: Tensor) -> Tensor:
         mode = self._fake_mode
+        # `from_tensor` makes a fake tensor of the same shape and strides, without memory.
         copied = tensor.detach().clone() if mode is None else mode.from_tensor(tensor)
         return copied.detach().requires_grad_(tensor.requires_grad)
 
@@ -88,12 +92,12 @@ class Stepper:
         self._step()
 
     def results(self, nudge: float = 0.0) -> Results:
-        """The same, and what came out.
+        """Compute one step and return its outputs and gradients.
 
         Args:
             nudge: change each weight by this fraction of itself, up or down by chance.
         """
-        # rounding changes the gradient of a loss without a jump by little
+        # The gradient of a square changes little by rounding, that of `abs` jumps at zero.
         outputs, leaves = self._step(nudge, is_smooth=True)
         gradients = (leaf.grad for leaf in leaves.values())
         return Results(
@@ -111,6 +115,7 @@ class Stepper:
         args, kwargs = self._follow.laid_out(tree_map_only(Tensor, _leaf, self._inputs))
         # functional_call swaps the copies in for the call
         outputs = torch.func.functional_call(self._model, state, args, kwargs)
+        # `abs` makes complex outputs real, as the loss of a backward pass must be.
         wanted = (tensor.abs() for tensor in tensors_of(outputs) if tensor.requires_grad)
         losses = [(tensor.square() if is_smooth else tensor).sum() for tensor in wanted]
         if losses and self._backward:
@@ -119,7 +124,7 @@ class Stepper:
 
 
 class Results(NamedTuple):
-    """What a step computes.
+    """Outputs and gradients of a step.
 
     Args:
         outputs: of the model.
@@ -147,6 +152,7 @@ class Steps:
         backward: bool = True,
         memory_format: str = "keep",
     ) -> None:
+        # A list means several examples; positional inputs of one example are a tuple.
         several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
         self._steppers = [
             Stepper(model, inputs, backward=backward, memory_format=memory_format)
@@ -177,6 +183,7 @@ class Steps:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Let steps of a model be computed inside; afterwards it and random states are as before."""
     with (
+        # Tensors made inside inference mode cannot take part in autograd, even after it is left.
         torch.inference_mode(False),
         torch.enable_grad(),
         same_random_states(),
@@ -200,6 +207,7 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
 def _nudged(tensor: Tensor, nudge: float) -> Tensor:
     if not nudge or not tensor.is_floating_point():
         return tensor
+    # A generator of its own: the nudge must not consume the numbers that the model draws.
     chance = torch.Generator(tensor.device).manual_seed(0)
     signs = torch.randint(2, tensor.shape, generator=chance, device=tensor.device) * 2 - 1
     nudged = (tensor.detach() * (1 + nudge * signs)).to(tensor.dtype)
@@ -223,6 +231,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """
     if isinstance(tree, Tensor):
         return [tree]
+    # torch's own pytree takes classes that are not registered with it for leaves.
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     elif is_dataclass(tree) and not isinstance(tree, type):

@@ -1,7 +1,7 @@
 """Functions that torch.compile leaves alone.
 
-While a compiled function runs in which Dynamo found something that it cannot compile, Dynamo looks
-at every Python frame of that thread, those among them that torch's dispatcher or autograd calls.
+After a graph break Dynamo inspects every Python frame that the thread enters while the compiled
+function runs, including frames that torch's dispatcher or autograd calls.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """cuDNN backend, by cuDNN's own versioned C graph API: no binding in between.
 
-The rooms, from the library outward; each uses only rooms above it:
+The modules, from the library outward; each uses only modules above it:
 
     constants.py    the numbers of cudnn_graph.h that are used here, by their names
     api.py          libcudnn, descriptors, handles and errors: C made typed, nothing decided
@@ -12,7 +12,7 @@ The rooms, from the library outward; each uses only rooms above it:
     executable.py   on a GPU: an engine by its identity as the executable that trains and is timed
     raw.py          on a GPU: memory for measuring that is not torch's
     identity.py     on a GPU: names of device and software, and what may disturb a measurement
-    backend.py      on a GPU: the contract of `ucudnn.backends`, from the rooms above
+    backend.py      on a GPU: the contract of `ucudnn.backends`, from the modules above
     driverless.py   stub libraries where there is no NVIDIA driver, for a child process alone
     deviceless.py   that child, and the functions that talk to it; nothing is run on a device
 

@@ -16,6 +16,7 @@ from ucudnn.backends.cudnn.constants import Attribute, DataType, Kind, Type
 from ucudnn.errors import UcudnnError, UnsupportedError
 from ucudnn.system.closing import AbstractClosable
 
+# cuDNN cuts its last error message off at the size of the buffer that it is given.
 _MESSAGE_BYTES = 4096
 
 
@@ -36,9 +37,11 @@ class CudnnError(UcudnnError):
 
     @property
     def is_refusal(self) -> bool:
-        """True if cuDNN understood and declined: BAD_PARAM (2xxx) or NOT_SUPPORTED (3xxx)."""
+        """True if cuDNN declined the request: BAD_PARAM (2xxx) or NOT_SUPPORTED (3xxx)."""
+        # The first digit is the category of a status in cuDNN 9; 4xxx and 5xxx are failures.
         return 2000 <= self.status < 4000
 
+    # By default an exception is pickled with its message alone, which does not suffice to make it.
     def __reduce__(self) -> tuple[type[CudnnError], tuple[int, str, str, str]]:
         return type(self), (self.status, self.name, self.detail, self.doing)
 
@@ -56,7 +59,8 @@ class Cudnn:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         try:
-            # Global: cuDNN's parts find each other, and whoever loads the name next finds this one.
+            # RTLD_GLOBAL lets cuDNN's sub-libraries find each other's symbols, and a later load of
+            # the same name find this copy.
             library = ctypes.CDLL(self.path, mode=ctypes.RTLD_GLOBAL)
             self._declare(library)
         except (OSError, AttributeError) as error:
@@ -64,6 +68,8 @@ class Cudnn:
         self.version = int(library.cudnnGetVersion())
 
     def _declare(self, library: ctypes.CDLL) -> None:
+        # Without these declarations ctypes takes results and arguments for C ints and cuts pointers
+        # and sizes to 32 bits. The other functions return a status, which is an int.
         library.cudnnGetVersion.restype = c_size_t
         library.cudnnGetErrorString.restype = c_char_p
         library.cudnnGetErrorString.argtypes = [c_int]
@@ -85,6 +91,7 @@ class Cudnn:
     @property
     def version_text(self) -> str:
         """The version as people write it, such as "9.28.0"."""
+        # cuDNN 9 encodes 9.28.0 as 92800.
         return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
 
     def check(self, status: int, doing: str) -> None:
@@ -124,7 +131,9 @@ class Cudnn:
         tensor.set_int64(Attribute.TENSOR_DIMENSIONS, *shape)
         tensor.set_int64(Attribute.TENSOR_STRIDES, *strides)
         tensor.set_int64(Attribute.TENSOR_UNIQUE_ID, uid)
+        # cuDNN trusts the claimed alignment: engines that load several elements at once need it.
         tensor.set_int64(Attribute.TENSOR_BYTE_ALIGNMENT, alignment_bytes)
+        # The attribute is false by default; only the sum of a fused pattern needs it.
         if virtual:
             tensor.set_bool(Attribute.TENSOR_IS_VIRTUAL, True)
         return tensor.finalize()
@@ -139,6 +148,7 @@ class Cudnn:
             pointers: their device addresses, in the order of `uids`.
             workspace: device address, 0 where the plan needs none.
         """
+        # A finalized pack cannot be changed, so other addresses need another pack.
         pack = Descriptor(self, Kind.VARIANT_PACK)
         pack.set_int64(Attribute.VARIANT_PACK_UNIQUE_IDS, *uids)
         pack.set_pointers(Attribute.VARIANT_PACK_DATA_POINTERS, *pointers)
@@ -151,6 +161,7 @@ class Cudnn:
         Raises:
             CudnnError: it was refused, or an earlier kernel left the device in error.
         """
+        # Called for every chunk of a training step: `check` is entered only after an error.
         status = self.functions.cudnnBackendExecute(handle.pointer, plan.pointer, pack.pointer)
         if status:
             self.check(status, "execute a plan")
@@ -171,22 +182,25 @@ class Descriptor(AbstractClosable):
 
     def __init__(self, cudnn: Cudnn, kind: Kind) -> None:
         self._cudnn = cudnn
+        # cuDNN refers to the parts by pointer, so they must not be destroyed first.
         self._parts: tuple[Descriptor, ...] = ()
         self.kind = kind
+        # Null until it is created: `close` and `__del__` also run where creation failed.
         self.pointer = c_void_p()
         status = cudnn.functions.cudnnBackendCreateDescriptor(kind, byref(self.pointer))
         if status:
             cudnn.check(status, f"create {kind.name}")
 
     def close(self) -> None:
-        """Destroy it; again does nothing."""
+        """Destroy the object; a second call does nothing."""
         if self.pointer:
             self._cudnn.functions.cudnnBackendDestroyDescriptor(self.pointer)
+            # Cleared, so that `__del__` does not destroy it again.
             self.pointer = c_void_p()
             self._parts = ()
 
     def __del__(self) -> None:
-        # the driver may have gone before: PyTorch, too, leaves its plans to the end of the process
+        # At exit the driver may already be unloaded; PyTorch, too, leaves its plans to the system.
         if not sys.is_finalizing():
             self.close()
 
@@ -270,6 +284,7 @@ class Descriptor(AbstractClosable):
 
     def get_enums(self, attribute: Attribute, kind: Type) -> list[int]:
         """Read a list of values of one of cuDNN's enumerations."""
+        # cuDNN's protocol for lists: asked with a capacity of 0 it returns their number.
         values = (c_int * self._get(attribute, kind, 0, None))()
         self._get(attribute, kind, len(values), values)
         return list(values)
@@ -283,12 +298,14 @@ class Descriptor(AbstractClosable):
     def get_descriptors(self, attribute: Attribute, kind: Kind) -> list[Descriptor]:
         """Read a list of descriptors."""
         count = self._get(attribute, Type.BACKEND_DESCRIPTOR, 0, None)
+        # Descriptors to be read must be made by the caller; cuDNN fills them.
         return self.read_into([Descriptor(self._cudnn, kind) for _ in range(count)], attribute)
 
     def read_into(self, parts: list[Descriptor], attribute: Attribute) -> list[Descriptor]:
         """Read a list of descriptors into some that exist; returns those that were filled.
 
-        cuDNN counts knob choices only as it reads them, so there must be enough for any.
+        cuDNN tells the number of knob choices only when it reads them, so there must be parts
+        enough for any engine.
         """
         array = (c_void_p * len(parts))(*(part.pointer for part in parts))
         return parts[: self._get(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)]
@@ -324,7 +341,7 @@ class Handle(AbstractClosable):
         )
 
     def close(self) -> None:
-        """Destroy it; again does nothing."""
+        """Destroy the handle; a second call does nothing."""
         if self.pointer:
             self._cudnn.functions.cudnnDestroy(self.pointer)
             self.pointer = c_void_p()

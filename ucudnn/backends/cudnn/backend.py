@@ -28,6 +28,8 @@ from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
 
 _MOST_ELEMENTS = 2**31 - 1  # engines index with 32 bits
+# Problems whose engines are remembered. Listing them takes milliseconds, and tuning asks for the
+# same problem many times.
 _MOST_PROBLEMS = 4096
 _torch: Any = torch.backends.cudnn  # a module that is replaced by an object when it is imported
 
@@ -41,6 +43,7 @@ class _Settings(NamedTuple):
 
     @classmethod
     def read(cls) -> _Settings:
+        # The measuring worker is a process of its own, in which torch starts with its defaults.
         return cls(_torch.benchmark, _is_deterministic(), _torch.conv.fp32_precision)
 
     def apply(self) -> None:
@@ -52,6 +55,7 @@ def _is_deterministic() -> bool:
 
 
 def _lower(notes: Iterable[str]) -> tuple[str, ...]:
+    # Tuning looks for notes such as "nondeterministic" in small letters.
     return tuple(note.lower() for note in notes)
 
 
@@ -94,11 +98,13 @@ class CudnnBackend(AbstractBackend):
                 "backend 'cudnn' runs on an NVIDIA GPU and torch sees none; plan for one that is "
                 "elsewhere by its measurements, with backend='recorded'"
             )
+        # Fixed here: a later `torch.cuda.set_device` must not mix two GPUs in one plan.
         self._index = torch.cuda.current_device()
         _torch.version()  # loads torch's cuDNN, which is then found
         self.runtime = Runtime(Cudnn(find_library()))
         self._candidates = lru_cache(_MOST_PROBLEMS)(self._enumerate)
 
+    # Handles and plans of cuDNN cannot be pickled; the worker opens the backend anew.
     def __reduce__(self) -> tuple[Callable[..., CudnnBackend], tuple[int, _Settings]]:
         return _opened_elsewhere, (self._index, _Settings.read())
 
@@ -111,7 +117,7 @@ class CudnnBackend(AbstractBackend):
         return identity.cuda_software(self.runtime.cudnn.version_text)
 
     def conditions(self, role: str = "alone") -> Conditions:
-        """Whose memory it is, and the share of the GPU that MPS grants."""
+        """The allocator of torch, and the percentage of the GPU that MPS grants this process."""
         return Conditions(
             role=role,
             allocator=f"torch-{torch.cuda.get_allocator_backend()}",
@@ -131,7 +137,7 @@ class CudnnBackend(AbstractBackend):
         return identity.gpu_state(self._index).notes
 
     def algorithms(self) -> tuple[str, ...]:
-        """Only torch's own is known without a problem: engines are found for each."""
+        """torch's own alone: engines are enumerated for each problem."""
         return (DEFAULT_ALGORITHM,)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
@@ -185,7 +191,7 @@ class CudnnBackend(AbstractBackend):
         )
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """The algorithm: an engine is one kernel, and torch's choice is not to be seen."""
+        """The algorithm: an engine is one implementation, and torch's choice is not visible."""
         del problem
         return algorithm
 
@@ -206,6 +212,8 @@ class CudnnBackend(AbstractBackend):
         """Build an engine's plan for this batch, and the one that adds to a gradient."""
         if algorithm == DEFAULT_ALGORITHM:
             return None
+        # beta=1 is a plan of its own, with more workspace. In half precision chunks are added in
+        # float32 by torch instead, so that no such plan is needed.
         adds = problem.op == "wgrad" and problem.bytes_per_element >= 4
         try:
             for beta in (0.0, 1.0) if adds else (0.0,):
@@ -231,7 +239,8 @@ class CudnnBackend(AbstractBackend):
     ) -> int:
         """Run once and return the peak of temporary memory in torch's allocator."""
         if _torch.benchmark and DEFAULT_ALGORITHM in {name for _, name in parts}:
-            run()  # torch tries out what there is, at any price in memory, once per shape
+            # cudnn.benchmark first tries all engines of a shape, however much memory they take.
+            run()
         native = torch.cuda.get_allocator_backend() == "native"
         # what was asked for, where it is known: what is handed out is rounded up to 512 bytes
         count = "requested_bytes" if native else "allocated_bytes"
@@ -244,6 +253,7 @@ class CudnnBackend(AbstractBackend):
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time between two events on the stream."""
+        # Events are recorded by the device; the host's clock would count the launch, too.
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
@@ -260,4 +270,5 @@ class CudnnBackend(AbstractBackend):
         """Half of the memory that is free, or kept free by torch's allocator."""
         free, _ = torch.cuda.mem_get_info(self._index)
         kept = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
+        # torch's allocator keeps blocks that CUDA does not count as free, though they can be used.
         return int(free + kept) // 2

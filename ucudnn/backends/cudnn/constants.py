@@ -1,4 +1,4 @@
-"""The numbers of cudnn_graph.h that are used here, under the names they have there.
+"""Numbers of the header cudnn_graph.h that are used here, under their names in the header.
 
 cuDNN 9 keeps them fixed (its C interface is versioned by libcudnn.so.9), and tests hold each
 against the headers of two releases.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-# Every engine can be asked for, and planned for, without its device since this release.
+# cuDNN 9.8.0, the first release that plans for a device which is not present.
 DEVICELESS_SINCE = 90800
-# No engine has more knobs than there are types of them.
+# An engine has at most one knob of each type, and the header has no more types than this.
 KNOB_TYPES = 64
 
 
 class Kind(IntEnum):
     """Kinds of descriptors: CUDNN_BACKEND_*_DESCRIPTOR."""
 
+    # Only the kinds that are created here; the header has more.
     POINTWISE = 0
     CONVOLUTION = 1
     ENGINE = 2
@@ -37,6 +38,7 @@ class Kind(IntEnum):
 class Type(IntEnum):
     """Types of attribute values: CUDNN_TYPE_*."""
 
+    # cuDNN checks that the type which a call names is that of the attribute.
     HANDLE = 0
     DATA_TYPE = 1
     BOOLEAN = 2
@@ -57,6 +59,7 @@ class Type(IntEnum):
 class Attribute(IntEnum):
     """Attributes of descriptors: CUDNN_ATTR_*."""
 
+    # The header numbers them in hundreds, one for each kind of descriptor.
     POINTWISE_MODE = 0
     POINTWISE_MATH_PREC = 1
     CONVOLUTION_COMP_TYPE = 100
@@ -128,12 +131,14 @@ class DataType(IntEnum):
     FLOAT = 0
     DOUBLE = 1
     HALF = 2
+    # 3 to 8 are integer types, which no convolution of a training step has.
     BFLOAT16 = 9
 
 
 class ConvolutionMode(IntEnum):
     """CUDNN_CROSS_CORRELATION: what deep learning calls a convolution."""
 
+    # cuDNN's other mode reverses the filter, as a convolution in the mathematical sense does.
     CROSS_CORRELATION = 1
 
 
@@ -146,6 +151,8 @@ class PointwiseMode(IntEnum):
 class HeuristicMode(IntEnum):
     """Sources of engine configurations: CUDNN_HEUR_MODE_*."""
 
+    # In the order in which they are asked, not by number. FALLBACK lists engines that work, with no
+    # claim about their speed.
     A = 3
     B = 1
     FALLBACK = 2
@@ -154,6 +161,7 @@ class HeuristicMode(IntEnum):
 class NumericalNote(IntEnum):
     """Properties of the arithmetic of an engine: CUDNN_NUMERICAL_NOTE_*."""
 
+    # In float32 this note means that operands are rounded to TF32.
     TENSOR_CORE = 0
     DOWN_CONVERT_INPUTS = 1
     REDUCED_PRECISION_REDUCTION = 2

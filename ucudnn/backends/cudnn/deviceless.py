@@ -26,6 +26,7 @@ from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import UcudnnError, UnsupportedError
 from ucudnn.problem import Problem
 
+# By name, because `__name__` is "__main__" in the child.
 _MODULE = "ucudnn.backends.cudnn.deviceless"
 
 
@@ -71,6 +72,7 @@ def list_configurations(
             for problem in problems
         ],
     }
+    # One child for all problems, so that cuDNN is loaded once.
     answers = _ask(request)
     for problem, answer in zip(problems, answers, strict=True):
         found = (Configuration(**{**one, "notes": tuple(one["notes"])}) for one in answer["found"])
@@ -79,9 +81,12 @@ def list_configurations(
 
 def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Start the child, send it a request and yield its answers."""
+    # The child finds the same packages as this process; "" in sys.path is the current folder.
     paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    # A file, not a pipe: a child that writes more than a pipe holds would wait for a reader.
     with tempfile.TemporaryFile("w+") as said:
         child = subprocess.Popen(  # noqa: S603 - our own module, with paths of ours
+            # -P: otherwise `-m` puts the current folder first in sys.path.
             [sys.executable, "-P", "-m", _MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -109,6 +114,7 @@ def _answers(child: subprocess.Popen[str], request: dict[str, Any]) -> Iterator[
         json.dump(request, stream)
     for line in child.stdout:
         answer: dict[str, Any] = json.loads(line)
+        # The child's expected errors; anything else ends it with a traceback on stderr.
         if "error" in answer:
             raise UnsupportedError(answer["error"])
         yield answer
@@ -127,6 +133,7 @@ def main() -> None:
 
 
 def _serve(request: dict[str, Any], answers: IO[str]) -> None:
+    # With a real driver no stub is needed, and cuDNN works on the profile all the same.
     if not has_driver():
         load_stubs()
     cudnn = Cudnn(request["library"])
@@ -145,6 +152,7 @@ def _serve(request: dict[str, Any], answers: IO[str]) -> None:
             except UnsupportedError as error:
                 answer["refusal"] = str(error)
             answers.write(json.dumps(answer) + "\n")
+            # One line at a time, so that the parent can report progress.
             answers.flush()
 
 

@@ -2,8 +2,8 @@
 
 cuDNN loads libcuda and libcublasLt even where it runs nothing. Where there is no driver, both are
 built once with the system's C compiler into the user's cache folder (as Triton builds its launcher)
-and loaded before cuDNN. A process that has them cannot use a GPU any more, and libraries that use
-one would fail in strange ways: they are kept out.
+and loaded before cuDNN. A process with the stubs cannot use a GPU, and frameworks that try would
+fail with misleading errors: importing them is blocked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import NamedTuple
 from ucudnn.errors import UnsupportedError
 
 _DRIVER = "libcuda.so.1"
+# Frameworks that would call the stub as if it were the driver.
 _USERS_OF_A_DRIVER = ("torch", "cupy", "jax", "tensorflow")
+# Any C compiler will do: the stubs are plain C without headers.
 _COMPILERS = ("cc", "gcc", "clang")
 
 
@@ -89,12 +91,15 @@ def build_stubs(cache: Path | None = None) -> Path:
         cache = user_cache_path("ucudnn", appauthor=False)
     sources = files("ucudnn.backends.cudnn") / "stubs"
     texts = {stub.source: (sources / stub.source).read_text() for stub in _STUBS}
+    # A folder per content and architecture: a new version of the package, or a home folder shared
+    # by machines of two architectures, builds its own.
     digest = hashlib.sha256(repr((texts, _STUBS, os.uname().machine)).encode()).hexdigest()
     folder = cache / "stubs" / digest[:16]
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the final folder, because a rename is atomic only within a file system.
         building = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     except OSError as error:
         raise UnsupportedError(
@@ -106,6 +111,7 @@ def build_stubs(cache: Path | None = None) -> Path:
             _compile(stub, texts[stub.source], building)
         _publish(building, folder)
     finally:
+        # After a rename there is nothing left to remove; after a failure there is half a build.
         shutil.rmtree(building, ignore_errors=True)
     return folder
 

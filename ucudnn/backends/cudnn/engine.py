@@ -27,11 +27,13 @@ from ucudnn.backends.cudnn.graph import BIAS_UID, W_UID, X_UID, Y_UID, Target, V
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 
+# In the order in which an executable gets its tensors: first operand, second operand, result.
 _OPERAND_UIDS = {
     "fprop": (X_UID, W_UID, Y_UID),
     "dgrad": (Y_UID, W_UID, X_UID),
     "wgrad": (X_UID, Y_UID, W_UID),
 }
+# A few knobs have the value -1, so a sign is read, too.
 _IDENTITY = re.compile(r"(?P<bias>bias_)?eng(?P<engine>\d+)(?P<knobs>(?:_k\d+=-?\d+)*)")
 
 
@@ -66,6 +68,7 @@ class Configuration:
         float32 is never converted to a narrower type; a tensor core multiplies float32 as TF32,
         which `problem.math` may rule out; `deterministic` rules out results that vary.
         """
+        # The rules follow the notes, because no attribute of a convolution switches TF32 off.
         ruled_out = {NumericalNote.NONDETERMINISTIC.name} if deterministic else set()
         if problem.dtype == "float32":
             ruled_out.add(NumericalNote.DOWN_CONVERT_INPUTS.name)
@@ -111,10 +114,12 @@ def configurations(
     reader = _Reader(target.cudnn)
     said = f"cuDNN {target.cudnn.version_text} has no engine for {problem}"
     with _refusals(said), graph_of(target, problem, views, bias=bias) as graph:
+        # All three are asked: in strict float32, the list of A may hold tensor-core engines only.
         for mode in HeuristicMode:
             for config in _proposals(target, graph, mode):
                 engine = reader.engine(config)
                 index = engine.get_int64(Attribute.ENGINE_GLOBAL_INDEX)
+                # The lists overlap. A configuration keeps the place in which it was first proposed.
                 identity = _identity(index, reader.knobs(config), bias)
                 if identity in found:
                     continue
@@ -148,10 +153,11 @@ def _proposals(target: Target, graph: Descriptor, mode: HeuristicMode) -> list[D
 
 
 class _Reader:
-    """Reads engine and knobs of configurations, into descriptors that are made once."""
+    """Reader of the engine and knobs of configurations, with descriptors that are made once."""
 
     def __init__(self, cudnn: Cudnn) -> None:
         self._engine = [Descriptor(cudnn, Kind.ENGINE)]
+        # Reused: a problem has dozens of configurations, and each would need 64 descriptors.
         self._knobs = [Descriptor(cudnn, Kind.KNOB_CHOICE) for _ in range(KNOB_TYPES)]
 
     def engine(self, config: Descriptor) -> Descriptor:
@@ -167,6 +173,7 @@ class _Reader:
 
 
 def _identity(engine: int, knobs: Iterable[tuple[int, int]], bias: bool) -> str:
+    # Sorted, so that a configuration has one name in whatever order cuDNN lists its knobs.
     choices = "".join(f"_k{kind}={value}" for kind, value in sorted(knobs))
     return f"{'bias_' if bias else ''}eng{engine}{choices}"
 
@@ -181,7 +188,7 @@ def _notes(engine: Descriptor) -> tuple[str, ...]:
 
 
 def _name(notes: type[NumericalNote | BehaviorNote], kind: str, value: int) -> str:
-    """A note's name; a newer cuDNN may have notes that have none here."""
+    """Name of a note; one that only a newer cuDNN has is named by its number."""
     return notes(value).name if value in list(notes) else f"{kind}_{value}"
 
 
@@ -212,6 +219,8 @@ def build(
     index, knobs, bias = parse_identity(identity)
     said = f"cuDNN {target.cudnn.version_text} does not compute {problem} by {identity}"
     with _refusals(said):
+        # An engine belongs to a graph, and the graph to a batch size, strides and alignments: hence
+        # all are made anew for each plan.
         graph = graph_of(target, problem, views, bias=bias, alpha=alpha, beta=beta)
         config = Descriptor(target.cudnn, Kind.ENGINECFG)
         config.set_descriptors(Attribute.ENGINECFG_ENGINE, _engine(target, graph, index))
@@ -219,16 +228,18 @@ def build(
             choices = [_knob(target, kind, value) for kind, value in knobs]
             config.set_descriptors(Attribute.ENGINECFG_KNOB_CHOICES, *choices)
         plan = Descriptor(target.cudnn, Kind.EXECUTION_PLAN)
+        # `finalize` is where cuDNN decides whether the engine takes these knobs for this graph.
         plan.set_descriptors(Attribute.EXECUTION_PLAN_ENGINE_CONFIG, config.finalize())
         return _finalized(target, plan, identity, _uids(problem, bias))
 
 
 @contextmanager
 def _refusals(said: str) -> Iterator[None]:
-    """Turn refusals of cuDNN into UnsupportedErrors that begin with a clause."""
+    """Raise cuDNN's refusals as UnsupportedErrors whose message begins with `said`."""
     try:
         yield
     except CudnnError as error:
+        # Any other status is a failure of the library or of the device, not the engine's.
         if not error.is_refusal:
             raise
         raise UnsupportedError(f"{said}: {error}") from error
@@ -237,6 +248,7 @@ def _refusals(said: str) -> Iterator[None]:
 def _finalized(
     target: Target, plan: Descriptor, identity: str, uids: tuple[int, ...]
 ) -> ExecutionPlan:
+    # A plan for a device that is not here can be finalized, which checks it, but not executed.
     if target.handle is not None:
         plan.set_handle(Attribute.EXECUTION_PLAN_HANDLE, target.handle)
     plan.finalize()
@@ -258,6 +270,7 @@ def parse_identity(identity: str) -> tuple[int, list[tuple[int, int]], bool]:
         raise UnsupportedError(
             f"the name of a cuDNN engine configuration is like eng67_k2=20_k13=0, got {identity!r}"
         )
+    # The text before the first "_k" is empty.
     knobs = [part.split("=") for part in match["knobs"].split("_k")[1:]]
     return (
         int(match["engine"]),

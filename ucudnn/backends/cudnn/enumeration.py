@@ -17,6 +17,7 @@ from ucudnn.layer_table import read_layers
 from ucudnn.problem import OPS, Problem
 from ucudnn.system.files import replacing
 
+# A file format that users read: names and order must stay.
 COLUMNS = (
     *("name", "op", "dtype", "layout", "batch"),
     *("algorithm", "workspace_bytes", "mode", "rank", "notes"),
@@ -83,9 +84,11 @@ def enumerate_table(
         UnsupportedError: as for `enumerate_candidates`.
     """
     layers = [
+        # A table of layers says nothing of TF32, so all its rows get the same setting.
         (name, replace(problem, math=math))
         for name, problem in read_layers(table, ops, dtype, layout)
     ]
+    # Before the profile is loaded and a child started, so that a typing error is found at once.
     sizes = None if batches is None else parse_batches(batches)
     profile = DeviceProfile.load(device_profile)
     return enumerate_candidates(layers, profile, output, sizes, on_progress)
@@ -116,6 +119,7 @@ def enumerate_candidates(
             a driver has no C compiler.
     """
     target = Path(output)
+    # Checked first: listing a whole network takes a while, and would be lost.
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigError(f"candidates are written to a file in a folder that exists, got {target}")
     sizes = None if batches is None else tuple(batches)
@@ -123,7 +127,9 @@ def enumerate_candidates(
         (name, problem): [problem.with_batch(size) for size in sizes or _powers(problem.batch)]
         for name, problem in layers
     }
+    # Networks repeat layers, and layers share micro-batches: cuDNN is asked once for each problem.
     distinct = list(dict.fromkeys(chunk for found in chunks.values() for chunk in found))
+    # Found once, so that the summary names the library that answered.
     library = find_library()
     listings: dict[Problem, Listing] = {}
     for done, listing in enumerate(list_configurations(distinct, profile, library), start=1):
@@ -131,6 +137,7 @@ def enumerate_candidates(
         listings[listing.problem] = listing._replace(configurations=tuple(allowed))
         if on_progress is not None:
             on_progress(done, len(distinct))
+    # Written by layer, though cuDNN was asked by distinct problem.
     rows = _write(
         target,
         ((name, listings[chunk]) for (name, _), found in chunks.items() for chunk in found),
@@ -169,6 +176,7 @@ def _powers(batch: int) -> list[int]:
     >>> _powers(6), _powers(8)
     ([1, 2, 4, 6], [1, 2, 4, 8])
     """
+    # (batch - 1).bit_length() is the number of powers of two below the batch.
     return [*(1 << power for power in range((batch - 1).bit_length())), batch]
 
 
@@ -176,6 +184,7 @@ def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
     """Write the table, in place of the one that is there; return the number of rows."""
     rows = 0
     try:
+        # Written beside the file and renamed, so that an interrupted run leaves the old table.
         with replacing(path) as stream:
             table = csv.writer(getwriter("utf-8")(stream), lineterminator="\n")
             table.writerow(COLUMNS)
@@ -183,9 +192,11 @@ def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
                 problem = listing.problem
                 key = (name, problem.op, problem.dtype, problem.layout, problem.batch)
                 for one in listing.configurations:
+                    # The comma separates the columns.
                     notes = "+".join(one.notes)
                     facts = (one.identity, one.workspace_bytes, one.mode, one.rank, notes)
                     table.writerow((*key, *facts))
+                # Counted as written: layers that are alike repeat their candidates.
                 rows += len(listing.configurations)
     except OSError as error:
         raise ConfigError(f"cannot write the candidates to {path}: {error.strerror}") from error

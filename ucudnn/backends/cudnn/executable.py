@@ -22,8 +22,8 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
 
-# Addresses for which a pack is kept. A training step meets the same ones again and again; a program
-# that never does would otherwise keep one pack per call.
+# Sets of addresses for which a variant pack is kept. Training steps repeat the same addresses; a
+# program that never does would otherwise keep one pack per call.
 _MOST_PACKS = 256
 # The gradient of a chunk may be larger than that of all: a sum that float16 holds, up to 65504, can
 # be more in between. Chunks are written as a sixteenth, so that only a million and more becomes an
@@ -33,8 +33,10 @@ FLOAT16_HEADROOM = 16.0
 _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 
 
+# Both bases: tuning treats an UnsupportedError as a miss, and a training step expects of an
+# operator the RuntimeError that torch raises.
 class RefusedError(UnsupportedError, RuntimeError):
-    """An engine that does not compute what it is asked for, found when it is first run."""
+    """An engine does not compute these operands, which its first run has shown."""
 
 
 class AnyPlan(Protocol):
@@ -84,6 +86,7 @@ class EngineExecutable(Executable):
         self._problem = problem
         self._identity = identity
         self._adds_bias = parse_identity(identity)[2]
+        # The fused engine always reads a bias; without one it is given zeros, made once.
         self._zeros: Tensor | None = None
         self._built: dict[Hashable, _Built | None] = {}
 
@@ -144,6 +147,8 @@ class EngineExecutable(Executable):
         bias: Tensor | None = None,
     ) -> None:
         pointers = (a.data_ptr(), b.data_ptr(), out.data_ptr())
+        # All that a plan depends on. The alignment counts modulo 16 bytes, the most that an engine
+        # asks for, so that other addresses share a plan.
         place = (
             *(a.shape, b.shape, a.dtype, b.dtype, a.get_device(), alpha, beta),
             *(a.stride(), b.stride(), out.stride()),
@@ -152,6 +157,7 @@ class EngineExecutable(Executable):
         try:
             built = self._built[place]
         except KeyError:
+            # None is remembered, too: a refused layout is not tried again in every step.
             built = self._built[place] = self._build(a, b, out, alpha, beta)
         if built is None:
             self._run_on_copies(a, b, out, alpha, beta, bias)
@@ -162,7 +168,7 @@ class EngineExecutable(Executable):
             built.launch(a, pointers)
 
     def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
-        """A bias where and as cuDNN takes it; zeros for none."""
+        """A contiguous, aligned bias on the operands' device; zeros if there is none."""
         if bias is None:
             assert self._zeros is not None
             return self._zeros
@@ -175,7 +181,7 @@ class EngineExecutable(Executable):
         return bias if is_usable else bias.clone(memory_format=torch.contiguous_format)
 
     def _build(self, a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float) -> _Built | None:
-        """A plan for tensors that lie as these; None where it takes copies of them."""
+        """A plan for tensors of these strides and alignments; None if cuDNN needs copies."""
         problem = self._problem.with_batch(a.shape[0])
         _require_one_kind(problem, (a, b, out))
         if self._adds_bias and (self._zeros is None or self._zeros.device != a.device):
@@ -201,7 +207,10 @@ class EngineExecutable(Executable):
         bias: Tensor | None,
     ) -> None:
         layout = memory_format(self._problem)
+        # Copies are contiguous and fully aligned: for such tensors `_build` returns a plan or
+        # raises, so this method is never entered a second time.
         inner = torch.empty_like(out, memory_format=layout)
+        # With beta = 0 cuDNN does not read the old result.
         if beta:
             inner.copy_(out)
         a, b = a.clone(memory_format=layout), b.clone(memory_format=layout)
@@ -238,6 +247,7 @@ class _Built:
         with self._launching:
             pack = self._packs.get(key)
             if pack is None:
+                # Cleared as a whole: keeping an order of use would cost time on every launch.
                 if len(self._packs) >= _MOST_PACKS:
                     self._packs.clear()
                 pack = self._packs[key] = self._runtime.pack(self._plan, pointers, address)
@@ -288,6 +298,7 @@ class DefaultExecutable(Executable):
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         none = [0] * problem.rank
+        # Only problems with even padding get here; `padded` writes the rest out as zeros.
         begins = [begin for begin, _ in problem.padding]
         self._geometry: tuple[Any, ...] = (
             *(list(problem.stride), begins, list(problem.dilation)),

@@ -1,4 +1,4 @@
-"""A problem as cuDNN's operation graph: how its tensors lie in memory, and what is computed."""
+"""A problem as cuDNN's operation graph: layouts of its tensors, and the operations on them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 
 ALIGNMENT_BYTES = 16  # the most that any engine asks for
-# cuDNN lists engines for larger tensors too; what they do there, nobody here has seen.
+# 32-bit indices. cuDNN lists engines for larger tensors, too, but none was tested on a device.
 _MOST_ELEMENTS = 2**31 - 1
+# Any distinct numbers: a variant pack names the tensors by them.
 X_UID, W_UID, Y_UID, BIAS_UID, _SUM_UID = 1, 2, 3, 4, 5
 _DATA_TYPES = {
     "float64": DataType.DOUBLE,
@@ -42,6 +43,7 @@ class _Operation(NamedTuple):
     beta: Attribute
 
 
+# cuDNN numbers the same attributes apart for each of the three operations.
 _OPERATIONS = {
     "fprop": _Operation(
         Kind.OPERATION_CONVOLUTION_FORWARD,
@@ -111,7 +113,8 @@ class Views(NamedTuple):
 def views_of(problem: Problem, whole: Problem | None = None) -> Views:
     """Layouts of a problem's tensors, as a chunk of a batch or a slab of a larger problem.
 
-    A chunk begins a multiple of its own size after its tensor's begin, a slab at any row.
+    A chunk begins a multiple of its own size after the start of its tensor, a slab at any row;
+    that decides the alignment which the view can claim.
 
     >>> views_of(Problem("fprop", 2, 3, 8, (5, 5), (3, 3))).x
     View(strides=(75, 25, 5, 1), alignment_bytes=8)
@@ -120,10 +123,13 @@ def views_of(problem: Problem, whole: Problem | None = None) -> Views:
         problem: the chunk or slab.
         whole: the problem whose tensors a slab's are views of; None: `problem` is no slab.
     """
+    # A slab has the strides of the whole tensors that it is a view of.
     of = whole or problem
     x, w, y = (_strides(shape, problem.layout) for shape in (of.x_shape, of.w_shape, of.y_shape))
 
     def view(strides: tuple[int, ...]) -> View:
+        # A view may begin at any multiple of these strides. torch aligns the tensor itself, so the
+        # greatest common divisor is what every view is aligned to.
         offsets = [problem.batch * strides[0], *([strides[0], strides[2]] if whole else [])]
         alignment = gcd(ALIGNMENT_BYTES, *(problem.bytes_per_element * count for count in offsets))
         return View(strides, alignment)
@@ -179,6 +185,7 @@ def graph_of(
             _SUM_UID, _arithmetic(problem), problem.y_shape, *views.y, virtual=True
         )
         operations.append(_bias_addition(cudnn, problem, total, y))
+        # The convolution writes the sum, which the addition reads; the addition writes y.
         y = total
     operations.insert(0, _convolution(cudnn, problem, (x, w, y), alpha, beta))
     graph = Descriptor(cudnn, Kind.OPERATIONGRAPH)
@@ -189,6 +196,7 @@ def graph_of(
 
 
 def _require_small(problem: Problem, name: str, shape: tuple[int, ...], view: View) -> None:
+    # The distance from the first to the last element: a strided view spans more than it holds.
     span = 1 + sum((size - 1) * stride for size, stride in zip(shape, view.strides, strict=True))
     if span > _MOST_ELEMENTS:
         raise UnsupportedError(
@@ -202,6 +210,8 @@ def _views_as_2d(problem: Problem, views: Views) -> Views:
 
     def lifted(view: View) -> View:
         batch, channel, width = view.strides
+        # An axis of size 1 may have any stride; this is the one that the layout would give it, and
+        # cuDNN reads the layout from the strides.
         height = channel if problem.layout == "nchw" else batch
         return View((batch, channel, height, width), view.alignment_bytes)
 
@@ -209,6 +219,7 @@ def _views_as_2d(problem: Problem, views: Views) -> Views:
 
 
 def _arithmetic(problem: Problem) -> DataType:
+    # Half precision is accumulated in float32, as PyTorch does.
     return DataType.DOUBLE if problem.dtype == "float64" else DataType.FLOAT
 
 
@@ -236,12 +247,14 @@ def _convolution(
     operation.set_descriptors(names.convolution, convolution.finalize())
     for attribute, tensor in zip((names.x, names.w, names.y), tensors, strict=True):
         operation.set_descriptors(attribute, tensor)
+    # The factors have the type of the arithmetic, not that of the tensors.
     for attribute, factor in ((names.alpha, alpha), (names.beta, beta)):
         operation.set_float(attribute, factor, double=arithmetic is DataType.DOUBLE)
     return operation.finalize()
 
 
 def _bias_addition(cudnn: Cudnn, problem: Problem, total: Descriptor, y: Descriptor) -> Descriptor:
+    # Sizes of 1 broadcast: one element per channel.
     shape = (1, problem.out_channels, *(1,) * problem.rank)
     bias = cudnn.tensor(
         BIAS_UID,

@@ -60,8 +60,10 @@ class GpuState:
             "temperature_c": self.temperature_c,
             "power_w": self.power_w,
         }
+        # 0 stands for a number that NVML does not tell, and is left out.
         said = [f"{name}={value}" for name, value in numbers.items() if value]
         said += [f"throttled={reason}" for reason in self.slowdowns]
+        # One of them is this process.
         if self.processes > 1:
             said.append(f"processes={self.processes}")
         return tuple(said)
@@ -82,8 +84,10 @@ def cuda_device(index: int) -> Device:
     gpu = _gpu(index)
     limit, name = 0, ""
     if gpu is not None:
+        # The power limit decides the clock under load; it belongs to the board, not to a slice.
         limit = _ask(partial(pynvml.nvmlDeviceGetEnforcedPowerLimit, _board(gpu)), 0)
         name = _ask(partial(pynvml.nvmlDeviceGetName, gpu), "")
+    # NVML's name of a slice contains its profile, as in "... MIG 1g.10gb".
     profile = re.search(r"\bMIG (\S+)", name)
     return Device(
         type="cuda",
@@ -91,6 +95,7 @@ def cuda_device(index: int) -> Device:
         cores=properties.multi_processor_count,
         compute_capability=f"{properties.major}.{properties.minor}",
         memory_bytes=properties.total_memory,
+        # NVML counts in milliwatts.
         power_limit_w=round(limit / 1000),
         mig=profile[1] if profile else "",
     )
@@ -110,7 +115,7 @@ def cuda_software(cudnn: str) -> Software:
 
 
 def gpu_state(index: int) -> GpuState:
-    """Clock, heat, power and company of a GPU now; it waits for no kernel."""
+    """Clock, temperature, power and processes of a GPU now; waits for no kernel."""
     gpu = _gpu(index)
     if gpu is None:
         return GpuState()
@@ -128,7 +133,7 @@ def gpu_state(index: int) -> GpuState:
 
 
 def _ask(question: Callable[[], T], unknown: T) -> T:
-    """The answer of NVML, or what stands for none: a MIG slice or a container may have none."""
+    """The answer of NVML, or `unknown`: on a MIG slice or in a container some queries fail."""
     try:
         return question()
     except pynvml.NVMLError:
@@ -148,6 +153,7 @@ def _nvml() -> bool:
 @cache
 def _gpu(index: int) -> Any:
     """NVML's handle, found by UUID: CUDA_VISIBLE_DEVICES renumbers only CUDA's devices."""
+    # torch gives the UUID without the prefix by which NVML tells a whole GPU from a slice.
     for kind in ("GPU", "MIG") if _nvml() else ():
         uuid = f"{kind}-{cuda_uuid(index)}"
         found = _ask(partial(pynvml.nvmlDeviceGetHandleByUUID, uuid), None)

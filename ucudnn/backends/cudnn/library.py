@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ucudnn.errors import UnsupportedError
 
+# The major version is part of the name: cuDNN keeps its C interface within one.
 _FILE = "libcudnn.so.9"
+# Where the nvidia-cudnn wheels put it, and torch wheels that bring their own.
 _WHEEL_FOLDERS = ("nvidia/cudnn/lib", "torch/lib")
 
 
@@ -44,6 +46,7 @@ def _mapped_library() -> Path | None:
     maps = Path("/proc/self/maps")
     if maps.exists():
         for line in maps.read_text(errors="replace").splitlines():
+            # A line of /proc/self/maps ends in the absolute path of the file, if it has one.
             path = line.partition("/")[2]
             if path.rpartition("/")[2].startswith(_FILE):
                 return Path("/", path)

@@ -1,4 +1,4 @@
-"""A device as a JSON file: what cuDNN needs to know of a GPU to plan for it where it is not."""
+"""Device profile: a JSON file with all that cuDNN must know of a GPU to plan without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ucudnn.backends.cudnn.constants import DEVICELESS_SINCE, Attribute, Kind
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.system.files import parse_json
 
-# As cuDNN writes them; it may write others too.
+# Fields that cuDNN requires; it may write further ones.
 _COUNTS = (
     *("cudaDeviceId", "deviceVer", "driverVer", "isTccDriver", "l2CacheSize", "maxCtasPerSM"),
     *("maxRegistersPerSM", "maxSharedMemoryPerBlock", "maxSharedMemoryPerBlockOptin"),
@@ -21,6 +21,7 @@ _COUNTS = (
     *("multiProcessorCount", "pciDeviceId", "regsPerBlock", "reservedSharedMemoryPerBlock"),
     *("smClockRateKHz", "supportCoopLaunch", "totalGlobalMem", "warpSize"),
 )
+# Three numbers each, for the axes x, y and z.
 _SIZES = ("maxBlockSize", "maxGridSize")
 _NAME = "deviceName"
 REQUIRED_FIELDS = (*_COUNTS, *_SIZES, _NAME)
@@ -77,12 +78,14 @@ class DeviceProfile:
         if not isinstance(fields, dict):
             raise ConfigError(f"the device profile {source} must be a JSON object, got {text:.40}")
         _require(REQUIRED_FIELDS, fields, f"the device profile {source} lacks")
+        # Checked here, so that the error names the field and the file.
         for name in (*REQUIRED_FIELDS, *NEWER_FIELDS):
             if name in fields and not _is_valid(name, fields[name]):
                 raise ConfigError(
                     f"the device profile {source}: {name} must be {_rule(name)}, "
                     f"got {fields[name]!r}"
                 )
+        # deviceVer is 900 for compute capability 9.0.
         major, minor = divmod(fields["deviceVer"] // 10, 10)
         return cls(fields[_NAME], f"{major}.{minor}", text, source)
 
@@ -116,6 +119,7 @@ class DeviceProfile:
             ConfigError: the file cannot be written.
         """
         try:
+            # Indented, because people compare and edit profiles.
             Path(path).write_text(json.dumps(json.loads(self.text), indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
@@ -123,7 +127,7 @@ class DeviceProfile:
             ) from error
 
     def descriptor(self, cudnn: Cudnn) -> Descriptor:
-        """The device as cuDNN takes it.
+        """Make the descriptor by which cuDNN plans for the device.
 
         Args:
             cudnn: the library.
@@ -134,10 +138,12 @@ class DeviceProfile:
         """
         _require_deviceless(cudnn)
         device = Descriptor(cudnn, Kind.DEVICEPROP)
+        # The text as it was read: cuDNN may use fields that this module does not know.
         device.set_text(Attribute.DEVICEPROP_JSON_REPRESENTATION, self.text)
         try:
             return device.finalize()
         except CudnnError as error:
+            # A failure of the library says nothing about the profile.
             if not error.is_refusal:
                 raise
             _require(
@@ -153,6 +159,7 @@ class DeviceProfile:
 
 
 def _require_deviceless(cudnn: Cudnn) -> None:
+    # Older releases have no descriptor of device properties.
     if cudnn.version < DEVICELESS_SINCE:
         raise UnsupportedError(
             f"device profiles need cuDNN 9.8 or newer, {cudnn.path} is {cudnn.version_text}; "
@@ -178,6 +185,7 @@ def _is_valid(name: str, value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
+    # `isinstance` would let true and false pass: bool is a subclass of int.
     return type(value) is int and value >= 0
 
 

@@ -37,7 +37,7 @@ def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     cupy = _cupy()
     if cupy is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    # no pool: what a pool keeps is missing to torch
+    # Without CuPy's pool: memory that a pool keeps could not be allocated by torch.
     with cupy.cuda.Device(device.index), cupy.cuda.using_allocator(None):
         # bytes, because CuPy has no bfloat16
         owner = cupy.empty(prod(shape) * dtype.itemsize, dtype=cupy.uint8)

@@ -45,6 +45,7 @@ class Handles:
     ) -> None:
         self._open = open_handle
         self._current_stream = current_stream
+        # Needs no lock: each thread reads and writes only keys with its own number.
         self._held: dict[tuple[int, int], tuple[AnyHandle, int]] = {}
 
     def get(self, device: int) -> AnyHandle:
@@ -53,9 +54,11 @@ class Handles:
         Args:
             device: number of the device in this process.
         """
+        # Autograd runs backward in threads of its own, which get handles at their first launch.
         key = (threading.get_ident(), device)
         stream = self._current_stream(device)
         held = self._held.get(key)
+        # By far the most frequent case: the stream rarely changes between launches.
         if held is not None and held[1] == stream:
             return held[0]
         handle = self._open(device) if held is None else held[0]
@@ -77,6 +80,7 @@ class Runtime:
         self._building = ForkSafeLock()  # cuDNN builds one plan at a time anyway
 
     def _open_handle(self, device: int) -> Handle:
+        # cudnnCreate opens the device that is current in the calling thread.
         with torch.cuda.device(device):
             return Handle(self.cudnn)
 
@@ -135,6 +139,7 @@ class Runtime:
         Raises:
             RuntimeError: cuDNN or the device failed, as torch would say it.
         """
+        # Nearly all launches are on the current device; entering `torch.cuda.device` costs time.
         elsewhere = torch.cuda.current_device() != device
         try:
             with torch.cuda.device(device) if elsewhere else nullcontext():
@@ -145,7 +150,7 @@ class Runtime:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise what cuDNN did not refuse, but failed to do, as the RuntimeError that torch raises.
+    """Raise failures of cuDNN as RuntimeErrors, as torch does for its own operators.
 
     Tuning then counts it against the candidate, and asks whether the device still works.
     """

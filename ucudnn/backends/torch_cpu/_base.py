@@ -28,19 +28,19 @@ class AbstractAlgorithm(ABC):
 
     @abstractmethod
     def cost(self, problem: Problem) -> Cost:
-        """The least that it does for a problem that is not refused."""
+        """Lower bounds of operations, traffic and workspace, for a problem that is not refused."""
 
     @abstractmethod
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
-        """Each kernel that it runs, one at a time, after the problem that this computes."""
+        """Pairs of a problem and the implementation that computes it, in the order of running."""
         return ((problem, self.name),)
 
 
 class OpsExecutable(Executable):
-    """Three methods, one per op; `alone` is the one that the problem asks for."""
+    """Base of executables with a method per op; `alone` calls that of the problem's op."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -65,17 +65,20 @@ class OpsExecutable(Executable):
 
 def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
     """A new tensor in the problem's dtype and layout, whatever torch's default device is."""
+    # The device is given because `torch.set_default_device` may name another one.
     return torch.empty(
         shape, dtype=torch_dtype(problem), device="cpu", memory_format=memory_format(problem)
     )
 
 
 def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of zeros that occupies address space but no memory, and must not be written.
+    """A shape-only tensor: it reads as zeros, occupies no memory, and must not be written.
 
-    aten's backward operators take x (dgrad) and w (wgrad) only for their shape.
+    aten's backward operators read only the shape of x (dgrad) or w (wgrad), but ask for a tensor.
     """
+    # mmap refuses a length of 0.
     size = max(prod(shape) * problem.bytes_per_element, 1)
+    # The kernel backs an anonymous page with memory only when it is first written.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         pages = mmap.mmap(-1, size, flags=flags)
@@ -84,9 +87,11 @@ def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
             f"{problem} has tensors of {format_bytes(size)}, more than this machine can address; "
             f"use a smaller batch"
         ) from error
+    # The tensor holds a reference to the mapping, which ends with it.
     flat = torch.frombuffer(pages, dtype=torch_dtype(problem), count=prod(shape))
     if problem.layout == "nchw":
         return flat.view(shape)
     batch, channels, *spatial = shape
+    # Channels are innermost in memory and the second axis in the shape.
     order = (0, len(shape) - 1, *range(1, len(shape) - 1))
     return flat.view(batch, *spatial, channels).permute(order)

@@ -17,7 +17,9 @@ LARGE_MMAP_THRESHOLD = 1 << 30
 LARGE_THRESHOLD_TUNABLES = (
     "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 )
+# Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# Allocators that users preload instead of glibc's; each has settings of its own.
 _REPLACEMENTS = ("tcmalloc", "jemalloc", "mimalloc")
 _threshold_set_here: list[int] = []
 
@@ -33,6 +35,7 @@ def describe_allocator() -> str:
     for name in _REPLACEMENTS:
         if f"lib{name}" in loaded:
             return name
+    # Other C libraries, such as musl's, do not have this function.
     if not hasattr(_c_library(), "gnu_get_libc_version"):
         return "system"
     threshold = _threshold_set_here[-1] if _threshold_set_here else _threshold_of_environment()
@@ -70,4 +73,5 @@ def _threshold_of_environment() -> int | None:
 
 
 def _c_library() -> ctypes.CDLL:
+    # None stands for the process itself, where the C library is already loaded.
     return ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Algorithms that aten has: torch's own choice, oneDNN and the slow convolution by their names."""
+"""Algorithms behind aten operators: torch's own choice, oneDNN and the slow convolution."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from ucudnn.backends.torch_cpu.taps import columns_bytes, direct_cost
 from ucudnn.problem import Problem
 
 _aten = torch.ops.aten
+# Short names for the members of torch's enumeration ConvBackend; they appear in notes of
+# measurements, so the names must stay.
 _KERNELS = {
     "Mkldnn": "onednn",
     "MkldnnEmpty": "onednn",
@@ -52,6 +54,7 @@ _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 @lru_cache(maxsize=4096)
 def _chosen_kernel(problem: Problem, threads: int) -> str:
     del threads  # part of the key: aten's choice depends on it
+    # The function by which aten itself decides. It reads shapes, dtypes and layouts, no values.
     backend = torch._C._select_conv_backend(
         phantom(problem, problem.x_shape),
         phantom(problem, problem.w_shape),
@@ -72,6 +75,7 @@ def chosen_kernel(problem: Problem) -> str:
     >>> chosen_kernel(Problem("fprop", 8, 4, 4, (9, 9), (3, 3), dtype="float64"))
     'slow_conv2d'
     """
+    # aten never sees uneven padding: `padded` writes the excess into the input first.
     return _chosen_kernel(symmetric(problem), torch.get_num_threads())
 
 
@@ -128,6 +132,7 @@ class OneDnnNhwc(AbstractAlgorithm):
         """Needs channels-first operands and what oneDNN needs."""
         if problem.layout == "nhwc":
             return "the operands are channels-last already"
+        # As 2-D, because torch has no channels-last layout in 1-D.
         return cramped_refusal(problem) or onednn_refusal(problem.as_2d())
 
     def cost(self, problem: Problem) -> Cost:
@@ -155,9 +160,10 @@ class SlowConv2d(AbstractAlgorithm):
     name = "slow_conv2d"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Two axes at most, no groups, no dilation."""
+        """Refuse 3-D problems, groups and dilation."""
         if problem.rank == 3 or problem.groups > 1 or set(problem.dilation) != {1}:
             return "it computes 1-D and 2-D problems without groups and dilation only"
+        # With one channel both layouts have the same strides, by which torch's kernel tells them.
         if problem.layout == "nhwc" and problem.in_channels == 1:
             return "channels-last it computes several input channels only"
         return None
@@ -175,7 +181,7 @@ class SlowConv2d(AbstractAlgorithm):
 
 
 def _is_both(shape: tuple[int, ...]) -> bool:
-    """True if channels first and channels last are the same order of elements."""
+    """True if channels-first and channels-last put the elements of a shape in the same order."""
     return shape[1] == 1 or prod(shape[2:]) == 1
 
 
@@ -183,6 +189,7 @@ def _kernel_cost(problem: Problem, kernel: str) -> Cost:
     if kernel.startswith("slow"):
         return _columns_cost(problem, kernel)
     direct = direct_cost(problem)
+    # On x86 oneDNN computes convolutions directly; elsewhere it may use Winograd.
     is_direct = kernel == "onednn" and platform.machine() in ("x86_64", "AMD64")
     if is_direct or {*problem.stride, *problem.dilation} != {1}:
         return direct
@@ -193,11 +200,13 @@ def _kernel_cost(problem: Problem, kernel: str) -> Cost:
 
 
 def _columns_cost(problem: Problem, kernel: str) -> Cost:
-    """Columns of the whole batch or of one sample, and of one group after the other."""
+    """Cost of im2col: columns of the whole batch or of a sample, one group after the other."""
+    # Only a 1x1 filter at stride 1 without padding needs no columns.
     geometry = zip(problem.kernel_size, problem.stride, problem.padding, strict=True)
     if all(axis == (1, 1, (0, 0)) for axis in geometry):
         return direct_cost(problem)  # the input is its columns
     traffic, columns = direct_cost(problem).traffic_bytes, columns_bytes(problem)
+    # These make the columns of all samples at once, the others of one sample after another.
     if kernel == "slow_conv3d" or (kernel == "slow_conv2d" and problem.op != "dgrad"):
         workspace = columns // problem.groups
         # those of a group may stay in a cache from the one before
@@ -223,6 +232,7 @@ def _is_cramped(problem: Problem) -> bool:
         strict=True,
     )
     return any(
+        # In turn: a filter larger than the input, a single output, a tap that only meets padding.
         dilation * (taps - 1) >= size
         or (places == 1 and stride > 1)
         or not all(
@@ -258,6 +268,7 @@ def _nhwc(problem: Problem) -> Executable:
 
 
 def _lifted(problem: Problem, build: Callable[[Problem], Executable]) -> Executable:
+    # A 1-D problem is computed with a height of 1, as torch itself does.
     executable = padded(problem.as_2d(), build)
     return _Lifted(executable) if problem.rank == 1 else executable
 

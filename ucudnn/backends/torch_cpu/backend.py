@@ -34,8 +34,9 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
-# Samples of random operands; more are copies of these.
+# Samples of random operands that are drawn: drawing is slow, so further samples repeat them.
 _DRAWN_SAMPLES = 16
+# torch's own comes first: candidates are listed in this order, and the first is the baseline.
 _ALGORITHMS = {
     algorithm.name: algorithm
     for algorithm in (
@@ -52,6 +53,7 @@ _ALGORITHMS = {
 }
 
 
+# One per process, because the load is the change of counters since it was last asked.
 _load = LoadMeter()
 
 
@@ -87,6 +89,7 @@ class TorchCpuBackend(AbstractBackend):
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm does not compute a problem; None where it does."""
+        # TF32 is a number format of NVIDIA's tensor cores.
         if problem.math != "strict":
             return "a CPU computes float32 in full precision; use math='strict'"
         if problem.layout == "nhwc" and problem.rank == 1:
@@ -98,6 +101,8 @@ class TorchCpuBackend(AbstractBackend):
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm does not compute a slab; None where it does."""
         reason = self.refusal(problem, algorithm)
+        # A slab is low, so that a filter may hang over it; there oneDNN's half-precision kernels
+        # read memory that is not theirs. Of a whole problem, torch's own choice is never refused.
         if reason is None and self.kernel(problem, algorithm).startswith("onednn"):
             reason = cramped_refusal(problem)
         return reason
@@ -113,6 +118,7 @@ class TorchCpuBackend(AbstractBackend):
             raise UnsupportedError(
                 f"no algorithm of {self.name} computes {problem}: {reasons['torch_default']}"
             )
+        # Timing the same kernel twice would only add noise to the choice between the two.
         if "torch_default" in names and chosen_kernel(problem) == "onednn":
             names = [name for name in names if name != "onednn"]
         return tuple(Candidate(problem, name, notes=self._notes(problem, name)) for name in names)
@@ -121,13 +127,13 @@ class TorchCpuBackend(AbstractBackend):
         return (f"kernel={chosen_kernel(problem)}",) if name == "torch_default" else ()
 
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
-        """The least that a candidate does; None where the algorithm does not compute it."""
+        """Lower bounds of what a candidate needs; None if the algorithm does not compute it."""
         if self.refusal(problem, algorithm) is not None:
             return None
         return _ALGORITHMS[algorithm].cost(problem)
 
     def roofline(self, dtype: str) -> Roofline:
-        """The fastest that this process can compute, measured at the first call."""
+        """Peak rates of this process, measured at the first call."""
         return roofline(dtype)
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
@@ -144,6 +150,7 @@ class TorchCpuBackend(AbstractBackend):
         """
         drawn = replace(problem, batch=min(samples, _DRAWN_SAMPLES))
         shapes = replace(problem, batch=samples).operand_shapes
+        # A generator of its own, so that measuring leaves the user's random state alone.
         generator = torch.Generator().manual_seed(0)
         a, b = (
             _repeated(problem, _normal(problem, few, generator), shape)
@@ -155,6 +162,7 @@ class TorchCpuBackend(AbstractBackend):
         self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
     ) -> int:
         """Run once and return the peak of temporary memory, beyond the returned tensor."""
+        # Chunks run one after another: the largest of these amounts is the peak, not their sum.
         unseen = (
             unseen_bytes(computed, kernel, torch.get_num_threads())
             for problem, algorithm in set(parts)
@@ -163,21 +171,23 @@ class TorchCpuBackend(AbstractBackend):
         return max(unseen, default=0) + allocated_peak_bytes(run)
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """aten's choice for torch's own convolution; every other algorithm is one kernel."""
+        """Name of the implementation: aten's choice for torch's own, else the algorithm's name."""
         return chosen_kernel(problem) if algorithm == "torch_default" else algorithm
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time it took."""
+        # A call on a CPU returns when its result is complete, so the host's clock is enough.
         start = time.perf_counter_ns()
         run()
         return time.perf_counter_ns() - start
 
     def state(self) -> tuple[str, ...]:
-        """Number of processors that others use, where this process needs some of them."""
+        """Number of processors that other processes use, if these are too many for this one."""
         return _load.notes()
 
     def activity(self) -> Activity:
-        """Processor time and forced context switches of this process."""
+        """CPU time and involuntary context switches of this process."""
+        # Involuntary switches: the scheduler took the processor away while there was still work.
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         return Activity(time.perf_counter_ns(), time.process_time_ns(), switches)
 
@@ -196,6 +206,7 @@ class TorchCpuBackend(AbstractBackend):
 
 
 def _normal(problem: Problem, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    # Drawn in float32 and converted, so that all dtypes get the same values up to rounding.
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
     return drawn.to(torch_dtype(problem), memory_format=memory_format(problem))
 

@@ -33,7 +33,7 @@ class DiagonalGemm(AbstractAlgorithm):
     name = "diagonal_gemm"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Weight gradients of depthwise convolutions with wide filters, on one or two axes."""
+        """Refuse all but 1-D and 2-D weight gradients of depthwise layers with wide filters."""
         if (
             problem.op != "wgrad"
             or not problem.in_channels == problem.out_channels == problem.groups
@@ -46,7 +46,7 @@ class DiagonalGemm(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Products of blocks, which are copies of x and dy, written once and read once."""
+        """Cost of the products of blocks; blocks are copies of x and dy, written and read once."""
         flat = problem.as_2d()
         blocks, element = _blocks(flat), max(problem.bytes_per_element, 4)
         places = problem.groups * problem.batch * blocks.number
@@ -71,7 +71,7 @@ class DiagonalGemm(AbstractAlgorithm):
 
 
 class _RowTap(NamedTuple):
-    """Rows of x and dy that meet at a filter row, as rows of the copies."""
+    """Rows of x and dy that meet at a filter row, numbered as in the copies."""
 
     position: int
     x_begin: int
@@ -106,7 +106,10 @@ def _blocks(problem: Problem) -> _Blocks:
     """The division for a problem of two axes; about as many columns as the filter covers."""
     extent = problem.dilation[1] * (problem.kernel_size[1] - 1) + 1
     places, size, begin = problem.output_size[1], problem.input_size[1], problem.padding[1][0]
+    # In a wider block more of the product lies on no diagonal that is needed; between narrower ones
+    # more columns of x are copied twice, because neighbouring windows overlap by the filter.
     count = max(1, places // max(extent, _LEAST_BLOCK))
+    # Rounded up, so that all blocks are equal; then as many of them as the columns fill.
     block = -(-places // count)
     count = -(-places // block)
     window = (block - 1) * problem.stride[1] + extent
@@ -130,10 +133,13 @@ def _row_taps(problem: Problem, per_phase: int) -> list[_RowTap]:
     stride, (begin, _) = problem.stride[0], problem.padding[0]
     found = []
     for position in range(problem.kernel_size[0]):
+        # Output row i reads row i * stride + position * dilation - begin of x, which is row i +
+        # ahead among those of its phase.
         ahead, phase = divmod(position * problem.dilation[0] - begin, stride)
         first = max(0, -ahead)
         present = -(-(problem.input_size[0] - phase) // stride)
         count = min(problem.output_size[0], present - ahead) - first
+        # A filter row that only meets padding has no rows in common; its gradient stays zero.
         if count > 0:
             found.append(_RowTap(position, phase * per_phase + first + ahead, first, count))
     return found
@@ -166,6 +172,7 @@ class _DiagonalGemm(Executable):
         flat, blocks = self._flat, self._blocks
         left, right = self._x_rows(x), self._y_rows(dy)
         shape = (flat.groups, flat.kernel_size[0], blocks.window, blocks.block)
+        # Zeros, because columns of padding are not copied and their products not computed.
         products = left.new_zeros(shape)
         kept = slice(blocks.skipped, blocks.skipped + blocks.columns)
         each = x.shape[0] * blocks.number
@@ -180,11 +187,14 @@ class _DiagonalGemm(Executable):
         channel, row, column, one = products.stride()
         (_, stride), (_, dilation) = self._flat.stride, self._flat.dilation
         shape = (*products.shape[:2], self._flat.kernel_size[1], self._blocks.block)
+        # Column j of dy meets column j * stride + k * dilation of x at filter column k: these
+        # pairs lie on a diagonal, and their sum over j is one element of the gradient.
         return products.as_strided(shape, (channel, row, dilation * column, stride * column + one))
 
     def _x_rows(self, x: Tensor) -> Tensor:
         blocks, stride, begin = self._blocks, self._flat.stride, self._flat.padding[1][0]
         rows = self._rows(x, blocks.x_rows, blocks.columns)
+        # Sorted by phase, the rows that a filter row meets are consecutive, as a matrix needs them.
         per_phase = blocks.x_rows // stride[0]
         for phase in range(stride[0]):
             source = x.permute(1, 2, 0, 3)[:, phase :: stride[0]]

@@ -1,4 +1,4 @@
-"""Convolution by Fourier transforms: large filters at stride 1, for much workspace."""
+"""Convolution by Fourier transforms, which pays for large filters and takes much workspace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fft(AbstractAlgorithm):
     name = "fft"
 
     def refusal(self, problem: Problem) -> str | None:
-        """float32 and float64, filters of more than one element."""
+        """Refuse half precision, and filters of one element."""
         if problem.bytes_per_element < 4:
             return f"torch has no Fourier transform in {problem.dtype} on a CPU"
         if set(problem.kernel_size) == {1}:
@@ -33,8 +33,9 @@ class Fft(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Transforms, products of spectra, and passes over padded tensors and their spectra."""
+        """Cost of the transforms, the products of spectra, and the passes over all of these."""
         sizes = transform_sizes(problem)
+        # The spectrum of real numbers is symmetric, so rfftn stores half of the last axis.
         frequencies = prod(sizes[:-1]) * (sizes[-1] // 2 + 1)
         planes = [prod(shape[:2]) for shape in (*problem.operand_shapes, problem.result_shape)]
         element = problem.bytes_per_element
@@ -63,7 +64,7 @@ def transform_sizes(problem: Problem) -> list[int]:
 
 
 def _transform_operations(sizes: list[int]) -> int:
-    """The least for real numbers: split radix, 2 n log n - 4 n per axis."""
+    """Operations of a real transform by the split-radix algorithm: 2 n log2 n - 4 n per axis."""
     return int(2 * prod(sizes) * sum(max(0.0, log2(size) - 2) for size in sizes))
 
 
@@ -77,7 +78,7 @@ def _summands(problem: Problem) -> int:
 
 
 def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: list[int]) -> int:
-    """The peak over the later transform of an operand, the product and the inverse transform."""
+    """Peak of the temporary memory of the second transform, the product and the inverse."""
     first, second, product = spectra
     second_canvas = padded[1]
     if problem.op != "dgrad":  # the second operand, which is conjugated, is transformed first
@@ -107,6 +108,7 @@ class _Fft(OpsExecutable):
         self._axes = tuple(range(-problem.rank, 0))
         self._form = memory_format(problem)
         self._every_stride = self._grid(problem.output_size, problem.stride)
+        # A dilated filter has zeros between its elements, and so has dy of a strided convolution.
         self._every_dilation = self._grid(problem.kernel_size, problem.dilation)
         self._input = tuple(
             slice(begin, begin + size)
@@ -148,12 +150,15 @@ class _Fft(OpsExecutable):
         return spectrum.view(shape)
 
     def _spectrum(self, tensor: Tensor, where: tuple[slice, ...]) -> Tensor:
+        # These zeros are the padding of the convolution, and keep what a cyclic convolution wraps
+        # around away from the outputs that are kept.
         canvas = tensor.new_zeros((*tensor.shape[:2], *self._sizes))
         canvas[(slice(None), slice(None), *where)] = tensor
         spectrum: Tensor = torch.fft.rfftn(canvas, dim=self._axes)
         return spectrum
 
     def _inverse(self, spectrum: Tensor, where: tuple[slice, ...]) -> Tensor:
+        # Merges groups and channels of a group into one channel axis again.
         flattened = spectrum.flatten(*((1, 2) if self.problem.op != "wgrad" else (0, 1)))
         values: Tensor = torch.fft.irfftn(flattened, s=self._sizes, dim=self._axes)
         return values[(slice(None), slice(None), *where)].contiguous(memory_format=self._form)

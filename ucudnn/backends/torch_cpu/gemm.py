@@ -23,22 +23,24 @@ class Gemm(AbstractAlgorithm):
     name = "gemm"
 
     def refusal(self, problem: Problem) -> str | None:
-        """1x1 filters without padding; channels-last without groups."""
+        """Refuse filters larger than 1x1, padding, and groups in channels-last."""
         if prod(problem.kernel_size) > 1 or any(map(sum, problem.padding)):
             return "it computes filters of size 1 without padding only"
         return places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
-        """The products; their operands of one sample are copied where they are strided or half."""
+        """Cost of the products; strided or half operands are copied, one sample at a time."""
         if problem.layout == "nhwc":
             return places_cost(problem)
         x_sample, y_sample = (
             prod(shape[1:]) for shape in (_sampled_shape(problem), problem.y_shape)
         )
         workspace = 0
+        # x and dy of a sample in float32, and the excess of a float32 sum over a half dw.
         if problem.op == "wgrad" and problem.bytes_per_element < 4:
             dw_growth = (4 - problem.bytes_per_element) * prod(problem.w_shape)
             workspace = 4 * (x_sample + y_sample) + dw_growth
+        # With a stride the places of x that filters read are gathered, one sample after another.
         elif problem.input_size != problem.output_size and problem.in_channels > 1:
             workspace = problem.bytes_per_element * x_sample
         return direct_cost(problem)._replace(workspace_bytes=workspace)
@@ -58,13 +60,13 @@ class Im2colGemm(AbstractAlgorithm):
     name = "im2col_gemm"
 
     def refusal(self, problem: Problem) -> str | None:
-        """1x1 filters that need no columns belong to gemm; channels-last without groups."""
+        """Refuse 1x1 filters without padding, which gemm computes, and groups in channels-last."""
         if prod(problem.kernel_size) == 1 and not any(map(sum, problem.padding)):
             return "a filter of size 1 needs no columns; gemm computes it"
         return places_refusal(problem) if problem.layout == "nhwc" else None
 
     def cost(self, problem: Problem) -> Cost:
-        """Products of columns, padding included; columns are written once and read once."""
+        """Cost of the product, padding included; columns are written once and read once."""
         if problem.layout == "nhwc":
             return places_cost(problem)
         direct, columns = direct_cost(problem), columns_bytes(problem)
@@ -84,7 +86,7 @@ class Im2colGemm(AbstractAlgorithm):
 
 
 def _sampled_shape(problem: Problem) -> tuple[int, ...]:
-    """Shape of the elements of x that filters of size 1 meet."""
+    """Shape of the part of x that a 1x1 filter reads: every stride-th place."""
     return (problem.batch, problem.in_channels, *problem.output_size)
 
 
@@ -93,6 +95,7 @@ class _Gemm(OpsExecutable):
         super().__init__(problem)
         self._dtype = product_dtype(problem)
         self._groups = problem.groups
+        # A 1x1 filter with a stride reads every stride-th place of x and ignores the rest.
         self._sampled = (slice(None), *(slice(None, None, step) for step in problem.stride))
         self._strided = set(problem.stride) != {1}
 
@@ -114,6 +117,8 @@ class _Gemm(OpsExecutable):
         return dw.to(x.dtype)
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        # One product per sample: channels-first operands are matrices (channels, places) only
+        # within a sample. Groups are the batch dimension of bmm.
         filters = self._grouped(b).to(self._dtype)
         if self.problem.op == "dgrad":
             filters = filters.mT
@@ -121,10 +126,12 @@ class _Gemm(OpsExecutable):
             self._write_sample(source, filters, target)
 
     def _write_sample(self, source: Tensor, filters: Tensor, target: Tensor) -> None:
+        # dgrad with a stride writes to every stride-th place of dx; the places between get zero.
         scattered = self._strided and self.problem.op == "dgrad"
         if self._strided and not scattered:
             source = source[self._sampled].contiguous()
         columns = self._grouped(source.to(self._dtype))
+        # bmm writes straight into the result where neither a conversion nor a scatter is needed.
         if target.dtype == self._dtype and not scattered:
             torch.bmm(filters, columns, out=self._grouped(target))
             return
@@ -139,6 +146,7 @@ class _Gemm(OpsExecutable):
         for x, dy in zip(a, b, strict=True):
             columns = self._grouped(x[self._sampled].contiguous().to(out.dtype))
             rows = self._grouped(dy.to(out.dtype))
+            # The product accumulates into dw in place, without a temporary of its size per sample.
             torch.baddbmm(total, rows, columns.mT, out=total)
 
     def _grouped(self, tensor: Tensor) -> Tensor:
@@ -159,6 +167,7 @@ class _Im2colGemm(OpsExecutable):
     def _y(self, x: Tensor, w: Tensor) -> Tensor:
         problem = self.problem
         y = torch.bmm(self._filters(w), self._column_rows(self._columns(x)))
+        # The product has channels outermost; the transpose is a view, which the caller copies.
         return y.view(problem.out_channels, x.shape[0], *problem.output_size).transpose(0, 1)
 
     def dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -193,6 +202,7 @@ class _Im2colGemm(OpsExecutable):
             self._write_dx(a, b, out)
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        # baddbmm takes a single dtype: the base class adds half-precision products to a float sum.
         if out.dtype != self._dtype:
             super().add(a, b, out)
             return

@@ -21,6 +21,7 @@ _CONTROL_GROUPS = (
         for name in ("limit_in_bytes", "usage_in_bytes", "stat")
     ),
 )
+# Buffers of a benchmark are made larger than the cache: an overstated size costs memory and time.
 _MOST_CACHE_BYTES = 64 << 20
 _DEFAULT_CACHE_BYTES = 32 << 20  # a large last-level cache; too large only costs memory
 
@@ -38,6 +39,7 @@ def cpu_device() -> Device:
 
 def cpu_software() -> Software:
     """Versions of torch and of the oneDNN inside it."""
+    # torch has no function for the version; its build summary names it, still by oneDNN's old name.
     match = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
     return Software(torch=torch.__version__, onednn=match[1] if match else "")
 

@@ -14,7 +14,9 @@ import torch
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.problem import Problem
 
+# Names of the same architecture on Linux and on Windows.
 _X86 = ("x86_64", "AMD64")
+# Values of ONEDNN_MAX_CPU_ISA, oldest first.
 _BELOW_AVX2 = ("SSE41", "AVX")
 _BELOW_BFLOAT16 = (*_BELOW_AVX2, "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 
@@ -24,6 +26,7 @@ def onednn_isa_limit() -> str:
 
     oneDNN reads the variable itself; no function of torch tells what it found.
     """
+    # The second name is that of releases when oneDNN was called DNNL.
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
     return "" if limit.upper() in ("ALL", "DEFAULT") else limit.upper()
 
@@ -38,6 +41,7 @@ def has_instructions(dtype: str) -> bool:
         return _avx512() and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     if dtype == "bfloat16":
         return _avx512_bf16() and onednn_isa_limit() not in _BELOW_BFLOAT16
+    # Without AVX2 the fallback is taken in float32 and float64, too.
     return platform.machine() not in _X86 or (_avx2() and onednn_isa_limit() not in _BELOW_AVX2)
 
 

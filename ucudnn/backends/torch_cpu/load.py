@@ -11,11 +11,11 @@ import torch
 
 from ucudnn.system.forking import ForkSafeLock
 
-# Counters of the kernel advance in steps of 10 ms: a shorter time says nothing.
+# The kernel's counters advance in steps of 10 ms, too coarse for a shorter interval.
 _LEAST_S = 0.2
-# What was long ago says nothing of now; then a moment is waited for.
+# An average over more than this says nothing of the present; a short one is taken instead.
 _MOST_S = 10.0
-# Processors that others may use beyond those that this process leaves to them.
+# Processors that others may use, beyond those that this process leaves idle, without a note.
 _TOLERATED = 0.25
 
 
@@ -65,6 +65,7 @@ class LoadMeter:
         try:
             line = self._path.read_text(encoding="ascii").partition("\n")[0]
             numbers = [int(text) for text in line.split()[1:9]]
+            # The first line of /proc/stat sums up all processors, in clock ticks, see proc_stat(5).
             user, nice, system, _idle, _waiting, interrupts, soft, stolen = numbers
         except (OSError, ValueError):
             return None

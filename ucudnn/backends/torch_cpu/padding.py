@@ -48,6 +48,7 @@ class _Padded(Executable):
         excess = [
             (begin - min(begin, end), end - min(begin, end)) for begin, end in problem.padding
         ]
+        # torch.nn.functional.pad takes its amounts from the last axis to the first.
         self._excess = [amount for pair in reversed(excess) for amount in pair]
         inside = (
             slice(begin, begin + size)
@@ -67,6 +68,8 @@ class _Padded(Executable):
         out.add_(self._run(a, b))
 
     def _run(self, a: Tensor, b: Tensor) -> Tensor:
+        # The inner gradient is that of the padded input; gradients of the zeros are cut away.
         if self._problem.op == "dgrad":
             return self._inner.alone(a, b)[self._inside]
+        # The first operand is x for fprop and wgrad, the only ones to get here.
         return self._inner.alone(pad(a, self._excess), b)

@@ -24,6 +24,7 @@ from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
 from ucudnn.backends.torch_cpu.taps import Slices
 from ucudnn.problem import Problem
 
+# In order of preference: oneDNN where it computes the phase.
 _INNER = (OneDnn(), Gemm(), Im2colGemm())
 _ALL = slice(None)
 
@@ -34,7 +35,8 @@ class Phases(AbstractAlgorithm):
     name = "phases"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Data gradients with a stride, where another algorithm computes each phase."""
+        """Refuse other ops, stride 1, and phases that no inner algorithm computes."""
+        # At stride 1 there is a single phase, the whole problem.
         if problem.op != "dgrad" or set(problem.stride) == {1}:
             return "it computes data gradients of strided convolutions only"
         for phase in _phases(problem):
@@ -43,7 +45,7 @@ class Phases(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Costs of the phases, each of which is copied into dx."""
+        """Sum of the costs of the phases and of copying each into dx."""
         operations = traffic = workspace = 0
         element = problem.bytes_per_element
         covered = 0
@@ -54,7 +56,9 @@ class Phases(AbstractAlgorithm):
             copied = element * problem.batch * problem.in_channels * phase.places
             covered += copied
             operations += cost.operations
+            # The copy into dx reads the phase's result and writes it.
             traffic += cost.traffic_bytes + 2 * copied
+            # Phases run one after another, so their temporary memory does not add up.
             workspace = max(workspace, phase.problem.result_bytes + cost.workspace_bytes)
         traffic += problem.result_bytes - covered  # zeros
         return Cost(operations, traffic, workspace)
@@ -64,7 +68,7 @@ class Phases(AbstractAlgorithm):
         return _PhasesExecutable(problem)
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
-        """Kernels of the phases."""
+        """The problem and the inner algorithm of each phase."""
         for phase in _phases(problem):
             inner = _inner(phase.problem)
             assert inner is not None
@@ -72,7 +76,8 @@ class Phases(AbstractAlgorithm):
 
 
 def _inner(problem: Problem) -> AbstractAlgorithm | None:
-    """The algorithm that computes a phase; None where there is none."""
+    """The inner algorithm that computes a phase; None if there is none."""
+    # Phases are small, so that filters may hang over them, see `cramped_refusal`.
     if cramped_refusal(problem) is None and _INNER[0].refusal(problem) is None:
         return _INNER[0]
     able = (algorithm for algorithm in _INNER[1:] if algorithm.refusal(problem) is None)
@@ -80,14 +85,14 @@ def _inner(problem: Problem) -> AbstractAlgorithm | None:
 
 
 class _AxisPhase(NamedTuple):
-    """One phase along one axis, where any output reads it.
+    """One phase along one axis; phases that no output reads are left out.
 
     Args:
-        taps: positions of the filter that it meets.
+        taps: positions of the filter that read it.
         taps_count: number of them.
-        inputs: its places in dx, those left out that no output reads.
+        inputs: its places in dx that some output reads.
         places: number of them.
-        outputs: places of dy that it meets.
+        outputs: places of dy that read it.
         outputs_count: number of them.
         begin: zeros before the outputs, in units of the phase.
         end: zeros after them.
@@ -117,17 +122,23 @@ def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
     kernel, begin = problem.kernel_size[axis], problem.padding[axis][0]
     divisor = gcd(stride, dilation)
     step, distance = stride // divisor, dilation // divisor
+    # Positions first, first + step, ... of the filter fall on the same phase.
     for first in range(min(step, kernel)):
+        # Input p (from the begin of the padding) is read by output o at position k if p = o *
+        # stride + k * dilation; its phase is p modulo the stride.
         offset, remainder = divmod(first * dilation, stride)
         count = len(range(first, kernel, step))
         reach = (count - 1) * distance
         # places of the phase in the input, then those that an output reads
+        # -(-a // b) divides and rounds up.
         low = max(-(-(begin - remainder) // stride), offset)
         high = min(-(-(begin + size - remainder) // stride), outputs + offset + reach)
+        # No output reads a place of this phase: the gradient there is zero.
         if low >= high:
             continue
         start = low * stride + remainder - begin
         stop = (high - 1) * stride + remainder - begin + 1
+        # Outputs that read the places low .. high - 1; beyond the ends of dy they count as zeros.
         left, right = low - offset - reach, high - offset
         yield _AxisPhase(
             slice(first, None, step),
@@ -146,11 +157,12 @@ class _Phase(NamedTuple):
     """One phase along all axes.
 
     Args:
-        problem: that computes it from dy and reversed filters, with as many zeros at both ends.
+        problem: forward convolution of dy with reversed filters that computes it; both ends of an
+            axis are padded alike.
         taps: positions of the filter.
         inputs: places in dx.
         outputs: places of dy.
-        kept: places of the result that are no excess of the zeros.
+        kept: places of the result that belong to dx; the others come from the excess padding.
         places: number of them.
     """
 
@@ -169,9 +181,11 @@ def _phases(problem: Problem) -> tuple[_Phase, ...]:
 
 
 def _phase(problem: Problem, parts: tuple[_AxisPhase, ...]) -> _Phase:
+    # aten's operators pad both ends alike: the larger margin is used, and `kept` cuts the excess.
     margins = [max(part.begin, part.end) for part in parts]
     inner = replace(
         problem,
+        # The gradient of a phase is itself a forward convolution, of dy with the reversed filter.
         op="fprop",
         in_channels=problem.out_channels,
         out_channels=problem.in_channels,
@@ -214,6 +228,7 @@ class _PhasesExecutable(Executable):
 
     def write(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         form = memory_format(self._problem)
+        # Places that no output reads belong to no phase; their gradient is zero.
         if not self._is_all_covered:
             out.zero_()
         for phase, inner in self._phases:
@@ -224,6 +239,7 @@ class _PhasesExecutable(Executable):
     def _filters(self, w: Tensor) -> Tensor:
         """Filters with the channels in and out of each group exchanged, reversed."""
         groups = self._problem.groups
+        # dgrad maps output channels to input channels, the reverse of what w describes.
         exchanged = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
         reverse: Tensor = exchanged.flip(tuple(range(2, w.dim())))
         return reverse.contiguous(memory_format=memory_format(self._problem))

@@ -33,13 +33,14 @@ def needs_columns(problem: Problem) -> bool:
 
 def places_refusal(problem: Problem) -> str | None:
     """Reason why the products do not compute a channels-last problem; None where they do."""
+    # In channels-last the other groups' channels lie between the rows of one group's matrix.
     if problem.groups > 1:
         return "it computes channels-last operands without groups only"
     return None
 
 
 def places_cost(problem: Problem) -> Cost:
-    """The products, padding included; columns, if any, are written once and read once."""
+    """Cost of the product, padding included; columns, if any, are written and read once."""
     direct = direct_cost(problem)
     if not needs_columns(problem):
         return direct
@@ -48,7 +49,7 @@ def places_cost(problem: Problem) -> Cost:
 
 
 class PlacesGemm(OpsExecutable):
-    """Columns have the shape (N, *output_size, *kernel_size, C)."""
+    """One matrix product over columns of the shape (N, *output_size, *kernel_size, C)."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -59,6 +60,7 @@ class PlacesGemm(OpsExecutable):
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:
         """y from x and w."""
         y = empty(self.problem, (x.shape[0], *self.problem.y_shape[1:]))
+        # y = columns * filters^T: (places, taps * channels) by (taps * channels, channels out).
         self._product(self._columns(x), self._filters(w).t(), y)
         return y
 
@@ -71,6 +73,7 @@ class PlacesGemm(OpsExecutable):
     def wgrad(self, x: Tensor, dy: Tensor) -> Tensor:
         """dw from x and dy."""
         problem = self.problem
+        # dw = dy^T * columns, which sums over all places of all samples in one product.
         dw = torch.mm(self._matrix(dy).t(), self._columns(x)).to(x.dtype)
         channels = problem.in_channels
         return dw.view(problem.out_channels, *problem.kernel_size, channels).movedim(-1, 1)
@@ -87,6 +90,8 @@ class PlacesGemm(OpsExecutable):
         if not self._needs_columns:
             self._product(rows, filters, dx)
             return
+        # The transpose of im2col: the product gives each output's contribution to the inputs that
+        # its filter covers, and the loop below adds up those that fall on the same input.
         columns = torch.mm(rows, filters).view(self._columns_shape(dy.shape[0]))
         # a half-precision dx is summed in float32 and rounded once
         total = dx if dx.dtype.itemsize > 2 else dx.float()
@@ -99,7 +104,8 @@ class PlacesGemm(OpsExecutable):
             dx.copy_(total)
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """Multiply into a tensor, directly where it lies as the product does."""
+        """Multiply into a tensor, without a temporary if it is laid out like the product."""
+        # With channels moved last, a channels-last tensor is contiguous: a matrix without a copy.
         target = out.movedim(1, -1)
         if out.dtype == self._dtype and target.is_contiguous():
             torch.mm(left, right, out=target.view(left.shape[0], right.shape[1]))

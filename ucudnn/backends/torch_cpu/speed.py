@@ -1,4 +1,4 @@
-"""The fastest that this process computes and copies, measured once: the roofline of the machine."""
+"""Peak rates of arithmetic and memory in this process, measured once: the machine's roofline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _measuring = ForkSafeLock()
 
 
 def roofline(dtype: str) -> Roofline:
-    """Speeds of this process with its present threads, `MARGIN` above the best that was seen.
+    """Peak rates of this process with its present threads, `MARGIN` times the best measured.
 
     Args:
         dtype: of a problem. Half precision is at least as fast as float32, which it may be
@@ -43,7 +43,7 @@ def roofline(dtype: str) -> Roofline:
 
 @lru_cache
 def _operations_per_s(dtype: str, threads: int) -> float:
-    """The faster of two matrix products."""
+    """Operations per second of the faster of two matrix products."""
     best = 0.0
     for side, rows_per_thread in _PRODUCTS:
         rows = min(rows_per_thread * threads, _MOST_ROWS)

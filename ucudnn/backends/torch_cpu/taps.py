@@ -1,4 +1,4 @@
-"""Filter positions: which outputs and inputs meet at each, and what a convolution costs by that."""
+"""Filter positions (taps): the outputs and inputs that meet at each, and costs from these."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ def direct_cost(problem: Problem) -> Cost:
     >>> direct_cost(Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),)))
     Cost(operations=10, traffic_bytes=32, workspace_bytes=0)
     """
+    # Each axis alone decides what is met, so all counts are products over the axes.
     met = [_met(_Axis.of(problem, axis)) for axis in range(problem.rank)]
     pairs, inputs, outputs, positions = (prod(counts) for counts in zip(*met, strict=True))
     channels = problem.in_channels // problem.groups
+    # Elements of each tensor that take part in any product; only these must be read.
     read = {
         "x": problem.batch * problem.in_channels * inputs,
         "w": problem.out_channels * channels * positions,
@@ -49,6 +51,7 @@ def direct_cost(problem: Problem) -> Cost:
     first, second = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}[problem.op]
     operands = (read[first] + read[second]) * problem.bytes_per_element
     products = problem.batch * problem.out_channels * channels * pairs
+    # The result is written whole, zeros included.
     return Cost(2 * products, operands + problem.result_bytes, 0)
 
 
@@ -83,6 +86,8 @@ class _Axis(NamedTuple):
 
     def tap(self, position: int) -> tuple[slice, slice] | None:
         """The outputs that a filter position reaches and the inputs they read, if there are any."""
+        # Output i reads input i * stride + offset at this position. Outputs are kept whose input
+        # lies in 0 .. size - 1; -(offset // stride) is -offset / stride, rounded up.
         offset = position * self.dilation - self.begin
         first = max(0, -(offset // self.stride))
         last = min(self.places - 1, (self.size - 1 - offset) // self.stride)
@@ -93,7 +98,7 @@ class _Axis(NamedTuple):
 
 
 class _Met(NamedTuple):
-    """Numbers of pairs of an output and a filter position that meet the input, and of each."""
+    """Counts along one axis: pairs of an output and a tap that read an input, and each alone."""
 
     pairs: int
     inputs: int
@@ -101,9 +106,11 @@ class _Met(NamedTuple):
     positions: int
 
 
+# Cached, because a model has few distinct axes and each is asked for at every batch size.
 @lru_cache(maxsize=4096)
 def _met(axis: _Axis) -> _Met:
     pairs = positions = 0
+    # One byte per place marks what some position meets: strided slices of bytes are set by C code.
     inputs, outputs = bytearray(axis.size), bytearray(axis.places)
     for position in range(axis.kernel):
         met = axis.tap(position)

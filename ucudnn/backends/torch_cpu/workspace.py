@@ -48,10 +48,12 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
         if event.name() == "[memory]"
     ]
     allocated = peak = 0
+    # Freed blocks have negative sizes: the running sum is what is allocated at each moment.
     for _, change in sorted(events, key=lambda event: event[0]):
         allocated += change
         peak = max(peak, allocated)
     kept = 0 if result is None else result.untyped_storage().nbytes()
+    # Negative where the returned tensor existed before the call.
     return max(peak - kept, 0)
 
 
