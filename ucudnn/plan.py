@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError, UcudnnError, shortened
-from ucudnn.layout_race import MEMORY_FORMATS, LayoutRace
 from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.plan_file import FORMAT, canonical, read_document, require_checksum, sha256_of
 from ucudnn.problem import Problem
+from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
-from ucudnn.step_race import StepRace
-from ucudnn.system.files import parse_json, write
+from ucudnn.system.files import write
 from ucudnn.system.forking import cached_property
 from ucudnn.units import TOO_LARGE
 
 __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
-FORMAT = "ucudnn-plan"
-# A plan is written in the first version that can hold it: 2 has slabs, 3 a memory format.
-VERSIONS = (1, 2, 3)
 # In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
 BY_BATCH, BY_SLABS = -1, -2
 
@@ -329,12 +323,12 @@ class Plan:
         # Without software and conditions, and in any order of kernels: two machines of one kind
         # that decide alike have equal hashes.
         decisions = {
-            "kernels": sorted(_canonical(kernel.decisions()) for kernel in self.kernels),
+            "kernels": sorted(canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
             "device": asdict(self.device),
             **self._layout_to_dict(),
         }
-        return _sha256(decisions)
+        return sha256_of(decisions)
 
     def _layout_to_dict(self) -> dict[str, str]:
         """The memory format; nothing where the model keeps its own, as before version 3."""
@@ -352,7 +346,7 @@ class Plan:
         Raises:
             PlanError: the file cannot be written.
         """
-        write(path, f"{_canonical(self.to_dict())}\n".encode(), "the plan")
+        write(path, f"{canonical(self.to_dict())}\n".encode(), "the plan")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""
@@ -382,7 +376,7 @@ class Plan:
         if self.layout_race is not None:
             document["layout_race"] = self.layout_race.to_dict()
         # Unlike the hash it covers times and names, so that any damage shows.
-        return {**document, "checksum": _sha256(document)}
+        return {**document, "checksum": sha256_of(document)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -394,24 +388,7 @@ class Plan:
         """
         # First: a refused variable must not be reported as damage of the file.
         check_environment()
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise PlanError(f"cannot read the plan {path}: {reason}") from error
-        try:
-            document = parse_json(text)
-        except ValueError as error:
-            raise PlanError(f"{path} is not a plan: it is not valid JSON ({error})") from error
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise PlanError(f"{path} is not a plan: it has no field format={FORMAT!r}")
-        version = document.get("version")
-        if version not in VERSIONS:
-            raise PlanError(
-                f"{path} is a plan of format version {shortened(repr(version))}, "
-                f"this ucudnn reads {VERSIONS[0]} to {VERSIONS[-1]}; "
-                f"make it anew with `ucudnn tune` or use the ucudnn that wrote it"
-            )
+        document = read_document(path)
         try:
             return cls.from_dict(document)
         # A file that was cut or edited may raise any of these while its values are built.
@@ -428,9 +405,7 @@ class Plan:
         Raises:
             PlanError: the values are not what was written down.
         """
-        rest = {name: value for name, value in document.items() if name != "checksum"}
-        if document["checksum"] != _sha256(rest):
-            raise PlanError("its checksum does not agree with its contents")
+        require_checksum(document)
         race, layouts = document.get("step_race"), document.get("layout_race")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
@@ -488,12 +463,3 @@ def _require_strings(name: str, values: Iterable[str]) -> None:
     for value in values:
         if not isinstance(value, str):
             raise PlanError(f"{name} must hold strings, got {value!r}")
-
-
-def _sha256(value: Any) -> str:
-    return hashlib.sha256(_canonical(value).encode()).hexdigest()
-
-
-def _canonical(value: Any) -> str:
-    # One text for equal values, whoever writes them: hash and checksum depend on it.
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))

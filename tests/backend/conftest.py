@@ -29,6 +29,13 @@ GEOMETRIES = {
     },
     "2d-pointwise": {"input_size": (13, 11), "kernel_size": (1, 1)},
     "2d-pointwise-strided": {"input_size": (13, 12), "kernel_size": (1, 1), "stride": (2, 2)},
+    # As many places as the input has, but others.
+    "2d-pointwise-padded-strided": {
+        "input_size": (4, 4),
+        "kernel_size": (1, 1),
+        "stride": (2, 2),
+        "padding": ((2, 2), (2, 2)),
+    },
     "2d-dilated": {
         "input_size": (13, 11),
         "kernel_size": (3, 3),

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.layout_race import Contestant, LayoutRace
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
+from ucudnn.races import Contestant, LayoutRace, StepRace
 from ucudnn.reports.comparison import compare
 from ucudnn.reports.text import (
     comparison_summary,
@@ -29,7 +29,6 @@ from ucudnn.reports.text import (
     plan_verdict,
 )
 from ucudnn.reports.text import plan_table as table_of
-from ucudnn.step_race import StepRace
 
 PIECES = (
     *(b"1e999", b"NaN", b"-1", b"[[[[", b'"\\ud800"', b"9" * 30, b"9" * 5000, b"null", b"\x00"),

@@ -18,8 +18,8 @@ import ucudnn
 
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
 VALUES = {
-    *("axis", "config", "errors", "layer_table", "measurement", "plan", "problem", "slabs"),
-    *("layout_race", "split", "step_race", "system", "units"),
+    *("axis", "config", "errors", "layer_table", "measurement", "plan", "plan_file", "problem"),
+    *("races", "slabs", "split", "system", "units"),
 }
 # What each inner room may use beside itself.
 INWARD = {"solvers": VALUES, "cache": VALUES, "backends": VALUES, "reports": VALUES}

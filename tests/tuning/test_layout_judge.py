@@ -10,10 +10,10 @@ import pytest
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.layout_race import Contestant, LayoutRace
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
+from ucudnn.races import Contestant, LayoutRace
 from ucudnn.tuning.layout import by_sums, entrants, winner
 from ucudnn.tuning.layout_judge import LayoutJudge
 

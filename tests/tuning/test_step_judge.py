@@ -19,7 +19,7 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.step_race import StepRace
+from ucudnn.races import StepRace
 from ucudnn.tuning.step_judge import StepJudge
 from ucudnn.tuning.tuner import TuningInterruptedError
 

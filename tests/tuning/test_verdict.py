@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ucudnn.config import Config
-from ucudnn.layout_race import Contestant, LayoutRace
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
+from ucudnn.races import Contestant, LayoutRace, StepRace
 from ucudnn.reports.text import larger_limits, plan_verdict
-from ucudnn.step_race import StepRace
 
 MIB, MS = 1 << 20, 1_000_000
 

@@ -8,8 +8,8 @@ from math import ceil
 from rich import box
 from rich.table import Table
 
-from ucudnn.layout_race import LayoutRace
 from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.races import LayoutRace
 from ucudnn.reports.comparison import Comparison
 from ucudnn.units import format_bytes, format_ns
 

@@ -10,7 +10,7 @@ from typing import Any
 from ucudnn.measurement import Device
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
-from ucudnn.step_race import TOLERATED
+from ucudnn.races import TOLERATED
 from ucudnn.units import format_bytes, format_ns
 
 # A kernel lies on a cliff, far slower than convolutions of similar shapes, where torch takes this

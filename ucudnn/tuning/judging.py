@@ -15,9 +15,8 @@ from ucudnn.config import Config
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
-from ucudnn.layout_race import LayoutRace
 from ucudnn.plan import Plan
-from ucudnn.step_race import StepRace
+from ucudnn.races import LayoutRace, StepRace
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
@@ -139,7 +138,9 @@ class _Installer:
         self._runners: dict[int, Runner] = {}
 
     def __call__(self, plan: Plan) -> Installation:
-        return Installation(plan.device.type, self._runners.setdefault(id(plan), Runner(plan)))
+        if id(plan) not in self._runners:
+            self._runners[id(plan)] = Runner(plan)
+        return Installation(plan.device.type, self._runners[id(plan)])
 
 
 def _until(

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
-from ucudnn.layout_race import Contestant, LayoutRace
 from ucudnn.plan import Plan
-from ucudnn.step_race import TOLERATED
+from ucudnn.races import TOLERATED, Contestant, LayoutRace
 from ucudnn.tuning.step_judge import has_default, step_race, tells
 
 Samples = Sequence[Sequence[int]]

@@ -9,7 +9,7 @@ from functools import partial
 from time import monotonic
 
 from ucudnn.plan import Plan
-from ucudnn.step_race import StepRace
+from ucudnn.races import StepRace
 from ucudnn.tuning.layout import Entrant, entrants, is_decided, outcome
 from ucudnn.tuning.step_judge import Installer, StepJudge, race, step_race
 

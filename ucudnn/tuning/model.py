@@ -13,8 +13,8 @@ from ucudnn.benchmark.rounds import failure_of
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.layout import memory_format_of
-from ucudnn.layout_race import LayoutRace
 from ucudnn.plan import Plan
+from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import judged, judged_in_layouts
 from ucudnn.tuning.progress import Progress

@@ -16,7 +16,7 @@ from time import monotonic
 
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.plan import KernelPlan, Plan
-from ucudnn.step_race import TOLERATED, StepRace
+from ucudnn.races import TOLERATED, StepRace
 
 # Rounds of one race. Steps are long, so there are few: the 95 % interval of up to seven pairs
 # reaches from the smallest ratio to the largest, and one perturbed round can hide a difference.

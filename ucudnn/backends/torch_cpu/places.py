@@ -28,7 +28,9 @@ def needs_columns(problem: Problem) -> bool:
     >>> needs_columns(Problem("fprop", 2, 4, 8, (9, 9), (1, 1), layout="nhwc"))
     False
     """
-    return prod(problem.kernel_size) > 1 or problem.input_size != problem.output_size
+    # Padding and a stride may cancel out in the size of the output, but not in its places.
+    moves = set(problem.stride) != {1} or any(map(sum, problem.padding))
+    return moves or prod(problem.kernel_size) > 1
 
 
 def places_refusal(problem: Problem) -> str | None:
