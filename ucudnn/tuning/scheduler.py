@@ -113,8 +113,7 @@ class TuningScheduler:
             raise
         finally:
             self.devices.close()
-        self._at_work = ""
-        self._report()
+        self._begin("")
         left_out = len(self._layers) - len(self.kernels)
         if left_out:
             warn_of_untuned(left_out, len(self._layers), self._budget.seconds)
@@ -122,8 +121,7 @@ class TuningScheduler:
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """The best plan so far, of each kernel that has one within the limit."""
-        plans = (self._plans.get(p) or self._by_torch(p) for p in self._layers)
-        return tuple(plan for plan in plans if plan is not None)
+        return tuple(filter(None, (self._plans.get(p) or self._by_torch(p) for p in self._layers)))
 
     def _begin_tuning(self) -> None:
         """Derive the time budget from the step, where none is set, and say so."""
@@ -203,7 +201,7 @@ class TuningScheduler:
 
         return task
 
-    def _begin(self, problem: Problem) -> None:
+    def _begin(self, problem: Problem | str) -> None:
         self._at_work = str(problem)
         self._report()
 
