@@ -183,7 +183,7 @@ class _Tuning:
         return judged_in_layouts(model, inputs, plans, calls, self._config, self._began)
 
     def _seconds_for_the_second(self, own: Plan) -> float | None:
-        """What the budget leaves without the race."""
+        """Seconds that the budget leaves for the second layout, without the race."""
         if self._config.time_budget_s is None:
             return None
         left_s = self._began + self._config.time_budget_s - monotonic()

@@ -17,7 +17,7 @@ BEATEN = "beaten by "
 
 
 class KernelRecords:
-    """What is known of a kernel's candidates.
+    """Measurements of a kernel's candidates, as far as they are known.
 
     Args:
         session: the device and the cache.
@@ -100,7 +100,7 @@ class KernelRecords:
         return min(rivals, key=lambda other: rivals[other].time_ns or 0)
 
     def best_times(self) -> dict[tuple[int, str], tuple[int, int]]:
-        """Of each size and role the fastest that may be used, as (median, upper end) in ns."""
+        """The fastest that may be used of each size and role, as (median, upper end) in ns."""
         usable = [entry for entry in self.by_arm.items() if self.is_usable(*entry)]
         return {
             (arm.size, arm.role): (interval.time_ns, interval.high_ns)

@@ -1,4 +1,4 @@
-"""Where the measurements of one kernel come from: a device, or a recording of one."""
+"""Sources of the measurements of one kernel: a device, or a recording of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kernel takes of a step by torch's own convolution, and what a plan could gain of it."""
+"""Shares of the kernels in a step by torch's own convolution, and what plans could gain."""
 
 from __future__ import annotations
 
