@@ -122,10 +122,19 @@ def test_what_is_given_back_takes_no_more_of_a_pool():
     assert judged.workspace_bytes == plan.workspace_bytes
 
 
-def test_a_difference_within_the_noise_drops_nothing():
+def test_a_gain_that_noise_hides_is_not_kept():
     machine = Machine({4: -2_000, 8: 1_000}, noise=0.02)
-    plan = plan_of(kernel(4), kernel(8))
-    assert machine.judge(plan).kernels == plan.kernels
+    judged = machine.judge(plan_of(kernel(4), kernel(8)))
+    assert all(one.is_default for one in judged.kernels)
+    assert (judged.step_race.ratio, len(judged.step_race.dropped)) == (1.0, 2)
+
+
+def test_kernels_are_not_blamed_for_what_a_limit_costs():
+    machine = Machine({4: -500_000, 8: 50_000, 16: -100_000, 32: 40_000})
+    free = [replace(kernel(size), default=Timing(20, 0, MIB, 5)) for size in (8, 16, 32)]
+    judged = machine.judge(plan_of(kernel(4), *free, limit="2MiB"))
+    assert machine.sizes(judged) == {4, 8, 32}
+    assert judged.step_race.ratio > 1.3
 
 
 def test_where_the_time_is_over_nothing_undecided_stays():

@@ -8,13 +8,9 @@ from typing import NamedTuple
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.plan import Plan
 from ucudnn.races import TOLERATED, Contestant, LayoutRace
-from ucudnn.tuning.step_judge import has_default, step_race, tells
+from ucudnn.tuning.step_judge import CONFIDENCE, has_default, raced_of, tells
 
 Samples = Sequence[Sequence[int]]
-# Confidence of the interval that decides: at 0.75 one perturbed round of seven is forgiven. It is
-# lower than where kernels leave torch's own convolution, because to stay in the slower layout costs
-# as much as to leave the faster one.
-_CONFIDENCE = 0.75
 
 
 class Entrant(NamedTuple):
@@ -52,9 +48,9 @@ def _best(of: Sequence[Entrant], samples: Samples, memory_format: str) -> int:
     torchs, *plans = (i for i, one in enumerate(of) if one.memory_format == memory_format)
     if not plans:
         return torchs
-    is_loss = step_race(samples[torchs], samples[plans[0]]).is_loss
-    # A plan that loses gives its kernels back to torch, where the limit allows that.
-    return torchs if is_loss and of[torchs].is_allowed else plans[0]
+    pays = raced_of(samples[torchs], samples[plans[0]]).pays
+    # A plan that does not pay gives its kernels back to torch, where the limit allows that.
+    return plans[0] if pays or not of[torchs].is_allowed else torchs
 
 
 def winner(of: Sequence[Entrant], samples: Samples) -> int:
@@ -66,7 +62,7 @@ def winner(of: Sequence[Entrant], samples: Samples) -> int:
     """
     own, last = (_best(of, samples, which) for which in ("keep", "channels_last"))
     # Unless the gain is both large enough and beyond the noise, the model stays as it is.
-    ratio, _, high = ratio_interval(samples[last], samples[own], _CONFIDENCE)
+    ratio, _, high = ratio_interval(samples[last], samples[own], CONFIDENCE)
     return last if ratio < 1 - TOLERATED and high < 1 else own
 
 

@@ -11,7 +11,7 @@ from time import monotonic
 from ucudnn.plan import Plan
 from ucudnn.races import StepRace
 from ucudnn.tuning.layout import Entrant, entrants, is_decided, outcome
-from ucudnn.tuning.step_judge import Installer, StepJudge, race, step_race
+from ucudnn.tuning.step_judge import Installer, StepJudge, race, raced_of
 
 
 class LayoutJudge:
@@ -72,12 +72,11 @@ class LayoutJudge:
             # The plan has run against torch's own in this race already, in the same rounds. Only
             # where it lost are further steps run, to find the kernels responsible.
             torchs, planned = run
-            raced = replace(
-                step_race(samples[torchs], samples[planned]),
-                torch_peak_bytes=peaks[torchs],
-                plan_peak_bytes=peaks[planned],
+            raced = raced_of(samples[torchs], samples[planned])
+            peaked = replace(
+                raced.race, torch_peak_bytes=peaks[torchs], plan_peak_bytes=peaks[planned]
             )
-            judged = judge.judge(chosen, raced)
+            judged = judge.judge(chosen, raced._replace(race=peaked))
         return replace(judged, layout_race=layouts)
 
     def _run(self, measure: Callable[[Callable[[], None]], int], one: Entrant) -> int:

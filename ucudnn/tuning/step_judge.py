@@ -1,8 +1,8 @@
 """Whole steps of a model by its plan against torch's own, which has the last word on the plan.
 
 A plan whose kernels are all faster can still slow a step down: planned calls cost the host more,
-and caches differ. Where that is so beyond the noise, the kernels responsible are found by halving
-and given back to torch.
+and caches differ. Where the plan is not faster beyond the noise, the kernels that do pay are found
+by halving, and the others are given back to torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import monotonic
+from typing import NamedTuple
 
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.plan import KernelPlan, Plan
@@ -22,8 +23,24 @@ from ucudnn.races import TOLERATED, StepRace
 # reaches from the smallest ratio to the largest, and one perturbed round can hide a difference.
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 7
 
+# With it one perturbed round of seven is forgiven, and of fewer none.
+CONFIDENCE = 0.75
+
 Installer = Callable[[Plan], AbstractContextManager[object]]
 Decided = Callable[[Sequence[Sequence[int]]], bool]
+
+
+class Raced(NamedTuple):
+    """A race of steps with its verdict.
+
+    Args:
+        race: times of steps by a plan and without it.
+        pays: True where steps are faster by the plan. torch's own convolutions cost nothing to
+            keep, so the plan bears the burden of proof: noise must not hide that it is faster.
+    """
+
+    race: StepRace
+    pays: bool
 
 
 class StepJudge:
@@ -51,7 +68,7 @@ class StepJudge:
         self._peak_bytes = peak_bytes
         self._until = until
 
-    def judge(self, plan: Plan, raced: StepRace | None = None) -> Plan:
+    def judge(self, plan: Plan, raced: Raced | None = None) -> Plan:
         """The plan with the outcome of its race, without the kernels that do not pay in a step.
 
         A kernel whose default exceeds the workspace limit stays planned whatever it costs.
@@ -66,12 +83,13 @@ class StepJudge:
         if raced is None:
             # Taking a peak runs a step, which warms up both.
             peaks = self._peak(None), self._peak(plan)
-            race = self._race(plan, is_warm=True)
+            raced = self._race(plan, is_warm=True)
         else:
-            peaks, race = (raced.torch_peak_bytes, raced.plan_peak_bytes), raced
+            peaks = raced.race.torch_peak_bytes, raced.race.plan_peak_bytes
         # The rest must stay planned: without a plan they would exceed the workspace limit.
         replaceable = [kernel for kernel in changed if has_default(plan, kernel)]
-        if replaceable and not _pays(race):
+        race = raced.race
+        if replaceable and not self._pays(plan, replaceable, raced):
             kept = self._kept(plan, replaceable)
             dropped = [kernel for kernel in replaceable if kernel not in kept]
             plan = _without(plan, dropped)
@@ -82,27 +100,37 @@ class StepJudge:
                 race = StepRace(race.torch_ns, race.torch_ns, rounds=race.rounds, dropped=names)
                 peaks = (peaks[0], peaks[0])
             else:
-                race = replace(self._race(plan), dropped=names)
+                race = replace(self._race(plan).race, dropped=names)
         torch_peak, plan_peak = peaks
         return replace(
             plan, step_race=replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak)
         )
 
+    def _pays(self, plan: Plan, replaceable: Sequence[KernelPlan], raced: Raced) -> bool:
+        """True if steps are faster by the plan than without its replaceable kernels."""
+        if all(kernel.is_default for kernel in _without(plan, replaceable).kernels):
+            return raced.pays
+        # Those that must stay planned may cost time, for which the others are not to blame.
+        return not self._is_over and self._race(plan, _without(plan, replaceable)).pays
+
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
-        """Find by halving the kernels with which a step is no slower than without."""
-        # What could not be shown to pay is given back to torch.
-        if self._is_over:
-            return []
-        # torch's own convolutions for all that may be replaced but these, so that only these are
-        # judged (and those that must stay planned).
-        others = [kernel for kernel in plan.kernels if kernel not in kernels]
-        without = [kernel for kernel in others if has_default(plan, kernel)]
-        if _pays(self._race(_without(plan, without))):
-            return list(kernels)
+        """Find the kernels with which a step is faster than without, by halving those that fail."""
         if len(kernels) == 1:
             return []
-        middle = len(kernels) // 2
-        return self._kept(plan, kernels[:middle]) + self._kept(plan, kernels[middle:])
+        middle, kept = len(kernels) // 2, list[KernelPlan]()
+        for half in (kernels[:middle], kernels[middle:]):
+            # What could not be shown to pay is given back to torch.
+            if self._is_over:
+                break
+            # torch's own convolutions for all that may be replaced but these, so that only these
+            # are judged, against those that must stay planned alone.
+            others = [kernel for kernel in plan.kernels if kernel not in half]
+            with_half = _without(plan, [one for one in others if has_default(plan, one)])
+            alone = _without(with_half, half)
+            is_torchs = all(kernel.is_default for kernel in alone.kernels)
+            pays = self._race(with_half, None if is_torchs else alone).pays
+            kept += half if pays else self._kept(plan, half)
+        return kept
 
     @property
     def _is_over(self) -> bool:
@@ -115,15 +143,15 @@ class StepJudge:
     def _following(self, plan: Plan | None) -> AbstractContextManager[object]:
         return nullcontext() if plan is None else self._install(plan)
 
-    def _race(self, plan: Plan, is_warm: bool = False) -> StepRace:
-        """Time steps with and without a plan in turn."""
+    def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
+        """Time steps by a plan and by another one in turn; None: by torch's own convolutions."""
 
         def timed(followed: Plan | None) -> int:
             with self._following(followed):
                 return self._elapsed_ns(self._step)
 
-        runs = [partial(timed, None), partial(timed, plan)]
-        return step_race(*race(runs, lambda: self._is_over, is_warm))
+        runs = [partial(timed, other), partial(timed, plan)]
+        return raced_of(*race(runs, lambda: self._is_over, is_warm))
 
 
 def race(
@@ -179,27 +207,20 @@ def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
     return high < 1 or low > 1 + TOLERATED or (low > 1 - TOLERATED and high < 1 + TOLERATED)
 
 
-def step_race(by_torch: Sequence[int], by_plan: Sequence[int]) -> StepRace:
+def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
     """The outcome of a race.
 
-    >>> step_race([100, 101, 99], [90, 91, 90]).ratio
-    0.9009900990099...
+    >>> raced_of([100, 101, 99], [90, 91, 90]).pays, raced_of([100, 90, 99], [90, 91, 90]).pays
+    (True, False)
 
     Args:
         by_torch: times of steps by torch's own convolutions in ns, one per round.
         by_plan: those by the plan.
     """
     ratio, low, high = ratio_interval(by_plan, by_torch)
-    return StepRace(median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds=len(by_plan))
-
-
-def _pays(race: StepRace) -> bool:
-    """True where steps were not slower by the plan.
-
-    Torch's own convolutions cost nothing to keep, so the plan bears the burden of proof: where
-    noise hides which is faster, it is the median over the rounds that decides.
-    """
-    return race.ratio <= 1.0 and not race.is_loss
+    rounds, medians = len(by_plan), (median_ns(by_torch), median_ns(by_plan))
+    _, _, most = ratio_interval(by_plan, by_torch, CONFIDENCE)
+    return Raced(StepRace(*medians, ratio, low, high, rounds), most < 1)
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
