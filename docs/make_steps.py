@@ -20,7 +20,7 @@ NAME_BY_NETWORK = {
     "conformer": "conformer blocks, N=8",
     "mobilenetv2": "MobileNetV2, N=8",
     "wav2vec2": "wav2vec 2.0, N=2",
-    "resnet18": "ResNet-18, N=32",
+    "resnet18": "ResNet-18, 16 MiB",
     "convnext": "ConvNeXt-T, N=4",
     "unet3d": "3-D U-Net, 64^3",
     "wavenet": "WaveNet, N=4",

@@ -102,7 +102,7 @@ class Config:
             channels_last_3d), and keeps the faster plan, by whose layout `convert_` lays the model
             out. It says nothing about layers without a model.
         effort: "quick", "normal" or "thorough": how long to look for how small a gain. The default
-            time budget is 25 steps of the model (5 to 30 s), 100 steps (10 to 60 s), or none.
+            time budget is 25 steps of the model (5 to 30 s), 100 steps (10 to 55 s), or none.
         time_budget_s: seconds that tuning may take; what is not finished then runs torch's own
             convolution. None: the budget of the effort.
         step_race: end by timing whole steps of the model against torch's own, and leave out the

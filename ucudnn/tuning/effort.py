@@ -37,7 +37,7 @@ class Effort:
         >>> EFFORTS["normal"].budget_s(400_000_000), EFFORTS["normal"].budget_s(1_000)
         (40.0, 10.0)
         >>> EFFORTS["normal"].budget_s(2 * 10**9), EFFORTS["normal"].budget_s(2 * 10**9, True)
-        (60.0, 200.0)
+        (55.0, 200.0)
 
         Args:
             step_ns: time of a step.
@@ -68,7 +68,7 @@ EFFORTS = {
     "normal": Effort(
         budget_steps=100,
         least_budget_s=10.0,
-        most_budget_s=60.0,
+        most_budget_s=55.0,
         ignored_share=0.001,
         tolerated_share=0.003,
         chunks=Protocol(least_rounds=2, most_rounds=4, enough_ns=200_000_000),
