@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 
 import torch
 
@@ -13,25 +12,15 @@ from ucudnn.benchmark.bench import Whole
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.cache import MemoryCache
 from ucudnn.errors import ConfigError, UnsupportedError
-from ucudnn.execution.execute import build
+from ucudnn.execution.validity import Finding, device_is_missing, findings_without_running
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step
 from ucudnn.tuning.session import Session
 from ucudnn.units import format_bytes, format_ns
 
+__all__ = ["Finding", "check"]
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One statement of a plan, checked on this machine.
-
-    Args:
-        about: "device", "versions", "conditions", "build", or "canary" with the kernel's number.
-        is_true: whether it still holds; None where it was not looked at.
-        said: a sentence with what was found.
-    """
-
-    about: str
-    is_true: bool | None
-    said: str
+# A canary may take this many times what the plan says, relative to torch's own convolution.
+_SLOWER = 1.5
 
 
 def check(
@@ -67,47 +56,12 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
     try:
         backend = open_backend(plan.backend)
     except UnsupportedError as error:
-        yield Finding("device", False, f"the plan is for {plan.device}: {error}")
+        yield device_is_missing(plan, error)
         return
-    # On another device versions and times would differ for that reason alone.
-    if backend.device() != plan.device:
-        said = f"the plan is for {plan.device}, this is {backend.device()}"
-        yield Finding("device", False, f"{said}; tune here, or load a plan made for this device")
-        return
-    yield Finding("device", True, str(plan.device))
-    there, here = asdict(plan.software), asdict(backend.software())
-    yield _compared("versions", there, here)
-    conditions = asdict(plan.conditions), asdict(backend.conditions())
-    yield _compared("conditions", *conditions)
-    yield _built(plan, backend)
-    yield from _canaries(plan, backend, canaries)
-
-
-def _compared(about: str, there: dict[str, object], here: dict[str, object]) -> Finding:
-    differing = [
-        f"{name} {there[name] or 'unknown'} there and {here[name] or 'unknown'} here"
-        for name in there
-        if there[name] != here[name]
-    ]
-    if differing:
-        return Finding(about, False, f"{', '.join(differing)}; tune again to renew the times")
-    # A field is empty where it does not apply, such as the version of cuDNN on a CPU.
-    known = (f"{name} {value}" for name, value in here.items() if value not in ("", None))
-    return Finding(about, True, ", ".join(known))
-
-
-def _built(plan: Plan, backend: AbstractBackend) -> Finding:
-    refusals = []
-    for number, kernel in enumerate(plan.kernels):
-        try:
-            build(backend, kernel.problem, kernel.split(kernel.problem.batch))
-        except UnsupportedError as error:
-            refusals.append(f"kernel {number}, {kernel.problem}: {error}")
-    if refusals:
-        rest = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
-        said = f"torch's own convolution would run instead of {refusals[0]}{rest}; tune again"
-        return Finding("build", False, said)
-    return Finding("build", True, f"the splits of all {len(plan.kernels)} kernels can be built")
+    yield from findings_without_running(plan, backend)
+    # Another device has other times.
+    if backend.device() == plan.device:
+        yield from _canaries(plan, backend, canaries)
 
 
 def _saved_ns(kernel: KernelPlan) -> int:
@@ -168,8 +122,11 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     ratio, low, high = ratio_interval(theirs.result.samples, ours.result.samples)
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
-    said += f"; the plan says {kernel.default.time_ns / kernel.timing.time_ns:.2f}"
+    planned = kernel.default.time_ns / kernel.timing.time_ns
+    said += f"; the plan says {planned:.2f}"
     # Beyond the noise, and only where the plan's own limit would have let torch's run.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")
+    if high * _SLOWER < planned:
+        return Finding(about, False, f"{said}; the kernel is much slower than it was: tune again")
     return Finding(about, True, said)

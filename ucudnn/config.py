@@ -45,6 +45,7 @@ _FALLBACKS: dict[str, Any] = {
     "policy": "powers-of-two",
     "ops": OPS,
     "unplanned": "torch",
+    "frozen": False,
     "cache": None,
     "backend": "auto",
     "device": None,
@@ -59,6 +60,8 @@ _FALLBACKS: dict[str, Any] = {
 _OF_THE_PROCESS = frozenset(
     {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race"}
 )
+# Left out of a plan's file and hash where they are off, as before there were these fields.
+_SWITCHES = ("frozen",)
 
 
 def _default(name: str, compare: bool = True) -> Any:
@@ -90,6 +93,9 @@ class Config:
             weights).
         unplanned: what a layer does with a shape that has no plan: "torch" (run torch's own
             convolution and warn once), "tune" (measure now) or "error".
+        frozen: refuse to run by a plan that does not hold here (other device, versions or threads,
+            an algorithm that is gone), and every convolution without a plan. UCUDNN_FROZEN=1 does
+            so for plans that were made without it.
         cache: folder of the measurement cache; None: the user's cache directory.
         backend: "auto" (the device's own), "torch_cpu", "cudnn", or "recorded": what the cache (or
             a .csv or .json that was exported from one) has of a device, which need not be here.
@@ -118,6 +124,7 @@ class Config:
     policy: str = _default("policy")
     ops: tuple[str, ...] = _default("ops")
     unplanned: str = _default("unplanned")
+    frozen: bool = _default("frozen")
     cache: str | None = _default("cache", compare=False)
     backend: str = _default("backend")
     device: str | None = _default("device", compare=False)
@@ -136,6 +143,7 @@ class Config:
             "policy": _choice("policy", self.policy, POLICIES),
             "ops": _passes(self.ops),
             "unplanned": _choice("unplanned", self.unplanned, UNPLANNED),
+            "frozen": _switch("frozen", self.frozen),
             "cache": _path("cache", self.cache, "a folder's path"),
             "backend": _choice("backend", self.backend, BACKENDS),
             "device_profile": _path("device_profile", self.device_profile, "a file's path"),
@@ -153,6 +161,11 @@ class Config:
                 "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "
                 "among all; set unplanned='torch' or 'error', or workspace_limit instead"
             )
+        if self.unplanned == "tune" and self.frozen:
+            raise ConfigError(
+                "unplanned='tune' plans shapes while the model runs, and frozen=True runs only "
+                "what was planned before; set unplanned='torch' or 'error', or leave frozen out"
+            )
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
 
@@ -168,13 +181,23 @@ class Config:
         assert not isinstance(self.total_workspace, str)
         return self.total_workspace
 
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """Names of the demands on a plan that are switched on, for tables.
+
+        >>> Config(frozen=True).switches
+        ('frozen',)
+        """
+        return tuple(name.replace("_", "-") for name in _SWITCHES if getattr(self, name))
+
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values (not the cache: it names a host)."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # plans without a pool, or for a model as it is, hash as they did before these fields
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
         layout = ("layout",) if self.layout == "keep" else ()
-        for name in (*_OF_THE_PROCESS, *pool, *layout):
+        off = (name for name in _SWITCHES if not getattr(self, name))
+        for name in (*_OF_THE_PROCESS, *pool, *layout, *off):
             del values[name]
         return {**values, "ops": list(self.ops)}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -93,21 +93,59 @@ def convert_(
             such as FSDP2; of a plan for channels_last each convolution lays its input out then.
 
     Raises:
-        PlanError: the plan was made for another device, or covers no convolution of the model.
+        PlanError: the plan was made for another device, or covers no convolution of the model; with
+            `Config.frozen` also: something of it does not hold here, or a convolution of the model
+            has no plan.
     """
-    require_same_device(plan)
+    config = _config_here(plan)
+    require_same_device(plan, config.frozen)
+    found = _find(model, plan, filter_fn or (lambda *_: True))
+    _require_some(plan, found)
+    if config.frozen:
+        _require_all(found)
+    _warn_of(found.otherwise)
+    # One pass that leaves torch's own convolution is enough to swap the layer. In a frozen run all
+    # are swapped, because torch's layers refuse no shape.
+    changed = {
+        Layer.of(kernel.problem)
+        for kernel in plan.kernels
+        if config.frozen or not _is_torchs_own(kernel)
+    }
+    # nothing was changed so far, and nothing fails from here
+    _swap(found, changed, planned_runner(plan, config))
+    # With "keep" the model may still be laid out by an earlier plan.
+    restore_layout_(model) if plan.memory_format == "keep" else lay_out_(model, parameters)
+    swapped = tuple(name for name, layer in found.matched.items() if layer in changed)
+    left = tuple(name for name, layer in found.matched.items() if layer not in changed)
+    return Conversion(model, plan, swapped, left, found.unplanned, found.otherwise)
+
+
+class _Found(NamedTuple):
+    """Convolutions of a model beside a plan.
+
+    Args:
+        convolutions: modules that can be swapped, by name.
+        matched: the layers of those that the plan covers.
+        unplanned: names of the others.
+        otherwise: names of planned modules that cannot be swapped.
+    """
+
+    convolutions: Mapping[str, Any]
+    matched: Mapping[str, Layer]
+    unplanned: tuple[str, ...]
+    otherwise: tuple[str, ...]
+
+
+def _find(model: nn.Module, plan: Plan, wanted: Callable[[nn.Module, str], bool]) -> _Found:
     modules = dict(model.named_modules())
     swappable: dict[str, Any] = {
         name: module
         for name, module in modules.items()
         if type(module) in _PLANNED_BY_TORCH or type(module) in _TORCH_BY_PLANNED
     }
-    wanted = filter_fn or (lambda *_: True)
     convolutions = {name: module for name, module in swappable.items() if wanted(module, name)}
-    layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
     planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
-    # One pass that leaves torch's own convolution is enough to swap the layer.
-    changed = {Layer.of(kernel.problem) for kernel in plan.kernels if not _is_torchs_own(kernel)}
+    layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
     matched = {name: layer for name, layer in layer_by_name.items() if layer in planned}
     # Layers that were left out by `filter_fn` were left out on purpose, so they are not reported.
     otherwise = tuple(
@@ -116,26 +154,15 @@ def convert_(
         if name not in swappable and wanted(modules[name], name)
     )
     unplanned = tuple(name for name in convolutions if name not in matched)
-    _require_some(plan, matched, unplanned, otherwise)
-    # nothing was changed so far, and nothing fails from here
-    _swap({name: convolutions[name] for name in matched}, matched, changed, planned_runner(plan))
-    # With "keep" the model may still be laid out by an earlier plan.
-    restore_layout_(model) if plan.memory_format == "keep" else lay_out_(model, parameters)
-    swapped = tuple(name for name, layer in matched.items() if layer in changed)
-    left = tuple(name for name, layer in matched.items() if layer not in changed)
-    return Conversion(model, plan, swapped, left, unplanned, otherwise)
+    return _Found(convolutions, matched, unplanned, otherwise)
 
 
-def _swap(
-    convolutions: Mapping[str, Any],
-    matched: Mapping[str, Layer],
-    changed: Collection[Layer],
-    runner: Runner,
-) -> None:
+def _swap(found: _Found, changed: Collection[Layer], runner: Runner) -> None:
     """Let convolutions follow a plan, but those that it leaves to torch."""
-    for name, module in convolutions.items():
+    for name, layer in found.matched.items():
+        module = found.convolutions[name]
         # An earlier plan may have swapped what this one leaves to torch.
-        if matched[name] not in changed:
+        if layer not in changed:
             _unswap(module)
         else:
             # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
@@ -144,22 +171,45 @@ def _swap(
             module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
 
 
-def _require_some(
-    plan: Plan, matched: Mapping[str, Layer], unplanned: Sequence[str], otherwise: Sequence[str]
-) -> None:
-    """Refuse a plan for another model; warn of what is planned and cannot be swapped."""
-    listed = ", ".join(name or "the model itself" for name in otherwise)
-    if not matched:
+def _require_some(plan: Plan, found: _Found) -> None:
+    """Refuse a plan for another model."""
+    if not found.matched:
+        listed = _listed(found.otherwise)
         raise PlanError(
             f"the plan of {len(plan.kernels)} kernels covers none of this model's "
-            f"{len(unplanned)} torch.nn convolutions; tune this model and use that plan"
-            + (f", or ucudnn.installed(plan) for {listed}" if otherwise else "")
+            f"{len(found.unplanned)} torch.nn convolutions; tune this model and use that plan"
+            + (f", or ucudnn.installed(plan) for {listed}" if listed else "")
         )
+
+
+def _require_all(found: _Found) -> None:
+    """Refuse to leave convolutions to torch in a frozen run."""
+    if found.unplanned:
+        raise PlanError(
+            f"frozen=True runs only what is planned, and these convolutions are not: "
+            f"{_listed(found.unplanned)}; tune this model and use that plan, or leave them out by "
+            f"filter_fn"
+        )
+    if found.otherwise:
+        raise PlanError(
+            f"frozen=True runs only what is planned, and these cannot be swapped: "
+            f"{_listed(found.otherwise)}; use ucudnn.installed(plan), or leave them out by "
+            f"filter_fn"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name or "the model itself" for name in names)
+
+
+def _warn_of(otherwise: Sequence[str]) -> None:
+    """Warn of what is planned and cannot be swapped."""
     if otherwise:
         # The stack level is that of the caller of `convert_`.
         warnings.warn(
-            f"planned, but no torch.nn convolution that could be swapped: {listed}; torch's own "
-            f"computes them; use ucudnn.installed(plan), or leave them out by filter_fn",
+            f"planned, but no torch.nn convolution that could be swapped: {_listed(otherwise)}; "
+            f"torch's own computes them; use ucudnn.installed(plan), or leave them out by "
+            f"filter_fn",
             UserWarning,
             stacklevel=3,
         )
@@ -258,7 +308,14 @@ def installed(plan: Plan) -> Installation:
         plan: made for this device.
 
     Raises:
-        PlanError: the plan was made for another device.
+        PlanError: the plan was made for another device; with `Config.frozen` also: something of it
+            does not hold here. Later a convolution of this process that has no plan raises it.
     """
-    require_same_device(plan)
-    return Installation(plan.device.type, planned_runner(plan))
+    config = _config_here(plan)
+    require_same_device(plan, config.frozen)
+    return Installation(plan.device.type, planned_runner(plan, config))
+
+
+def _config_here(plan: Plan) -> Config:
+    """Settings to run a plan by: its own, and frozen where UCUDNN_FROZEN says so."""
+    return replace(plan.config, frozen=True) if Config().frozen else plan.config

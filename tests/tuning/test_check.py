@@ -135,8 +135,17 @@ def test_a_kernel_that_became_slower_than_torchs(plan, here):
     assert "it fits and is faster now: tune again" in found["canary 0"][1]
 
 
-def test_slower_than_torchs_is_no_fault_where_torchs_does_not_fit(plan, here):
-    here.costs |= {"fast": cost(4, 2), "torch_default": cost(3, 1)}
+def test_a_kernel_that_became_twice_as_slow(plan, here):
+    here.costs["fast"] = cost(2, 2)
+    found = said(plan)
+    assert found["canary 0"][0] is found["canary 1"][0] is False
+    assert "1.50 times that" in found["canary 0"][1]
+    assert "the kernel is much slower than it was: tune again" in found["canary 0"][1]
+
+
+def test_slower_than_torchs_is_no_fault_where_torchs_does_not_fit(here):
+    here.costs |= {"fast": cost(4, 2), "torch_default": lambda size: (3 * size * MS, 8 * MIB)}
+    plan = tune_problems([("a", SMALL)], Config(workspace_limit="4MiB"))
     found = said(plan)
     assert found["canary 0"][0] is True
     assert "0.75 times that" in found["canary 0"][1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from ucudnn.config import Config
 from ucudnn.errors import BusyError, PlanError, UcudnnError, UnsupportedError
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
 from ucudnn.execution.execute import Call, as_kernel, build
+from ucudnn.execution.validity import require_valid
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 
@@ -23,6 +24,13 @@ from ucudnn.problem import OPS, Problem
 _MOST_WARNINGS = 8
 # Plans one problem, with its bias or without one.
 Tuner = Callable[[Problem, Config, bool], Plan]
+
+
+class _Any:
+    """A container that holds everything."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
 
 
 class Layer(NamedTuple):
@@ -74,7 +82,9 @@ class Runner(AbstractRunner):
         # Layers decide whether an unplanned shape is worth a warning; filter shapes let `installed`
         # skip other models' convolutions without building a Problem.
         self._layers = {Layer.of(kernel.problem) for kernel in kernels}
-        self.filter_shapes = {kernel.problem.w_shape for kernel in kernels}
+        shapes = {kernel.problem.w_shape for kernel in kernels}
+        # A frozen run refuses what the plan does not cover, so that it must see every convolution.
+        self.filter_shapes: Container[tuple[int, ...]] = _Any() if self.config.frozen else shapes
 
     # The backend and the bound calls hold handles of this process; a copy makes its own.
     def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config, Tuner | None]]:
@@ -94,7 +104,7 @@ class Runner(AbstractRunner):
         }
         planned_for = self.plan.device.type if self.plan else here
         if problems and planned_for != here:
-            self._warn(
+            self._decline(
                 next(iter(problems.values())),
                 f"the plan was made for {planned_for} and the tensors are on {here}: torch's own "
                 f"convolution computes them; tune with the model there",
@@ -144,8 +154,18 @@ class Runner(AbstractRunner):
         try:
             return build(self._backend, problem, split)
         except UnsupportedError as error:  # other threads or versions than it was planned for
-            self._warn(problem, f"{error}: torch's own convolution computes it; tune again")
+            self._decline(problem, f"{error}: torch's own convolution computes it; tune again")
             return None
+
+    def _decline(self, problem: Problem, sentence: str) -> None:
+        """Leave a shape to torch with a warning; in a frozen run raise an error.
+
+        Raises:
+            PlanError: nothing may be left to torch.
+        """
+        if self.config.frozen:
+            raise PlanError(f"frozen=True refuses to run {problem} without its plan: {sentence}")
+        self._warn(problem, sentence)
 
     def _warn(self, problem: Problem, sentence: str) -> None:
         """Warn once for each shape, whatever its pass and batch, up to a number of warnings."""
@@ -158,6 +178,11 @@ class Runner(AbstractRunner):
         warnings.warn(sentence + rest, UserWarning, stacklevel=4)
 
     def _unplanned(self, problem: Problem, has_bias: bool) -> None:
+        if self.config.frozen:
+            raise PlanError(
+                f"{problem} has no plan, and frozen=True runs only what is planned; tune with an "
+                f"example input of this shape and at least this batch, or leave frozen out"
+            )
         if self.plan is not None and Layer.of(problem) not in self._layers:
             return  # of a layer that the plan was not made for
         if self.plan is not None and self._is_in_the_other_layout(self.plan, problem):
@@ -233,12 +258,19 @@ def _require_idle(problem: Problem) -> None:
     raise BusyError(f"{problem} has no plan and cannot be tuned while {what}")
 
 
-def require_same_device(plan: Plan) -> None:
+def require_same_device(plan: Plan, frozen: bool = False) -> None:
     """Refuse a plan for other hardware; warn of one for other versions or threads.
 
+    Args:
+        plan: to run.
+        frozen: refuse it for whatever does not hold here.
+
     Raises:
-        PlanError: the plan was made for another device.
+        PlanError: the plan was made for another device, or must hold and does not.
     """
+    if frozen:
+        require_valid(plan)
+        return
     backend = open_backend(plan.backend)
     device, software = backend.device(), backend.software()
     threads = backend.conditions().threads

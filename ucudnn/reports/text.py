@@ -65,7 +65,8 @@ def _limits(plan: Plan) -> str:
     limit, total = plan.config.limit_bytes, plan.config.total_bytes
     layout = "" if plan.memory_format == "keep" else f"{plan.memory_format}, "
     said = f"{layout}workspace limit {'none' if limit is None else format_bytes(limit)}"
-    return said if total is None else f"{said}, pool of {format_bytes(total)}"
+    pool = [] if total is None else [f"pool of {format_bytes(total)}"]
+    return ", ".join([said, *pool, *plan.config.switches])
 
 
 def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str, ...]:

@@ -139,7 +139,9 @@ class _Installer:
 
     def __call__(self, plan: Plan) -> Installation:
         if id(plan) not in self._runners:
-            self._runners[id(plan)] = Runner(plan)
+            # A race also runs what the plan does not cover: judging it is not running by it.
+            config = replace(plan.config, frozen=False)
+            self._runners[id(plan)] = Runner(plan, config)
         return Installation(plan.device.type, self._runners[id(plan)])
 
 

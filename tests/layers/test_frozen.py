@@ -1,0 +1,176 @@
+"""A frozen plan runs as it was made or not at all: each change is an error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import ucudnn
+from ucudnn.check import check
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, PlanError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2))
+
+
+INPUT = (4, 3, 9, 9)
+
+
+def step(model, x):
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def plan(plan_by_hand):
+    return plan_by_hand(small_model(), torch.empty(INPUT), config=Config(frozen=True))
+
+
+def test_a_plan_that_holds_trains(plan, computed):
+    model, x = small_model(), torch.randn(INPUT)
+    expected = step(model, x)
+    assert ucudnn.convert_(model, plan).swapped == ("0", "2")
+    for ours, torchs in zip(step(model, x), expected, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+    assert sorted(computed) == ["dgrad", "fprop", "fprop", "wgrad", "wgrad"]
+    model(x[:3])  # a smaller batch is planned
+
+
+CHANGED = {
+    "device": ("device", "name", "abacus", "device: the plan is for abacus"),
+    "version": ("software", "torch", "1.0", "versions: torch 1.0 there and "),
+    "threads": ("conditions", "threads", 64, "conditions: threads 64 there and 1 here"),
+}
+
+
+@pytest.mark.parametrize(("room", "field", "value", "sentence"), CHANGED.values(), ids=CHANGED)
+@pytest.mark.filterwarnings("ignore:the plan was made")
+def test_what_check_refuses_is_refused(plan, room, field, value, sentence):
+    other = replace(plan, **{room: replace(getattr(plan, room), **{field: value})})
+    assert any(finding.is_true is False for finding in check(other, canaries=0))
+    model = small_model()
+    for run in (lambda: ucudnn.convert_(model, other), lambda: ucudnn.installed(other)):
+        with pytest.raises(PlanError, match=f"frozen=True refuses a plan.*{sentence}"):
+            run()
+    assert type(model[0]) is nn.Conv2d
+    thawed = replace(other, config=Config())
+    if room != "device":
+        assert ucudnn.convert_(model, thawed).swapped
+
+
+def test_a_missing_algorithm_is_refused(plan):
+    first = replace(plan.kernels[0], algorithms=("gone",))
+    other = replace(plan, kernels=(first, *plan.kernels[1:]))
+    (wrong,) = [finding for finding in check(other, canaries=0) if finding.is_true is False]
+    assert wrong.about == "build"
+    with pytest.raises(PlanError, match="build: .*gone does not compute.*there is none of that"):
+        ucudnn.convert_(small_model(), other)
+
+
+def test_every_reason_is_given(plan):
+    other = replace(
+        plan,
+        software=replace(plan.software, torch="1.0"),
+        conditions=replace(plan.conditions, threads=64),
+        kernels=(replace(plan.kernels[0], algorithms=("gone",)),),
+    )
+    with pytest.raises(PlanError, match=r"versions: .*conditions: .*build: "):
+        ucudnn.installed(other)
+
+
+def test_a_device_that_is_not_here_is_refused(plan, monkeypatch):
+    def refuse(_):
+        raise UnsupportedError("there is no NVIDIA GPU here")
+
+    monkeypatch.setattr("ucudnn.execution.validity.open_backend", refuse)
+    with pytest.raises(PlanError, match="device: the plan is for .*no NVIDIA GPU here"):
+        ucudnn.convert_(small_model(), plan)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 9, 9), (4, 3, 9, 8)], ids=["batch", "size"])
+def test_a_shape_without_a_plan_ends_the_step(plan, shape):
+    model = small_model()
+    ucudnn.convert_(model, plan)
+    with pytest.raises(PlanError, match="has no plan, and frozen=True runs only what is planned"):
+        model(torch.randn(shape))
+    with (
+        ucudnn.installed(plan),
+        pytest.raises(PlanError, match="has no plan, and frozen=True runs only what is planned"),
+    ):
+        small_model()(torch.randn(shape))
+
+
+def test_installed_refuses_convolutions_of_other_layers(plan):
+    x = torch.randn(2, 7, 6, 6)
+    w = torch.randn(2, 7, 1, 1)
+    with ucudnn.installed(plan), pytest.raises(PlanError, match=r"conv2d\(7->2.* has no plan"):
+        torch.nn.functional.conv2d(x, w)
+    torch.nn.functional.conv2d(x, w)
+
+
+def test_a_layer_that_stays_torchs_by_plan_refuses_other_shapes(plan_by_hand):
+    model = small_model()
+    plan = plan_by_hand(
+        model, torch.empty(INPUT), chunk=4, algorithm="torch_default", config=Config(frozen=True)
+    )
+    default = [replace(kernel, alone=(0,) * kernel.problem.batch) for kernel in plan.kernels]
+    ucudnn.convert_(model, replace(plan, kernels=tuple(default)))
+    assert torch.equal(model(torch.ones(INPUT)), small_model()(torch.ones(INPUT)))
+    with pytest.raises(PlanError, match="has no plan"):
+        model(torch.ones(4, 3, 8, 9))
+
+
+def test_a_convolution_that_the_plan_lacks_is_refused(plan):
+    model = nn.Sequential(*small_model(), nn.Conv2d(4, 5, 1))
+    with pytest.raises(PlanError, match="these convolutions are not: 3;"):
+        ucudnn.convert_(model, plan)
+    assert type(model[0]) is nn.Conv2d
+    assert ucudnn.convert_(model, plan, lambda _, name: name != "3").swapped == ("0", "2")
+
+
+def test_a_planned_module_that_cannot_be_swapped_is_refused(plan):
+    class Mine(nn.Conv2d):
+        pass
+
+    model = small_model()
+    model[2] = Mine(4, 4, 3, stride=2)
+    with pytest.raises(PlanError, match=r"cannot be swapped: 2; use ucudnn.installed"):
+        ucudnn.convert_(model, plan)
+
+
+def test_a_step_that_cannot_be_built_is_refused(plan, monkeypatch):
+    model = small_model()
+    ucudnn.convert_(model, plan)
+
+    def refuse(*_):
+        raise UnsupportedError("im2col_gemm was removed")
+
+    monkeypatch.setattr("ucudnn.execution.runner.build", refuse)
+    with pytest.raises(PlanError, match="frozen=True refuses to run .*im2col_gemm was removed"):
+        model(torch.ones(INPUT))
+
+
+def test_the_environment_freezes_any_plan(plan, monkeypatch):
+    thawed = replace(plan, config=Config(), software=replace(plan.software, torch="1.0"))
+    monkeypatch.setenv("UCUDNN_FROZEN", "1")
+    with pytest.raises(PlanError, match="frozen=True refuses a plan"):
+        ucudnn.installed(thawed)
+    with pytest.raises(ConfigError, match="unplanned='tune' plans shapes while the model runs"):
+        Config(unplanned="tune")
+
+
+def test_it_is_in_the_file_and_leaves_other_plans_hash_alone(plan, tmp_path):
+    thawed = replace(plan, config=Config())
+    assert "frozen" not in thawed.config.to_dict()
+    assert plan.hash != thawed.hash
+    plan.save(tmp_path / "plan.json")
+    assert ucudnn.Plan.load(tmp_path / "plan.json").config.frozen

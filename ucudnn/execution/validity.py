@@ -1,0 +1,94 @@
+"""Check that a plan holds on this machine, without running any kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.errors import PlanError, UnsupportedError
+from ucudnn.execution.execute import build
+from ucudnn.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One statement of a plan, checked on this machine.
+
+    Args:
+        about: "device", "versions", "conditions", "build", or "canary" with the kernel's number.
+        is_true: whether it still holds; None where it was not looked at.
+        said: a sentence with what was found.
+    """
+
+    about: str
+    is_true: bool | None
+    said: str
+
+
+def device_is_missing(plan: Plan, error: UnsupportedError) -> Finding:
+    """The finding for a backend that cannot be opened here."""
+    return Finding("device", False, f"the plan is for {plan.device}: {error}")
+
+
+def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
+    """Findings on device, versions, conditions and builds; another device ends them.
+
+    Args:
+        plan: to check.
+        backend: of this machine.
+    """
+    # On another device versions and times would differ for that reason alone.
+    if backend.device() != plan.device:
+        said = f"the plan is for {plan.device}, this is {backend.device()}"
+        yield Finding("device", False, f"{said}; tune here, or load a plan made for this device")
+        return
+    yield Finding("device", True, str(plan.device))
+    yield _compared("versions", asdict(plan.software), asdict(backend.software()))
+    yield _compared("conditions", asdict(plan.conditions), asdict(backend.conditions()))
+    yield _built(plan, backend)
+
+
+def require_valid(plan: Plan) -> None:
+    """Refuse a plan that does not hold on this machine, as `frozen` asks for.
+
+    Raises:
+        PlanError: something does not hold; the message has each finding.
+    """
+    try:
+        found = list(findings_without_running(plan, open_backend(plan.backend)))
+    except UnsupportedError as error:
+        found = [device_is_missing(plan, error)]
+    wrong = [f"{finding.about}: {finding.said}" for finding in found if finding.is_true is False]
+    if wrong:
+        raise PlanError(
+            f"frozen=True refuses a plan that does not hold here. {'. '.join(wrong)}. "
+            f"Make the plan anew, or leave frozen out to run it all the same"
+        )
+
+
+def _compared(about: str, there: dict[str, object], here: dict[str, object]) -> Finding:
+    differing = [
+        f"{name} {there[name] or 'unknown'} there and {here[name] or 'unknown'} here"
+        for name in there
+        if there[name] != here[name]
+    ]
+    if differing:
+        return Finding(about, False, f"{', '.join(differing)}; tune again to renew the times")
+    # A field is empty where it does not apply, such as the version of cuDNN on a CPU.
+    known = (f"{name} {value}" for name, value in here.items() if value not in ("", None))
+    return Finding(about, True, ", ".join(known))
+
+
+def _built(plan: Plan, backend: AbstractBackend) -> Finding:
+    refusals = []
+    for number, kernel in enumerate(plan.kernels):
+        try:
+            build(backend, kernel.problem, kernel.split(kernel.problem.batch))
+        except UnsupportedError as error:
+            refusals.append(f"kernel {number}, {kernel.problem}: {error}")
+    if refusals:
+        rest = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+        said = f"torch's own convolution would run instead of {refusals[0]}{rest}; tune again"
+        return Finding("build", False, said)
+    return Finding("build", True, f"the splits of all {len(plan.kernels)} kernels can be built")
