@@ -46,6 +46,7 @@ _FALLBACKS: dict[str, Any] = {
     "ops": OPS,
     "unplanned": "torch",
     "frozen": False,
+    "deterministic": None,
     "cache": None,
     "backend": "auto",
     "device": None,
@@ -60,8 +61,8 @@ _FALLBACKS: dict[str, Any] = {
 _OF_THE_PROCESS = frozenset(
     {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race"}
 )
-# Left out of a plan's file and hash where they are off, as before there were these fields.
-_SWITCHES = ("frozen",)
+# Left out of a plan's file and hash where they are not set, as before there were these fields.
+_SWITCHES = ("frozen", "deterministic")
 
 
 def _default(name: str, compare: bool = True) -> Any:
@@ -102,6 +103,8 @@ class Config:
         device: for "recorded", part of the name of the device; None: the cache has only one.
         device_profile: for "cudnn" where the GPU is not: the file that `ucudnn doctor` wrote there.
             Plans by what the cache has of that GPU, and this cuDNN could run on it.
+        deterministic: only algorithms that give the same bits whenever they are run on the same
+            operands; None: as `torch.use_deterministic_algorithms` says when tuning begins.
         max_error: relative error (L2) against float64 that an algorithm may have; None: any that
             rounding explains.
         layout: "keep" plans a model as it is; "auto" plans it in channels_last, too (3-D:
@@ -129,6 +132,7 @@ class Config:
     backend: str = _default("backend")
     device: str | None = _default("device", compare=False)
     device_profile: str | None = _default("device_profile", compare=False)
+    deterministic: bool | None = _default("deterministic")
     max_error: float | None = _default("max_error")
     layout: str = _default("layout")
     effort: str = _default("effort", compare=False)
@@ -147,6 +151,7 @@ class Config:
             "cache": _path("cache", self.cache, "a folder's path"),
             "backend": _choice("backend", self.backend, BACKENDS),
             "device_profile": _path("device_profile", self.device_profile, "a file's path"),
+            "deterministic": _switch("deterministic", self.deterministic, or_none=True),
             "max_error": _positive("max_error", self.max_error),
             "layout": _choice("layout", self.layout, LAYOUTS),
             "effort": _choice("effort", self.effort, EFFORT_NAMES),
@@ -196,7 +201,7 @@ class Config:
         # plans without a pool, or for a model as it is, hash as they did before these fields
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
         layout = ("layout",) if self.layout == "keep" else ()
-        off = (name for name in _SWITCHES if not getattr(self, name))
+        off = (name for name in _SWITCHES if getattr(self, name) == _FALLBACKS[name])
         for name in (*_OF_THE_PROCESS, *pool, *layout, *off):
             del values[name]
         return {**values, "ops": list(self.ops)}
@@ -227,13 +232,16 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return str(value)
 
 
-def _switch(name: str, value: object) -> bool:
-    """True or False, also as text from the environment."""
+def _switch(name: str, value: object, or_none: bool = False) -> bool | None:
+    """True or False, also as text from the environment; None where that is allowed."""
+    if or_none and value is None:
+        return None
     # An environment variable is always text.
     texts = {"1": True, "true": True, "0": False, "false": False}
     found = texts.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(found, bool):
-        raise ConfigError(f"{name} must be True or False, got {value!r}")
+        allowed = "True, False or None" if or_none else "True or False"
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
     return found
 
 

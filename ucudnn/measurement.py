@@ -13,6 +13,8 @@ ROLES = ("alone", "first", "later")
 STATUSES = ("ok", "screened", "untimed", "failed")
 # Note of a candidate that also adds a bias, in the kernel that computes the convolution.
 ADDS_BIAS = "adds bias"
+# Note of a candidate whose result may vary from run to run on the same operands.
+NONDETERMINISTIC = "nondeterministic"
 _TYPES = {"str": str, "bool": bool}
 
 

@@ -35,7 +35,8 @@ def check(
     from ucudnn.check import check as check_plan
 
     with Progress(console=err, transient=True) as bar:
-        # One finding each for device, versions, conditions and build, then the canaries.
+        # One finding each for device, versions, conditions and build, then the canaries. That on
+        # determinism, which few plans have, takes no time of its own.
         task = bar.add_task("checking", total=4 + canaries)
         findings = check_plan(loaded, canaries, lambda _: bar.advance(task))
     # What was not looked at is no reason to say no.

@@ -67,6 +67,13 @@ DeviceProfileOption = Annotated[
 MathOption = Annotated[
     str, typer.Option(help="For a CSV's float32 layers on a GPU: tf32 or strict.")
 ]
+DeterministicOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic",
+        help="Algorithms whose bits never vary alone. Default: as torch is set.",
+    ),
+]
 EffortOption = Annotated[
     str | None, typer.Option(help="How long to look for how small a gain: quick, normal, thorough.")
 ]

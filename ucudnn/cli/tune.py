@@ -47,6 +47,7 @@ def tune(
     effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
     step_race: options.StepRaceOption = None,
+    deterministic: options.DeterministicOption = None,
     remeasure: options.RemeasureOption = False,
     fail_if_noisy: options.FailIfNoisyOption = False,
     cache: CacheOption = None,
@@ -61,14 +62,11 @@ def tune(
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace}
     given |= {"solver": solver, "effort": effort, "step_race": step_race}
+    given |= {"deterministic": deterministic}
     table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
     # --infer comes last, so that it wins over --ops.
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
-    if solver is not None and config.total_workspace is None:
-        raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
-    # Now, because a plan that cannot be written after minutes of measuring would be lost.
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    _require_possible(solver, config, output)
     # torch is imported only now that the command line is known to be right.
     from ucudnn.tracing import Traced
     from ucudnn.tuning.tuner import device_type
@@ -85,6 +83,14 @@ def tune(
     traced = named.trace(config.ops, where)
     plan = _tune(traced, named, config, output, as_json, remeasure)
     _judge_noise(plan, fail_if_noisy)
+
+
+def _require_possible(solver: str | None, config: Config, output: Path | None) -> None:
+    if solver is not None and config.total_workspace is None:
+        raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
+    # Now, because a plan that cannot be written after minutes of measuring would be lost.
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
 
 
 def _layouts(layout: str | None, is_table: bool) -> tuple[str, str | None]:

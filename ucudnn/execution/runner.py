@@ -16,7 +16,7 @@ from ucudnn.config import Config
 from ucudnn.errors import BusyError, PlanError, UcudnnError, UnsupportedError
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
 from ucudnn.execution.execute import Call, as_kernel, build
-from ucudnn.execution.validity import require_valid
+from ucudnn.execution.validity import nondeterminism, require_valid
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 
@@ -287,6 +287,9 @@ def require_same_device(plan: Plan, frozen: bool = False) -> None:
             UserWarning,
             stacklevel=3,
         )
+    said = nondeterminism(plan, backend) if plan.config.deterministic else ""
+    if said:
+        warnings.warn(f"the plan is deterministic, and {said}", UserWarning, stacklevel=3)
     if plan.conditions.threads != threads:
         warnings.warn(
             f"the plan was made for {plan.conditions.threads} threads, this process has {threads}: "

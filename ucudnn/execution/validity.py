@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execution.execute import build
+from ucudnn.measurement import NONDETERMINISTIC
 from ucudnn.plan import Plan
 
 
@@ -16,7 +17,8 @@ class Finding:
     """One statement of a plan, checked on this machine.
 
     Args:
-        about: "device", "versions", "conditions", "build", or "canary" with the kernel's number.
+        about: "device", "versions", "conditions", "build", "determinism" (of a deterministic plan),
+            or "canary" with the kernel's number.
         is_true: whether it still holds; None where it was not looked at.
         said: a sentence with what was found.
     """
@@ -32,7 +34,7 @@ def device_is_missing(plan: Plan, error: UnsupportedError) -> Finding:
 
 
 def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[Finding]:
-    """Findings on device, versions, conditions and builds; another device ends them.
+    """Findings on device, versions, conditions, builds, determinism; another device ends them.
 
     Args:
         plan: to check.
@@ -47,6 +49,10 @@ def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[F
     yield _compared("versions", asdict(plan.software), asdict(backend.software()))
     yield _compared("conditions", asdict(plan.conditions), asdict(backend.conditions()))
     yield _built(plan, backend)
+    if plan.config.deterministic:
+        said = nondeterminism(plan, backend)
+        fine = "every algorithm gives the same bits on the same operands"
+        yield Finding("determinism", not said, said or fine)
 
 
 def require_valid(plan: Plan) -> None:
@@ -65,6 +71,27 @@ def require_valid(plan: Plan) -> None:
             f"frozen=True refuses a plan that does not hold here. {'. '.join(wrong)}. "
             f"Make the plan anew, or leave frozen out to run it all the same"
         )
+
+
+def nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
+    """Sentence on algorithms of a deterministic plan whose results vary here, "" without any.
+
+    torch's own convolution on a GPU depends on a setting of torch, which a plan cannot fix.
+
+    Args:
+        plan: made with `Config.deterministic`.
+        backend: of this machine.
+    """
+    for kernel in plan.kernels:
+        listed = (*backend.candidates(kernel.problem), *backend.bias_candidates(kernel.problem))
+        varying = {one.algorithm for one in listed if NONDETERMINISTIC in one.notes}
+        for name in kernel.algorithms:
+            if name in varying:
+                return (
+                    f"{name} of {kernel.problem} may give other bits in every run; set "
+                    f"torch.use_deterministic_algorithms(True), or tune again"
+                )
+    return ""
 
 
 def _compared(about: str, there: dict[str, object], here: dict[str, object]) -> Finding:

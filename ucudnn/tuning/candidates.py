@@ -8,7 +8,8 @@ from functools import lru_cache
 from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.backends import Cost
 from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Candidate
+from ucudnn.measurement import NONDETERMINISTIC, Candidate
+from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.items import lists_of
 from ucudnn.tuning.session import Session
@@ -22,6 +23,7 @@ class KernelCandidates:
         axis: of the kernel, along which it is split.
         sizes: of the chunks that a split may have.
         adds_bias: those candidates that add a bias, too, and no others.
+        deterministic: those alone whose result never varies, and torch's own, as a baseline.
         extrapolates: include two small chunks in the role "alone", which no split uses: they tell
             what workspace the undivided call needs.
     """
@@ -33,12 +35,14 @@ class KernelCandidates:
         sizes: Iterable[int],
         adds_bias: bool = False,
         extrapolates: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self._session = session
         self.axis = axis
         self.problem = axis.problem
         self.sizes = tuple(sorted(sizes))
         self._extrapolates = extrapolates
+        self._deterministic = deterministic
         backend = session.backend
         self._listed = backend.bias_candidates if adds_bias else backend.candidates
         # A `Problem` checks its fields whenever one is made, and the same few are asked for often.
@@ -54,6 +58,8 @@ class KernelCandidates:
         for size in self.sizes:
             part, ends = self.part(size), self.axis.ends(size)
             for candidate in self._listed(part):
+                if self._varies(candidate) and candidate.algorithm != DEFAULT_ALGORITHM:
+                    continue
                 # The first and the last slab have padding, which an algorithm may not compute.
                 if any(refusal(problem, candidate.algorithm) for problem in (part, *ends)):
                     continue
@@ -75,7 +81,13 @@ class KernelCandidates:
 
     def lists(self, arm: Arm) -> tuple[str, ...]:
         """Positions of a split that an arm can fill; none if it only tells about others."""
+        if self._varies(self.by_arm[arm]):
+            return ()
         return lists_of(self.problem.op, arm.size == self.axis.extent, arm.role)
+
+    def _varies(self, candidate: Candidate) -> bool:
+        """True for a candidate that is too nondeterministic to be in a plan."""
+        return self._deterministic and NONDETERMINISTIC in candidate.notes
 
     @cached_property
     def curves(self) -> Mapping[Arm, str]:

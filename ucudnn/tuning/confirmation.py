@@ -10,7 +10,7 @@ from ucudnn.benchmark.bench import Whole
 from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import Measurement, MeasurementKey
+from ucudnn.measurement import NONDETERMINISTIC, Measurement, MeasurementKey
 from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.measurer import KernelMeasurer
@@ -117,8 +117,8 @@ def _notes(session: Session, problem: Problem, splits: Sequence[Split]) -> list[
         # alone: one nondeterministic chunk makes all of it so.
         notes_by_name.get(split.steps[0].algorithm, ())
         if split.is_default
-        else ("nondeterministic",)
-        if any("nondeterministic" in notes_by_name.get(s.algorithm, ()) for s in split.steps)
+        else (NONDETERMINISTIC,)
+        if any(NONDETERMINISTIC in notes_by_name.get(s.algorithm, ()) for s in split.steps)
         else ()
         for split in splits
     ]
@@ -149,13 +149,16 @@ def _finalist(split: Split, entry: Measurement) -> Finalist:
         split,
         timing,
         entry.samples,
-        is_deterministic="nondeterministic" not in entry.notes,
+        is_deterministic=NONDETERMINISTIC not in entry.notes,
         is_perturbed=entry.is_perturbed,
     )
 
 
 def choose(
-    finalists: Sequence[Finalist], limit: int | None, overhead_ns: int = 0
+    finalists: Sequence[Finalist],
+    limit: int | None,
+    overhead_ns: int = 0,
+    deterministic: bool = False,
 ) -> Finalist | None:
     """The winner within the limit: torch's default, unless another is faster beyond the noise.
 
@@ -177,12 +180,16 @@ def choose(
         finalists: of one race.
         limit: bytes of workspace, None without a limit.
         overhead_ns: that a planned call takes beyond what was timed of it.
+        deterministic: the winner's result must never vary.
 
     Returns:
         The winner, or None where no finalist is within the limit.
     """
     fitting = [
-        entry for entry in finalists if limit is None or entry.timing.workspace_bytes <= limit
+        entry
+        for entry in finalists
+        if (limit is None or entry.timing.workspace_bytes <= limit)
+        and (entry.is_deterministic or not deterministic)
     ]
     default = next((entry for entry in fitting if entry.split.is_default), None)
     # Where nothing is clearly faster than torch's own convolution, that is the only one left.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import NONDETERMINISTIC, Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.noise import PERTURBED
@@ -19,8 +19,9 @@ def plan_by_torch(
     limit: int | None,
     kernel_of: Callable[[Problem, str], str | None],
     note: str,
+    deterministic: bool = False,
 ) -> KernelPlan | None:
-    """The undivided plan, None where torch's own was not timed or exceeds the limit.
+    """The undivided plan, None where torch's own was not timed, exceeds the limit or may vary.
 
     Args:
         problem: the kernel at its largest batch.
@@ -29,8 +30,11 @@ def plan_by_torch(
         limit: workspace in bytes, None for any.
         kernel_of: name of the implementation by which an algorithm runs a problem.
         note: the reason, for the plan.
+        deterministic: its result must never vary.
     """
     if entry is None or entry.time_ns is None or entry.workspace_bytes is None:
+        return None
+    if deterministic and NONDETERMINISTIC in entry.notes:
         return None
     if limit is not None and entry.workspace_bytes > limit:
         return None

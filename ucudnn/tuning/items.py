@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import NONDETERMINISTIC, Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
@@ -142,7 +142,7 @@ def role_of_first(problem: Problem) -> str:
 
 def rank_of(algorithm: str, notes: Sequence[str]) -> int:
     """Rank that breaks ties, lower first: deterministic algorithms, and torch's default."""
-    return 2 * ("nondeterministic" in notes) + (algorithm != DEFAULT_ALGORITHM)
+    return 2 * (NONDETERMINISTIC in notes) + (algorithm != DEFAULT_ALGORITHM)
 
 
 def held_bytes(problem: Problem, role: str) -> int:

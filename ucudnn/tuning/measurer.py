@@ -44,6 +44,7 @@ class KernelMeasurer:
         max_error: relative error (L2) that a candidate may have, None: any that is not wrong.
         adds_bias: measure those candidates that add a bias, too, and no others.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
+        deterministic: no algorithm whose result may vary.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class KernelMeasurer:
         max_error: float | None = None,
         adds_bias: bool = False,
         tolerance: float = TOLERANCE,
+        deterministic: bool = False,
     ) -> None:
         self._session = session
         self._axis = axis
         self._limit = limit
         must_probe = must_be_known(axis.problem, limit, session.backend.memory_bytes())
-        listed = KernelCandidates(session, axis, sizes, adds_bias, extrapolates=must_probe)
-        records = KernelRecords(session, listed, limit, max_error)
+        listed = KernelCandidates(session, axis, sizes, adds_bias, must_probe, deterministic)
+        records = KernelRecords(session, listed, limit, max_error, deterministic)
         roofline = session.roofline(axis.problem.dtype)
         elimination = Elimination(
             listed, records.by_arm, records.workspaces, records.is_allowed, roofline

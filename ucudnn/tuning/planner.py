@@ -101,7 +101,9 @@ class KernelPlanner:
                     return None
                 solved, rows = planner._solve(evidence), planner._rows(evidence)
                 finalists = planner._finalists(planner._splits(solved, rows), solved, rows)
-                winner = choose(finalists, self.limit, self._session.planned_call_ns())
+                overhead_ns = self._session.planned_call_ns()
+                deterministic = bool(self._config.deterministic)
+                winner = choose(finalists, self.limit, overhead_ns, deterministic)
                 if winner is not None:
                     return planner._plan(winner, finalists, evidence, solved, rows)
                 # Before the next planner allocates operands of its own.

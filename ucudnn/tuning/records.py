@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.statistics import median_interval
-from ucudnn.measurement import Measurement, MeasurementKey
+from ucudnn.measurement import NONDETERMINISTIC, Measurement, MeasurementKey
 from ucudnn.solvers.lazy import Interval
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.session import Session
@@ -24,6 +24,7 @@ class KernelRecords:
         listed: the candidates.
         limit: workspace in bytes, None for any.
         max_error: relative error (L2) that a candidate may have, None: any that is not wrong.
+        deterministic: no result may vary.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class KernelRecords:
         listed: KernelCandidates,
         limit: int | None,
         max_error: float | None,
+        deterministic: bool = False,
     ) -> None:
         self._session = session
         self._listed = listed
         self._max_error = max_error
+        self._deterministic = deterministic
         self.by_arm: dict[Arm, Measurement] = {}
         self.skipped: set[Arm] = set()  # for which there was no memory this time
         memory = session.backend.memory_bytes()
@@ -70,8 +73,10 @@ class KernelRecords:
         return entry.status == "ok" and self.is_allowed(arm, entry)
 
     def is_allowed(self, arm: Arm, entry: Measurement) -> bool:
-        """True for a candidate that fits the limit and is exact enough."""
+        """True for a candidate that fits the limit and is exact and deterministic enough."""
         if entry.workspace_bytes is None or not self.workspaces.fits(arm, entry.workspace_bytes):
+            return False
+        if self._deterministic and NONDETERMINISTIC in entry.notes:
             return False
         return self._max_error is None or (entry.error or 0.0) <= self._max_error
 

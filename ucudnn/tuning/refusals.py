@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ucudnn.errors import PlanError
+from ucudnn.measurement import NONDETERMINISTIC
 from ucudnn.tuning.solve import SolvedRows, smallest_workspace
 from ucudnn.tuning.sources import AbstractSource, Evidence
 from ucudnn.units import format_bytes
@@ -24,6 +25,13 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
         if entry.workspace_bytes is not None and entry.status != "failed"
     ]
     problem, config, kernel_of = source.kernel.problem, source.config, source.session.kernel_of
+    if config.deterministic:
+        known = [entry for entry in known if NONDETERMINISTIC not in entry.notes]
+        if not known:
+            return PlanError(
+                f"no deterministic algorithm computes {problem}; on a GPU "
+                f"torch.use_deterministic_algorithms(True) makes torch's own convolution one"
+            )
     rows = SolvedRows.of(source.rows_axis, source.row_sizes, known, kernel_of)
     smallest = smallest_workspace(problem, known, kernel_of, rows)
     if smallest is None:

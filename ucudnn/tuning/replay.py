@@ -14,7 +14,7 @@ from ucudnn.cache import AbstractCache, MemoryCache
 from ucudnn.cache.exchange import read_entries
 from ucudnn.cache.explain import explain, key_texts
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import NONDETERMINISTIC, Measurement
 from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
@@ -129,7 +129,8 @@ def predict(
             timing = Timing(default.time_ns, spread_ns, workspace, len(samples))
             # One sample each, whose ratio `choose` takes as it is: a prediction is the sum of
             # medians, and an interval of it is not known.
-            finalists.append(Finalist(split, timing, samples=(default.time_ns,)))
+            is_deterministic = NONDETERMINISTIC not in default.notes
+            finalists.append(Finalist(split, timing, (default.time_ns,), is_deterministic))
             continue
         items = [*_items(solved, rows, split)]
         if all(items):

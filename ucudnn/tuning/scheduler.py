@@ -243,7 +243,8 @@ class TuningScheduler:
             # A kernel that has no part of the pool may not even take 0 bytes of it.
             limit = self._pool.parts.get(problem, -1)
         entry, layers = self._shares.defaults.get(problem), self._layers[problem]
-        return plan_by_torch(problem, layers, entry, limit, self.devices.first.kernel_of, note)
+        kernel_of, deterministic = self.devices.first.kernel_of, bool(self._config.deterministic)
+        return plan_by_torch(problem, layers, entry, limit, kernel_of, note, deterministic)
 
     def _report(self) -> None:
         if self._on_progress is not None:

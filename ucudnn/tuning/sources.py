@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.config import Config
-from ucudnn.measurement import ADDS_BIAS, Measurement
+from ucudnn.measurement import ADDS_BIAS, NONDETERMINISTIC, Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
 from ucudnn.system.forking import cached_property
@@ -156,7 +156,8 @@ class LiveSource(AbstractSource):
         self, axis: AbstractAxis, sizes: Iterable[int], adds_bias: bool = False
     ) -> KernelMeasurer:
         bounds = self.bounds
-        more = (self.config.max_error, adds_bias, bounds.tolerance)
+        deterministic = bool(self.config.deterministic)
+        more = (self.config.max_error, adds_bias, bounds.tolerance, deterministic)
         return KernelMeasurer(self.session, axis, bounds.chunk_limit, sizes, *more)
 
     def _working(self) -> list[KernelMeasurer]:
@@ -252,6 +253,8 @@ class ReplayedSource(AbstractSource):
         )
 
     def _is_usable(self, entry: Measurement) -> bool:
+        if self.config.deterministic and NONDETERMINISTIC in entry.notes:
+            return False
         most = self.config.max_error
         # Recordings made by other means may lack errors; one that is not known excludes nothing.
         return entry.status == "ok" and (most is None or (entry.error or 0.0) <= most)

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
+from ucudnn.measurement import NONDETERMINISTIC
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.races import TOLERATED, StepRace
 
@@ -226,12 +227,15 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     """True where torch's own convolution may replace a kernel's plan.
 
-    It must be within the workspace limit. Of a pool no kernel may take more than it did.
+    It must be within the workspace limit, and deterministic where the plan is. Of a pool no kernel
+    may take more than it did.
 
     Args:
         plan: that the kernel is of.
         kernel: with what was measured of its default.
     """
+    if plan.config.deterministic and f"default {NONDETERMINISTIC}" in kernel.notes:
+        return False
     limit = plan.config.limit_bytes
     # The other calls of the step own the rest of the pool.
     if plan.config.total_bytes is not None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import torch
+
 from ucudnn import cache as cache_room
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.recorded import RecordedBackend
@@ -79,7 +81,7 @@ def tune_problems(
         BusyError: workspace must be measured, and torch's profiler is in use.
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
-    config = config or Config()
+    config = _resolved(config or Config())
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
@@ -100,6 +102,13 @@ def tune_problems(
     if measured and (noise := noise_of(plan)).is_noisy:
         _warn(f"the times of this plan are noisy: {noise}; tune again when the machine is quiet")
     return plan
+
+
+def _resolved(config: Config) -> Config:
+    """The settings with what they leave to torch's."""
+    if config.deterministic is None and torch.are_deterministic_algorithms_enabled():
+        return replace(config, deterministic=True)
+    return config
 
 
 def layers_by_problem(

@@ -23,7 +23,7 @@ from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import ADDS_BIAS, Candidate, Conditions, Device, Software
+from ucudnn.measurement import ADDS_BIAS, NONDETERMINISTIC, Candidate, Conditions, Device, Software
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
 
@@ -163,7 +163,9 @@ class CudnnBackend(AbstractBackend):
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """torch's own, then what cuDNN proposes, best first, as PyTorch's settings allow."""
         engines = self._candidates(problem, _is_deterministic(), False)
-        return Candidate(problem, DEFAULT_ALGORITHM), *engines
+        # torch picks among all of cuDNN's engines, unless it is told to be deterministic.
+        notes = () if _is_deterministic() else (NONDETERMINISTIC,)
+        return Candidate(problem, DEFAULT_ALGORITHM, notes=notes), *engines
 
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """cuDNN's proposals for the fused pattern convolution + bias, which fprop alone has."""

@@ -34,6 +34,11 @@ class AbstractAlgorithm(ABC):
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
 
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True if the same operands and threads always give the same bits; False if unknown."""
+        del problem
+        return False
+
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
         """Pairs of a problem and the implementation that computes it, in the order of running."""
         return ((problem, self.name),)

@@ -97,6 +97,10 @@ class TorchDefault(AbstractAlgorithm):
         """Build for a problem that is not refused."""
         return padded(problem, partial(_Aten, forward=_convolution, backward=_convolution_backward))
 
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True unless aten picks oneDNN where that reads memory which is not its own."""
+        return chosen_kernel(problem) != "onednn" or cramped_refusal(problem) is None
+
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
         """The kernel that aten picks."""
         return ((problem, chosen_kernel(problem)),)
@@ -121,6 +125,10 @@ class OneDnn(AbstractAlgorithm):
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
         return padded(problem, partial(_Aten, forward=_onednn, backward=_convolution_backward))
+
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True unless oneDNN reads memory which is not its own."""
+        return cramped_refusal(problem) is None
 
 
 class OneDnnNhwc(AbstractAlgorithm):
@@ -153,6 +161,11 @@ class OneDnnNhwc(AbstractAlgorithm):
         """Build for a problem that is not refused."""
         return _lifted(problem, _nhwc)
 
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True: what oneDNN computes wrongly is refused."""
+        del problem
+        return True
+
 
 class SlowConv2d(AbstractAlgorithm):
     """aten's own im2col and GEMM per sample, threads over the batch."""
@@ -178,6 +191,11 @@ class SlowConv2d(AbstractAlgorithm):
         forward = partial(_slow_conv2d, is_last=is_last)
         backward = partial(_slow_conv2d_backward, is_last=is_last)
         return _lifted(problem, partial(_Aten, forward=forward, backward=backward))
+
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True: gradients of samples are added in their order."""
+        del problem
+        return True
 
 
 def _is_both(shape: tuple[int, ...]) -> bool:

@@ -31,7 +31,7 @@ from ucudnn.backends.torch_cpu.phases import Phases
 from ucudnn.backends.torch_cpu.speed import roofline
 from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, unseen_bytes
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import Candidate, Conditions, Device, Software
+from ucudnn.measurement import NONDETERMINISTIC, Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
 # Samples of random operands that are drawn: drawing is slow, so further samples repeat them.
@@ -124,7 +124,9 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(Candidate(problem, name, notes=self._notes(problem, name)) for name in names)
 
     def _notes(self, problem: Problem, name: str) -> tuple[str, ...]:
-        return (f"kernel={chosen_kernel(problem)}",) if name == "torch_default" else ()
+        kernel = (f"kernel={chosen_kernel(problem)}",) if name == "torch_default" else ()
+        varies = not _ALGORITHMS[name].is_deterministic(problem)
+        return (*kernel, NONDETERMINISTIC) if varies else kernel
 
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
         """Lower bounds of what a candidate needs; None if the algorithm does not compute it."""

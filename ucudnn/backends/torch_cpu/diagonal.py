@@ -69,6 +69,11 @@ class DiagonalGemm(AbstractAlgorithm):
         """Build for a problem that is not refused."""
         return _DiagonalGemm(problem)
 
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True: products and diagonals are summed in a fixed order."""
+        del problem
+        return True
+
 
 class _RowTap(NamedTuple):
     """Rows of x and dy that meet at a filter row, numbered as in the copies."""

@@ -51,6 +51,11 @@ class Fft(AbstractAlgorithm):
         """Build for a problem that is not refused."""
         return _Fft(problem)
 
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True: transforms, products and sums have a fixed order."""
+        del problem
+        return True
+
 
 def transform_sizes(problem: Problem) -> list[int]:
     """Sizes of the transforms along each axis.

@@ -49,6 +49,11 @@ class Gemm(AbstractAlgorithm):
         """Build for a problem that is not refused."""
         return PlacesGemm(problem) if problem.layout == "nhwc" else _Gemm(problem)
 
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True: its products and sums have a fixed order."""
+        del problem
+        return True
+
 
 class Im2colGemm(AbstractAlgorithm):
     """One matrix product per chunk over the columns of the whole chunk.
@@ -83,6 +88,11 @@ class Im2colGemm(AbstractAlgorithm):
     def executable(self, problem: Problem) -> Executable:
         """Build for a problem that is not refused."""
         return PlacesGemm(problem) if problem.layout == "nhwc" else _Im2colGemm(problem)
+
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True: its products and sums have a fixed order."""
+        del problem
+        return True
 
 
 def _sampled_shape(problem: Problem) -> tuple[int, ...]:

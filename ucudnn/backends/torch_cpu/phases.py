@@ -67,6 +67,11 @@ class Phases(AbstractAlgorithm):
         """Build for a problem that is not refused."""
         return _PhasesExecutable(problem)
 
+    def is_deterministic(self, problem: Problem) -> bool:
+        """True: phases are computed one after another, by algorithms that are."""
+        del problem
+        return True
+
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
         """The problem and the inner algorithm of each phase."""
         for phase in _phases(problem):
