@@ -47,6 +47,7 @@ _FALLBACKS: dict[str, Any] = {
     "unplanned": "torch",
     "frozen": False,
     "deterministic": None,
+    "batch_invariant": False,
     "cache": None,
     "backend": "auto",
     "device": None,
@@ -62,7 +63,7 @@ _OF_THE_PROCESS = frozenset(
     {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race"}
 )
 # Left out of a plan's file and hash where they are not set, as before there were these fields.
-_SWITCHES = ("frozen", "deterministic")
+_SWITCHES = ("frozen", "deterministic", "batch_invariant")
 
 
 def _default(name: str, compare: bool = True) -> Any:
@@ -105,6 +106,9 @@ class Config:
             Plans by what the cache has of that GPU, and this cuDNN could run on it.
         deterministic: only algorithms that give the same bits whenever they are run on the same
             operands; None: as `torch.use_deterministic_algorithms` says when tuning begins.
+        batch_invariant: one algorithm and one size of micro-batches for each kernel, a smaller last
+            one padded with zeros: what is computed of a sample does not depend on how many others
+            are in its batch.
         max_error: relative error (L2) against float64 that an algorithm may have; None: any that
             rounding explains.
         layout: "keep" plans a model as it is; "auto" plans it in channels_last, too (3-D:
@@ -133,6 +137,7 @@ class Config:
     device: str | None = _default("device", compare=False)
     device_profile: str | None = _default("device_profile", compare=False)
     deterministic: bool | None = _default("deterministic")
+    batch_invariant: bool = _default("batch_invariant")
     max_error: float | None = _default("max_error")
     layout: str = _default("layout")
     effort: str = _default("effort", compare=False)
@@ -152,6 +157,7 @@ class Config:
             "backend": _choice("backend", self.backend, BACKENDS),
             "device_profile": _path("device_profile", self.device_profile, "a file's path"),
             "deterministic": _switch("deterministic", self.deterministic, or_none=True),
+            "batch_invariant": _switch("batch_invariant", self.batch_invariant),
             "max_error": _positive("max_error", self.max_error),
             "layout": _choice("layout", self.layout, LAYOUTS),
             "effort": _choice("effort", self.effort, EFFORT_NAMES),
@@ -161,6 +167,12 @@ class Config:
         for name, value in values.items():
             # The dataclass is frozen; this replaces what was given by its checked form.
             object.__setattr__(self, name, value)
+        if self.batch_invariant and self.total_workspace is not None:
+            raise ConfigError(
+                "batch_invariant chooses one micro-batch for each kernel by itself, and "
+                "total_workspace chooses for all together; leave one of them out, or set "
+                "workspace_limit instead"
+            )
         if self.unplanned == "tune" and self.total_workspace is not None:
             raise ConfigError(
                 "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "

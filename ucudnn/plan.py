@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError, UcudnnError, shortened
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.plan_file import FORMAT, canonical, read_document, require_checksum, sha256_of
+from ucudnn.plan_file import (
+    FORMAT,
+    canonical,
+    pairs_in,
+    read_document,
+    require_checksum,
+    require_count,
+    require_ints,
+    require_strings,
+    sha256_of,
+    strings_in,
+)
 from ucudnn.problem import Problem
 from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.files import write
 from ucudnn.system.forking import cached_property
-from ucudnn.units import TOO_LARGE
 
 __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
@@ -46,7 +56,7 @@ class Timing:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            _require_count(item.name, getattr(self, item.name))
+            require_count(item.name, getattr(self, item.name))
         # Reports and checks divide by it.
         if self.time_ns == 0:
             raise PlanError("time_ns must be at least 1, got 0")
@@ -78,6 +88,10 @@ class KernelPlan:
             cannot compute the problem, or a recording does not know it.
         notes: such as "default kernel=onednn".
         slabs: (rows, algorithm index) of each slab: the same for every batch split by slabs.
+        micro_batch: of a batch-invariant kernel, the samples that every chunk is computed as; 0: it
+            is none.
+        free: of a batch-invariant kernel, the fastest split without that demand, measured in the
+            same rounds; None where it was not.
 
     Raises:
         PlanError: the tables do not describe a split of every batch.
@@ -93,15 +107,18 @@ class KernelPlan:
     default: Timing | None
     notes: tuple[str, ...] = ()
     slabs: tuple[tuple[int, int], ...] = ()
+    micro_batch: int = 0
+    free: Timing | None = None
 
     def __post_init__(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        _require_count("predicted_time_ns", self.predicted_time_ns)
+        require_count("predicted_time_ns", self.predicted_time_ns)
         for name in ("layers", "algorithms", "notes"):
-            _require_strings(name, getattr(self, name))
+            require_strings(name, getattr(self, name))
         for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
-            _require_ints(name, rows)
+            require_ints(name, rows)
         self._require_slabs()
+        self._require_invariant()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
                 f"the plan of {self.problem} must have one entry per batch "
@@ -135,6 +152,20 @@ class KernelPlan:
                 f"altogether, got {self.slabs}"
             )
 
+    def _require_invariant(self) -> None:
+        require_count("micro_batch", self.micro_batch)
+        if not self.micro_batch:
+            return
+        expected = invariant_steps(self.problem.batch, self.micro_batch)
+        if self.micro_batch > self.problem.batch or (set(self.alone), self.last) != (
+            {BY_BATCH},
+            expected,
+        ):
+            raise PlanError(
+                f"the plan of {self.problem} must compute every batch in chunks of "
+                f"{self.micro_batch} by one algorithm, because it is batch-invariant"
+            )
+
     def _names(self, index: int) -> bool:
         return 0 <= index < len(self.algorithms)
 
@@ -166,7 +197,7 @@ class KernelPlan:
             size, index = self.last[batch - 1]
             steps.append(Step(size, self.algorithms[index]))
             batch -= size
-        return Split("batch", tuple(reversed(steps)))
+        return Split("batch", tuple(reversed(steps)), self.micro_batch)
 
     def by_default(self, every_batch: bool) -> KernelPlan:
         """The same kernel by torch's own undivided convolution, which must have been measured.
@@ -197,7 +228,8 @@ class KernelPlan:
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
         # without slabs the hash is that of a file of version 1
-        return [self.problem.to_dict(), alone, last, *([slabs] if slabs else [])]
+        more = [*([slabs] if slabs else []), *([self.micro_batch] if self.micro_batch else [])]
+        return [self.problem.to_dict(), alone, last, *more]
 
     def covers(self, batch: int) -> bool:
         """True where there is a split of this batch: nearly always, for 1 to `problem.batch`."""
@@ -251,7 +283,7 @@ class Plan:
     layout_race: LayoutRace | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        _require_strings("backend", (self.backend,))
+        require_strings("backend", (self.backend,))
         if self.memory_format not in MEMORY_FORMATS:
             raise PlanError(
                 f"memory_format must be one of {', '.join(MEMORY_FORMATS)}, "
@@ -336,6 +368,8 @@ class Plan:
 
     @property
     def _version(self) -> int:
+        if any(kernel.micro_batch for kernel in self.kernels):
+            return 4
         if self.memory_format != "keep":
             return 3
         return 2 if any(kernel.slabs for kernel in self.kernels) else 1
@@ -360,16 +394,7 @@ class Plan:
             "device": asdict(self.device),
             "software": asdict(self.software),
             "conditions": asdict(self.conditions),
-            "kernels": [
-                {
-                    # The fields that are values of their own are replaced by their JSON below.
-                    **{name: getattr(kernel, name) for name in KernelPlan.__slots__},
-                    "problem": kernel.problem.to_dict(),
-                    "timing": asdict(kernel.timing),
-                    "default": asdict(kernel.default) if kernel.default else None,
-                }
-                for kernel in self.kernels
-            ],
+            "kernels": [_kernel_to_dict(kernel) for kernel in self.kernels],
         }
         if self.step_race is not None:
             document["step_race"] = self.step_race.to_dict()
@@ -420,46 +445,43 @@ class Plan:
         )
 
 
+def invariant_steps(batch: int, micro_batch: int) -> tuple[tuple[int, int], ...]:
+    """`KernelPlan.last` of a batch-invariant kernel: full chunks first, then the remainder.
+
+    >>> invariant_steps(5, 2)
+    ((1, 0), (2, 0), (1, 0), (2, 0), (1, 0))
+    """
+    return tuple((n % micro_batch or micro_batch, 0) for n in range(1, batch + 1))
+
+
+def _kernel_to_dict(kernel: KernelPlan) -> dict[str, Any]:
+    values = {name: getattr(kernel, name) for name in KernelPlan.__slots__}
+    # Versions before 4 have none of these.
+    invariant = {"free": asdict(kernel.free) if kernel.free else None}
+    if not kernel.micro_batch:
+        del values["micro_batch"], values["free"]
+        invariant = {}
+    return {
+        **values,
+        "problem": kernel.problem.to_dict(),
+        "timing": asdict(kernel.timing),
+        "default": asdict(kernel.default) if kernel.default else None,
+        **invariant,
+    }
+
+
 def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
     return KernelPlan(
         problem=Problem.from_dict(fields["problem"]),
-        layers=_strings(fields["layers"]),
-        algorithms=_strings(fields["algorithms"]),
+        layers=strings_in(fields["layers"]),
+        algorithms=strings_in(fields["algorithms"]),
         alone=tuple(fields["alone"]),
-        last=_pairs(fields["last"]),
+        last=pairs_in(fields["last"]),
         predicted_time_ns=fields["predicted_time_ns"],
         timing=Timing(**fields["timing"]),
         default=Timing(**fields["default"]) if fields["default"] else None,
-        notes=_strings(fields["notes"]),
-        slabs=_pairs(fields.get("slabs", ())),  # version 1 may have none
+        notes=strings_in(fields["notes"]),
+        slabs=pairs_in(fields.get("slabs", ())),  # version 1 may have none
+        micro_batch=fields.get("micro_batch", 0),
+        free=Timing(**fields["free"]) if fields.get("free") else None,
     )
-
-
-def _pairs(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((size, index) for size, index in rows)
-
-
-def _strings(values: object) -> tuple[str, ...]:
-    # `tuple` would take a string apart into its characters.
-    if not isinstance(values, list):
-        raise PlanError(f"names must be a list, got {values!r}")
-    return tuple(values)
-
-
-def _require_count(name: str, value: object) -> None:
-    if type(value) is not int or not 0 <= value < TOO_LARGE:
-        raise PlanError(f"{name} must be an int from 0 to 2^63 - 1, got {value!r}")
-
-
-def _require_ints(name: str, rows: Iterable[Iterable[int]]) -> None:
-    for row in rows:
-        for value in row:
-            # a float or a bool that equals an int would pass comparisons and fail as an index
-            if type(value) is not int:
-                raise PlanError(f"{name} must hold ints, got {value!r}")
-
-
-def _require_strings(name: str, values: Iterable[str]) -> None:
-    for value in values:
-        if not isinstance(value, str):
-            raise PlanError(f"{name} must hold strings, got {value!r}")

@@ -1,20 +1,22 @@
-"""The JSON document of a plan: its text, its checksum and its version."""
+"""The JSON document of a plan: its text, its checksum, its version and the types of its values."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ucudnn.errors import PlanError, shortened
 from ucudnn.system.files import parse_json
+from ucudnn.units import TOO_LARGE
 
 FORMAT = "ucudnn-plan"
-# A plan is written in the first version that can hold it: 2 has slabs, 3 a memory format.
-VERSIONS = (1, 2, 3)
+# A plan is written in the first version that can hold it: 2 has slabs, 3 a memory format,
+# 4 kernels that are batch-invariant.
+VERSIONS = (1, 2, 3, 4)
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -67,3 +69,58 @@ def canonical(value: Any) -> str:
     '{"a":[2,3],"b":1}'
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def pairs_in(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+    """Pairs of a JSON list as tuples.
+
+    >>> pairs_in([[4, 0]])
+    ((4, 0),)
+    """
+    return tuple((size, index) for size, index in rows)
+
+
+def strings_in(values: object) -> tuple[str, ...]:
+    """A JSON list of names as a tuple.
+
+    Raises:
+        PlanError: it is no list.
+    """
+    # `tuple` would take a string apart into its characters.
+    if not isinstance(values, list):
+        raise PlanError(f"names must be a list, got {values!r}")
+    return tuple(values)
+
+
+def require_count(name: str, value: object) -> None:
+    """Refuse what is no int from 0 to 2^63 - 1.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if type(value) is not int or not 0 <= value < TOO_LARGE:
+        raise PlanError(f"{name} must be an int from 0 to 2^63 - 1, got {value!r}")
+
+
+def require_ints(name: str, rows: Iterable[Iterable[int]]) -> None:
+    """Refuse rows that hold anything but ints.
+
+    Raises:
+        PlanError: they do.
+    """
+    for row in rows:
+        for value in row:
+            # a float or a bool that equals an int would pass comparisons and fail as an index
+            if type(value) is not int:
+                raise PlanError(f"{name} must hold ints, got {value!r}")
+
+
+def require_strings(name: str, values: Iterable[str]) -> None:
+    """Refuse values that are no strings.
+
+    Raises:
+        PlanError: one is not.
+    """
+    for value in values:
+        if not isinstance(value, str):
+            raise PlanError(f"{name} must hold strings, got {value!r}")

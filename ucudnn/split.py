@@ -29,12 +29,17 @@ class Split:
 
     >>> Split("batch", (Step(4, "gemm"), Step(2, "gemm"))).size
     6
+    >>> print(Split("batch", (Step(4, "gemm"), Step(2, "gemm")), micro_batch=4))
+    4 gemm + 2 gemm, padded to 4
     >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn"))))
     slabs of 2x8 onednn
     """
 
     axis: str
     steps: tuple[Step, ...]
+    # Every chunk is computed as one of so many samples; a smaller one is filled up with zeros.
+    # 0: each as it is.
+    micro_batch: int = 0
 
     @property
     def size(self) -> int:
@@ -44,7 +49,12 @@ class Split:
     @property
     def is_default(self) -> bool:
         """True where the split is torch's own convolution on the undivided batch."""
-        return len(self.steps) == 1 and self.steps[0].algorithm == DEFAULT_ALGORITHM
+        # Torch's own is not padded.
+        return (
+            len(self.steps) == 1
+            and self.steps[0].algorithm == DEFAULT_ALGORITHM
+            and not self.micro_batch
+        )
 
     def __str__(self) -> str:
         # Equal steps in sequence are written once: a split may have hundreds.
@@ -60,4 +70,6 @@ class Split:
             else f"{step.size} {step.algorithm}"
             for step, count in runs
         )
+        if self.micro_batch:
+            described += f", padded to {self.micro_batch}"
         return f"slabs of {described}" if self.axis == "spatial" else described

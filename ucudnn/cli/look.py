@@ -123,6 +123,8 @@ def show(
             f"time: {format_ns(entry.timing.time_ns)} {measured}, the parts add up to "
             f"{format_ns(entry.predicted_time_ns)}"
         )
+        if entry.free is not None:
+            say(f"without batch_invariant: {format_ns(entry.free.time_ns)}")
         for note in entry.notes:
             say(f"note: {note}")
 

@@ -74,6 +74,13 @@ DeterministicOption = Annotated[
         help="Algorithms whose bits never vary alone. Default: as torch is set.",
     ),
 ]
+BatchInvariantOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--batch-invariant/--no-batch-invariant",
+        help="Chunks of one size, so that no sample depends on its batch. Default: no.",
+    ),
+]
 EffortOption = Annotated[
     str | None, typer.Option(help="How long to look for how small a gain: quick, normal, thorough.")
 ]

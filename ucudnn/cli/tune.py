@@ -48,6 +48,7 @@ def tune(
     time_budget: options.TimeBudgetOption = None,
     step_race: options.StepRaceOption = None,
     deterministic: options.DeterministicOption = None,
+    batch_invariant: options.BatchInvariantOption = None,
     remeasure: options.RemeasureOption = False,
     fail_if_noisy: options.FailIfNoisyOption = False,
     cache: CacheOption = None,
@@ -62,7 +63,7 @@ def tune(
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace}
     given |= {"solver": solver, "effort": effort, "step_race": step_race}
-    given |= {"deterministic": deterministic}
+    given |= {"deterministic": deterministic, "batch_invariant": batch_invariant}
     table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
     # --infer comes last, so that it wins over --ops.
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})

@@ -13,6 +13,7 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.backends.tensors import memory_format
 from ucudnn.errors import UnsupportedError
+from ucudnn.execution.remainder import Remainder
 from ucudnn.plan import Split
 from ucudnn.problem import Problem
 from ucudnn.slabs import Rows, slabs
@@ -61,7 +62,8 @@ class Chunk:
     """One step of a split: its problem, and which views of the whole tensors are its own.
 
     Args:
-        problem: at the chunk's batch and rows; None where it is zero, whatever the operands are.
+        problem: at the chunk's batch and rows, of a batch-invariant split at its micro-batch; None
+            where it is zero, whatever the operands are.
         algorithm: that computes it.
         executable: built for it.
         a: the part of the first operand: x for fprop and wgrad, dy for dgrad.
@@ -149,7 +151,10 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
             if split.axis == "spatial" and whole:
                 _require_slab(backend, whole, step.algorithm)
             built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
-        chunks.append(Chunk(part, step.algorithm, built[key], *places(problem, x, y)))
+        executable = built[key]
+        if whole and step.size < split.micro_batch:
+            executable = Remainder(executable, whole)
+        chunks.append(Chunk(part, step.algorithm, executable, *places(problem, x, y)))
     return Call(problem, split, tuple(chunks))
 
 
@@ -183,8 +188,12 @@ def _parts(
     if split.axis == "batch":
         for begin, end in pairwise(accumulate(sizes, initial=0)):
             samples = (slice(begin, end),)
-            # one executable serves any number of samples
-            yield problem.with_batch(end - begin), problem, samples, samples
+            if split.micro_batch:
+                chunk = problem.with_batch(split.micro_batch)
+                yield chunk, chunk, samples, samples
+            else:
+                # one executable serves any number of samples
+                yield problem.with_batch(end - begin), problem, samples, samples
     else:
         for entry in slabs(problem, sizes):
             yield entry.problem, entry.problem, _rows(entry.x_rows), _rows(entry.y_rows)

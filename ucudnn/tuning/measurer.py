@@ -45,6 +45,7 @@ class KernelMeasurer:
         adds_bias: measure those candidates that add a bias, too, and no others.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
         deterministic: no algorithm whose result may vary.
+        batch_invariant: also what the best split into chunks of one size needs.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class KernelMeasurer:
         adds_bias: bool = False,
         tolerance: float = TOLERANCE,
         deterministic: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self._session = session
         self._axis = axis
@@ -72,7 +74,8 @@ class KernelMeasurer:
         self._records = records
         self._elimination = elimination
         self._trials = Trials(listed, records, elimination, must_probe)
-        self._requests = Requests(session, listed, records, elimination, limit, tolerance)
+        how = (limit, tolerance, batch_invariant)
+        self._requests = Requests(session, listed, records, elimination, *how)
 
     @cached_property
     def bench(self) -> AbstractBench:

@@ -11,6 +11,12 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split
 from ucudnn.tuning.confirmation import Finalist, choose
+from ucudnn.tuning.invariant import (
+    choose_invariant,
+    invariant_plan,
+    invariant_splits,
+    nothing_invariant_fits,
+)
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.noise import PERTURBED
 from ucudnn.tuning.refusals import nothing_fits
@@ -100,10 +106,9 @@ class KernelPlanner:
                 if not planner._has_split(evidence):
                     return None
                 solved, rows = planner._solve(evidence), planner._rows(evidence)
-                finalists = planner._finalists(planner._splits(solved, rows), solved, rows)
-                overhead_ns = self._session.planned_call_ns()
-                deterministic = bool(self._config.deterministic)
-                winner = choose(finalists, self.limit, overhead_ns, deterministic)
+                splits = planner._splits(solved, rows, evidence)
+                finalists = planner._finalists(splits, solved, rows)
+                winner = self._winner(finalists)
                 if winner is not None:
                     return planner._plan(winner, finalists, evidence, solved, rows)
                 # Before the next planner allocates operands of its own.
@@ -111,6 +116,12 @@ class KernelPlanner:
                 planner = planner._tighter(finalists, evidence)
         finally:
             planner.release()
+
+    def _winner(self, finalists: Sequence[Finalist]) -> Finalist | None:
+        deterministic = bool(self._config.deterministic)
+        if self._config.batch_invariant:
+            return choose_invariant(finalists, self.problem, self.limit, deterministic)
+        return choose(finalists, self.limit, self._session.planned_call_ns(), deterministic)
 
     def _plan(
         self,
@@ -127,6 +138,12 @@ class KernelPlanner:
         if any(finalist.is_perturbed for finalist in finalists):
             described.append(PERTURBED)
         split, layers = winner.split, self._kernel.layers
+        if split.micro_batch:
+            free = choose([one for one in finalists if not one.split.micro_batch], self.limit)
+            free_timing = None if free is None else free.timing
+            chunks, notes = (*evidence.plain, *evidence.fused), tuple(described)
+            timings = (default, free_timing)
+            return invariant_plan(self.problem, layers, winner, *timings, chunks, notes)
         plain, fused = solved
         # Smaller batches follow the table in which the winner was found; the other one serves
         # batches that it has no split for.
@@ -145,11 +162,12 @@ class KernelPlanner:
 
     def _has_split(self, evidence: Evidence) -> bool:
         """True if something fits; False where the time ended before anything did."""
-        if (
-            evidence.plain
-            or evidence.fused
-            or self._rows(evidence).splits(self._bounds.chunk_limit)
-        ):
+        if self._config.batch_invariant:
+            found = bool(self._invariant_splits(evidence))
+        else:
+            rows = self._rows(evidence)
+            found = bool(evidence.plain or evidence.fused or rows.splits(self._bounds.chunk_limit))
+        if found:
             return True
         # Measuring was cut short, so it is not known that nothing fits.
         if self._session.is_over:
@@ -174,13 +192,23 @@ class KernelPlanner:
             self._source.rows_axis, self._source.row_sizes, evidence.slabs, kernel_of
         )
 
-    def _splits(self, solved: tuple[Solved, Solved], rows: SolvedRows) -> list[Split]:
+    def _splits(
+        self, solved: tuple[Solved, Solved], rows: SolvedRows, evidence: Evidence
+    ) -> list[Split]:
         """Splits worth timing as wholes, torch's default first, and those that add a bias last."""
         plain, fused = solved
         # A backend may have no default here, as a recording in which it is missing.
         applies = self._session.kernel_of(self.problem, DEFAULT_ALGORITHM) is not None
         splits = plain.finalists(applies) + fused.finalists(default_applies=False)
-        return splits + rows.splits(self._bounds.chunk_limit)
+        splits += rows.splits(self._bounds.chunk_limit)
+        return splits + self._invariant_splits(evidence)
+
+    def _invariant_splits(self, evidence: Evidence) -> list[Split]:
+        """Splits into chunks of one size, where the settings ask for one."""
+        if not self._config.batch_invariant:
+            return []
+        chunks = (*evidence.plain, *evidence.fused)
+        return invariant_splits(self.problem, chunks, self._bounds.chunk_limit)
 
     def _finalists(
         self, splits: Sequence[Split], solved: Sequence[Solved], rows: SolvedRows
@@ -195,6 +223,9 @@ class KernelPlanner:
         # Only a limit can have refused every finalist.
         assert self.limit is not None
         assert self._bounds.chunk_limit is not None
+        if self._config.batch_invariant:
+            # the others are raced for comparison
+            finalists = [one for one in finalists if one.split.micro_batch]
         # torch's own call takes part in any case. Where its chunk exceeds the limit already, it
         # says nothing about what calls need beyond their chunks.
         needs = [
@@ -237,9 +268,20 @@ class KernelPlanner:
         self, evidence: Evidence, call_overhead_bytes: int | None = None
     ) -> PlanError:
         """Error for a limit that nothing fits."""
+        if self._config.batch_invariant:
+            return nothing_invariant_fits(self.problem, _with_workspace(evidence), self.limit)
         if call_overhead_bytes is None:
             call_overhead_bytes = self._call_overhead_bytes
         return nothing_fits(self._source, evidence, call_overhead_bytes)
+
+
+def _with_workspace(evidence: Evidence) -> list[Measurement]:
+    """Everything whose workspace is known."""
+    return [
+        entry
+        for entry in evidence.everything
+        if entry.workspace_bytes is not None and entry.status != "failed"
+    ]
 
 
 def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:

@@ -151,8 +151,9 @@ def _items(solved: Sequence[Solved], rows: SolvedRows, split: Split) -> Iterator
         else:
             role = "alone" if len(split.steps) == 1 else "later" if number else "first"
             known = tuple(item for one in solved for item in one.items[role])
+        # The last chunk of a batch-invariant split is computed as a full one.
         # The last slab may have fewer rows than it was measured with; it counts as a full one.
-        size = axis.size_of(step)
+        size = split.micro_batch or axis.size_of(step)
         fitting = (item for item in known if (item.batch, item.algorithm) == (size, step.algorithm))
         yield min(fitting, key=_time_ns, default=None)
 

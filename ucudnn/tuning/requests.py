@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ucudnn.benchmark.bench import Arm
+from ucudnn.execution.remainder import padding_bytes
 from ucudnn.measurement import Measurement
 from ucudnn.solvers.lazy import Option, Outlook, outlook
 from ucudnn.tuning.candidates import KernelCandidates
@@ -30,6 +31,7 @@ class Requests:
         elimination: which implementations cannot matter.
         limit: workspace in bytes, None for any.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
+        batch_invariant: also what the best split into chunks of one size may hold.
     """
 
     def __init__(
@@ -40,22 +42,55 @@ class Requests:
         elimination: Elimination,
         limit: int | None,
         tolerance: float,
+        batch_invariant: bool = False,
     ) -> None:
         self._session = session
         self._listed = listed
         self._records = records
         self._elimination = elimination
         self._limit = limit
+        self._batch_invariant = batch_invariant
         self._tolerance = max(tolerance, TOLERANCE)
 
     def wanted(self) -> list[Arm]:
         """Chunks to time next; empty where the best split is known well enough."""
         # A plan is made of the best splits under each of these penalties, so all must be known.
         for launch_ns in CHUNK_NS:
-            wanted = self.outlook(launch_ns).wanted
-            if wanted:
-                return _arms(wanted)
+            missing = self.outlook(launch_ns).wanted
+            if missing:
+                return _arms(missing)
+        if self._batch_invariant:  # by which smaller batches are computed, too
+            return self._wanted_by_invariant()
         return self._wanted_by_smaller_batches()
+
+    def _wanted_by_invariant(self) -> list[Arm]:
+        """Chunks to time for the fastest split into chunks of one size, a last one padded."""
+        options, extent = list(self._options()), self._listed.axis.extent
+        found = []
+        for size in sorted({option.batch for option in options if option.lists}):
+            padding = padding_bytes(self._listed.part(size))
+            # Other sizes are no part of such a split, and still tell about the times of this one.
+            alike = [
+                option
+                if option.batch == size and self._fits_with(option, padding)
+                else replace(option, lists=())
+                for option in options
+            ]
+            alike = [option for option in alike if option.lists or option.interval is not None]
+            found.append(outlook(alike, -(-extent // size) * size, tolerance=self._tolerance))
+        best = min((one.time_ns for one in found if one.time_ns is not None), default=None)
+        # The most promising size first, which may rule others out.
+        open_ones = [(one.bound_ns, one.wanted) for one in found if one.bound_ns and one.wanted]
+        for bound_ns, missing in sorted(open_ones, key=lambda one: one[0]):
+            if best is None or bound_ns < (1 - self._tolerance) * best:
+                return _arms(missing)
+        return []
+
+    def _fits_with(self, option: Option, padding: int) -> bool:
+        # A workspace that is only expected may be an upper bound.
+        if self._limit is None or option.interval is None:
+            return True
+        return option.workspace_bytes + padding <= self._limit
 
     def outlook(self, launch_ns: int = 0) -> Outlook:
         """Gap estimate of the best split of the timed chunks, and the chunks to time next."""
@@ -92,9 +127,9 @@ class Requests:
                 for option in options
             )
             # The tolerance accepts any split: smaller batches need a plan, not the best one.
-            wanted = outlook(possible, batch, tolerance=1.0).wanted
-            if wanted:
-                return _arms(wanted)
+            missing = outlook(possible, batch, tolerance=1.0).wanted
+            if missing:
+                return _arms(missing)
         return []
 
     def _options(self) -> Iterator[Option]:

@@ -24,6 +24,7 @@ from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.fallback import plan_by_torch
+from ucudnn.tuning.invariant import invariant_by_torch
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, warn_of_untuned
@@ -244,7 +245,10 @@ class TuningScheduler:
             limit = self._pool.parts.get(problem, -1)
         entry, layers = self._shares.defaults.get(problem), self._layers[problem]
         kernel_of, deterministic = self.devices.first.kernel_of, bool(self._config.deterministic)
-        return plan_by_torch(problem, layers, entry, limit, kernel_of, note, deterministic)
+        plan = plan_by_torch(problem, layers, entry, limit, kernel_of, note, deterministic)
+        if plan is not None and self._config.batch_invariant:
+            return invariant_by_torch(plan, limit)
+        return plan
 
     def _report(self) -> None:
         if self._on_progress is not None:

@@ -102,7 +102,12 @@ class AbstractSource(ABC):
 
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:
-        """Sizes of slabs: none unless torch's own convolution exceeds the workspace limit."""
+        """Sizes of slabs: none unless torch's own convolution exceeds the workspace limit.
+
+        Slabs hold all samples of a call, so that they are never batch-invariant.
+        """
+        if self.config.batch_invariant:
+            return ()
         workspace, limit = self.default.workspace_bytes if self.default else None, self.bounds.limit
         # Neighbouring slabs read some input rows twice, so they are tried only where the limit
         # excludes the whole.
@@ -155,9 +160,9 @@ class LiveSource(AbstractSource):
     def _measurer(
         self, axis: AbstractAxis, sizes: Iterable[int], adds_bias: bool = False
     ) -> KernelMeasurer:
-        bounds = self.bounds
-        deterministic = bool(self.config.deterministic)
-        more = (self.config.max_error, adds_bias, bounds.tolerance, deterministic)
+        config, bounds = self.config, self.bounds
+        demands = (bool(config.deterministic), config.batch_invariant)
+        more = (config.max_error, adds_bias, bounds.tolerance, *demands)
         return KernelMeasurer(self.session, axis, bounds.chunk_limit, sizes, *more)
 
     def _working(self) -> list[KernelMeasurer]:

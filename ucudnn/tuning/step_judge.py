@@ -228,13 +228,15 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     """True where torch's own convolution may replace a kernel's plan.
 
     It must be within the workspace limit, and deterministic where the plan is. Of a pool no kernel
-    may take more than it did.
+    may take more than it did. It is never batch-invariant.
 
     Args:
         plan: that the kernel is of.
         kernel: with what was measured of its default.
     """
     if plan.config.deterministic and f"default {NONDETERMINISTIC}" in kernel.notes:
+        return False
+    if kernel.micro_batch:
         return False
     limit = plan.config.limit_bytes
     # The other calls of the step own the rest of the pool.
