@@ -10,13 +10,14 @@ from typing import Annotated
 
 import typer
 from rich.progress import Progress
+from rich.table import Table
 
 from ucudnn.cli.console import err, out, say
 from ucudnn.cli.options import CacheOption, JsonOption, settings
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError
-from ucudnn.plan import Plan
-from ucudnn.units import format_ns
+from ucudnn.errors import CacheError, ConfigError
+from ucudnn.plan import KernelPlan, Plan
+from ucudnn.units import format_bytes, format_ns
 
 
 def enumerate_(
@@ -73,8 +74,10 @@ def enumerate_(
 def show(
     plan: Annotated[Path, typer.Argument(help="A plan file.")],
     kernel: Annotated[
-        str | None, typer.Option(help="Every batch of one kernel: its number or layer name.")
+        str | None,
+        typer.Option(help="Every batch of one kernel, and what was rejected: its number or layer."),
     ] = None,
+    cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print a plan: per kernel torch's default, the split, times and workspaces.
@@ -127,6 +130,35 @@ def show(
             say(f"without batch_invariant: {format_ns(entry.free.time_ns)}")
         for note in entry.notes:
             say(f"note: {note}")
+        _explain(loaded, entry, cache)
+
+
+def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
+    """Print the best alternatives that were rejected, by what the plan and the cache know."""
+    from ucudnn.tuning.alternatives import alternatives
+    from ucudnn.tuning.replay import open_recording
+
+    try:
+        with open_recording(cache or Config().cache) as opened:
+            found = alternatives(plan, kernel, opened)
+    # Whoever looks at a plan from elsewhere has no cache of it.
+    except CacheError:
+        found = alternatives(plan, kernel, ())
+    if not found:
+        return
+    table = Table(title="rejected alternatives", caption="~: sum of chunks, not timed as a call")
+    for heading in ("split", "time", "workspace", "error", "why not"):
+        table.add_column(heading, overflow="fold")
+    for one in found:
+        time_ns = "-" if one.time_ns is None else format_ns(one.time_ns)
+        table.add_row(
+            one.split,
+            time_ns if one.is_measured or one.time_ns is None else f"~{time_ns}",
+            "-" if one.workspace_bytes is None else format_bytes(one.workspace_bytes),
+            "-" if one.error is None else f"{one.error:.1e}",
+            one.reason,
+        )
+    out.print(table)
 
 
 def report(

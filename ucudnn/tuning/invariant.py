@@ -55,15 +55,15 @@ def invariant_splits(
         limit: workspace in bytes that a split may use, padding included, None for any.
     """
     times: dict[int, tuple[int, str]] = {}
-    for (size, algorithm), items in _by_chunk(problem, measurements).items():
+    for (size, algorithm), items in uniform_chunks(problem, measurements).items():
         if limit is None or _needed(problem, size, items) <= limit:
-            time_ns = _time_ns(problem, size, items)
+            time_ns = uniform_ns(problem, size, items)
             times[size] = min(times.get(size, (time_ns, algorithm)), (time_ns, algorithm))
     fastest = sorted(times, key=lambda size: (times[size][0], size))[:_MOST_FINALISTS]
     return [invariant_split(problem.batch, size, times[size][1]) for size in fastest]
 
 
-def _by_chunk(
+def uniform_chunks(
     problem: Problem, measurements: Sequence[Measurement]
 ) -> dict[tuple[int, str], dict[str, Item]]:
     """Items by micro-batch and algorithm, for each position in a split that one needs."""
@@ -78,7 +78,14 @@ def _by_chunk(
     return {chunk: items for chunk, items in found.items() if set(items) in complete}
 
 
-def _time_ns(problem: Problem, size: int, items: dict[str, Item]) -> int:
+def uniform_ns(problem: Problem, size: int, items: dict[str, Item]) -> int:
+    """Time of a batch in chunks of one size, as the sum of its chunks.
+
+    Args:
+        problem: the kernel at its batch.
+        size: of the chunks.
+        items: of one chunk, by position.
+    """
     if "alone" in items:
         return items["alone"].time_ns
     return items["first"].time_ns + (-(-problem.batch // size) - 1) * items["later"].time_ns
@@ -147,14 +154,14 @@ def invariant_plan(
         notes: what else is known.
     """
     size, algorithm = winner.split.micro_batch, winner.split.steps[0].algorithm
-    items = _by_chunk(problem, measurements).get((size, algorithm))
+    items = uniform_chunks(problem, measurements).get((size, algorithm))
     return KernelPlan(
         problem=problem,
         layers=layers,
         algorithms=(algorithm,),
         alone=(BY_BATCH,) * problem.batch,
         last=invariant_steps(problem.batch, size),
-        predicted_time_ns=_time_ns(problem, size, items) if items else winner.timing.time_ns,
+        predicted_time_ns=uniform_ns(problem, size, items) if items else winner.timing.time_ns,
         timing=winner.timing,
         default=default,
         notes=notes,
@@ -196,7 +203,7 @@ def nothing_invariant_fits(
         measurements: all whose workspace is known.
         limit: workspace in bytes, None for any.
     """
-    chunks = _by_chunk(problem, measurements).items()
+    chunks = uniform_chunks(problem, measurements).items()
     needs = [(_needed(problem, *_sized(chunk)), *chunk[0]) for chunk in chunks]
     if limit is None or not needs:
         return PlanError(f"no batch-invariant split of {problem} could be run")

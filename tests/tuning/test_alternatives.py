@@ -1,0 +1,90 @@
+"""Rejected alternatives with what each would cost, of what was measured on the plan's machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from ucudnn import cache as caches
+from ucudnn.cli import app
+from ucudnn.config import Config
+from ucudnn.problem import Problem
+from ucudnn.tuning.alternatives import alternatives
+from ucudnn.tuning.tuner import tune_problems
+
+MS, MIB = 1_000_000, 1 << 20
+PROBLEM = Problem("fprop", 8, 2, 2, (9, 9), (1, 1))
+LAYERS = [("layer", PROBLEM)]
+
+
+def cost(ms_per_sample, mib_per_sample):
+    return lambda size: (int(ms_per_sample * size * MS), int(mib_per_sample * size * MIB))
+
+
+@pytest.fixture
+def planned(scripted, tmp_path):
+    """A plan in which `fast` is split because of the limit, and its cache."""
+    scripted(
+        torch_default=cost(3, 0.5),
+        fast=cost(1, 2),
+        near=cost(1.2, 0.25),
+        broken=lambda _: (None, 0),
+    )
+    config = Config(workspace_limit="4MiB", cache=str(tmp_path / "cache"), effort="thorough")
+    return tune_problems(LAYERS, config), config
+
+
+def found(plan, config, **more):
+    with caches.open(config.cache, "r") as cache:
+        return {one.split: one for one in alternatives(plan, plan.kernels[0], cache, **more)}
+
+
+def test_alternatives_have_what_they_cost(planned):
+    plan, config = planned
+    assert str(plan.kernels[0].split(8)) == "4x2 fast"
+    by_split = found(plan, config)
+    assert "4x2 fast" not in by_split
+    default = by_split["8 torch_default"]
+    assert (default.time_ns, default.workspace_bytes) == (24 * MS, 4 * MIB)
+    assert default.is_measured
+    assert default.reason == "takes 3.00 times as long"
+    near = by_split["8 near"]
+    assert near.workspace_bytes == 2 * MIB
+    assert near.reason == "takes 1.20 times as long"
+    # what only a higher limit allows
+    assert any("fast" in split and "over" not in split for split in by_split)
+    broken = next(one for split, one in by_split.items() if "broken" in split)
+    assert broken.time_ns is None
+    assert "broken does not work" in broken.reason
+    times = [one.time_ns for one in by_split.values() if one.time_ns is not None]
+    assert times == sorted(times)
+    assert len(found(plan, config, most=2)) == 2
+
+
+def test_the_settings_say_why_not(planned):
+    plan, config = planned
+    by_split = found(replace(plan, config=replace(config, workspace_limit="1MiB")), config)
+    assert by_split["8 torch_default"].reason == "needs more than the limit of 1 MiB"
+    exact = replace(plan, config=replace(config, max_error=1e-30))
+    assert found(exact, config)["8 torch_default"].error is not None
+
+
+def test_measurements_of_other_machines_say_nothing(planned):
+    plan, config = planned
+    other = replace(plan, software=replace(plan.software, torch="9"))
+    assert list(found(other, config)) == ["8 torch_default"]  # which the plan itself knows
+
+
+def test_show_prints_them(planned, tmp_path):
+    plan, config = planned
+    plan.save(tmp_path / "plan.json")
+    command = ["show", str(tmp_path / "plan.json"), "--kernel", "0", "--cache", config.cache]
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "rejected alternatives" in shown.output
+    assert "takes 3.00 times as long" in shown.output
+    nowhere = CliRunner().invoke(app, [*command[:-1], str(tmp_path / "none")])
+    assert nowhere.exit_code == 0, nowhere.output
+    assert "torch_default" in nowhere.output

@@ -1,0 +1,173 @@
+"""Rejected alternatives to the plan of a kernel, and what each would cost. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ucudnn.measurement import NONDETERMINISTIC, Measurement
+from ucudnn.plan import KernelPlan, Plan
+from ucudnn.problem import Problem
+from ucudnn.tuning.invariant import invariant_split, uniform_chunks, uniform_ns
+from ucudnn.units import format_bytes
+
+# A whole call that was raced is kept under this name, and a run of like steps in its text so.
+_RACED = re.compile(r"plan\[(.*)\] in race ")
+_STEP = re.compile(r"(?:\d+x)?(\d+) ([^\s,]+)")
+# Statuses of measurements with a time.
+_TIMED = ("ok", "screened")
+# A ratio of times that is not 1.00 when it is printed.
+_SLOWER = 1.005
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A way to compute a kernel that its plan does not take.
+
+    Args:
+        split: as text.
+        time_ns: of the whole call; None where it was not timed.
+        workspace_bytes: of the whole call, or of its largest chunk; None where it is not known.
+        error: the largest relative error (L2) of its chunks against float64; None: not known.
+        is_measured: whether the whole call was timed; else its time is the sum of its chunks'.
+        reason: why it is not the plan.
+    """
+
+    split: str
+    time_ns: int | None
+    workspace_bytes: int | None
+    error: float | None
+    is_measured: bool
+    reason: str
+
+
+def alternatives(
+    plan: Plan, kernel: KernelPlan, measurements: Iterable[Measurement], most: int = 8
+) -> list[Alternative]:
+    """The best rejected alternatives of a kernel, fastest first; those that failed come last.
+
+    >>> from ucudnn import Config
+    >>> from ucudnn.measurement import Conditions, Device, Software
+    >>> from ucudnn.plan import Timing
+    >>> made = Timing(90, 0, 0, 9), Timing(100, 0, 64, 9)
+    >>> problem = Problem("fprop", 1, 4, 4, (9,), (1,))
+    >>> kernel = KernelPlan(problem, ("a",), ("gemm",), (0,), ((0, -1),), 90, *made)
+    >>> plan = Plan((kernel,), Device("cpu", "any"), Software("2"), Conditions(), Config())
+    >>> [(one.split, one.reason) for one in alternatives(plan, kernel, [])]
+    [('1 torch_default', 'takes 1.11 times as long')]
+
+    Args:
+        plan: with the settings.
+        kernel: one of its kernels.
+        measurements: of any kernels and machines, as a cache has them.
+        most: the number of alternatives to give.
+    """
+    known = [entry for entry in measurements if _belongs(entry, plan, kernel.problem)]
+    errors = {
+        (entry.key.problem.batch, entry.key.algorithm): entry.error or 0.0
+        for entry in known
+        if entry.error is not None
+    }
+    varying = {e.key.algorithm for e in known if NONDETERMINISTIC in e.notes}
+    found: dict[str, Alternative] = {}
+    for one in (*_of_plan(kernel), *_raced(known), *_uniform(kernel.problem, known)):
+        # Whole calls come first: a measured time is better than a sum.
+        found.setdefault(one.split, one)
+    found.pop(str(kernel.split(kernel.problem.batch)), None)
+    judged = [
+        replace(one, error=error, reason=_reason(one, plan, kernel, error, varying))
+        for one in found.values()
+        for error in [_error_of(one.split, errors)]
+    ]
+    judged.sort(key=lambda one: (one.time_ns is None, one.time_ns or one.workspace_bytes or 0))
+    return [*judged, *_failed(known, judged)][:most]
+
+
+def _belongs(entry: Measurement, plan: Plan, problem: Problem) -> bool:
+    """True for a measurement of a kernel's chunks or calls on the machine of the plan."""
+    key = entry.key
+    there = (key.device, key.software, replace(key.conditions, role=plan.conditions.role))
+    is_kernel = key.problem.with_batch(problem.batch) == problem
+    return is_kernel and there == (plan.device, plan.software, plan.conditions)
+
+
+def _of_plan(kernel: KernelPlan) -> Iterator[Alternative]:
+    """Torch's own convolution, which the plan was raced against."""
+    if kernel.default is not None:
+        timing = kernel.default
+        name = f"{kernel.problem.batch} torch_default"
+        yield Alternative(name, timing.time_ns, timing.workspace_bytes, None, True, "")
+
+
+def _raced(known: Sequence[Measurement]) -> Iterator[Alternative]:
+    for entry in known:
+        raced = _RACED.match(entry.key.algorithm)
+        if raced and entry.status == "ok":
+            name, size = raced.group(1), entry.workspace_bytes
+            yield Alternative(name, entry.time_ns, size, None, True, "")
+
+
+def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alternative]:
+    """Of each algorithm the fastest split into chunks of one size, and that of least workspace."""
+    chunks = [entry for entry in known if not _RACED.match(entry.key.algorithm)]
+    timed = [
+        entry for entry in chunks if entry.status in _TIMED and entry.workspace_bytes is not None
+    ]
+    by_algorithm: dict[str, list[Alternative]] = {}
+    for (size, algorithm), items in uniform_chunks(problem, timed).items():
+        # A remainder would be another chunk, whose time is not known.
+        if problem.batch % size == 0:
+            name = str(replace(invariant_split(problem.batch, size, algorithm), micro_batch=0))
+            workspace = max(item.workspace_bytes for item in items.values())
+            time_ns = uniform_ns(problem, size, items)
+            one = Alternative(name, time_ns, workspace, None, False, "")
+            by_algorithm.setdefault(algorithm, []).append(one)
+    for listed in by_algorithm.values():
+        yield min(listed, key=lambda one: (one.time_ns or 0, one.workspace_bytes or 0))
+        yield min(listed, key=lambda one: (one.workspace_bytes or 0, one.time_ns or 0))
+    # Run once for its workspace, which was too much to go on.
+    for entry in chunks:
+        if entry.status == "untimed" and entry.key.problem == problem:
+            name = f"{problem.batch} {entry.key.algorithm}"
+            yield Alternative(name, None, entry.workspace_bytes, None, False, "")
+
+
+def _error_of(split: str, errors: dict[tuple[int, str], float]) -> float | None:
+    """The largest error of the steps of a split, None where one is not known."""
+    steps = [(int(size), name) for size, name in _STEP.findall(split.partition(", padded")[0])]
+    if split.startswith("slabs") or not all(step in errors for step in steps):
+        return None
+    return max((errors[step] for step in steps), default=None)
+
+
+def _reason(
+    one: Alternative, plan: Plan, kernel: KernelPlan, error: float | None, varying: set[str]
+) -> str:
+    """Reason why an alternative is not the plan: the first of these that holds."""
+    limit, most = plan.config.limit_bytes, plan.config.max_error
+    ratio = None if one.time_ns is None else one.time_ns / kernel.timing.time_ns
+    names = {name for _, name in _STEP.findall(one.split)}
+    reasons = {
+        f"needs more than the limit of {format_bytes(limit or 0)}": limit is not None
+        and (one.workspace_bytes or 0) > limit,
+        f"its error is above max_error={most}": None not in (most, error)
+        and (error or 0) > (most or 0),
+        "may give other bits in every run": plan.config.deterministic and names & varying,
+        "is not batch-invariant": kernel.micro_batch and "padded to" not in one.split,
+        "was not timed": ratio is None,
+        f"takes {ratio or 0:.2f} times as long": (ratio or 0) >= _SLOWER,
+        "is not faster beyond the noise, or in whole calls or steps": True,
+    }
+    return next(reason for reason, holds in reasons.items() if holds)
+
+
+def _failed(known: Sequence[Measurement], others: Sequence[Alternative]) -> Iterator[Alternative]:
+    """Each algorithm that failed, once, where nothing else is known of it."""
+    seen = {name for one in others for _, name in _STEP.findall(one.split)}
+    for entry in known:
+        name = entry.key.algorithm
+        if entry.status == "failed" and name not in seen and not _RACED.match(name):
+            seen.add(name)
+            text = f"{entry.key.problem.batch} {name}"
+            yield Alternative(text, None, entry.workspace_bytes, entry.error, False, entry.reason)
