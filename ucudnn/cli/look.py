@@ -12,8 +12,10 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
+from ucudnn.cli import options
 from ucudnn.cli.console import err, out, say
 from ucudnn.cli.options import CacheOption, JsonOption, settings
+from ucudnn.cli.targets import name_model
 from ucudnn.config import Config
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.plan import KernelPlan, Plan
@@ -180,13 +182,22 @@ def doctor(
     save_device_profile: Annotated[
         Path | None, typer.Option(help="Write the GPU's profile here and end.", metavar="FILE")
     ] = None,
+    cliffs: Annotated[
+        str | None,
+        typer.Option(help="Scan this model, module:callable, for cliffs.", metavar="MODEL"),
+    ] = None,
+    input: options.InputOption = None,
+    infer: options.InferOption = False,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what tuning depends on here: device, versions, threads, malloc, cache.
+    """Say what tuning depends on here: device, versions, threads, malloc, cache; or find cliffs.
 
-    Example: ucudnn doctor --json
+    Example: ucudnn doctor --cliffs examples/models.py:resnet18 --input 32x3x224x224
     """
+    if cliffs is not None:
+        _find_cliffs(cliffs, input or [], infer, as_json)
+        return
     # Under another name, because this function has the module's.
     from ucudnn import doctor as room
 
@@ -215,4 +226,29 @@ def doctor(
     for name, value in rows.items():
         say(f"{name:>15}  {value}")
     for sentence in found.advice or ("Nothing to advise.",):
+        say(sentence)
+
+
+def _find_cliffs(model: str, inputs: list[str], infer: bool, as_json: bool) -> None:
+    """Scan the convolutions of a model's step."""
+    from ucudnn.backends import open_backend
+    from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
+    from ucudnn.tuning.tuner import device_type, layers_by_problem
+
+    config = settings(None, {"ops": "fprop" if infer else None})
+    named = name_model(model, inputs, channels_last=False, autocast=False, infer=infer)
+    layers = layers_by_problem(named.trace(config.ops, device_type(config)).layers, config)
+    with Progress(console=err, transient=True) as bar:
+        task = bar.add_task("scanning kernels", total=len(layers))
+        found = find_cliffs(
+            layers,
+            open_backend(config.backend),
+            large_blocks_stay,
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if as_json:
+        # Not through rich, which breaks long lines.
+        print(json.dumps(found.to_dict()))
+        return
+    for sentence in found.sentences():
         say(sentence)

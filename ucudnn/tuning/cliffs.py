@@ -1,0 +1,319 @@
+"""Cliffs of torch's own convolutions: kernels that a split, an algorithm or a layout makes cheaper.
+
+Each convolution of a step is timed as torch runs it, and beside it whatever computes the same: its
+micro-batches, other algorithms, channels-last operands, another dtype. A cliff is where one of them
+is far cheaper; its kind says what the difference is due to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import prod
+from time import monotonic
+from typing import Any
+
+import torch
+
+from ucudnn.backends import AbstractBackend
+from ucudnn.backends.torch_cpu.allocator import (
+    GLIBC_MMAP_THRESHOLD,
+    LARGE_MMAP_THRESHOLD,
+    LARGE_THRESHOLD_TUNABLES,
+    describe_allocator,
+    set_mmap_threshold,
+)
+from ucudnn.benchmark.statistics import median_ns
+from ucudnn.errors import UnsupportedError
+from ucudnn.execution.execute import bind
+from ucudnn.measurement import Device
+from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.units import format_bytes, format_ns
+
+# A remedy must be this many times faster: less is worth tuning for, and is no cliff.
+_CLIFF = 1.5
+# Rounds in which torch's own and the best remedies take turns.
+_ROUNDS, _MOST_REMEDIES = 5, 2
+# Many implementations count elements with 32 bits.
+_MOST_ELEMENTS = 2**31 - 1
+_MOST_S = 120.0
+
+OnKernel = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cliff:
+    """One convolution that is far slower than it has to be.
+
+    Args:
+        problem: as the step computes it.
+        layers: names of the layers, one per call.
+        kind: what the cost is due to: "strided data gradient", "layout copy", "heuristics switch",
+            "allocator threshold", "2^31 elements", "dtype" or "slow kernel".
+        remedy: what removes it.
+        time_ns: of one call by torch.
+        remedied_ns: of one call with the remedy, timed in turn with it.
+        workspace_bytes: of one call by torch.
+        remedied_bytes: workspace with the remedy.
+    """
+
+    problem: Problem
+    layers: tuple[str, ...]
+    kind: str
+    remedy: str
+    time_ns: int
+    remedied_ns: int
+    workspace_bytes: int
+    remedied_bytes: int
+
+    @property
+    def saved_ns(self) -> int:
+        """Time that the remedy saves in a step, over all calls."""
+        return (self.time_ns - self.remedied_ns) * len(self.layers)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}: {self.problem} takes {format_ns(self.time_ns)} in "
+            f"{format_bytes(self.workspace_bytes)}, {self.time_ns / self.remedied_ns:.1f} times "
+            f"the {format_ns(self.remedied_ns)} in {format_bytes(self.remedied_bytes)} with "
+            f"{self.remedy}; that saves {format_ns(self.saved_ns)} of a step "
+            f"({len(self.layers)} calls)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cliffs:
+    """Result of a scan; of several cliffs of one kernel the savings do not add up.
+
+    Args:
+        found: those that save most in a step first.
+        device: that it holds for.
+        convolutions_ns: time of all scanned convolutions of a step, by torch.
+        scanned: number of distinct convolutions that were timed.
+        total: number of distinct convolutions of the step.
+    """
+
+    found: tuple[Cliff, ...]
+    device: Device
+    convolutions_ns: int
+    scanned: int
+    total: int
+
+    def sentences(self) -> list[str]:
+        """Each cliff, and how much was looked at."""
+        said = [f"{cliff}." for cliff in self.found]
+        looked = (
+            f"Scanned {self.scanned} of {self.total} convolutions, which take "
+            f"{format_ns(self.convolutions_ns)} of a step on {self.device}"
+        )
+        return [*said, f"{looked}{'.' if said else ': no cliffs.'}"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        listed = [
+            {**asdict(one), "problem": one.problem.to_dict(), "saved_ns": one.saved_ns}
+            for one in self.found
+        ]
+        return {**asdict(self), "found": listed, "device": str(self.device)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Remedy:
+    """Something that computes the same.
+
+    Args:
+        problem: with the layout and dtype of the remedy.
+        split: that computes it.
+        said: what to do, for a sentence.
+    """
+
+    problem: Problem
+    split: Split
+    said: str
+
+
+def large_blocks_stay() -> bool:
+    """Let malloc keep large blocks of this process for reuse; False where there is no such setting.
+
+    It cannot be undone: use it in a process that ends after the scan.
+    """
+    if describe_allocator() != "glibc":
+        return False
+    set_mmap_threshold(LARGE_MMAP_THRESHOLD)
+    return True
+
+
+def find_cliffs(
+    layers: Mapping[Problem, tuple[str, ...]],
+    backend: AbstractBackend,
+    keep_blocks: Callable[[], bool] | None = None,
+    on_kernel: OnKernel = lambda *_: None,
+) -> Cliffs:
+    """Scan the convolutions of a step, the largest first, for two minutes at most.
+
+    Args:
+        layers: names of the layers of each distinct problem.
+        backend: of the device.
+        keep_blocks: lets malloc keep large blocks, such as `large_blocks_stay`, and says whether it
+            could; torch's own convolutions with large blocks are then timed once more. None: leave
+            malloc as it is.
+        on_kernel: called after every kernel, with how many are done and how many there are.
+    """
+    scan = _Scan(backend, monotonic() + _MOST_S)
+    found: list[Cliff] = []
+    # Function modes of the caller would change where operands are allocated.
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        for problem in sorted(layers, key=lambda p: -p.flops * len(layers[p])):
+            found += scan.cliffs(problem, layers[problem])
+            on_kernel(len(scan.own_ns), len(layers))
+        # Last, because times before and after it cannot be compared with each other.
+        if keep_blocks is not None and keep_blocks():
+            found += scan.allocator_cliffs(layers)
+    found.sort(key=lambda cliff: -cliff.saved_ns)
+    total_ns = sum(time_ns * len(layers[problem]) for problem, time_ns in scan.own_ns.items())
+    return Cliffs(tuple(found), backend.device(), total_ns, len(scan.own_ns), len(layers))
+
+
+class _Scan:
+    """Times convolutions and what could replace them, until the time is over."""
+
+    def __init__(self, backend: AbstractBackend, until: float) -> None:
+        self._backend = backend
+        self._until = until
+        # Times and workspaces of torch's own, of what was scanned.
+        self.own_ns: dict[Problem, int] = {}
+        self._own_bytes: dict[Problem, int] = {}
+        self._operands: dict[Problem, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def cliffs(self, problem: Problem, layers: tuple[str, ...]) -> list[Cliff]:
+        """The cliff of a convolution, if it is on one."""
+        self._operands.clear()
+        own = _Remedy(problem, _undivided(problem, DEFAULT_ALGORITHM), "torch's own convolution")
+        first = self._once(own)
+        if first is None:
+            return []
+        own_ns, self._own_bytes[problem] = first
+        self.own_ns[problem] = own_ns
+        tried = []
+        for remedy in self._remedies(problem, own_ns):
+            once = self._once(remedy)
+            if once is not None and once[0] * _CLIFF <= own_ns:
+                tried.append((once, remedy))
+        # Of what takes as long, the one with the fewest chunks.
+        tried.sort(key=lambda entry: (entry[0][0], len(entry[1].split.steps)))
+        if not tried:
+            return []
+        best = tried[:_MOST_REMEDIES]
+        times = self._in_turn([own, *(remedy for _, remedy in best)])
+        self.own_ns[problem] = own_ns = times[0]
+        time_ns, (once, remedy) = min(zip(times[1:], best, strict=True), key=lambda one: one[0])
+        if time_ns * _CLIFF > own_ns:
+            return []
+        sizes = self._own_bytes[problem], once[1]
+        kind = self._kind(problem, remedy)
+        return [Cliff(problem, layers, kind, remedy.said, own_ns, time_ns, *sizes)]
+
+    def allocator_cliffs(self, layers: Mapping[Problem, tuple[str, ...]]) -> Iterator[Cliff]:
+        """Cliffs of convolutions with blocks that malloc gave back, now that it keeps them."""
+        remedy = f"GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES}"
+        for problem, own_ns in self.own_ns.items():
+            size = self._own_bytes[problem]
+            if max(size, problem.result_bytes) < GLIBC_MMAP_THRESHOLD:
+                continue
+            own = _Remedy(problem, _undivided(problem, DEFAULT_ALGORITHM), "")
+            self._operands.clear()
+            # The first run takes the blocks from the system, later ones find them.
+            if self._once(own) is not None:
+                (time_ns,) = self._in_turn([own])
+                if time_ns * _CLIFF <= own_ns:
+                    kind = "allocator threshold"
+                    yield Cliff(problem, layers[problem], kind, remedy, own_ns, time_ns, size, size)
+
+    def _remedies(self, problem: Problem, own_ns: int) -> Iterator[_Remedy]:
+        """Whatever computes the same and could be faster than torch's own."""
+        backend, batch = self._backend, problem.batch
+        for candidate in backend.candidates(problem)[1:]:
+            name = candidate.algorithm
+            if self._may_be_faster(problem, name, own_ns):
+                yield _Remedy(problem, _undivided(problem, name), f"the algorithm {name}")
+        for size in (1 << k for k in range(batch.bit_length()) if 1 << k < batch):
+            for candidate in backend.candidates(problem.with_batch(size)):
+                name = candidate.algorithm
+                if batch % size == 0 and self._may_be_faster(problem, name, own_ns):
+                    split = Split("batch", (Step(size, name),) * (batch // size))
+                    yield _Remedy(problem, split, f"the split {split}")
+        if problem.rank > 1 and problem.layout == "nchw":
+            last = replace(problem, layout="nhwc")
+            yield _Remedy(last, _undivided(last, DEFAULT_ALGORITHM), "channels_last")
+        if problem.bytes_per_element == 2:
+            single = replace(problem, dtype="float32")
+            yield _Remedy(single, _undivided(single, DEFAULT_ALGORITHM), "float32")
+
+    def _may_be_faster(self, problem: Problem, algorithm: str, own_ns: int) -> bool:
+        cost = self._backend.cost(problem, algorithm)
+        if cost is None:
+            return True
+        roofline = self._backend.roofline(problem.dtype)
+        least_ns = 0 if roofline is None else roofline.time_ns(cost)
+        fits = cost.workspace_bytes <= self._backend.memory_bytes()
+        return fits and least_ns * _CLIFF <= own_ns
+
+    def _kind(self, problem: Problem, remedy: _Remedy) -> str:
+        """What the cost of a convolution is due to, by the remedy that removes it."""
+        shapes = (*problem.operand_shapes, problem.result_shape)
+        (first, *_), kernel = remedy.split.steps, self._backend.kernel
+        part = problem.with_batch(first.size)
+        switches = first.algorithm == DEFAULT_ALGORITHM and kernel(
+            part, DEFAULT_ALGORITHM
+        ) != kernel(problem, DEFAULT_ALGORITHM)
+        largest = max(self._own_bytes[problem], problem.result_bytes)
+        kinds = {
+            "2^31 elements": max(map(prod, shapes)) > _MOST_ELEMENTS,
+            "dtype": remedy.problem.dtype != problem.dtype,
+            "strided data gradient": problem.op == "dgrad" and max(problem.stride) > 1,
+            "layout copy": remedy.problem.layout != problem.layout,
+            "heuristics switch": len(remedy.split.steps) > 1 and switches,
+            # A split of the same kernel has smaller blocks, and nothing else.
+            "allocator threshold": len(remedy.split.steps) > 1
+            and first.algorithm == DEFAULT_ALGORITHM
+            and largest >= GLIBC_MMAP_THRESHOLD,
+            "slow kernel": True,
+        }
+        return next(kind for kind, holds in kinds.items() if holds)
+
+    def _once(self, remedy: _Remedy) -> tuple[int, int] | None:
+        """Time and workspace of a second run; None if it cannot be run, or the time is over."""
+        if monotonic() >= self._until:
+            return None
+        try:
+            call, parts = self._call(remedy)
+            workspace = self._backend.workspace_bytes(call, parts)
+            return max(1, self._backend.elapsed_ns(call)), workspace
+        # What cannot run by itself, as for lack of memory, is no remedy.
+        except (RuntimeError, MemoryError, UnsupportedError):
+            return None
+
+    def _in_turn(self, remedies: list[_Remedy]) -> list[int]:
+        """Medians of several rounds."""
+        calls = [self._call(remedy)[0] for remedy in remedies]
+        samples: list[list[int]] = [[] for _ in calls]
+        for _ in range(_ROUNDS):
+            for taken, call in zip(samples, calls, strict=True):
+                taken.append(max(1, self._backend.elapsed_ns(call)))
+        return [median_ns(taken) for taken in samples]
+
+    def _call(
+        self, remedy: _Remedy
+    ) -> tuple[Callable[[], torch.Tensor], list[tuple[Problem, str]]]:
+        call = bind(self._backend, remedy.problem, remedy.split)
+        # Drawing them takes longer than many a convolution: those of one layout and dtype are kept.
+        if remedy.problem not in self._operands:
+            drawn = self._backend.operands(remedy.problem, remedy.problem.batch)
+            self._operands[remedy.problem] = drawn
+        return partial(call, *self._operands[remedy.problem]), call.parts
+
+
+def _undivided(problem: Problem, algorithm: str) -> Split:
+    return Split("batch", (Step(problem.batch, algorithm),))
