@@ -39,6 +39,13 @@ def test_nothing_is_on_a_cliff(scripted):
     ]
 
 
+def test_load_is_said(scripted, monkeypatch):
+    backend = scripted(torch_default=cost(3))
+    monkeypatch.setattr(backend, "state", lambda: ("load=1.5",))
+    said = find_cliffs({FPROP: ("a",)}, backend).sentences()
+    assert said[-1] == "Other processes used the machine: scan again when it is quiet."
+
+
 def test_a_strided_data_gradient(scripted):
     backend = scripted(torch_default=cost(5, 1), phases=cost(1, 2), other=cost(2))
     found = only(backend, DGRAD)

@@ -7,7 +7,7 @@ is far cheaper; its kind says what the difference is due to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -27,7 +27,7 @@ from ucudnn.backends.torch_cpu.allocator import (
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import bind
-from ucudnn.measurement import Device
+from ucudnn.measurement import Device, is_perturbation
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.units import format_bytes, format_ns
@@ -93,6 +93,7 @@ class Cliffs:
         convolutions_ns: time of all scanned convolutions of a step, by torch.
         scanned: number of distinct convolutions that were timed.
         total: number of distinct convolutions of the step.
+        is_perturbed: others used the processors meanwhile, so that times are too long.
     """
 
     found: tuple[Cliff, ...]
@@ -100,6 +101,7 @@ class Cliffs:
     convolutions_ns: int
     scanned: int
     total: int
+    is_perturbed: bool = False
 
     def sentences(self) -> list[str]:
         """Each cliff, and how much was looked at."""
@@ -108,7 +110,10 @@ class Cliffs:
             f"Scanned {self.scanned} of {self.total} convolutions, which take "
             f"{format_ns(self.convolutions_ns)} of a step on {self.device}"
         )
-        return [*said, f"{looked}{'.' if said else ': no cliffs.'}"]
+        said.append(f"{looked}{'.' if said else ': no cliffs.'}")
+        if self.is_perturbed:
+            said.append("Other processes used the machine: scan again when it is quiet.")
+        return said
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
@@ -161,6 +166,8 @@ def find_cliffs(
             malloc as it is.
         on_kernel: called after every kernel, with how many are done and how many there are.
     """
+    # Load is what others used since it was last asked for.
+    backend.state()
     scan = _Scan(backend, monotonic() + _MOST_S)
     found: list[Cliff] = []
     # Function modes of the caller would change where operands are allocated.
@@ -173,7 +180,8 @@ def find_cliffs(
             found += scan.allocator_cliffs(layers)
     found.sort(key=lambda cliff: -cliff.saved_ns)
     total_ns = sum(time_ns * len(layers[problem]) for problem, time_ns in scan.own_ns.items())
-    return Cliffs(tuple(found), backend.device(), total_ns, len(scan.own_ns), len(layers))
+    busy = any(map(is_perturbation, backend.state()))
+    return Cliffs(tuple(found), backend.device(), total_ns, len(scan.own_ns), len(layers), busy)
 
 
 class _Scan:
@@ -191,29 +199,34 @@ class _Scan:
         """The cliff of a convolution, if it is on one."""
         self._operands.clear()
         own = _Remedy(problem, _undivided(problem, DEFAULT_ALGORITHM), "torch's own convolution")
-        first = self._once(own)
-        if first is None:
+        own_ns = self._shortest_ns(own)
+        if own_ns is None:
             return []
-        own_ns, self._own_bytes[problem] = first
-        self.own_ns[problem] = own_ns
-        tried = []
-        for remedy in self._remedies(problem, own_ns):
-            once = self._once(remedy)
-            if once is not None and once[0] * _CLIFF <= own_ns:
-                tried.append((once, remedy))
+        self.own_ns[problem], self._own_bytes[problem] = own_ns, self._workspace(own)
+        tried = self._timed(self._undivided_remedies(problem, own_ns))
+        # Scanning every algorithm at every size would take minutes: the fastest are divided.
+        names = [remedy.split.steps[0].algorithm for _, remedy in tried[:_MOST_REMEDIES]]
+        tried += self._timed(self._splits(problem, dict.fromkeys([DEFAULT_ALGORITHM, *names])))
         # Of what takes as long, the one with the fewest chunks.
-        tried.sort(key=lambda entry: (entry[0][0], len(entry[1].split.steps)))
-        if not tried:
+        tried.sort(key=lambda entry: (entry[0], len(entry[1].split.steps)))
+        best = [remedy for time_ns, remedy in tried if time_ns * _CLIFF <= own_ns]
+        best = best[:_MOST_REMEDIES]
+        if not best:
             return []
-        best = tried[:_MOST_REMEDIES]
-        times = self._in_turn([own, *(remedy for _, remedy in best)])
-        self.own_ns[problem] = own_ns = times[0]
-        time_ns, (once, remedy) = min(zip(times[1:], best, strict=True), key=lambda one: one[0])
+        own_ns, *times = self._in_turn([own, *best])
+        self.own_ns[problem] = own_ns
+        time_ns, remedy = min(zip(times, best, strict=True), key=lambda one: one[0])
         if time_ns * _CLIFF > own_ns:
             return []
-        sizes = self._own_bytes[problem], once[1]
+        sizes = self._own_bytes[problem], self._workspace(remedy)
         kind = self._kind(problem, remedy)
         return [Cliff(problem, layers, kind, remedy.said, own_ns, time_ns, *sizes)]
+
+    def _timed(self, remedies: Iterator[_Remedy]) -> list[tuple[int, _Remedy]]:
+        """Those that can be run with their shortest times, the fastest first."""
+        found = [(self._shortest_ns(remedy), remedy) for remedy in remedies]
+        timed = [(time_ns, remedy) for time_ns, remedy in found if time_ns is not None]
+        return sorted(timed, key=lambda entry: entry[0])
 
     def allocator_cliffs(self, layers: Mapping[Problem, tuple[str, ...]]) -> Iterator[Cliff]:
         """Cliffs of convolutions with blocks that malloc gave back, now that it keeps them."""
@@ -225,31 +238,35 @@ class _Scan:
             own = _Remedy(problem, _undivided(problem, DEFAULT_ALGORITHM), "")
             self._operands.clear()
             # The first run takes the blocks from the system, later ones find them.
-            if self._once(own) is not None:
+            if self._shortest_ns(own) is not None:
                 (time_ns,) = self._in_turn([own])
                 if time_ns * _CLIFF <= own_ns:
                     kind = "allocator threshold"
                     yield Cliff(problem, layers[problem], kind, remedy, own_ns, time_ns, size, size)
 
-    def _remedies(self, problem: Problem, own_ns: int) -> Iterator[_Remedy]:
-        """Whatever computes the same and could be faster than torch's own."""
-        backend, batch = self._backend, problem.batch
-        for candidate in backend.candidates(problem)[1:]:
+    def _undivided_remedies(self, problem: Problem, own_ns: int) -> Iterator[_Remedy]:
+        """Other algorithms, layouts and dtypes that compute the batch at once."""
+        for candidate in self._backend.candidates(problem)[1:]:
             name = candidate.algorithm
             if self._may_be_faster(problem, name, own_ns):
                 yield _Remedy(problem, _undivided(problem, name), f"the algorithm {name}")
-        for size in (1 << k for k in range(batch.bit_length()) if 1 << k < batch):
-            for candidate in backend.candidates(problem.with_batch(size)):
-                name = candidate.algorithm
-                if batch % size == 0 and self._may_be_faster(problem, name, own_ns):
-                    split = Split("batch", (Step(size, name),) * (batch // size))
-                    yield _Remedy(problem, split, f"the split {split}")
         if problem.rank > 1 and problem.layout == "nchw":
             last = replace(problem, layout="nhwc")
             yield _Remedy(last, _undivided(last, DEFAULT_ALGORITHM), "channels_last")
         if problem.bytes_per_element == 2:
             single = replace(problem, dtype="float32")
             yield _Remedy(single, _undivided(single, DEFAULT_ALGORITHM), "float32")
+
+    def _splits(self, problem: Problem, names: Iterable[str]) -> Iterator[_Remedy]:
+        """Micro-batches of powers of two that fill the batch."""
+        batch = problem.batch
+        sizes = [1 << k for k in range(batch.bit_length()) if 1 << k < batch]
+        for size in (size for size in sizes if batch % size == 0):
+            part = problem.with_batch(size)
+            for name in names:
+                if self._backend.refusal(part, name) is None:
+                    split = Split("batch", (Step(size, name),) * (batch // size))
+                    yield _Remedy(problem, split, f"the split {split}")
 
     def _may_be_faster(self, problem: Problem, algorithm: str, own_ns: int) -> bool:
         cost = self._backend.cost(problem, algorithm)
@@ -283,17 +300,19 @@ class _Scan:
         }
         return next(kind for kind, holds in kinds.items() if holds)
 
-    def _once(self, remedy: _Remedy) -> tuple[int, int] | None:
-        """Time and workspace of a second run; None if it cannot be run, or the time is over."""
+    def _shortest_ns(self, remedy: _Remedy) -> int | None:
+        """The shorter time of two runs; None if it cannot be run, or the time is over."""
         if monotonic() >= self._until:
             return None
         try:
-            call, parts = self._call(remedy)
-            workspace = self._backend.workspace_bytes(call, parts)
-            return max(1, self._backend.elapsed_ns(call)), workspace
+            call, _ = self._call(remedy)
+            return max(1, min(self._backend.elapsed_ns(call) for _ in range(2)))
         # What cannot run by itself, as for lack of memory, is no remedy.
         except (RuntimeError, MemoryError, UnsupportedError):
             return None
+
+    def _workspace(self, remedy: _Remedy) -> int:
+        return self._backend.workspace_bytes(*self._call(remedy))
 
     def _in_turn(self, remedies: list[_Remedy]) -> list[int]:
         """Medians of several rounds."""
