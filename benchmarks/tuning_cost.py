@@ -44,11 +44,11 @@ from ucudnn.execution.execute import bind
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
+from ucudnn.tuning.batch_splits import solve
 from ucudnn.tuning.confirmation import race
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import solve
 from ucudnn.tuning.tuner import tune_problems
 from ucudnn.units import format_ns
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
+from ucudnn.tuning.batch_splits import solve
 from ucudnn.tuning.noise import PERTURBED
-from ucudnn.tuning.solve import solve
 
 
 def plan_by_torch(

@@ -10,13 +10,13 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split
+from ucudnn.tuning.batch_splits import Front, Solved, SolvedRows, pareto, solve
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.noise import PERTURBED
 from ucudnn.tuning.refusals import nothing_fits
 from ucudnn.tuning.replay import predict
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import Front, Solved, SolvedRows, pareto, solve
 from ucudnn.tuning.sources import Bounds, Evidence, Kernel, source_of
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ucudnn.errors import PlanError
-from ucudnn.tuning.solve import SolvedRows, smallest_workspace
+from ucudnn.tuning.batch_splits import SolvedRows, smallest_workspace
 from ucudnn.tuning.sources import AbstractSource, Evidence
 from ucudnn.units import format_bytes
 

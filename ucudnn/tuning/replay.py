@@ -18,9 +18,9 @@ from ucudnn.measurement import Measurement
 from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
+from ucudnn.tuning.batch_splits import Solved, SolvedRows
 from ucudnn.tuning.confirmation import Finalist
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import Solved, SolvedRows
 
 # How the names of cuDNN's algorithms begin; torch's own convolution has another name, and is
 # there with any version of cuDNN.

@@ -9,12 +9,12 @@ from functools import partial
 from ucudnn.benchmark.bench import Arm
 from ucudnn.measurement import Measurement
 from ucudnn.solvers.lazy import Option, Outlook, outlook
+from ucudnn.tuning.batch_splits import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.records import KernelRecords, interval_of
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
 TOLERANCE = 0.02
