@@ -44,11 +44,11 @@ from ucudnn.execution.execute import bind
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
+from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.confirmation import race
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import solve
 from ucudnn.tuning.tuner import tune_problems
 from ucudnn.units import format_ns
 
@@ -215,11 +215,10 @@ def best_split(
     problem: Problem, entries: Sequence[Measurement], session: Session, limit: int | None
 ) -> Split:
     """The fastest split by what was timed."""
-    solved = solve(problem, entries, session.kernel_of, limit)
-    applies = session.kernel_of(problem, DEFAULT_ALGORITHM) is not None
-    return min(
-        (split for split in solved.finalists(applies)), key=lambda split: cost_ns(split, entries)
-    )
+    splits = BatchSplits.of(BatchAxis(problem), (), entries, session.kernel_of, limit).splits()
+    if session.kernel_of(problem, DEFAULT_ALGORITHM) is not None:
+        splits.insert(0, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),)))
+    return min(splits, key=lambda split: cost_ns(split, entries))
 
 
 def cost_ns(split: Split, entries: Iterable[Measurement]) -> float:

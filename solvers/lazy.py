@@ -23,8 +23,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ucudnn.solvers._base import Item
-from ucudnn.solvers.reuse import reuse
-from ucudnn.solvers.table import ReuseTable
+from ucudnn.solvers.reuse import reuse_by_position
 
 # Positions in a split, which `reuse` takes as three lists.
 LISTS = ("alone", "first", "later")
@@ -297,7 +296,7 @@ class _Solved:
                 items[name].append(
                     Item(size, option.workspace_bytes, time_ns, option.algorithm, option.rank)
                 )
-        self._table = _table(items, batch, launch_ns)
+        self._table = reuse_by_position(items, batch, launch_ns)
 
     @property
     def time_ns(self) -> int | None:
@@ -310,16 +309,6 @@ class _Solved:
         for place, step in enumerate(steps):
             name = "alone" if len(steps) == 1 else "later" if place else "first"
             yield self._best[name, step.size]
-
-
-def _table(items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int) -> ReuseTable | None:
-    first, later = items["first"], items["later"]
-    if not later:  # a first chunk by itself is no split
-        first = []
-    # Later chunks need a first one, so without both lists no split exists.
-    if not items["alone"] and not first:
-        return None
-    return reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)
 
 
 def _tie(option: Option) -> tuple[int, int, str]:

@@ -64,7 +64,7 @@ def _single_items(
 
 
 def with_bounded(
-    problem: Problem, items: Mapping[str, list[Item]], kernel_of: KernelOf, sizes: Iterable[int]
+    problem: Problem, items: Mapping[str, Sequence[Item]], kernel_of: KernelOf, sizes: Iterable[int]
 ) -> dict[str, list[Item]]:
     """The items, and what chunks of other sizes take at most.
 
@@ -76,7 +76,7 @@ def with_bounded(
     """
     sizes = tuple(sizes)
     # Items in role "alone" cover all batches already, see `_single_items`.
-    found = {"alone": items["alone"]}
+    found = {"alone": list(items["alone"])}
     for role in ("first", "later"):
         costs: dict[str, dict[int, Item]] = {}
         for item in items[role]:

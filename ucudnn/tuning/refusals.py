@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ucudnn.errors import PlanError
-from ucudnn.tuning.solve import SolvedRows, smallest_workspace
 from ucudnn.tuning.sources import AbstractSource, Evidence
 from ucudnn.units import format_bytes
 
@@ -18,14 +17,14 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
     """
     # A candidate over the limit is run once for its workspace, and not timed. It may be the one
     # that a higher limit allows.
-    known = [
-        entry
-        for entry in evidence.everything
-        if entry.workspace_bytes is not None and entry.status != "failed"
-    ]
-    problem, config, kernel_of = source.kernel.problem, source.config, source.session.kernel_of
-    rows = SolvedRows.of(source.rows_axis, source.row_sizes, known, kernel_of)
-    smallest = smallest_workspace(problem, known, kernel_of, rows)
+    known = (
+        [e for e in entries if e.workspace_bytes is not None and e.status != "failed"]
+        for entries in evidence.known
+    )
+    problem, config = source.kernel.problem, source.config
+    # Slabs may fit where no micro-batch does, as at batch 1.
+    found = (table.smallest() for table in source.tables(known, limit=None))
+    smallest = min((one for one in found if one), default=None, key=_least_bytes)
     if smallest is None:
         reasons = (entry.reason for entry in evidence.everything if entry.status == "failed")
         return PlanError(f"no algorithm could be run on {problem}: {'; '.join(reasons)}")
@@ -46,3 +45,7 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
         f"smallest needs {format_bytes(least)} ({what}){together}; raise it{more}",
         calls * least,
     )
+
+
+def _least_bytes(smallest: tuple[int, str]) -> int:
+    return smallest[0]

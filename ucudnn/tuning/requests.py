@@ -9,12 +9,13 @@ from functools import partial
 from ucudnn.benchmark.bench import Arm
 from ucudnn.measurement import Measurement
 from ucudnn.solvers.lazy import Option, Outlook, outlook
+from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.records import KernelRecords, interval_of
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
+from ucudnn.tuning.split_table import CHUNK_NS, WORTHWHILE_NS
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
 TOLERANCE = 0.02
@@ -80,10 +81,10 @@ class Requests:
         # Slabs have all samples of the call, whatever the batch is.
         if self._listed.axis.name != "batch":
             return []
-        problem, kernel_of = self._listed.problem, self._session.kernel_of
+        axis, sizes = self._listed.axis, self._listed.sizes
+        usable, kernel_of = self._records.usable, self._session.kernel_of
         options = list(self._options())
-        bounds = self._limit, self._listed.sizes
-        for batch in uncovered_batches(problem, self._records.usable, kernel_of, *bounds):
+        for batch in BatchSplits.of(axis, sizes, usable, kernel_of, self._limit).uncovered():
             possible = (
                 # For this batch the chunk of that size is the undivided call.
                 replace(option, lists=("alone", *option.lists))
