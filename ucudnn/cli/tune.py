@@ -131,7 +131,7 @@ def _tune(
     as_json: bool,
     remeasure: bool,
 ) -> Plan:
-    from ucudnn.tuning.tuner import TuningInterruptedError
+    from ucudnn.tuning.progress import TuningInterruptedError
 
     start = time.monotonic()
     try:
@@ -155,7 +155,7 @@ def _plan(
 ) -> Plan:
     """Tune, and judge the plan by whole steps where there is a model to run."""
     from ucudnn.tuning.model import tune_traced
-    from ucudnn.tuning.tuner import device_type, is_replayed, tune_problems
+    from ucudnn.tuning.tuner import device_type, tune_problems
 
     # The layers of a CSV come without a model whose steps could be run.
     if named is None:
@@ -163,7 +163,7 @@ def _plan(
             traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
         )
     # Only whole steps need values in the inputs, and a replay runs nothing.
-    if config.step_race and not is_replayed(config):
+    if config.step_race and not config.is_replayed:
         named.fill()
     with named.context():
         return tune_traced(
