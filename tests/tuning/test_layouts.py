@@ -20,7 +20,7 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.layout import lay_out_
 from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.tuning.layout_check import reason_against_layout
-from ucudnn.tuning.tuner import TuningInterruptedError
+from ucudnn.tuning.progress import TuningInterruptedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning"),

@@ -15,8 +15,8 @@ from ucudnn.backends._base import AbstractBackend, Executable
 from ucudnn.backends.registry import entry_for_device, open_backend
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Measurement, Software
-from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,8 @@ from ucudnn.benchmark.reference import Reference
 from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import Call, bind
-from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM, Split
 
 
 class Arm(NamedTuple):

@@ -21,7 +21,7 @@ from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.bench import THOROUGHLY, AbstractBench, Arm, How, LocalBench, Look, Whole
 from ucudnn.benchmark.rounds import Result, failure_of
 from ucudnn.errors import UcudnnError
-from ucudnn.plan import Split
+from ucudnn.split import Split
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
 # The first answer waits for the imports and, on a GPU, for the context.

@@ -125,19 +125,7 @@ def plan_summary(plan: Plan) -> str:
 
 def plan_verdict(plan: Plan) -> list[str]:
     """Effects of the plan in sentences: faster and slower kernels apart, the limit, the step."""
-    # Kernels that stay torch's own neither gain nor lose.
-    changed = [kernel for kernel in plan.kernels if kernel.default and not kernel.is_default]
-    saved = [_saved_ns(kernel) for kernel in changed]
-    faster, slower = [one for one in saved if one > 0], [one for one in saved if one < 0]
-    sentences = []
-    # Apart from the slower ones, which one sum would hide.
-    if faster:
-        sentences.append(f"Faster kernels: {len(faster)}, by {format_ns(sum(faster))} in all.")
-    if slower:
-        sentences.append(
-            f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's "
-            f"own convolution exceeds the workspace limit."
-        )
+    sentences = _kernel_verdict(plan)
     limits = larger_limits(plan)
     if limits:
         offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
@@ -149,6 +137,23 @@ def plan_verdict(plan: Plan) -> list[str]:
         where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
         said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
         sentences.append(as_sentence(said))
+    return sentences
+
+
+def _kernel_verdict(plan: Plan) -> list[str]:
+    """Sums of the times that the plan's kernels save and lose, apart: one sum would hide both."""
+    # Kernels that stay torch's own neither gain nor lose.
+    changed = [kernel for kernel in plan.kernels if kernel.default and not kernel.is_default]
+    saved = [_saved_ns(kernel) for kernel in changed]
+    faster, slower = [one for one in saved if one > 0], [one for one in saved if one < 0]
+    sentences = []
+    if faster:
+        sentences.append(f"Faster kernels: {len(faster)}, by {format_ns(sum(faster))} in all.")
+    if slower:
+        sentences.append(
+            f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's "
+            f"own convolution exceeds the workspace limit."
+        )
     return sentences
 
 

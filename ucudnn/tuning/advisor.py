@@ -24,7 +24,7 @@ from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.advice import Advice, KernelAdvice
 from ucudnn.tuning.step_judge import race
-from ucudnn.tuning.tuner import is_replayed, layers_by_problem
+from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.tuning.worth import least_ns
 
 # Seconds for all of it: advice is for those who do not want to wait for tuning.
@@ -122,7 +122,7 @@ def require_live(config: Config) -> None:
     Raises:
         ConfigError: they do.
     """
-    if is_replayed(config):
+    if config.is_replayed:
         raise ConfigError(
             "advice is about this machine, and the settings name a recording; leave out "
             "backend='recorded' and device_profile"

@@ -21,8 +21,8 @@ from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
+from ucudnn.tuning.progress import TuningInterruptedError
 from ucudnn.tuning.step_judge import StepJudge, has_default
-from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed
 
 # Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
 # results are compared, and one for the peak and one round of each of four contestants.
@@ -166,6 +166,6 @@ def _reason_against(model: nn.Module, inputs: Any, plan: Plan, config: Config) -
 def _reason_against_steps(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:
     if not config.step_race:
         return "step_race is off"
-    if is_replayed(config):
+    if config.is_replayed:
         return "it was made from a recording"
     return reason_against_steps(model, inputs, plan.device.type)

@@ -17,8 +17,8 @@ from ucudnn.benchmark.rounds import Result, failure_of
 from ucudnn.benchmark.statistics import median_ns, spread_ns
 from ucudnn.benchmark.worker import LostError
 from ucudnn.measurement import Candidate, Measurement, MeasurementKey, is_perturbation
-from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.solvers.lazy import Outlook
+from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination

@@ -17,8 +17,8 @@ from ucudnn.plan import Plan
 from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import judged, judged_in_layouts
-from ucudnn.tuning.progress import Progress
-from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
+from ucudnn.tuning.progress import Progress, TuningInterruptedError
+from ucudnn.tuning.tuner import tune_problems
 
 # Steps to leave time for in the budget: five rounds of both contestants, two more than decide a
 # clear race.

@@ -24,8 +24,8 @@ from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import ADDS_BIAS, Candidate, Conditions, Device, Software
-from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM
 
 _MOST_ELEMENTS = 2**31 - 1  # engines index with 32 bits
 # Problems whose engines are remembered. Listing them takes milliseconds, and tuning asks for the
