@@ -107,9 +107,9 @@ class RecordedBackend(AbstractBackend):
         """The versions of the recording."""
         return self._group.software
 
-    def conditions(self, role: str = "alone") -> Conditions:
+    def conditions(self) -> Conditions:
         """The conditions of the recording."""
-        return replace(self._group.conditions, role=role)
+        return self._group.conditions
 
     def algorithms(self) -> tuple[str, ...]:
         """Names of all algorithms in the recording, torch's own first."""

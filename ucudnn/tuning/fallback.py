@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
@@ -38,7 +37,7 @@ def plan_by_torch(
     timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
     # Its one time also plans the smaller batches that torch computes by the same implementation,
     # where it is an upper bound.
-    solved = solve(problem, [replace(entry, status="ok")], kernel_of, limit)
+    solved = solve(problem, [entry], kernel_of, limit)
     # Undivided, by torch's own convolution: what runs without any plan.
     split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
     notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
