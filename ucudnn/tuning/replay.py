@@ -14,7 +14,7 @@ from ucudnn.cache import AbstractCache, MemoryCache
 from ucudnn.cache.exchange import read_entries
 from ucudnn.cache.explain import explain, key_texts
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role, positions
 from ucudnn.plan import Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
@@ -144,12 +144,11 @@ def predict(
 def _items(solved: Sequence[Solved], rows: SolvedRows, split: Split) -> Iterator[Item | None]:
     """The fastest measurement of each step; None where there is none."""
     axis = axis_of(rows.axis.problem, split)
-    for number, step in enumerate(split.steps):
+    for step, position in zip(split.steps, positions(len(split.steps)), strict=True):
         if split.axis == "spatial":
-            known = rows.later if number else rows.first
+            known = rows.later if position == Role.LATER else rows.first
         else:
-            role = "alone" if len(split.steps) == 1 else "later" if number else "first"
-            known = tuple(item for one in solved for item in one.items[role])
+            known = tuple(item for one in solved for item in one.items[position])
         # The last slab may have fewer rows than it was measured with; it counts as a full one.
         size = axis.size_of(step)
         fitting = (item for item in known if (item.batch, item.algorithm) == (size, step.algorithm))

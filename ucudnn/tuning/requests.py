@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role
 from ucudnn.solvers.lazy import Option, Outlook, outlook
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination
@@ -65,7 +65,9 @@ class Requests:
         worthwhile = [
             option
             for option in options
-            if "alone" in option.lists or not option.is_timed or _time_ns(option) >= WORTHWHILE_NS
+            if Role.ALONE in option.lists
+            or not option.is_timed
+            or _time_ns(option) >= WORTHWHILE_NS
         ]
         extent = self._listed.axis.extent
         ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self._tolerance)
@@ -86,8 +88,8 @@ class Requests:
         for batch in uncovered_batches(problem, self._records.usable, kernel_of, *bounds):
             possible = (
                 # For this batch the chunk of that size is the undivided call.
-                replace(option, lists=("alone", *option.lists))
-                if option.batch == batch and "first" in option.lists
+                replace(option, lists=(Role.ALONE, *option.lists))
+                if option.batch == batch and Role.FIRST in option.lists
                 else option
                 for option in options
             )

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ucudnn.axis import RowAxis
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role, positions, role_of
 from ucudnn.plan import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.slabs import slabs
 from ucudnn.solvers import Item, ReuseTable, WalkEntry, reuse
-from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, role_of_first, with_bounded
+from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bounded
 
 # On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
 # A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
@@ -77,7 +77,7 @@ class SolvedRows:
         size_by_part = {axis.part(size): size for size in sizes}
         first, later = (
             tuple(chunk_items(axis.problem, measurements, role, size_by_part))
-            for role in (role_of_first(axis.problem), "later")
+            for role in (role_of(axis.problem, Role.FIRST), Role.LATER)
         )
         return cls(axis, first, later, kernel_of)
 
@@ -113,7 +113,9 @@ class SolvedRows:
 
     def front(self) -> Front:
         """Front of time over workspace of the splits."""
-        return _front({"alone": (), "first": self.first, "later": self.later}, self.axis.extent)
+        return _front(
+            {Role.ALONE: (), Role.FIRST: self.first, Role.LATER: self.later}, self.axis.extent
+        )
 
     def smallest(self) -> tuple[int, Split] | None:
         """The least workspace in bytes of any split, and the split; None where there is none."""
@@ -183,7 +185,7 @@ class Solved:
         # The solver favours chunks with lucky samples, so the best undivided call is raced, too.
         undivided = [
             item
-            for item in self.items["alone"]
+            for item in self.items[Role.ALONE]
             if item.batch == batch and (self.limit is None or item.workspace_bytes <= self.limit)
         ]
         if undivided:
@@ -270,11 +272,8 @@ class Solved:
 
     def _predicted_ns(self, split: Split) -> int | None:
         """Sum of what the steps cost in their roles; None where torch's default was not timed."""
-        roles = ["first", *["later"] * (len(split.steps) - 1)]
-        if len(split.steps) == 1:
-            roles = ["alone"]
         total = 0
-        for role, step in zip(roles, split.steps, strict=True):
+        for role, step in zip(positions(len(split.steps)), split.steps, strict=True):
             times = [
                 item.time_ns
                 for item in self.items[role]
@@ -396,7 +395,7 @@ def _worthwhile(items: Mapping[str, Sequence[Item]]) -> Mapping[str, Sequence[It
     """Without chunks that are too short for what their calls cost."""
     return {
         # What runs alone has no alternative with fewer calls.
-        role: [item for item in group if role == "alone" or item.time_ns >= WORTHWHILE_NS]
+        role: [item for item in group if role == Role.ALONE or item.time_ns >= WORTHWHILE_NS]
         for role, group in items.items()
     }
 
@@ -405,7 +404,7 @@ def _front(items: Mapping[str, Sequence[Item]], extent: int) -> Front:
     """The front of what is worthwhile, and of anything where that does not fit."""
     points: list[Point] = []
     for choice in (_worthwhile(items), items):
-        if choice["alone"] or (choice["first"] and choice["later"]):
+        if choice[Role.ALONE] or (choice[Role.FIRST] and choice[Role.LATER]):
             # From there on a split of longer chunks exists, which is taken though it may be slower.
             below = points[0].workspace_bytes if points else None
             points += [
@@ -450,11 +449,11 @@ def _with_end_of(
 
 
 def _table(items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int) -> ReuseTable:
-    first, later = items["first"], items["later"]
+    first, later = items[Role.FIRST], items[Role.LATER]
     # A first chunk that no other one can follow is no split.
     if not later:
         first = ()
-    return reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)
+    return reuse(items[Role.ALONE], batch, first=first, accumulate=later, launch_ns=launch_ns)
 
 
 def _passed(walk: Sequence[WalkEntry], ended: Collection[int]) -> set[int]:
