@@ -41,7 +41,7 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.execution.execute import bind
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
 from ucudnn.tuning.batch_splits import BatchSplits
@@ -229,11 +229,11 @@ def cost_ns(split: Split, entries: Iterable[Measurement]) -> float:
     }
     total = 0.0
     for place, step in enumerate(split.steps):
-        roles = ("later",) if place else ("first", "alone", "later")
+        roles = (Role.LATER,) if place else (Role.FIRST, Role.ALONE, Role.LATER)
         if len(split.steps) == 1:
-            roles = ("alone",)
+            roles = (Role.ALONE,)
         elif not place and not any((step.size, step.algorithm, r) in times for r in roles[:2]):
-            roles = ("later",)
+            roles = (Role.LATER,)
         found = [times.get((step.size, step.algorithm, role)) for role in roles]
         total += next((time_ns for time_ns in found if time_ns), float("inf"))
     return total
@@ -243,11 +243,11 @@ def exhaustive(session: Session, problem: Problem) -> list[Measurement]:
     """Time every candidate of a kernel in the same rounds."""
     backend, axis = session.backend, BatchAxis(problem)
     bench = LocalBench(backend, axis, how=How(chunks=EXHAUSTIVE))
-    roles = ("later",) if problem.op != "wgrad" else ("alone", "later")
+    roles = (Role.LATER,) if problem.op != "wgrad" else (Role.ALONE, Role.LATER)
     looks: dict[Arm, Measurement] = {}
     for size in range(1, problem.batch + 1):
         for candidate in backend.candidates(problem.with_batch(size)):
-            for role in roles if size < problem.batch else ("alone",):
+            for role in roles if size < problem.batch else (Role.ALONE,):
                 arm = Arm(size, candidate.algorithm, role)
                 look = bench.look(arm, None)
                 key = session.key(candidate.problem, arm.algorithm, role)

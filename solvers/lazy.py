@@ -22,11 +22,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from ucudnn.measurement import Role, positions
 from ucudnn.solvers._base import Item
 from ucudnn.solvers.reuse import reuse_by_position
 
-# Positions in a split, which `reuse` takes as three lists.
-LISTS = ("alone", "first", "later")
 # Least factor of the time per sample from one doubling between timed sizes ("economy" above), as a
 # fraction of ints: bounds are ints.
 _KEPT, _OF = 9, 10
@@ -48,26 +47,26 @@ class Option:
         batch: samples in the chunk.
         algorithm: what computes it.
         curve: options of one curve run the same kernel, so that one size tells about another.
-        lists: positions in a split that it can fill, of "alone", "first" and "later".
+        lists: positions in a split that it can fill, which `reuse` takes as three lists.
         interval: its time as far as it is known, None where it never ran.
         is_timed: whether that is good enough to plan with.
         workspace_bytes: breaks ties.
         rank: breaks ties after that.
         is_seed: whether its size is likely to be an efficient one.
-        role: the caller's name for how it runs.
+        role: in which the caller times it.
         least_ns: a lower bound of its time that the caller knows, for one that never ran.
     """
 
     batch: int
     algorithm: str
     curve: str
-    lists: tuple[str, ...]
+    lists: tuple[Role, ...]
     interval: Interval | None = None
     is_timed: bool = False
     workspace_bytes: int = 0
     rank: int = 0
     is_seed: bool = False
-    role: str = ""
+    role: Role = Role.ALONE
     least_ns: int = 0
 
 
@@ -107,8 +106,9 @@ def outlook(
 ) -> Outlook:
     """Say what to time next for the fastest split of a batch, or that nothing is left to time.
 
-    >>> small = Option(1, "gemm", "gemm", ("first", "later"), Interval(5, 5, 5), is_timed=True)
-    >>> outlook([small, Option(4, "gemm", "gemm", ("alone",))], batch=4).wanted[0].batch
+    >>> known = Interval(5, 5, 5)
+    >>> small = Option(1, "gemm", "gemm", (Role.FIRST, Role.LATER), known, is_timed=True)
+    >>> outlook([small, Option(4, "gemm", "gemm", (Role.ALONE,))], batch=4).wanted[0].batch
     4
 
     Args:
@@ -163,7 +163,7 @@ def _by_curve(options: Sequence[Option]) -> dict[str, list[Option]]:
 
 def _most_telling(option: Option) -> tuple[int, bool]:
     """Sort key: the largest size bounds all smaller ones; alone it is a plan by itself."""
-    return option.batch, "alone" in option.lists
+    return option.batch, Role.ALONE in option.lists
 
 
 def _bounds(curve: Sequence[Option], tolerance: float, least_ns: int) -> list[int]:
@@ -175,7 +175,7 @@ def _bounds(curve: Sequence[Option], tolerance: float, least_ns: int) -> list[in
     # A timed chunk costs its time, one that ran too briefly at least the lower end of its interval.
     # `least_ns` does not apply to the undivided batch, which is an option however fast it is.
     return [
-        max(bound, option.least_ns, 0 if option.lists == ("alone",) else least_ns)
+        max(bound, option.least_ns, 0 if option.lists == (Role.ALONE,) else least_ns)
         if option.interval is None
         else option.interval.time_ns
         if option.is_timed
@@ -278,7 +278,7 @@ class _Solved:
     def __init__(self, time_by_option: Mapping[Option, int], batch: int, launch_ns: int) -> None:
         self._batch = batch
         # under one limit only the fastest way to compute a chunk can be part of the best split
-        self._best: dict[tuple[str, int], Option] = {}
+        self._best: dict[tuple[Role, int], Option] = {}
         for option, time_ns in time_by_option.items():
             for name in option.lists:
                 place = (name, option.batch)
@@ -288,10 +288,10 @@ class _Solved:
                     *_tie(rival),
                 ):
                     self._best[place] = option
-        items: dict[str, list[Item]] = {name: [] for name in LISTS}
+        items: dict[str, list[Item]] = {name: [] for name in Role}
         for (name, size), option in self._best.items():
             # Alone means the whole batch: a smaller chunk alone is no split of it.
-            if size <= batch and not (name == "alone" and size < batch):
+            if size <= batch and not (name == Role.ALONE and size < batch):
                 time_ns = time_by_option[option]
                 items[name].append(
                     Item(size, option.workspace_bytes, time_ns, option.algorithm, option.rank)
@@ -306,8 +306,7 @@ class _Solved:
         """The chunks of the best split."""
         assert self._table is not None
         steps = self._table.split(self._batch, None)
-        for place, step in enumerate(steps):
-            name = "alone" if len(steps) == 1 else "later" if place else "first"
+        for name, step in zip(positions(len(steps)), steps, strict=True):
             yield self._best[name, step.size]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ucudnn.errors import ConfigError
+from ucudnn.measurement import Role
 from ucudnn.solvers._base import Item, require_int, require_items
 from ucudnn.solvers.sweep import Sweep, order
 from ucudnn.solvers.table import ReuseTable
@@ -85,7 +86,7 @@ def reuse_by_position(
     Raises:
         ConfigError: an argument is out of range.
     """
-    alone, first, later = items["alone"], items["first"], items["later"]
+    alone, first, later = items[Role.ALONE], items[Role.FIRST], items[Role.LATER]
     # A first chunk that no other one can follow is no split.
     if not later:
         first = ()

@@ -3,17 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
 from ucudnn.units import TOO_LARGE
 
-ROLES = ("alone", "first", "later")
 STATUSES = ("ok", "screened", "untimed", "failed")
 # Note of a candidate that also adds a bias, in the kernel that computes the convolution.
 ADDS_BIAS = "adds bias"
-_TYPES = {"str": str, "bool": bool}
+_TYPES = {"str": str, "bool": bool, "Role": str}
+
+
+class Role(StrEnum):
+    """Position of a chunk in the split of a call, and the kind of call by which it is computed.
+
+    Attributes:
+        ALONE: the only chunk; its call returns the result, to which others may be added.
+        FIRST: the first of several; its call begins a sum in float32.
+        LATER: any other; its call writes into, or adds to, a result that exists.
+    """
+
+    ALONE = "alone"
+    FIRST = "first"
+    LATER = "later"
+
+
+def role_of(problem: Problem, position: Role) -> Role:
+    """The role in which a chunk at a position of a split is computed, and therefore timed.
+
+    >>> role_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), Role.FIRST)
+    <Role.LATER: 'later'>
+
+    Args:
+        problem: the convolution that is split, or a chunk of it.
+        position: of the chunk.
+    """
+    if position != Role.FIRST:
+        return position
+    # Each chunk of fprop and dgrad is written into its own part of the result, also the first.
+    if problem.op != "wgrad":
+        return Role.LATER
+    # In half precision the first chunk begins a sum in float32; in full precision the result of an
+    # ordinary call is what the others are added to.
+    return Role.ALONE if problem.bytes_per_element >= 4 else Role.FIRST
+
+
+def positions(chunks: int) -> tuple[Role, ...]:
+    """Positions of the chunks of a split, in order.
+
+    >>> [str(position) for position in positions(3)]
+    ['first', 'later', 'later']
+
+    Args:
+        chunks: number of them, at least 1.
+    """
+    return (Role.ALONE,) if chunks == 1 else (Role.FIRST, *[Role.LATER] * (chunks - 1))
 
 
 def _require_fields(value: Any) -> None:
@@ -118,8 +164,7 @@ class Conditions:
     """Conditions of a run of a candidate.
 
     Args:
-        role: "alone" (the only chunk: returns its result), "first" (of several chunks) or
-            "later" (writes into, or adds to, a result that exists).
+        role: of the chunk in its call; a text such as "later" becomes the `Role` of that name.
         threads: intra-operator threads of a CPU, 0 on a GPU.
         allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
         captured: inside a CUDA graph.
@@ -130,7 +175,7 @@ class Conditions:
         UcudnnError: a value of another type, or a negative number.
     """
 
-    role: str = "alone"
+    role: Role = Role.ALONE
     threads: int = 0
     allocator: str = ""
     captured: bool = False
@@ -138,9 +183,11 @@ class Conditions:
     mps_percent: int = 100
 
     def __post_init__(self) -> None:
+        if self.role not in tuple(Role):
+            raise UcudnnError(f"role must be one of {', '.join(Role)}, got {self.role!r}")
+        # Files and other ranks hold the text.
+        object.__setattr__(self, "role", Role(self.role))
         _require_fields(self)
-        if self.role not in ROLES:
-            raise UcudnnError(f"role must be one of {', '.join(ROLES)}, got {self.role!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ from typing import Any, TypeAlias
 from ucudnn import cache as caches
 from ucudnn.cache import AbstractCache, Entry, MemoryCache
 from ucudnn.measurement import (
-    ROLES,
     STATUSES,
     Conditions,
     Device,
     Measurement,
     MeasurementKey,
+    Role,
     Software,
 )
 from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS, Problem
@@ -153,10 +153,12 @@ def _sample_key(chance: random.Random, index: int) -> MeasurementKey:
     )
     if chance.randrange(2):
         software = Software("2.13.0", cudnn=chance.choice(("9.27.0", "9.28.0")), driver="610.1")
-        conditions = Conditions(chance.choice(ROLES), captured=bool(chance.randrange(2)))
+        conditions = Conditions(chance.choice(tuple(Role)), captured=bool(chance.randrange(2)))
         return MeasurementKey(problem, "eng67_k2=20_k13=0", _GPU, software, conditions, 1)
     software = Software("2.13.0+cpu", onednn="3.11.2")
-    conditions = Conditions(chance.choice(ROLES), threads=2, allocator="glibc,mmap_threshold=1")
+    conditions = Conditions(
+        chance.choice(tuple(Role)), threads=2, allocator="glibc,mmap_threshold=1"
+    )
     return MeasurementKey(problem, chance.choice(_TEXTS[1:]), _CPU, software, conditions, 2)
 
 

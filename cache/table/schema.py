@@ -76,6 +76,7 @@ def _optional(kind: Kind) -> Kind:
     )
 
 
+_TEXT = Kind(str, str, lambda value: isinstance(value, str))
 _INT = Kind(str, int, _is_int)
 # repr is the shortest text from which the same float is read back.
 _FLOAT = Kind(repr, float, _is_float)
@@ -96,7 +97,9 @@ _TEXTS = Kind(
 )
 # By annotation, as the dataclasses write it; a field of another type is not stored by itself.
 _KINDS = {
-    "str": Kind(str, str, lambda value: isinstance(value, str)),
+    "str": _TEXT,
+    # Its dataclass refuses a word that is none.
+    "Role": _TEXT,
     "int": _INT,
     "bool": Kind(
         lambda value: str(value).lower(), _load_bool, lambda value: isinstance(value, bool)
@@ -129,6 +132,11 @@ class Field:
     def kind(self) -> Kind:
         """Conversion of the field's values."""
         return _KINDS[self.type]
+
+    @property
+    def is_text(self) -> bool:
+        """True for a text or one of a few words."""
+        return self.kind is _TEXT
 
     @property
     def part(self) -> str:

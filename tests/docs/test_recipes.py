@@ -65,8 +65,8 @@ class OneWay(AbstractBackend):
     def software(self) -> Software:
         return Software("1")
 
-    def conditions(self, role: str = "alone") -> Conditions:
-        return Conditions(role=role)
+    def conditions(self) -> Conditions:
+        return Conditions()
 
     def algorithms(self) -> tuple[str, ...]:
         return ("torch_default",)

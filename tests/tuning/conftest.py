@@ -68,8 +68,8 @@ class ScriptedBackend(AbstractBackend):
     def software(self) -> Software:
         return Software("0")
 
-    def conditions(self, role: str = "alone") -> Conditions:
-        return Conditions(role=role, threads=1)
+    def conditions(self) -> Conditions:
+        return Conditions(threads=1)
 
     def algorithms(self) -> tuple[str, ...]:
         return tuple(self.costs)

@@ -82,8 +82,8 @@ class HostileBackend(AbstractBackend):
     def software(self) -> Software:
         return Software("0")
 
-    def conditions(self, role: str = "alone") -> Conditions:
-        return Conditions(role=role, threads=1)
+    def conditions(self) -> Conditions:
+        return Conditions(threads=1)
 
     def algorithms(self) -> tuple[str, ...]:
         return self._names

@@ -15,6 +15,7 @@ from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UcudnnError
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 from ucudnn.tuning.measurer import WrongResultWarning
 from ucudnn.tuning.tuner import tune_problems
@@ -129,7 +130,7 @@ def test_a_second_tune_starts_no_process(hostile, monkeypatch):
 def test_a_process_that_ends_between_two_questions_is_no_candidates_fault(hostile):
     worker = Worker(hostile.HostileBackend())
     bench = WorkerBench(worker, BatchAxis(FPROP))
-    arm = Arm(4, "torch_default", "alone")
+    arm = Arm(4, "torch_default", Role.ALONE)
     try:
         assert bench.look(arm, None).accuracy.error < 1e-6
         worker._child.kill()

@@ -17,7 +17,7 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import commands
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError
-from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Role, Software
 from ucudnn.plan import Split, Step
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_summary, plan_table
@@ -33,7 +33,7 @@ conv,8,4,1,9,9,4,1,3,3,0,0,0,1,1,1,1,1,1,1
 FPROP = Problem("fprop", 8, 4, 4, (9, 9), (3, 3), math="tf32")
 
 
-def entry(problem, algorithm, time_us, mib, status="ok", role="alone", device=GPU, notes=()):
+def entry(problem, algorithm, time_us, mib, status="ok", role=Role.ALONE, device=GPU, notes=()):
     key = MeasurementKey(problem, algorithm, device, SOFTWARE, Conditions(role), 1)
     timed = status in ("ok", "screened")
     return Measurement(
@@ -305,8 +305,8 @@ def test_a_recording_with_gaps_is_planned_by_what_was_timed(tmp_path, default_us
     """Lazy measuring leaves gaps: 6 = 1 + 4 + 1, though chunks of 2 would do."""
     problem = replace(FPROP, batch=6)
     entries = [
-        entry(problem.with_batch(4), "eng1", 10_000, 0, role="later"),
-        entry(problem.with_batch(1), "eng1", 6_000, 0, role="later"),
+        entry(problem.with_batch(4), "eng1", 10_000, 0, role=Role.LATER),
+        entry(problem.with_batch(1), "eng1", 6_000, 0, role=Role.LATER),
     ]
     if default_us is not None:
         over = default_us == 500

@@ -149,8 +149,8 @@ class AbstractBackend(ABC):
         """Versions of the libraries, which decide what kernels exist and how fast they are."""
 
     @abstractmethod
-    def conditions(self, role: str = "alone") -> Conditions:
-        """Conditions under which a candidate would run in this process now."""
+    def conditions(self) -> Conditions:
+        """Conditions under which the only chunk of a call would run in this process now."""
 
     @abstractmethod
     def algorithms(self) -> tuple[str, ...]:

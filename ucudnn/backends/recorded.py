@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from ucudnn.backends._base import AbstractBackend, Executable
 from ucudnn.backends.registry import entry_for_device, open_backend
 from ucudnn.errors import ConfigError, UnsupportedError
-from ucudnn.measurement import Candidate, Conditions, Device, Measurement, Software
+from ucudnn.measurement import Candidate, Conditions, Device, Measurement, Role, Software, role_of
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
 
@@ -71,10 +71,10 @@ class RecordedBackend(AbstractBackend):
         self.name = entry_for_device(self._group.device.type).name
         self._twin = self._find_twin()
         # A chunk that writes into a slice may take another time than one that allocates its result,
-        # so a chunk has a measurement per role. Some recordings have role "alone" only.
-        self._has_roles = any(entry.key.conditions.role != "alone" for entry in listed)
+        # so a chunk has a measurement per role. Some recordings have role `ALONE` only.
+        self._has_roles = any(entry.key.conditions.role != Role.ALONE for entry in listed)
         # Measurements by problem, algorithm and role; and the batches that there are, in order.
-        self._entries: dict[Problem, dict[str, dict[str, Measurement]]] = {}
+        self._entries: dict[Problem, dict[str, dict[Role, Measurement]]] = {}
         self._sizes: dict[tuple[Problem, str], list[int]] = {}
         for entry in listed:
             problem, algorithm = entry.key.problem, entry.key.algorithm
@@ -107,9 +107,9 @@ class RecordedBackend(AbstractBackend):
         """The versions of the recording."""
         return self._group.software
 
-    def conditions(self, role: str = "alone") -> Conditions:
+    def conditions(self) -> Conditions:
         """The conditions of the recording."""
-        return replace(self._group.conditions, role=role)
+        return self._group.conditions
 
     def algorithms(self) -> tuple[str, ...]:
         """Names of all algorithms in the recording, torch's own first."""
@@ -142,7 +142,7 @@ class RecordedBackend(AbstractBackend):
     def measurements(self, problem: Problem, parts: Iterable[Problem]) -> list[Measurement]:
         """Measurements of a kernel's chunks, in the roles that they have in a split.
 
-        If the recording has measurements in role "alone" only, they stand for the other roles: on a
+        If the recording has measurements in role `ALONE` only, they stand for the other roles: on a
         GPU the same kernel runs in all of them.
 
         Args:
@@ -157,7 +157,7 @@ class RecordedBackend(AbstractBackend):
                 for role in _roles(problem, part, algorithm):
                     entry = by_role.get(role)
                     if entry is None and not self._has_roles:
-                        entry = _stand_in(by_role["alone"], role)
+                        entry = _stand_in(by_role[Role.ALONE], role)
                     if entry is not None:
                         found.append(entry)
         return found
@@ -227,7 +227,7 @@ class RecordedBackend(AbstractBackend):
 def _group(entry: Measurement) -> _Group:
     key = entry.key
     # The role belongs to the chunk, not to the machine, so it must not tell recordings apart.
-    return _Group(key.device, key.software, replace(key.conditions, role="alone"), key.protocol)
+    return _Group(key.device, key.software, replace(key.conditions, role=Role.ALONE), key.protocol)
 
 
 def _is_of(device: Device, name: str | None) -> bool:
@@ -257,19 +257,18 @@ def _default_first(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (name != DEFAULT_ALGORITHM, name)))
 
 
-def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[str, ...]:
+def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[Role, ...]:
     if part == problem:
-        return ("alone",)
-    if problem.op != "wgrad":
-        # No split of fprop or dgrad holds a smaller batch in role "alone". Only torch's own has it,
-        # where two batches extrapolate the workspace of the undivided call.
-        return ("alone", "later") if algorithm == DEFAULT_ALGORITHM else ("later",)
-    # The first chunk of a wgrad in full precision is an ordinary call. In half precision it is also
-    # converted to float32, which takes time and memory of its own.
-    return ("alone", "later") if problem.bytes_per_element >= 4 else ("alone", "first", "later")
+        return (Role.ALONE,)
+    roles = {role_of(problem, position) for position in (Role.FIRST, Role.LATER)}
+    # No split of fprop or dgrad holds a smaller batch alone. Only torch's own was run so, where two
+    # batches extrapolate the workspace of the undivided call.
+    if problem.op == "wgrad" or algorithm == DEFAULT_ALGORITHM:
+        roles.add(Role.ALONE)
+    return tuple(role for role in Role if role in roles)
 
 
-def _stand_in(alone: Measurement, role: str) -> Measurement:
+def _stand_in(alone: Measurement, role: Role) -> Measurement:
     problem, workspace = alone.key.problem, alone.workspace_bytes
     # In half precision each chunk's gradient is a temporary that is added to the sum in float32.
     if workspace is not None and problem.op == "wgrad" and problem.bytes_per_element < 4:

@@ -15,6 +15,7 @@ from ucudnn.benchmark.reference import Reference
 from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import Call, bind
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split
 
@@ -24,7 +25,7 @@ class Arm(NamedTuple):
 
     size: int
     algorithm: str
-    role: str
+    role: Role
 
 
 class Look(NamedTuple):
@@ -168,7 +169,7 @@ class LocalBench(AbstractBench):
             self._references[part] = Reference(part, a, b)
         return self._references[part]
 
-    def _checked(self, ring: Ring, part: Problem, algorithm: str, role: str) -> tuple[Check, int]:
+    def _checked(self, ring: Ring, part: Problem, algorithm: str, role: Role) -> tuple[Check, int]:
         """A candidate that has run once on a part, and the workspace in bytes that it took."""
         executable = self._backend.executable(part, algorithm)
         check = Check(ring, executable, part, role, algorithm == DEFAULT_ALGORITHM)
@@ -265,5 +266,7 @@ class LocalBench(AbstractBench):
         # A weight gradient also holds the sum of its chunks, which no chunk by itself shows.
         if call.problem.op == "wgrad" or len({algorithm for _, algorithm in parts}) == 1:
             return together
-        each = (self._checked(self.ring, part, algorithm, "later")[1] for part, algorithm in parts)
+        each = (
+            self._checked(self.ring, part, algorithm, Role.LATER)[1] for part, algorithm in parts
+        )
         return min(together, max(each))

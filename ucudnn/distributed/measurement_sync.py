@@ -12,7 +12,7 @@ from ucudnn.cache.entries import Entry
 from ucudnn.distributed.journal import Journal
 from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import UcudnnError
-from ucudnn.measurement import Conditions
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 
 
@@ -113,5 +113,5 @@ def _usable(entries: Iterable[Entry], backend: AbstractBackend) -> Iterable[Entr
     here = (backend.device(), backend.software(), backend.conditions())
     for entry in entries:
         key = entry.measurement.key
-        if (key.device, key.software, replace(key.conditions, role=Conditions().role)) == here:
+        if (key.device, key.software, replace(key.conditions, role=Role.ALONE)) == here:
             yield entry

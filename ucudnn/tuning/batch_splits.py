@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.solvers import Item, WalkEntry
 from ucudnn.solvers.reuse import reuse_by_position
@@ -68,7 +68,7 @@ class BatchSplits(AbstractSplitTable):
         # The solver favours chunks with lucky samples, so the best undivided call is raced, too.
         undivided = [
             item
-            for item in self.items["alone"]
+            for item in self.items[Role.ALONE]
             if item.batch == batch and (limit is None or item.workspace_bytes <= limit)
         ]
         if undivided:

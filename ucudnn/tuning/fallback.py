@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from ucudnn.axis import BatchAxis
 from ucudnn.measurement import Measurement
@@ -41,8 +40,7 @@ def plan_by_torch(
     timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
     # Its one time also plans the smaller batches that torch computes by the same implementation,
     # where it is an upper bound.
-    timed = [replace(entry, status="ok")]
-    table = BatchSplits.of(BatchAxis(problem), (), timed, kernel_of, limit)
+    table = BatchSplits.of(BatchAxis(problem), (), [entry], kernel_of, limit)
     # Undivided, by torch's own convolution: what runs without any plan.
     split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
     notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))

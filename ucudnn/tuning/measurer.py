@@ -16,7 +16,7 @@ from ucudnn.benchmark.bench import AbstractBench, Arm, Look
 from ucudnn.benchmark.rounds import Result, failure_of
 from ucudnn.benchmark.statistics import median_ns, spread_ns
 from ucudnn.benchmark.worker import LostError
-from ucudnn.measurement import Candidate, Measurement, MeasurementKey, is_perturbation
+from ucudnn.measurement import Candidate, Measurement, MeasurementKey, Role, is_perturbation
 from ucudnn.solvers.lazy import Outlook
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.forking import cached_property
@@ -102,7 +102,7 @@ class KernelMeasurer:
         That first time is kept apart from later, better ones: what a second tune decides by it must
         be what the first one did.
         """
-        arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, "alone")
+        arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
         kept_as = self._session.key(
             self._listed.problem, f"plan[{arm.size} {arm.algorithm}] run first"
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role
 from ucudnn.solvers.lazy import Option, Outlook, outlook
 from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.candidates import KernelCandidates
@@ -66,7 +66,9 @@ class Requests:
         worthwhile = [
             option
             for option in options
-            if "alone" in option.lists or not option.is_timed or _time_ns(option) >= WORTHWHILE_NS
+            if Role.ALONE in option.lists
+            or not option.is_timed
+            or _time_ns(option) >= WORTHWHILE_NS
         ]
         extent = self._listed.axis.extent
         ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self._tolerance)
@@ -87,8 +89,8 @@ class Requests:
         for batch in BatchSplits.of(axis, sizes, usable, kernel_of, self._limit).uncovered():
             possible = (
                 # For this batch the chunk of that size is the undivided call.
-                replace(option, lists=("alone", *option.lists))
-                if option.batch == batch and "first" in option.lists
+                replace(option, lists=(Role.ALONE, *option.lists))
+                if option.batch == batch and Role.FIRST in option.lists
                 else option
                 for option in options
             )

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role, role_of
 from ucudnn.plan import Split
 from ucudnn.slabs import slabs
 from ucudnn.solvers import Item
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.tuning.fronts import Front
-from ucudnn.tuning.items import KernelOf, chunk_items, role_of_first
+from ucudnn.tuning.items import KernelOf, chunk_items
 from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.split_table import (
     CHUNK_NS,
@@ -54,10 +54,10 @@ class RowSplits(AbstractSplitTable):
         size_by_part = {axis.part(size): size for size in sizes}
         first, later = (
             chunk_items(axis.problem, measurements, role, size_by_part)
-            for role in (role_of_first(axis.problem), "later")
+            for role in (role_of(axis.problem, Role.FIRST), Role.LATER)
         )
         # No slab runs alone: the undivided call is a split along the batch.
-        return cls(axis, {"alone": (), "first": first, "later": later}, kernel_of, limit)
+        return cls(axis, {Role.ALONE: (), Role.FIRST: first, Role.LATER: later}, kernel_of, limit)
 
     @property
     def is_empty(self) -> bool:

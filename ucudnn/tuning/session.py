@@ -15,7 +15,7 @@ from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.cache import AbstractCache
-from ucudnn.measurement import Measurement, MeasurementKey, is_perturbation
+from ucudnn.measurement import Measurement, MeasurementKey, Role, is_perturbation
 from ucudnn.problem import Problem
 from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.overhead import planned_call_ns
@@ -69,7 +69,7 @@ class Session:
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
-    def key(self, problem: Problem, algorithm: str, role: str = "alone") -> MeasurementKey:
+    def key(self, problem: Problem, algorithm: str, role: Role = Role.ALONE) -> MeasurementKey:
         """The key of a candidate that this session would measure."""
         conditions = replace(self._conditions, role=role)
         return MeasurementKey(

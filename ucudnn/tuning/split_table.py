@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role, positions
 from ucudnn.plan import KernelPlan, Split, Step, Timing
 from ucudnn.solvers import Item
 from ucudnn.solvers.reuse import reuse_by_position
@@ -23,7 +23,7 @@ WORTHWHILE_NS = 10 * 20_000
 # only the number of chunks counts.
 CHUNK_NS = (0, 2_000_000, 1_000_000_000)
 
-# Items by the position of their chunk in a split: "alone", "first" and "later".
+# Items by the position of their chunk in a split.
 Items = Mapping[str, Sequence[Item]]
 
 
@@ -127,7 +127,9 @@ def worthwhile(items: Items) -> Items:
     """Items without chunks that are too short for what their calls cost."""
     return {
         # What runs alone has no alternative with fewer calls.
-        position: [item for item in group if position == "alone" or item.time_ns >= WORTHWHILE_NS]
+        position: [
+            item for item in group if position == Role.ALONE or item.time_ns >= WORTHWHILE_NS
+        ]
         for position, group in items.items()
     }
 
@@ -175,8 +177,7 @@ def measured_chunks(items: Items, axis: AbstractAxis, split: Split) -> tuple[Ite
     if split.axis != axis.name:
         return None
     found = []
-    for number, step in enumerate(split.steps):
-        position = "alone" if len(split.steps) == 1 else "later" if number else "first"
+    for position, step in zip(positions(len(split.steps)), split.steps, strict=True):
         # The last slab may have fewer rows than it was measured with; it counts as a full one.
         chunk = axis.size_of(step), step.algorithm
         fitting = [item for item in items[position] if (item.batch, item.algorithm) == chunk]

@@ -116,10 +116,9 @@ class CudnnBackend(AbstractBackend):
         """Versions of torch, cuDNN, CUDA and the driver."""
         return identity.cuda_software(self.runtime.cudnn.version_text)
 
-    def conditions(self, role: str = "alone") -> Conditions:
+    def conditions(self) -> Conditions:
         """The allocator of torch, and the percentage of the GPU that MPS grants this process."""
         return Conditions(
-            role=role,
             allocator=f"torch-{torch.cuda.get_allocator_backend()}",
             mps_percent=int(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") or 100),
         )

@@ -77,11 +77,9 @@ class TorchCpuBackend(AbstractBackend):
         """Versions of torch and oneDNN."""
         return identity.cpu_software()
 
-    def conditions(self, role: str = "alone") -> Conditions:
+    def conditions(self) -> Conditions:
         """The threads and the malloc of this process."""
-        return Conditions(
-            role=role, threads=torch.get_num_threads(), allocator=describe_allocator()
-        )
+        return Conditions(threads=torch.get_num_threads(), allocator=describe_allocator())
 
     def algorithms(self) -> tuple[str, ...]:
         """Names of all algorithms, torch's own first."""
