@@ -12,7 +12,7 @@ from ucudnn.errors import PlanError, UcudnnError, shortened
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan_file import FORMAT, canonical, read_document, require_checksum, sha256_of
 from ucudnn.problem import Problem
-from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepRace
+from ucudnn.races import MEMORY_FORMATS, LayoutHint, LayoutRace, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.files import write
@@ -235,6 +235,8 @@ class Plan:
         memory_format: layout of the model that it was made for: "keep", as the model was, or
             "channels_last" (of 5-D tensors channels_last_3d).
         layout_race: how that was decided; None where the settings did not ask for it.
+        layout_hint: what channels_last promises, where the settings did not ask for it; None where
+            it would change nothing, or no steps were run.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -249,6 +251,7 @@ class Plan:
     step_race: StepRace | None = field(default=None, compare=False)
     memory_format: str = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
+    layout_hint: LayoutHint | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _require_strings("backend", (self.backend,))
@@ -375,6 +378,8 @@ class Plan:
             document["step_race"] = self.step_race.to_dict()
         if self.layout_race is not None:
             document["layout_race"] = self.layout_race.to_dict()
+        if self.layout_hint is not None:
+            document["layout_hint"] = self.layout_hint.to_dict()
         # Unlike the hash it covers times and names, so that any damage shows.
         return {**document, "checksum": sha256_of(document)}
 
@@ -407,6 +412,7 @@ class Plan:
         """
         require_checksum(document)
         race, layouts = document.get("step_race"), document.get("layout_race")
+        hint = document.get("layout_hint")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
@@ -417,6 +423,7 @@ class Plan:
             step_race=None if race is None else StepRace.from_dict(race),
             memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
             layout_race=None if layouts is None else LayoutRace.from_dict(layouts),
+            layout_hint=None if hint is None else LayoutHint.from_dict(hint),
         )
 
 

@@ -239,7 +239,6 @@ def test_a_model_that_cannot_run_a_step_is_planned_all_the_same(monkeypatch):
                 raise RuntimeError("only on real tensors\nof which it says more")
             return y
 
-    monkeypatch.setattr("ucudnn.tuning.judging._reason_against", lambda *_: "")
     plan = ucudnn.tune(Fails(2, 2, 3), torch.ones(1, 2, 8, 8), Config(policy="undivided"))
     assert plan.kernels
     assert plan.step_race.reason == "a step could not be computed (only on real tensors)"
@@ -255,7 +254,6 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
                 raise KeyboardInterrupt
             return y
 
-    monkeypatch.setattr("ucudnn.tuning.judging._reason_against", lambda *_: "")
     plan_of_one = plan_of(kernel(4))
     monkeypatch.setattr("ucudnn.tuning.model.tune_problems", lambda *_, **__: plan_of_one)
     monkeypatch.setattr("ucudnn.tuning.judging.Installation", lambda *_: torch.no_grad())

@@ -330,6 +330,8 @@ def _html_table(plan: Plan) -> str:
 
 def _layouts(plan: Plan) -> Iterator[str]:
     """How the layout of the model was decided, where the settings asked for that."""
+    if plan.layout_hint is not None:
+        yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_hint)))}</p>"
     if plan.layout_race is None:
         return
     yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_race)))}</p>"

@@ -132,6 +132,8 @@ def plan_verdict(plan: Plan) -> list[str]:
         sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
     if plan.layout_race is not None:
         sentences.append(as_sentence(str(plan.layout_race)))
+    if plan.layout_hint is not None:
+        sentences.append(as_sentence(str(plan.layout_hint)))
     if plan.step_race is not None:
         # Both sides of the race run in the plan's layout, which is not the model's own.
         where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"

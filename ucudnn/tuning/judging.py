@@ -11,12 +11,13 @@ from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.plan import Plan
-from ucudnn.races import LayoutRace, StepRace
+from ucudnn.races import LayoutHint, LayoutRace, StepRace
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
@@ -24,9 +25,13 @@ from ucudnn.tuning.layout_judge import LayoutJudge
 from ucudnn.tuning.progress import TuningInterruptedError
 from ucudnn.tuning.step_judge import StepJudge, has_default
 
+# Rounds of one step by the plan and one by torch in channels_last, for a hint.
+_HINT_ROUNDS = 2
 # Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
 # results are compared, and one for the peak and one round of each of four contestants.
 _LEAST_STEPS = 11
+# Reason why a plan that is torch's own throughout was not raced.
+_NOTHING = "it changes nothing"
 
 
 def judged(
@@ -41,18 +46,34 @@ def judged(
         config: with the time budget.
         began: the `time.monotonic` from which the budget counts; None: now.
     """
-    reason = _reason_against(model, example_inputs, plan, config)
-    if reason:
-        return replace(plan, step_race=StepRace(reason=reason))
+    reason = _reason_against_steps(model, example_inputs, plan, config)
+    changes = not all(kernel.is_default for kernel in plan.kernels)
+    hints = config.layout == "keep" and _has_other_layout(plan)
+    if reason or not (changes or hints):
+        return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
     backend = open_backend(plan.backend)
     try:
         with undisturbed(model):
             step = Steps(model, example_inputs, _has_backward(plan))
             began = monotonic() if began is None else began
             # The first step warms up, and says how long the default budget is.
-            until = _until(plan, config, began, backend.elapsed_ns(step))
-            judge = StepJudge(step, _Installer(), backend.elapsed_ns, _peak_bytes(backend), until)
-            return judge.judge(plan)
+            step_ns = backend.elapsed_ns(step)
+            until = _until(plan, config, began, step_ns)
+            install = _Installer()
+            judge = StepJudge(step, install, backend.elapsed_ns, _peak_bytes(backend), until)
+            plan = (
+                judge.judge(plan) if changes else replace(plan, step_race=StepRace(reason=_NOTHING))
+            )
+            if not hints:
+                return plan
+
+            def step_by_plan() -> None:
+                with install(plan):
+                    step()
+
+            return replace(
+                plan, layout_hint=_hint(model, example_inputs, plan, step_by_plan, until)
+            )
     # The plan is complete, only its race is not: whoever pressed Ctrl-C gets it.
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
@@ -61,6 +82,35 @@ def judged(
     except STEP_ERRORS as error:
         reason = f"a step could not be computed ({failure_of(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
+
+
+def _has_other_layout(plan: Plan) -> bool:
+    """True if channels_last would change the layout of a kernel."""
+    problems = (kernel.problem for kernel in plan.kernels)
+    is_kept = plan.memory_format == "keep"
+    return is_kept and any(one.rank > 1 and one.layout == "nchw" for one in problems)
+
+
+def _hint(
+    model: nn.Module,
+    inputs: Any,
+    plan: Plan,
+    step: Callable[[], None],
+    until: float | None,
+) -> LayoutHint:
+    """A few steps by torch in channels_last beside those by the plan, which are warm."""
+    backend = open_backend(plan.backend)
+    if until is not None and monotonic() > until:
+        return LayoutHint(reason="the time budget was used up")
+    try:
+        other = Steps(model, inputs, _has_backward(plan), "channels_last")
+        other()
+        taken = [(backend.elapsed_ns(other), backend.elapsed_ns(step)) for _ in range(_HINT_ROUNDS)]
+    # The plan is not for that layout, so that a model which fails there loses nothing.
+    except STEP_ERRORS as error:
+        return LayoutHint(reason=f"a step could not be computed ({failure_of(error)})")
+    last, own = (median_ns(times) for times in zip(*taken, strict=True))
+    return LayoutHint(last, own, _HINT_ROUNDS)
 
 
 def judged_in_layouts(
@@ -154,13 +204,6 @@ def _until(
     is_forced = any(not has_default(plan, kernel) for kernel in plan.kernels)
     budget_s = EFFORTS[config.effort].budget_s(step_ns, is_forced)
     return None if budget_s is None else began + layouts * budget_s
-
-
-def _reason_against(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:
-    """Reason why no step is run to judge one plan, "" where some can be."""
-    changes = not all(kernel.is_default for kernel in plan.kernels)
-    reason = _reason_against_steps(model, inputs, plan, config)
-    return reason or ("" if changes else "it changes nothing")
 
 
 def _reason_against_steps(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:

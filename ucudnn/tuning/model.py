@@ -23,6 +23,8 @@ from ucudnn.tuning.tuner import tune_problems
 # Steps to leave time for in the budget: five rounds of both contestants, two more than decide a
 # clear race.
 RESERVED_STEPS = 10
+# The same for a hint on what channels_last promises.
+_HINT_STEPS = 5
 # The same for two layouts: four contestants in four rounds, and the steps that come before a race
 # (see `judging`).
 _LAYOUT_STEPS = 25
@@ -153,7 +155,9 @@ class _Tuning:
         return self._in_layouts(model, inputs, {"keep": traced, "channels_last": last})
 
     def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
-        plan = self._tuned(traced, self._config, RESERVED_STEPS, self._on_progress)
+        has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
+        steps = RESERVED_STEPS + (_HINT_STEPS if has_other else 0)
+        plan = self._tuned(traced, self._config, steps, self._on_progress)
         # A model that was converted by a plan for channels_last is traced in that layout.
         plan = replace(plan, memory_format=memory_format_of(model))
         return judged(model, inputs, plan, self._config, self._began)
