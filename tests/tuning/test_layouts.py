@@ -272,7 +272,7 @@ def tuned(monkeypatch):
 
 def test_both_tunings_and_the_race_share_the_time_budget(tuned, monkeypatch):
     now = [1000.0]
-    for module in ("model", "judging", "layout_judge"):
+    for module in ("model", "judging", "step_judge"):
         monkeypatch.setattr(f"ucudnn.tuning.{module}.monotonic", lambda: now[0])
     original = ucudnn.tuning.model.tune_problems
 

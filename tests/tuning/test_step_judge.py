@@ -20,7 +20,7 @@ from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.races import StepRace
-from ucudnn.tuning.step_judge import StepJudge
+from ucudnn.tuning.step_judge import StepJudge, StepMeter
 from ucudnn.tuning.tuner import TuningInterruptedError
 
 MIB = 1 << 20
@@ -70,8 +70,8 @@ class Machine:
         return int((STEP_NS - saved) * self.chance.uniform(1 - self.noise, 1 + self.noise))
 
     def judge(self, plan, until=None):
-        judge = StepJudge(lambda: None, self.install, self.elapsed_ns, self.peak_bytes, until)
-        return judge.judge(plan)
+        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, until)
+        return StepJudge(lambda: None, meter).judge(plan)
 
     def peak_bytes(self, run):
         run()

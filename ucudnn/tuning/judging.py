@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -21,7 +21,7 @@ from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
-from ucudnn.tuning.step_judge import StepJudge, has_default
+from ucudnn.tuning.step_judge import StepJudge, StepMeter, has_default
 from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed
 
 # Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
@@ -51,8 +51,7 @@ def judged(
             began = monotonic() if began is None else began
             # The first step warms up, and says how long the default budget is.
             until = _until(plan, config, began, backend.elapsed_ns(step))
-            judge = StepJudge(step, _Installer(), backend.elapsed_ns, _peak_bytes(backend), until)
-            return judge.judge(plan)
+            return StepJudge(step, _meter(backend, until)).judge(plan)
     # The plan is complete, only its race is not: whoever pressed Ctrl-C gets it.
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
@@ -99,10 +98,7 @@ def judged_in_layouts(
                 return _by_sums(plans, calls, "the time budget has no room for them")
             against = reason_against_layout(steps["keep"], steps["channels_last"], own)
             if not against:
-                judge = LayoutJudge(
-                    steps, _Installer(), backend.elapsed_ns, _peak_bytes(backend), until
-                )
-                return judge.judge(plans)
+                return LayoutJudge(steps, _meter(backend, until)).judge(plans)
     except KeyboardInterrupt:
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
@@ -122,9 +118,11 @@ def _has_backward(plan: Plan) -> bool:
     return any(kernel.problem.op != "fprop" for kernel in plan.kernels)
 
 
-def _peak_bytes(backend: AbstractBackend) -> Callable[[Callable[[], None]], int]:
+def _meter(backend: AbstractBackend, until: float | None) -> StepMeter:
     # A step has no parts that are known problems: its peak is what the allocator sees.
-    return lambda run: backend.workspace_bytes(run, ())
+    return StepMeter(
+        _Installer(), backend.elapsed_ns, lambda run: backend.workspace_bytes(run, ()), until
+    )
 
 
 class _Installer:
