@@ -203,6 +203,48 @@ def test_the_first_split_is_the_fastest_and_all_are_whole_and_fit(known_of, op, 
             assert time_of(chunks_by_truth(known, splits[0])) == min(map(time_of, expected))
 
 
+def timed(*chunks: Chunk, sizes=range(1, N + 1)) -> BatchSplits:
+    """A table of chunks of fprop: of the whole alone, of others beside others."""
+    entries = [
+        measured(kernel().with_batch(one.size), "alone" if one.size == N else "later", one)
+        for one in chunks
+    ]
+    return BatchSplits.of(BatchAxis(kernel()), sizes, entries, one_kernel, None)
+
+
+def sizes_of(split: Split) -> list[int]:
+    return sorted(step.size for step in split.steps)
+
+
+def test_a_short_call_of_the_whole_is_no_chunk_that_is_too_short():
+    short, chunk = WORTHWHILE_NS // 2, WORTHWHILE_NS
+    table = timed(
+        Chunk(5, "gemm", short, 0), Chunk(1, "gemm", chunk, 0), Chunk(4, "gemm", chunk, 0)
+    )
+    assert sizes_of(table.splits()[0]) == [5]
+    assert [point[:2] for point in table.front()] == [(0, short)]
+
+
+def test_the_undivided_call_is_offered_though_it_is_slower_under_every_penalty():
+    second = CHUNK_NS[-1]
+    slow = Chunk(5, "gemm", 9 * second, 0), Chunk(5, "winograd", 7 * second, 0)
+    table = timed(*slow, Chunk(1, "gemm", second, 0), Chunk(4, "gemm", second, 0))
+    found = [split.steps for split in table.splits()]
+    assert sizes_of(table.splits()[0]) == [1, 4]
+    assert found[-1] == (Step(5, "winograd"),)
+
+
+def test_the_largest_batch_is_split_into_sizes_that_were_timed():
+    """Two samples take no more than three do, which would be the faster split if it were timed."""
+    cheap, dear = WORTHWHILE_NS, 9 * WORTHWHILE_NS
+    table = timed(Chunk(3, "gemm", cheap, 0), Chunk(1, "gemm", dear, 0))
+    assert [sizes_of(split) for split in table.splits()] == [[1, 1, 3]]
+    plan = plan_of(table.splits()[0], table)
+    assert plan.predicted_time_ns == cheap + 2 * dear
+    # The chain of 5 leads through 4, so its steps are those of 4, too.
+    assert [sizes_of(plan.split(n)) for n in (1, 2, 3, 4)] == [[1], [2], [3], [1, 3]]
+
+
 def test_where_nothing_timed_adds_up_smaller_chunks_of_the_same_kernel_are_raced():
     known = Known(BatchAxis(kernel()), (3,), 0, names=("gemm",))
     assert table_of(known, timed_only=True).splits() == []
@@ -434,6 +476,22 @@ def test_the_default_serves_the_batches_at_which_the_same_kernel_runs():
         # Each is split, or computed undivided, as if there were no default.
         found = time_of(chunks_by_truth(known, plan.split(n)), launch_ns)
         assert found == min(time_of(split, launch_ns) for split in known.splits(n))
+
+
+def test_chains_lead_through_batches_that_the_default_computes():
+    default = Split("batch", (Step(N, DEFAULT_ALGORITHM),))
+
+    def kernel_of(problem, algorithm):
+        is_other = algorithm == DEFAULT_ALGORITHM and problem.batch not in (3, 5)
+        return "small" if is_other else algorithm
+
+    known = Known(BatchAxis(kernel()), (1,), 0, names=("gemm",))
+    plan = plan_of(default, table_of(known, kernel_of=kernel_of))
+    assert [plan.split(n).is_default for n in range(1, N + 1)] == [False, False, True, False, True]
+    assert sizes_of(plan.split(4)) == [1, 1, 1, 1]
+    # The chain of 4 needs the one of 3, and nothing needs one of 5.
+    assert plan.last[2] == plan.last[3]
+    assert plan.last[4] == (0, -1)
 
 
 def test_an_undivided_winner_that_no_table_has_is_the_plan_of_its_batch_alone():
