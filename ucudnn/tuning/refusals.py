@@ -17,8 +17,13 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
     """
     problem, config, smallest = source.kernel.problem, source.config, _smallest(source, evidence)
     if smallest is None:
-        reasons = (entry.reason for entry in evidence.everything if entry.status == "failed")
-        return PlanError(f"no algorithm could be run on {problem}: {'; '.join(reasons)}")
+        failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
+        if failed:
+            return PlanError(f"no algorithm could be run on {problem}: {'; '.join(failed)}")
+        return PlanError(
+            f"{problem} has no split, because the chunks that were measured do not add up to all "
+            f"of it; measure more sizes"
+        )
     least, what = smallest
     # A limit that suffices must hold the whole call, not only its largest chunk.
     least += call_overhead_bytes
