@@ -121,19 +121,10 @@ def outlook(
     """
     everything = tuple(options)
     curves = _by_curve(everything)
-    # A curve that was never timed has no bound, so one time of each such curve comes first.
-    unknown = tuple(
-        max(curve, key=_most_telling)
-        for curve in curves.values()
-        if not any(option.interval for option in curve)
-    )
-    bound_by_option = {
-        option: bound
-        for curve in curves.values()
-        for option, bound in zip(curve, _bounds(curve, tolerance, least_ns), strict=True)
-    }
-    timed = [option for option in everything if option.is_timed]
-    known = {option: option.interval.time_ns for option in timed if option.interval}
+    bound_by_option: dict[Option, int] = {}
+    for curve in curves.values():
+        bound_by_option |= zip(curve, _bounds(curve, tolerance, least_ns), strict=True)
+    known = {one: one.interval.time_ns for one in everything if one.is_timed and one.interval}
     # The same problem twice: with times that are known, and with a lower bound for every chunk.
     best = _Solved(known, batch, launch_ns)
     optimistic = _Solved(bound_by_option, batch, launch_ns)
@@ -141,11 +132,14 @@ def outlook(
     # No chunks add up to the batch, timed or not, so nothing is worth timing.
     if bound_ns is None:
         return Outlook(time_ns, bound_ns)
-    if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns and not unknown:
-        return Outlook(time_ns, bound_ns)
+    # A curve that was never timed has no bound, so one time of each such curve comes first.
+    unknown = tuple(max(curve, key=_most_telling) for curve in filter(_is_new, curves.values()))
     if unknown:
         return Outlook(time_ns, bound_ns, unknown)
-    found: dict[tuple[str, int], Option] = {}  # of one size and curve one role tells enough for now
+    if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns:
+        return Outlook(time_ns, bound_ns)
+    # Of one size and curve one role tells enough for now.
+    found: dict[tuple[str, int], Option] = {}
     for option in optimistic.options():
         if not option.is_timed:
             # A size between timed ones tightens the bounds of many sizes, not only of this chunk.
@@ -159,6 +153,10 @@ def _by_curve(options: Sequence[Option]) -> dict[str, list[Option]]:
     for option in options:
         curves.setdefault(option.curve, []).append(option)
     return curves
+
+
+def _is_new(curve: Iterable[Option]) -> bool:
+    return not any(option.interval for option in curve)
 
 
 def _most_telling(option: Option) -> tuple[int, bool]:
@@ -249,20 +247,16 @@ def _doublings(small: int, large: int) -> int:
 
 def _middle(option: Option, curve: Sequence[Option]) -> Option:
     """The option that best halves the gap between the timed sizes around another."""
-    known = [other.batch for other in curve if other.interval is not None]
-    below = max((size for size in known if size < option.batch), default=None)
-    above = min((size for size in known if size > option.batch), default=None)
+    timed = sorted({other.batch for other in curve if other.interval is not None})
+    place = bisect_left(timed, option.batch)
     # Only its own time helps: it ran too briefly, its size ran in another role, or no smaller size
     # is timed.
-    if option.interval is not None or option.batch in known or below is None:
+    if option.batch in timed or not place:
         return option
     # Without a larger timed size the option itself is the end of the range.
-    top = above if above is not None else option.batch + 1
-    within = [
-        other
-        for other in curve
-        if other.interval is None and other.lists == option.lists and below < other.batch < top
-    ]
+    below, top = timed[place - 1], (*timed, option.batch + 1)[place]
+    between = [other for other in curve if below < other.batch < top]
+    within = [other for other in between if other.lists == option.lists]
     seeds = [other for other in within if other.is_seed]
     return min(seeds or within, key=lambda other: _imbalance(other.batch, below, top))
 

@@ -32,27 +32,6 @@ AUTO = {"layout": "auto", "policy": "undivided", "effort": "quick"}
 SHAPE = (4, 3, 12, 12)
 
 
-class Model(nn.Module):
-    """With what a step would disturb: statistics, dropout, gradients, tied and frozen weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.tied = nn.Conv2d(8, 8, 3, padding=1)
-        self.again = nn.Conv2d(8, 8, 3, padding=1)
-        self.again.weight = self.tied.weight
-        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
-        self.register_buffer("scale", torch.rand(1, 8, 1, 1))
-        self.calls, self.seen = 0, []
-
-    def forward(self, x):
-        self.calls += 1
-        self.seen.append(random.random() + np.random.rand())
-        x = nn.functional.dropout(self.norm(self.first(x)), 0.1)
-        return self.frozen(self.again(self.tied(x)) * self.scale)
-
-
 def contents(model):
     """Every tensor of a model: identity, values, strides, and its gradient's."""
     found = []
@@ -75,9 +54,8 @@ def require_same(now, before):
             assert one[4][2] == other[4][2], one[0]
 
 
-def test_the_race_disturbs_nothing():
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(SHAPE)
+def test_the_race_disturbs_nothing(stateful_model):
+    model, x = stateful_model, torch.randn(SHAPE)
     model(x).sum().backward()
     image, seen = x.clone(), list(model.seen)
     before, modules = contents(model), [vars(module).keys() for module in model.modules()]
@@ -274,7 +252,7 @@ def tuned(monkeypatch):
 
 def test_both_tunings_and_the_race_share_the_time_budget(tuned, monkeypatch):
     now = [1000.0]
-    for module in ("model", "judging", "layout_judge"):
+    for module in ("model", "judging", "step_judge"):
         monkeypatch.setattr(f"ucudnn.tuning.{module}.monotonic", lambda: now[0])
     original = ucudnn.tuning.model.tune_problems
 
@@ -334,10 +312,8 @@ def test_what_ends_the_second_tuning_leaves_the_first_plan(error, tuned, monkeyp
     assert {one.problem.op for one in plan.kernels} == {"fprop", "wgrad"}
 
 
-def test_frozen_layers_have_no_gradients_in_either_layout():
-    model = Model()
-    model.calls = 0
-    plan = ucudnn.tune(model, torch.randn(SHAPE), Config(**AUTO))
+def test_frozen_layers_have_no_gradients_in_either_layout(stateful_model):
+    plan = ucudnn.tune(stateful_model, torch.randn(SHAPE), Config(**AUTO))
     frozen = [one.problem.op for one in plan.kernels if one.problem.kernel_size == (1, 1)]
     assert sorted(frozen) == ["dgrad", "fprop"]
 

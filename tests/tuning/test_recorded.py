@@ -71,6 +71,13 @@ def model():
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 1))
 
 
+@pytest.mark.parametrize("limit", [None, "1MiB"])
+def test_sizes_that_do_not_add_up_are_refused_with_a_reason(limit, tmp_path):
+    folder = record(tmp_path, [entry(FPROP.with_batch(3), "eng0", 300, 0, role="later")])
+    with pytest.raises(PlanError, match="measured do not add up to all of it; measure more"):
+        replay(folder, policy="all", workspace_limit=limit)
+
+
 @pytest.mark.slow
 def test_a_replay_makes_the_plan_that_the_device_made_and_runs_nothing(tmp_path, monkeypatch):
     folder, inputs = tmp_path / "cache", torch.empty(12, 3, 16, 16)

@@ -181,19 +181,20 @@ def choose(
     Returns:
         The winner, or None where no finalist is within the limit.
     """
-    fitting = [
-        entry for entry in finalists if limit is None or entry.timing.workspace_bytes <= limit
-    ]
+    fitting = [entry for entry in finalists if _fits(entry, limit)]
     default = next((entry for entry in fitting if entry.split.is_default), None)
     # Where nothing is clearly faster than torch's own convolution, that is the only one left.
     if default is not None:
-        fitting = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)] or [
-            default
-        ]
+        faster = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)]
+        fitting = faster or [default]
     if not fitting:
         return None
     fastest = min(fitting, key=lambda entry: entry.timing.time_ns)
     return min((entry for entry in fitting if _ties(entry, fastest)), key=_thrift)
+
+
+def _fits(entry: Finalist, limit: int | None) -> bool:
+    return limit is None or entry.timing.workspace_bytes <= limit
 
 
 def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:

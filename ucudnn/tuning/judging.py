@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -23,7 +23,7 @@ from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
 from ucudnn.tuning.progress import TuningInterruptedError
-from ucudnn.tuning.step_judge import StepJudge, has_default
+from ucudnn.tuning.step_judge import StepJudge, StepMeter, has_default
 
 # Rounds of one step by the plan and one by torch in channels_last, for a hint.
 _HINT_ROUNDS = 2
@@ -57,23 +57,15 @@ def judged(
             step = Steps(model, example_inputs, _has_backward(plan))
             began = monotonic() if began is None else began
             # The first step warms up, and says how long the default budget is.
-            step_ns = backend.elapsed_ns(step)
-            until = _until(plan, config, began, step_ns)
-            install = _Installer()
-            judge = StepJudge(step, install, backend.elapsed_ns, _peak_bytes(backend), until)
-            plan = (
-                judge.judge(plan) if changes else replace(plan, step_race=StepRace(reason=_NOTHING))
-            )
+            until = _until(plan, config, began, backend.elapsed_ns(step))
+            meter = _meter(backend, until)
+            if changes:
+                plan = StepJudge(step, meter).judge(plan)
+            else:
+                plan = replace(plan, step_race=StepRace(reason=_NOTHING))
             if not hints:
                 return plan
-
-            def step_by_plan() -> None:
-                with install(plan):
-                    step()
-
-            return replace(
-                plan, layout_hint=_hint(model, example_inputs, plan, step_by_plan, until)
-            )
+            return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))
     # The plan is complete, only its race is not: whoever pressed Ctrl-C gets it.
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
@@ -91,21 +83,17 @@ def _has_other_layout(plan: Plan) -> bool:
     return is_kept and any(one.rank > 1 and one.layout == "nchw" for one in problems)
 
 
-def _hint(
-    model: nn.Module,
-    inputs: Any,
-    plan: Plan,
-    step: Callable[[], None],
-    until: float | None,
-) -> LayoutHint:
+def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMeter) -> LayoutHint:
     """A few steps by torch in channels_last beside those by the plan, which are warm."""
-    backend = open_backend(plan.backend)
-    if until is not None and monotonic() > until:
+    if meter.is_over():
         return LayoutHint(reason="the time budget was used up")
     try:
         other = Steps(model, inputs, _has_backward(plan), "channels_last")
         other()
-        taken = [(backend.elapsed_ns(other), backend.elapsed_ns(step)) for _ in range(_HINT_ROUNDS)]
+        taken = [
+            (meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan))
+            for _ in range(_HINT_ROUNDS)
+        ]
     # The plan is not for that layout, so that a model which fails there loses nothing.
     except STEP_ERRORS as error:
         return LayoutHint(reason=f"a step could not be computed ({failure_of(error)})")
@@ -149,10 +137,7 @@ def judged_in_layouts(
                 return _by_sums(plans, calls, "the time budget has no room for them")
             against = reason_against_layout(steps["keep"], steps["channels_last"], own)
             if not against:
-                judge = LayoutJudge(
-                    steps, _Installer(), backend.elapsed_ns, _peak_bytes(backend), until
-                )
-                return judge.judge(plans)
+                return LayoutJudge(steps, _meter(backend, until)).judge(plans)
     except KeyboardInterrupt:
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
@@ -172,9 +157,11 @@ def _has_backward(plan: Plan) -> bool:
     return any(kernel.problem.op != "fprop" for kernel in plan.kernels)
 
 
-def _peak_bytes(backend: AbstractBackend) -> Callable[[Callable[[], None]], int]:
+def _meter(backend: AbstractBackend, until: float | None) -> StepMeter:
     # A step has no parts that are known problems: its peak is what the allocator sees.
-    return lambda run: backend.workspace_bytes(run, ())
+    return StepMeter(
+        _Installer(), backend.elapsed_ns, lambda run: backend.workspace_bytes(run, ()), until
+    )
 
 
 class _Installer:

@@ -162,18 +162,19 @@ class KernelMeasurer:
             entry = self._records.by_arm.get(arm)
             if entry is None or entry.status == "untimed":
                 self._look_at(arm, self._limit)
-        groups = {arm[::2] for arm in arms if self._records.is_open(arm)}
-        racing = [
-            arm for arm in self._records.by_arm if arm[::2] in groups and self._records.is_open(arm)
-        ]
+        racing = self._racing(arms)
         if not racing:
             return
         results = self.bench.rounds(racing, self._records.best_times())
         for arm, result in zip(racing, results, strict=True):
-            winner = result.beaten_by
-            while winner is not None and winner >= 0 and results[winner].beaten_by is not None:
-                winner = results[winner].beaten_by  # who was faster yet
-            self._settle(arm, result, None if winner is None or winner < 0 else racing[winner])
+            winner = _winner_over(result, results)
+            self._settle(arm, result, None if winner is None else racing[winner])
+
+    def _racing(self, arms: Sequence[Arm]) -> list[Arm]:
+        """Some arms and all that compete with them, as far as they may yet win."""
+        is_open = self._records.is_open
+        groups = {arm[::2] for arm in arms if is_open(arm)}
+        return [arm for arm in self._records.by_arm if arm[::2] in groups and is_open(arm)]
 
     def _settle(self, arm: Arm, result: Result, winner: Arm | None) -> None:
         entry = self._records.by_arm[arm]
@@ -215,6 +216,16 @@ class KernelMeasurer:
             return
         seen = _looked_at(key, candidate, look)
         self._records.keep(arm, replace(seen, notes=seen.notes + self._session.state()))
+
+
+def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
+    """Index of the one in the race that beat another and was not beaten; None where none did."""
+    winner = result.beaten_by
+    # The one that beat it may have been beaten by one that was faster yet.
+    while winner is not None and winner >= 0 and results[winner].beaten_by is not None:
+        winner = results[winner].beaten_by
+    # A negative index stands for one that was timed before this race.
+    return None if winner is None or winner < 0 else winner
 
 
 def _looked_at(key: MeasurementKey, candidate: Candidate, look: Look) -> Measurement:

@@ -83,9 +83,10 @@ class KernelPlanner:
             while True:
                 evidence = planner.evidence()
                 tables = planner._tables(evidence)
-                if not planner._has_split(evidence, tables):
+                finalists = planner._finalists(tables) if _may_plan(tables) else []
+                if not finalists:
+                    planner._refuse_unless_over(evidence)
                     return None
-                finalists = planner._finalists(tables)
                 winner = choose(finalists, self.limit, self._session.planned_call_ns())
                 if winner is not None:
                     return planner._plan(winner, finalists, evidence, tables)
@@ -118,16 +119,13 @@ class KernelPlanner:
             PlanError: nothing does, and there was time to find out.
         """
         evidence = self.evidence()
-        self._has_split(evidence, self._tables(evidence))
+        if not _may_plan(self._tables(evidence)):
+            self._refuse_unless_over(evidence)
 
-    def _has_split(self, evidence: Evidence, tables: Sequence[AbstractSplitTable]) -> bool:
-        """True if something fits; False where the time ended before anything did."""
-        if not all(table.is_empty for table in tables):
-            return True
-        # Measuring was cut short, so it is not known that nothing fits.
-        if self._session.is_over:
-            return False
-        raise self._nothing_fits(evidence)
+    def _refuse_unless_over(self, evidence: Evidence) -> None:
+        # Where measuring was cut short it is not known that nothing fits.
+        if not self._session.is_over:
+            raise self._nothing_fits(evidence)
 
     def _tables(self, evidence: Evidence) -> list[AbstractSplitTable]:
         return self._source.tables(evidence.usable, self._chunk_limit)
@@ -192,6 +190,10 @@ class KernelPlanner:
         if call_overhead_bytes is None:
             call_overhead_bytes = self._call_overhead_bytes
         return nothing_fits(self._source, evidence, call_overhead_bytes)
+
+
+def _may_plan(tables: Sequence[AbstractSplitTable]) -> bool:
+    return not all(table.is_empty for table in tables)
 
 
 def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:

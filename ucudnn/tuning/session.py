@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -95,19 +95,20 @@ class Session:
             return None
         speed = replace(_SPEED_PROBLEM, dtype=dtype)
         keys = [self.key(speed, name) for name in ("roofline operations", "roofline bytes")]
-        known = [self.find(key) for key in keys]
-        if not all(known):
+        if not all(map(self.find, keys)):
             found = self.backend.roofline(dtype)
             if found is None:
                 return None
-            times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
-            for key, time_ns in zip(keys, times, strict=True):
-                self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
-            # Read back, so that this run computes with the same rounded numbers as a second one.
-            known = [self.find(key) for key in keys]
-        operations, moved = (entry for entry in known if entry is not None)
+            self._note_roofline(keys, found)
+        # Read back, so that this run computes with the same rounded numbers as a second one.
+        operations, moved = filter(None, map(self.find, keys))
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
+
+    def _note_roofline(self, keys: Sequence[MeasurementKey], found: Roofline) -> None:
+        times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
+        for key, time_ns in zip(keys, times, strict=True):
+            self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
 
     def planned_call_ns(self) -> int:
         """Overhead of a planned call in ns, measured once and kept in the cache."""
