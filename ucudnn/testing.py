@@ -166,7 +166,7 @@ def _texts(measurements: Iterable[Measurement]) -> list[str]:
 
 
 def _found(cache: AbstractCache, measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Those that the cache finds by the keys of some measurements."""
+    """Results of looking up the keys of some measurements, without the misses."""
     return list(filter(None, (cache.get(one.key) for one in measurements)))
 
 

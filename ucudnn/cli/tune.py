@@ -76,8 +76,7 @@ def tune(
         plan = _tune(Traced(layers), None, config, output, as_json, remeasure)
     else:
         named = name_model(model, input or [], channels_last, autocast, infer)
-        traced = named.trace(config.ops, where)
-        plan = _tune(traced, named, config, output, as_json, remeasure)
+        plan = _tune(named.trace(config.ops, where), named, config, output, as_json, remeasure)
     # After the plan was written and printed: noise is no reason to lose it.
     _judge_noise(plan, fail_if_noisy)
 
