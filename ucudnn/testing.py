@@ -163,17 +163,17 @@ def _sample_key(chance: random.Random, index: int) -> MeasurementKey:
 
 
 def _texts(measurements: Iterable[Measurement]) -> list[str]:
-    """Comparable also where an error is nan, which is not equal to itself."""
+    """Measurements as texts, which compare equal even if an error is nan."""
     return sorted(map(repr, measurements))
 
 
 def _found(cache: AbstractCache, measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Those that the cache finds by the keys of some measurements."""
+    """Results of looking up the keys of some measurements, without the misses."""
     return list(filter(None, (cache.get(one.key) for one in measurements)))
 
 
 def _variations(key: MeasurementKey) -> dict[str, MeasurementKey]:
-    """Keys that differ from one in a single field, by the name of the field."""
+    """Keys that differ from a given one in a single field, by the name of the field."""
     keys = {
         "algorithm": replace(key, algorithm="another"),
         "protocol": replace(key, protocol=99),
@@ -205,7 +205,7 @@ def cache_is_empty_at_first(open_cache: OpenCache) -> None:
 
 
 def cache_finds_what_was_put(open_cache: OpenCache) -> None:
-    """Every value comes back as it was, in this opening and the next; other keys do not."""
+    """Every value is found as it was put, also after reopening; other keys are not found."""
     measurements = sample_measurements(300)
     others = sample_measurements(330)[300:]
     with open_cache() as cache:
@@ -323,7 +323,7 @@ def cache_merges_a_folder(open_cache: OpenCache) -> None:
 
 
 def cache_prunes_what_matches(open_cache: OpenCache) -> None:
-    """Pruning removes what matches, for good, and nothing else."""
+    """Pruning permanently removes the entries that match, and no others."""
     measurements = sample_measurements(120, seed=3)
     stay = [one for one in measurements if one.key.software.cudnn != "9.27.0"]
     with open_cache() as cache:
@@ -340,7 +340,7 @@ def cache_prunes_what_matches(open_cache: OpenCache) -> None:
 
 
 def cache_prunes_what_is_old(open_cache: OpenCache) -> None:
-    """Pruning by time removes what was stored before it, and nothing else."""
+    """Pruning by time removes the entries stored before it, and no others."""
     old, *stay = sample_measurements(60, seed=5)
     with open_cache() as cache:
         cache.put(stay)

@@ -119,6 +119,18 @@ def failure_of(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
+    before, start_ns = backend.activity(), perf_counter_ns()
+    time_ns = max(1, entrant.sample_ns())
+    after, spent_ns = backend.activity(), max(time_ns, perf_counter_ns() - start_ns)
+    # On a GPU other processes on the host do not lengthen a kernel.
+    if before is None or after is None:
+        return _Reading(time_ns, spent_ns, None, 0)
+    elapsed_ns = max(1, after.clock_ns - before.clock_ns)
+    share = (after.processor_ns - before.processor_ns) / elapsed_ns
+    return _Reading(time_ns, spent_ns, share, after.switches - before.switches)
+
+
 def _take_turns(
     backend: AbstractBackend,
     entrants: Sequence[Entrant],
@@ -139,18 +151,6 @@ def _take_turns(
                 raise
             results[number].failure = failure_of(error)
     return readings
-
-
-def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
-    before, start_ns = backend.activity(), perf_counter_ns()
-    time_ns = max(1, entrant.sample_ns())
-    after, spent_ns = backend.activity(), max(time_ns, perf_counter_ns() - start_ns)
-    # On a GPU other processes on the host do not lengthen a kernel.
-    if before is None or after is None:
-        return _Reading(time_ns, spent_ns, None, 0)
-    elapsed_ns = max(1, after.clock_ns - before.clock_ns)
-    share = (after.processor_ns - before.processor_ns) / elapsed_ns
-    return _Reading(time_ns, spent_ns, share, after.switches - before.switches)
 
 
 def _is_disturbed(

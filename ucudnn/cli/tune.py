@@ -64,7 +64,7 @@ def tune(
     table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
     # --infer comes last, so that it wins over --ops.
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
-    _require_usable(config, solver, output)
+    _require_possible(solver, config, output)
     # torch is imported only now that the command line is known to be right.
     from ucudnn.tracing import Traced
     from ucudnn.tuning.tuner import device_type
@@ -76,14 +76,12 @@ def tune(
         plan = _tune(Traced(layers), None, config, output, as_json, remeasure)
     else:
         named = name_model(model, input or [], channels_last, autocast, infer)
-        traced = named.trace(config.ops, where)
-        plan = _tune(traced, named, config, output, as_json, remeasure)
+        plan = _tune(named.trace(config.ops, where), named, config, output, as_json, remeasure)
     # After the plan was written and printed: noise is no reason to lose it.
     _judge_noise(plan, fail_if_noisy)
 
 
-def _require_usable(config: Config, solver: str | None, output: Path | None) -> None:
-    """Refuse flags that do not fit together, or a file that cannot be written, at once."""
+def _require_possible(solver: str | None, config: Config, output: Path | None) -> None:
     if solver is not None and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
     # Now, because a plan that cannot be written after minutes of measuring would be lost.

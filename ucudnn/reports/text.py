@@ -219,13 +219,19 @@ def larger_limits(plan: Plan) -> list[tuple[float, int]]:
     found = []
     # A limit that costs a tenth, and one that costs hardly anything.
     for times in (1.1, 1.02):
-        for limit in limits:
-            # What exceeds the limit keeps its plan and what that saves or costs.
-            over = [kernel for kernel, default in known if default.workspace_bytes > limit]
-            if default_ns - sum(map(_saved_ns, over)) <= times * default_ns:
-                found.append((times, limit))
-                break
+        enough = (limit for limit in limits if _time_at(limit, known) <= times * default_ns)
+        least = next(enough, None)
+        if least is not None:
+            found.append((times, least))
     return found
+
+
+def _time_at(limit: int, known: list[tuple[KernelPlan, Timing]]) -> int:
+    """Time of all kernels if only those whose default exceeds a limit follow the plan."""
+    default_ns = sum(default.time_ns * len(kernel.layers) for kernel, default in known)
+    # What exceeds the limit keeps its plan and what that saves or costs.
+    over = [kernel for kernel, default in known if default.workspace_bytes > limit]
+    return default_ns - sum(map(_saved_ns, over))
 
 
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
@@ -237,9 +243,7 @@ def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
     """
     # Kernels that stay torch's own are left out: their two times differ by noise.
     saved_ns = sum(
-        (kernel.default.time_ns - kernel.timing.time_ns) * len(kernel.layers)
-        for kernel in plan.kernels
-        if kernel.default and not kernel.is_default
+        _saved_ns(kernel) for kernel in plan.kernels if kernel.default and not kernel.is_default
     )
     return None if saved_ns <= 0 else ceil(seconds * 1e9 / saved_ns)
 
