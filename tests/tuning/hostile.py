@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ucudnn.backends import AbstractBackend, Executable, open_backend
+from ucudnn.backends import AbstractBackend, DeviceState, Executable, open_backend
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
@@ -120,8 +120,8 @@ class HostileBackend(AbstractBackend):
     def is_broken(self) -> bool:
         return bool(_faults)
 
-    def state(self) -> tuple[str, ...]:
-        return ("throttled=by_itself",)
+    def state(self) -> DeviceState:
+        return DeviceState(notes=("throttled=by_itself",))
 
     def cache_bytes(self) -> int:
         return 1 << 16

@@ -119,9 +119,7 @@ class KernelPlanner:
         rows: SolvedRows,
     ) -> KernelPlan:
         default = next((entry.timing for entry in finalists if entry.split.is_default), None)
-        # The first candidate is torch's own convolution, whose notes say which kernel it runs.
-        notes = self._session.backend.candidates(self.problem)[0].notes if default else ()
-        described = [*(f"default {note}" for note in notes), *evidence.notes]
+        described = [*(self._default_notes() if default else ()), *evidence.notes]
         if any(finalist.is_perturbed for finalist in finalists):
             described.append(PERTURBED)
         split, layers = winner.split, self._kernel.layers
@@ -132,6 +130,14 @@ class KernelPlanner:
             plain, fused = fused, plain
         of_winner = plain.completed(fused)
         return of_winner.kernel_plan(layers, split, winner.timing, default, tuple(described), rows)
+
+    def _default_notes(self) -> list[str]:
+        """Notes of torch's own convolution, and which implementation it runs."""
+        # It is the first candidate.
+        candidate = self._session.backend.candidates(self.problem)[0]
+        name = candidate.implementation
+        notes = (f"kernel={name}", *candidate.notes) if name else candidate.notes
+        return [f"default {note}" for note in notes]
 
     def require_split(self) -> None:
         """Refuse a limit that nothing fits.

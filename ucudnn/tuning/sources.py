@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.config import Config
-from ucudnn.measurement import ADDS_BIAS, Measurement
+from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
 from ucudnn.system.forking import cached_property
@@ -244,9 +244,9 @@ class ReplayedSource(AbstractSource):
             raise miss(self.session, self.kernel.problem)
         usable = [entry for entry in of_batch if self._is_usable(entry)]
         return Evidence(
-            tuple(entry for entry in usable if ADDS_BIAS not in entry.notes),
+            tuple(entry for entry in usable if not entry.adds_bias),
             # A recording may be of a layer with a bias and be replayed for one without.
-            tuple(e for e in usable if ADDS_BIAS in e.notes and self.kernel.has_bias),
+            tuple(e for e in usable if e.adds_bias and self.kernel.has_bias),
             tuple(entry for entry in of_rows if self._is_usable(entry)),
             (*of_batch, *of_rows),
         )
