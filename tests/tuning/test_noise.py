@@ -16,7 +16,7 @@ from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_table
-from ucudnn.tuning.noise import PERTURBED, Noise, NoiseWarning, noise_of
+from ucudnn.tuning.noise import Noise, NoiseWarning, noise_of
 from ucudnn.tuning.tuner import tune_problems
 
 MS = 1_000_000
@@ -24,7 +24,7 @@ PROBLEM = Problem("fprop", 4, 2, 2, (5, 5), (3, 3))
 REAL_OTHERS = LoadMeter.others  # which tests are not to hang on
 
 
-def kernel(size, time_ms=10.0, spread_ms=0.0, samples=9, predicted_ms=10.0, notes=()):
+def kernel(size, time_ms=10.0, spread_ms=0.0, samples=9, predicted_ms=10.0, is_perturbed=False):
     timing = Timing(int(time_ms * MS), int(spread_ms * MS), 0, samples)
     return KernelPlan(
         problem=Problem("fprop", 1, 2, 2, (size, size), (1, 1)),
@@ -35,7 +35,7 @@ def kernel(size, time_ms=10.0, spread_ms=0.0, samples=9, predicted_ms=10.0, note
         predicted_time_ns=int(predicted_ms * MS),
         timing=timing,
         default=timing,
-        notes=notes,
+        is_perturbed=is_perturbed,
     )
 
 
@@ -49,7 +49,7 @@ def test_each_sign_is_counted():
         kernel(6, spread_ms=2),
         kernel(7, predicted_ms=13),
         kernel(8, samples=1, spread_ms=0, predicted_ms=13),
-        kernel(9, notes=(PERTURBED,)),
+        kernel(9, is_perturbed=True),
         kernel(10, samples=0),  # predicted from a recording
     )
     assert noise_of(plan) == Noise(kernels=5, perturbed=1, wide=1, mispredicted=1, single=1)
@@ -135,7 +135,8 @@ def test_what_was_taken_under_load_is_taken_anew_when_it_is_quiet(backend):
         _, plan = tuned(backend)
     assert "other processes use this machine" in str(said[0].message)
     assert "the times of this plan are noisy" in str(said[1].message)
-    assert PERTURBED in plan.kernels[0].notes
+    assert plan.kernels[0].is_perturbed
+    assert "timed while others used the processors" in plan.kernels[0].remarks
     assert all(entry.is_perturbed for entry in entries())
     # while it is busy nothing better can be had
     with pytest.warns(NoiseWarning, match="other processes"):
@@ -145,7 +146,7 @@ def test_what_was_taken_under_load_is_taken_anew_when_it_is_quiet(backend):
         warnings.simplefilter("error", NoiseWarning)
         ran, plan = tuned(backend)
         assert ran > 0
-        assert PERTURBED not in plan.kernels[0].notes
+        assert not plan.kernels[0].is_perturbed
         assert not any(entry.is_perturbed for entry in entries() if entry.status == "ok")
         assert tuned(backend)[0] == 0
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.tuning.noise import PERTURBED
 from ucudnn.tuning.solve import solve
 
 
@@ -40,5 +40,5 @@ def plan_by_torch(
     solved = solve(problem, [entry], kernel_of, limit)
     # Undivided, by torch's own convolution: what runs without any plan.
     split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
-    notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
-    return solved.kernel_plan(layers, split, timing, timing, notes)
+    plan = solved.kernel_plan(layers, split, timing, timing, (note,))
+    return replace(plan, is_perturbed=entry.is_perturbed)

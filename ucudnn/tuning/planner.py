@@ -12,7 +12,6 @@ from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.items import held_bytes
-from ucudnn.tuning.noise import PERTURBED
 from ucudnn.tuning.refusals import nothing_fits
 from ucudnn.tuning.replay import predict
 from ucudnn.tuning.session import Session
@@ -120,8 +119,6 @@ class KernelPlanner:
     ) -> KernelPlan:
         default = next((entry.timing for entry in finalists if entry.split.is_default), None)
         described = [*(self._default_notes() if default else ()), *evidence.notes]
-        if any(finalist.is_perturbed for finalist in finalists):
-            described.append(PERTURBED)
         split, layers = winner.split, self._kernel.layers
         plain, fused = solved
         # Smaller batches follow the table in which the winner was found; the other one serves
@@ -129,7 +126,8 @@ class KernelPlanner:
         if split not in plain.finalists(True) and split in fused.finalists(False):
             plain, fused = fused, plain
         of_winner = plain.completed(fused)
-        return of_winner.kernel_plan(layers, split, winner.timing, default, tuple(described), rows)
+        plan = of_winner.kernel_plan(layers, split, winner.timing, default, tuple(described), rows)
+        return replace(plan, is_perturbed=any(finalist.is_perturbed for finalist in finalists))
 
     def _default_notes(self) -> list[str]:
         """Notes of torch's own convolution, and which implementation it runs."""
