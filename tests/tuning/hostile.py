@@ -45,6 +45,10 @@ class Misbehaving(Executable):
         is_late = self._calls > 3
         if self._algorithm == "raises":
             raise RuntimeError("this never works\nat length")
+        if self._algorithm == "hungry":
+            torch.empty(1 << 60)
+        if self._algorithm == "forgetful":
+            raise RuntimeError("could not create a memory object")
         if self._algorithm == "tires" and is_late:
             raise RuntimeError("once too often")
         if self._algorithm == "hangs":

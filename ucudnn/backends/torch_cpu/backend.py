@@ -13,7 +13,7 @@ from torch import Tensor
 from ucudnn.backends._base import AbstractBackend, Activity, Cost, DeviceState, Executable, Roofline
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu import identity
-from ucudnn.backends.torch_cpu._base import empty
+from ucudnn.backends.torch_cpu._base import ONEDNN_KERNELS, empty
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
 from ucudnn.backends.torch_cpu.aten import (
     OneDnn,
@@ -101,7 +101,7 @@ class TorchCpuBackend(AbstractBackend):
         reason = self.refusal(problem, algorithm)
         # A slab is low, so that a filter may hang over it; there oneDNN's half-precision kernels
         # read memory that is not theirs. Of a whole problem, torch's own choice is never refused.
-        if reason is None and self.kernel(problem, algorithm).startswith("onednn"):
+        if reason is None and self.kernel(problem, algorithm) in ONEDNN_KERNELS:
             reason = cramped_refusal(problem)
         return reason
 
