@@ -258,6 +258,8 @@ def exhaustive(session: Session, problem: Problem) -> list[Measurement]:
                     workspace_bytes=look.workspace_bytes,
                     error=look.accuracy.error,
                     notes=candidate.notes,
+                    implementation=candidate.implementation,
+                    is_deterministic=candidate.is_deterministic,
                 )
     results = bench.rounds(list(looks), {})
     return [

@@ -4,16 +4,56 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
 from ucudnn.units import TOO_LARGE
 
 STATUSES = ("ok", "screened", "untimed", "failed")
-# Note of a candidate that also adds a bias, in the kernel that computes the convolution.
-ADDS_BIAS = "adds bias"
 _TYPES = {"str": str, "bool": bool, "Role": str}
+
+
+_Words = TypeVar("_Words", bound=StrEnum)
+
+
+def _member(words: type[_Words], name: str, value: object) -> _Words:
+    """The member of an enumeration that a text names."""
+    if value not in tuple(words):
+        raise UcudnnError(f"{name} must be one of {', '.join(words)}, got {value!r}")
+    return words(str(value))
+
+
+class FailureKind(StrEnum):
+    """Kind of a candidate's failure; `Measurement.reason` says more, for people.
+
+    Attributes:
+        OUT_OF_MEMORY: there was too little memory, of which there may be more at another time.
+        CRASH: it ended its process, or made the device useless to it.
+        HANG: it did not end in time.
+        WRONG: its result is not that of the convolution.
+        ERROR: it raised any other error.
+    """
+
+    OUT_OF_MEMORY = "out of memory"
+    CRASH = "crash"
+    HANG = "hang"
+    WRONG = "wrong"
+    ERROR = "error"
+
+
+class Subject(StrEnum):
+    """Subject of a measurement.
+
+    Attributes:
+        CHUNK: a candidate, in one role.
+        CALL: a whole call by a split, whose name is the algorithm.
+        MACHINE: the machine itself, such as its speed.
+    """
+
+    CHUNK = "chunk"
+    CALL = "call"
+    MACHINE = "machine"
 
 
 class Role(StrEnum):
@@ -89,13 +129,19 @@ class Candidate:
         problem: the problem at the micro-batch size.
         algorithm: the algorithm's stable name.
         workspace_bytes: temporary memory in bytes, None where only a run can tell.
-        notes: facts such as "nondeterministic" or "kernel=onednn".
+        notes: what else is known, for people.
+        implementation: what the library runs, such as "onednn"; "" where the algorithm is that.
+        is_deterministic: whether it computes the same bits each time.
+        adds_bias: whether it also adds a bias, in the kernel that computes the convolution.
     """
 
     problem: Problem
     algorithm: str
     workspace_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    implementation: str = ""
+    is_deterministic: bool = True
+    adds_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +229,8 @@ class Conditions:
     mps_percent: int = 100
 
     def __post_init__(self) -> None:
-        if self.role not in tuple(Role):
-            raise UcudnnError(f"role must be one of {', '.join(Role)}, got {self.role!r}")
         # Files and other ranks hold the text.
-        object.__setattr__(self, "role", Role(self.role))
+        object.__setattr__(self, "role", _member(Role, "role", self.role))
         _require_fields(self)
 
 
@@ -211,19 +255,6 @@ class MeasurementKey:
     protocol: int
 
 
-# How the note begins that a backend's `state` adds where others used the processors.
-_PERTURBED = "load="
-
-
-def is_perturbation(note: str) -> bool:
-    """True if a note says that others used the processors meanwhile.
-
-    >>> is_perturbation("load=1.5"), is_perturbation("kernel=onednn")
-    (True, False)
-    """
-    return note.startswith(_PERTURBED)
-
-
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Result of a run of one candidate; failure is a status, not an exception.
@@ -237,11 +268,19 @@ class Measurement:
         samples: times of one chunk in ns, in the order taken.
         workspace_bytes: peak that the allocator saw beyond the result; None where it failed.
         error: relative error (L2) against a float64 reference, None where it was not measured.
-        reason: why it failed, else "".
-        notes: such as "kernel=onednn", the kernel that the framework picked.
+        reason: why it failed, for people, else "".
+        notes: what else is known, for people, such as "max_ulp=2".
+        failure: kind of the failure; None where there was none, or where an older file tells none.
+        lost_to: the algorithm that it lost its race against, which was not timed in full; else "".
+        subject: what was timed.
+        implementation: as in `Candidate`.
+        is_deterministic: as in `Candidate`.
+        adds_bias: as in `Candidate`.
+        load: processors that others used meanwhile, 0 where that left enough for this process.
 
     Raises:
-        UcudnnError: an unknown status, a time that does not go with it, or a negative number.
+        UcudnnError: an unknown status, kind or subject, a time that does not go with the status,
+            or a negative number.
     """
 
     key: MeasurementKey
@@ -253,13 +292,21 @@ class Measurement:
     error: float | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
+    failure: FailureKind | None = None
+    lost_to: str = ""
+    subject: Subject = Subject.CHUNK
+    implementation: str = ""
+    is_deterministic: bool = True
+    adds_bias: bool = False
+    load: float = 0.0
 
     @property
     def is_perturbed(self) -> bool:
         """True where others used the processors while it was timed."""
-        return any(map(is_perturbation, self.notes))
+        return self.load > 0
 
     def __post_init__(self) -> None:
+        self._require_words()
         if self.status not in STATUSES:
             raise UcudnnError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
         if (self.time_ns is not None) != (self.status in ("ok", "screened")):
@@ -267,3 +314,11 @@ class Measurement:
         numbers = (self.time_ns or 0, self.spread_ns or 0, self.workspace_bytes or 0)
         if min(*numbers, *self.samples) < 0:
             raise UcudnnError(f"times and workspaces must not be negative, got {self}")
+
+    def _require_words(self) -> None:
+        """Refuse words that are no kind or subject, and replace texts by members."""
+        # Files and other ranks hold the texts. Members pass quickly: caches have a million entries.
+        if self.failure is not None and type(self.failure) is not FailureKind:
+            object.__setattr__(self, "failure", _member(FailureKind, "failure", self.failure))
+        if type(self.subject) is not Subject:
+            object.__setattr__(self, "subject", _member(Subject, "subject", self.subject))

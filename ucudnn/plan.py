@@ -23,6 +23,8 @@ __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
 # In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
 BY_BATCH, BY_SLABS = -1, -2
+# Also the note by which alone plan files of ucudnn before 0.1.0 tell what `is_perturbed` is.
+_PERTURBED = "timed while others used the processors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class KernelPlan:
             cannot compute the problem, or a recording does not know it.
         notes: such as "default kernel=onednn".
         slabs: (rows, algorithm index) of each slab: the same for every batch split by slabs.
+        is_perturbed: whether others used the processors while it was timed.
 
     Raises:
         PlanError: the tables do not describe a split of every batch.
@@ -93,6 +96,7 @@ class KernelPlan:
     default: Timing | None
     notes: tuple[str, ...] = ()
     slabs: tuple[tuple[int, int], ...] = ()
+    is_perturbed: bool = False
 
     def __post_init__(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
@@ -101,6 +105,8 @@ class KernelPlan:
             _require_strings(name, getattr(self, name))
         for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
             _require_ints(name, rows)
+        if not isinstance(self.is_perturbed, bool):
+            raise PlanError(f"is_perturbed must be true or false, got {self.is_perturbed!r}")
         self._require_slabs()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
@@ -122,6 +128,11 @@ class KernelPlan:
         # Smaller batches may lack a split within the limit; the planned one may not.
         if not self.covers(self.problem.batch):
             raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and that the times were perturbed where they were."""
+        return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
 
     def _require_slabs(self) -> None:
         if not self.slabs and BY_SLABS not in self.alone:
@@ -428,6 +439,7 @@ class Plan:
 
 
 def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
+    notes = _strings(fields["notes"])
     return KernelPlan(
         problem=Problem.from_dict(fields["problem"]),
         layers=_strings(fields["layers"]),
@@ -437,8 +449,9 @@ def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
         predicted_time_ns=fields["predicted_time_ns"],
         timing=Timing(**fields["timing"]),
         default=Timing(**fields["default"]) if fields["default"] else None,
-        notes=_strings(fields["notes"]),
+        notes=tuple(note for note in notes if note != _PERTURBED),
         slabs=_pairs(fields.get("slabs", ())),  # version 1 may have none
+        is_perturbed=fields.get("is_perturbed", _PERTURBED in notes),
     )
 
 

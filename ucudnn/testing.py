@@ -24,10 +24,12 @@ from ucudnn.measurement import (
     STATUSES,
     Conditions,
     Device,
+    FailureKind,
     Measurement,
     MeasurementKey,
     Role,
     Software,
+    Subject,
 )
 from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS, Problem
 
@@ -125,6 +127,13 @@ def _sample(chance: random.Random, index: int) -> Measurement:
         error=chance.choice(_ERRORS),
         reason=chance.choice(_TEXTS) if status == "failed" else "",
         notes=tuple(chance.sample(_TEXTS, chance.randrange(3))),
+        failure=chance.choice((None, *FailureKind)) if status == "failed" else None,
+        lost_to=chance.choice(_TEXTS) if status == "screened" else "",
+        subject=chance.choice(tuple(Subject)),
+        implementation=chance.choice(_TEXTS),
+        is_deterministic=bool(chance.randrange(2)),
+        adds_bias=bool(chance.randrange(2)),
+        load=chance.choice((0.0, 1.5)),
     )
 
 

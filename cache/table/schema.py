@@ -15,6 +15,8 @@ from operator import attrgetter
 from typing import Any
 
 from ucudnn.cache.entries import Entry
+from ucudnn.cache.table.facts import Facts
+from ucudnn.cache.table.older import read_older
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -98,8 +100,11 @@ _TEXTS = Kind(
 # By annotation, as the dataclasses write it; a field of another type is not stored by itself.
 _KINDS = {
     "str": _TEXT,
-    # Its dataclass refuses a word that is none.
+    # Their dataclasses refuse a word that is none.
     "Role": _TEXT,
+    "Subject": _TEXT,
+    "FailureKind | None": _optional(_TEXT),
+    "float": _FLOAT,
     "int": _INT,
     "bool": Kind(
         lambda value: str(value).lower(), _load_bool, lambda value: isinstance(value, bool)
@@ -222,6 +227,10 @@ def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
     try:
         parts = {part: cls(**given.get(part, {})) for part, cls in _CLASSES.items()}
         key = MeasurementKey(**parts, algorithm=own.pop("algorithm"), protocol=own.pop("protocol"))
+        if own.keys().isdisjoint(Facts._fields):
+            texts = own["status"], own.get("reason", ""), own.get("notes", ())
+            own["reason"], own["notes"], facts = read_older(key.algorithm, *texts)
+            own.update(facts._asdict())
         stored = {field.name: own.pop(field.name, field.default) for field in STORED_FIELDS}
         return Entry(Measurement(key, **own), **stored)
     except UcudnnError as error:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ucudnn.backends import AbstractBackend, Activity, Executable
-from ucudnn.measurement import ADDS_BIAS, Candidate, Conditions, Device, Software
+from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
 MIB = 1 << 20
@@ -85,9 +85,7 @@ class ScriptedBackend(AbstractBackend):
 
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         return tuple(
-            Candidate(problem, name, notes=(ADDS_BIAS,))
-            for name in self.costs
-            if name in self.fused
+            Candidate(problem, name, adds_bias=True) for name in self.costs if name in self.fused
         )
 
     def kernel(self, problem: Problem, algorithm: str) -> str:

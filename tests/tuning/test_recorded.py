@@ -33,7 +33,9 @@ conv,8,4,1,9,9,4,1,3,3,0,0,0,1,1,1,1,1,1,1
 FPROP = Problem("fprop", 8, 4, 4, (9, 9), (3, 3), math="tf32")
 
 
-def entry(problem, algorithm, time_us, mib, status="ok", role=Role.ALONE, device=GPU, notes=()):
+def entry(
+    problem, algorithm, time_us, mib, status="ok", role=Role.ALONE, device=GPU, implementation=""
+):
     key = MeasurementKey(problem, algorithm, device, SOFTWARE, Conditions(role), 1)
     timed = status in ("ok", "screened")
     return Measurement(
@@ -41,7 +43,7 @@ def entry(problem, algorithm, time_us, mib, status="ok", role=Role.ALONE, device
         status,
         time_us * 1000 if timed else None,
         workspace_bytes=int(mib * MIB) if timed else None,
-        notes=notes,
+        implementation=implementation,
     )
 
 
@@ -258,8 +260,8 @@ def test_a_recording_runs_nothing():
 
 
 def test_what_is_known_of_an_algorithm():
-    small = entry(FPROP.with_batch(1), "torch_default", 1, 0, notes=("kernel=slow",))
-    large = entry(FPROP, "torch_default", 1, 0, notes=("kernel=fast",))
+    small = entry(FPROP.with_batch(1), "torch_default", 1, 0, implementation="slow")
+    large = entry(FPROP, "torch_default", 1, 0, implementation="fast")
     failed = entry(FPROP, "eng9", 0, 0, status="failed")
     backend = RecordedBackend([small, large, failed])
     assert backend.algorithms() == ("torch_default", "eng9")

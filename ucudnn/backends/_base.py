@@ -78,6 +78,18 @@ class Activity(NamedTuple):
     switches: int
 
 
+class DeviceState(NamedTuple):
+    """State of a device that may perturb times.
+
+    Args:
+        load: processors that others use, 0 where they leave enough for this process.
+        notes: what else may be known, for people, such as clocks and temperature.
+    """
+
+    load: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
 class Cost(NamedTuple):
     """Lower bounds of what a candidate needs, whatever implementation a library picks for it.
 
@@ -180,7 +192,7 @@ class AbstractBackend(ABC):
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """Candidates that compute a convolution and add a bias in one kernel.
 
-        With a bias of zeros they compute the plain convolution. They have the note `ADDS_BIAS`.
+        With a bias of zeros they compute the plain convolution. Their `adds_bias` is set.
         """
         del problem
         return ()
@@ -243,12 +255,9 @@ class AbstractBackend(ABC):
         """True if after a failure this process, and no other, can no longer use the device."""
         return False
 
-    def state(self) -> tuple[str, ...]:
-        """Notes on what may perturb times now: clocks, temperature, other processes.
-
-        A note "throttled=..." says that the device has reduced its own clock.
-        """
-        return ()
+    def state(self) -> DeviceState:
+        """What may perturb times now: other processes, clocks, temperature."""
+        return DeviceState()
 
     def activity(self) -> Activity | None:
         """CPU time of this process so far; None if times on the device do not depend on it."""

@@ -14,14 +14,21 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from ucudnn.backends._base import AbstractBackend, Executable
 from ucudnn.backends.registry import entry_for_device, open_backend
 from ucudnn.errors import ConfigError, UnsupportedError
-from ucudnn.measurement import Candidate, Conditions, Device, Measurement, Role, Software, role_of
+from ucudnn.measurement import (
+    Candidate,
+    Conditions,
+    Device,
+    Measurement,
+    Role,
+    Software,
+    Subject,
+    role_of,
+)
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_RACE = "plan["  # how a whole plan that was raced is called
 
 
 class _Group(NamedTuple):
@@ -78,8 +85,8 @@ class RecordedBackend(AbstractBackend):
         self._sizes: dict[tuple[Problem, str], list[int]] = {}
         for entry in listed:
             problem, algorithm = entry.key.problem, entry.key.algorithm
-            # Such a row is the time of a whole call, which is no candidate for a chunk.
-            if algorithm.startswith(_RACE):
+            # A whole call is no candidate for a chunk.
+            if entry.subject != Subject.CHUNK:
                 continue
             by_role = self._entries.setdefault(problem, {}).setdefault(algorithm, {})
             if not by_role:
@@ -134,9 +141,17 @@ class RecordedBackend(AbstractBackend):
         by_name = self._entries.get(problem)
         if by_name is None:
             raise UnsupportedError(f"the recording of {self.device()} has nothing of {problem}")
+        entries = (next(iter(by_name[name].values())) for name in _default_first(by_name))
         return tuple(
-            Candidate(problem, name, notes=next(iter(by_name[name].values())).notes)
-            for name in _default_first(by_name)
+            Candidate(
+                problem,
+                entry.key.algorithm,
+                notes=entry.notes,
+                implementation=entry.implementation,
+                is_deterministic=entry.is_deterministic,
+                adds_bias=entry.adds_bias,
+            )
+            for entry in entries
         )
 
     def measurements(self, problem: Problem, parts: Iterable[Problem]) -> list[Measurement]:
@@ -170,17 +185,17 @@ class RecordedBackend(AbstractBackend):
         # A batch between two recorded ones surely runs the same implementation only if both of
         # them do; else it gets a name of its own, so that nothing is inferred from it.
         at = bisect_left(sizes, problem.batch)
-        kernels = {self._noted(problem, algorithm, size) for size in sizes[max(0, at - 1) : at + 1]}
+        kernels = {
+            self._implementation(problem, algorithm, size)
+            for size in sizes[max(0, at - 1) : at + 1]
+        }
         if problem.batch in sizes:
-            return self._noted(problem, algorithm, problem.batch)
+            return self._implementation(problem, algorithm, problem.batch)
         return kernels.pop() if len(kernels) == 1 else f"{algorithm} at {problem.batch}"
 
-    def _noted(self, problem: Problem, algorithm: str, size: int) -> str:
-        for entry in self._entries[problem.with_batch(size)][algorithm].values():
-            for note in entry.notes:
-                if note.startswith("kernel="):
-                    return note.removeprefix("kernel=")
-        return algorithm
+    def _implementation(self, problem: Problem, algorithm: str, size: int) -> str:
+        entries = self._entries[problem.with_batch(size)][algorithm].values()
+        return next((e.implementation for e in entries if e.implementation), algorithm)
 
     def _computes(self, problem: Problem, algorithm: str) -> bool:
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])

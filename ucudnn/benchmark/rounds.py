@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter_ns
 
-from ucudnn.backends import AbstractBackend
+from ucudnn.backends import AbstractBackend, DeviceState
+from ucudnn.benchmark.failures import Failure, failure_of
 from ucudnn.benchmark.protocol import Protocol
 from ucudnn.benchmark.statistics import median_interval, median_ns, ratio_interval
 
@@ -35,18 +36,18 @@ class Result:
     Args:
         samples: times in ns, the n-th of every entrant from the same round.
         beaten_by: the entrant that eliminated it; -1: a rival that was timed before; None: nobody.
-        failure: why it could not be run any more, else "".
+        failure: why it could not be run any more; None: it could.
         repeated: rounds that were disturbed and taken again.
         switches: how often the process was taken off the processor in the rounds that count.
-        state: of the device after the rounds, as notes.
+        state: of the device after the rounds.
     """
 
     samples: list[int] = field(default_factory=list)
     beaten_by: int | None = None
-    failure: str = ""
+    failure: Failure | None = None
     repeated: int = 0
     switches: int = 0
-    state: tuple[str, ...] = ()
+    state: DeviceState = field(default_factory=DeviceState)
 
     @property
     def is_racing(self) -> bool:
@@ -111,12 +112,6 @@ def run_rounds(
     for result in results:
         result.state = state
     return results
-
-
-def failure_of(error: BaseException) -> str:
-    """The first line of an error, which becomes a candidate's reason."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:

@@ -128,7 +128,7 @@ def _print_kernels(plan: Plan, name: str) -> None:
             f"time: {format_ns(entry.timing.time_ns)} {measured}, the parts add up to "
             f"{format_ns(entry.predicted_time_ns)}"
         )
-        for note in entry.notes:
+        for note in entry.remarks:
             say(f"note: {note}")
 
 

@@ -324,7 +324,7 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 def _html_table(plan: Plan) -> str:
     """The columns that a wide terminal shows, in the plan's order, with layers and notes."""
-    more = [(", ".join(kernel.layers), "; ".join(kernel.notes)) for kernel in plan.kernels]
+    more = [(", ".join(kernel.layers), "; ".join(kernel.remarks)) for kernel in plan.kernels]
     return _html_of(plan_table(plan, width=200), "Of one call: ", ("layers", "notes"), more)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UnsupportedError
@@ -166,7 +166,7 @@ def _with_steps(
     # A model that was traced on fake tensors may still fail on real ones. Its kernels can be timed
     # all the same.
     except STEP_ERRORS as error:
-        return replace(advice, reason=f"one could not be computed ({failure_of(error)})")
+        return replace(advice, reason=f"one could not be computed ({first_line(error)})")
     return replace(
         advice,
         step_ns=median_ns(own),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ucudnn.axis import BatchAxis
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.batch_splits import BatchSplits
-from ucudnn.tuning.noise import PERTURBED
 from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.split_table import plan_by
 
@@ -43,5 +43,5 @@ def plan_by_torch(
     table = BatchSplits.of(BatchAxis(problem), (), [entry], kernel_of, limit)
     # Undivided, by torch's own convolution: what runs without any plan.
     split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
-    notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
-    return plan_by([table], PlanDraft(problem, split), layers, timing, timing, notes)
+    plan = plan_by([table], PlanDraft(problem, split), layers, timing, timing, (note,))
+    return replace(plan, is_perturbed=entry.is_perturbed)

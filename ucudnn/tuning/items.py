@@ -127,9 +127,9 @@ def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
     return tuple(place for place in places if role_of(problem, place) == role)
 
 
-def rank_of(algorithm: str, notes: Sequence[str]) -> int:
+def rank_of(algorithm: str, is_deterministic: bool) -> int:
     """Rank that breaks ties, lower first: deterministic algorithms, and torch's default."""
-    return 2 * ("nondeterministic" in notes) + (algorithm != DEFAULT_ALGORITHM)
+    return 2 * (not is_deterministic) + (algorithm != DEFAULT_ALGORITHM)
 
 
 def held_bytes(problem: Problem, role: Role) -> int:
@@ -176,7 +176,7 @@ def chunk_items(
                     # only to find the smallest workspace.
                     time_ns=entry.time_ns or 1,
                     algorithm=algorithm,
-                    rank=rank_of(algorithm, entry.notes),
+                    rank=rank_of(algorithm, entry.is_deterministic),
                 )
             )
     return items

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.execution.override import Installation
@@ -72,7 +72,7 @@ def judged(
     # A model that was traced on fake tensors may still fail on real ones, as for lack of memory.
     # Its plan is as good as it was.
     except STEP_ERRORS as error:
-        reason = f"a step could not be computed ({failure_of(error)})"
+        reason = f"a step could not be computed ({first_line(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
 
 
@@ -96,7 +96,7 @@ def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMet
         ]
     # The plan is not for that layout, so that a model which fails there loses nothing.
     except STEP_ERRORS as error:
-        return LayoutHint(reason=f"a step could not be computed ({failure_of(error)})")
+        return LayoutHint(reason=f"a step could not be computed ({first_line(error)})")
     last, own = (median_ns(times) for times in zip(*taken, strict=True))
     return LayoutHint(last, own, _HINT_ROUNDS)
 
@@ -141,7 +141,7 @@ def judged_in_layouts(
     except KeyboardInterrupt:
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
-        return _by_sums(plans, calls, f"a step could not be computed ({failure_of(error)})")
+        return _by_sums(plans, calls, f"a step could not be computed ({first_line(error)})")
     # The model must keep its layout; its own plan is judged as if there were no other.
     kept = judged(model, example_inputs, own, config, began)
     return replace(kept, layout_race=LayoutRace(reason=against))

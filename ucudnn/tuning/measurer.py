@@ -13,16 +13,16 @@ from dataclasses import replace
 from ucudnn.axis import AbstractAxis
 from ucudnn.benchmark.accuracy import allowed_error
 from ucudnn.benchmark.bench import AbstractBench, Arm, Look
-from ucudnn.benchmark.rounds import Result, failure_of
+from ucudnn.benchmark.failures import failure_of
+from ucudnn.benchmark.rounds import Result
 from ucudnn.benchmark.statistics import median_ns, spread_ns
-from ucudnn.benchmark.worker import LostError
-from ucudnn.measurement import Candidate, Measurement, MeasurementKey, Role, is_perturbation
+from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Role, Subject
 from ucudnn.solvers.lazy import Outlook
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination
-from ucudnn.tuning.records import BEATEN, KernelRecords
+from ucudnn.tuning.records import KernelRecords
 from ucudnn.tuning.requests import TOLERANCE, Requests
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.trials import Trials
@@ -118,7 +118,7 @@ class KernelMeasurer:
             return None
         if not counts:
             return known
-        first = replace(known, key=kept_as)
+        first = replace(known, key=kept_as, subject=Subject.CALL)
         self._session.note(first)
         return first
 
@@ -179,24 +179,26 @@ class KernelMeasurer:
     def _settle(self, arm: Arm, result: Result, winner: Arm | None) -> None:
         entry = self._records.by_arm[arm]
         if result.failure:
-            self._records.keep(arm, Measurement(entry.key, "failed", reason=result.failure))
+            kind, reason = result.failure
+            self._records.keep(arm, Measurement(entry.key, "failed", reason=reason, failure=kind))
             return
-        reason = ""
+        lost_to = ""
         if result.beaten_by is not None:
-            reason = BEATEN + (winner or self._records.fastest(arm)).algorithm
+            lost_to = (winner or self._records.fastest(arm)).algorithm
         disturbed = f"{result.repeated} rounds repeated, {result.switches} switches in the others"
         timed = replace(
             entry,
-            status="screened" if reason else "ok",
-            reason=reason,
+            status="screened" if lost_to else "ok",
+            lost_to=lost_to,
             time_ns=median_ns(result.samples),
             spread_ns=spread_ns(result.samples),
             samples=tuple(result.samples),
             notes=(
-                *(note for note in entry.notes if not is_perturbation(note)),
+                *entry.notes,
                 *((disturbed,) if result.repeated else ()),
-                *result.state,
+                *result.state.notes,
             ),
+            load=result.state.load,
         )
         self._records.keep(arm, timed)
 
@@ -205,17 +207,16 @@ class KernelMeasurer:
         try:
             look = self.bench.look(arm, limit)
         except RuntimeError as error:
-            reason = failure_of(error)
-            lost = isinstance(error, LostError)  # "an illegal memory access" is no lack of memory
-            if "memory" in reason and not lost:  # which there may be at another time
+            kind, reason = failure_of(error)
+            # Of which there may be more at another time.
+            if kind == FailureKind.OUT_OF_MEMORY:
                 self._records.skipped.add(arm)
                 return
-            self._records.keep(
-                arm, Measurement(key, "failed", reason=reason, notes=candidate.notes)
-            )
+            failed = replace(_not_run(key, candidate), status="failed", reason=reason, failure=kind)
+            self._records.keep(arm, failed)
             return
-        seen = _looked_at(key, candidate, look)
-        self._records.keep(arm, replace(seen, notes=seen.notes + self._session.state()))
+        seen, state = _looked_at(_not_run(key, candidate), look), self._session.state()
+        self._records.keep(arm, replace(seen, notes=seen.notes + state.notes, load=state.load))
 
 
 def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
@@ -228,9 +229,23 @@ def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
     return None if winner is None or winner < 0 else winner
 
 
-def _looked_at(key: MeasurementKey, candidate: Candidate, look: Look) -> Measurement:
-    error, allowed = look.accuracy.error, allowed_error(key.problem)
-    notes = (*candidate.notes, f"max_ulp={look.accuracy.ulp:.3g}")
+def _not_run(key: MeasurementKey, candidate: Candidate) -> Measurement:
+    """What is known of a candidate before it is run."""
+    return Measurement(
+        key,
+        "untimed",
+        notes=candidate.notes,
+        implementation=candidate.implementation,
+        is_deterministic=candidate.is_deterministic,
+        adds_bias=candidate.adds_bias,
+    )
+
+
+def _looked_at(before: Measurement, look: Look) -> Measurement:
+    key, error = before.key, look.accuracy.error
+    allowed, workspace = allowed_error(key.problem), look.workspace_bytes
+    notes = (*before.notes, f"max_ulp={look.accuracy.ulp:.3g}")
+    seen = replace(before, workspace_bytes=workspace, error=error, notes=notes)
     if not error <= allowed:
         what = (
             "left elements unwritten, or computed some that are not finite"
@@ -244,14 +259,9 @@ def _looked_at(key: MeasurementKey, candidate: Candidate, look: Look) -> Measure
             WrongResultWarning,
             stacklevel=2,
         )
-        workspace = look.workspace_bytes
-        return Measurement(
-            key, "failed", workspace_bytes=workspace, error=error, reason=reason, notes=notes
-        )
+        return replace(seen, status="failed", reason=reason, failure=FailureKind.WRONG)
     if look.time_ns is None:
-        return Measurement(
-            key, "untimed", workspace_bytes=look.workspace_bytes, error=error, notes=notes
-        )
-    return Measurement(
-        key, "screened", look.time_ns, 0, (look.time_ns,), look.workspace_bytes, error, notes=notes
+        return seen
+    return replace(
+        seen, status="screened", time_ns=look.time_ns, spread_ns=0, samples=(look.time_ns,)
     )

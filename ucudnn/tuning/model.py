@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.layout import memory_format_of
@@ -142,7 +142,7 @@ class _Tuning:
         # A model that cannot be computed in channels_last keeps its layout. The error of its own
         # code is the cause; the one around it is about inputs, which were traced before.
         except ConfigError as error:
-            reason = f"it fails in channels_last ({failure_of(error.__cause__ or error)})"
+            reason = f"it fails in channels_last ({first_line(error.__cause__ or error)})"
         else:
             reason = ""
             # As in 1-D, or for a model that is in channels_last already: there is nothing to

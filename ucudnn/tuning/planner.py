@@ -12,7 +12,6 @@ from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.fronts import Front, pareto
 from ucudnn.tuning.items import held_bytes
-from ucudnn.tuning.noise import PERTURBED
 from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.refusals import nothing_fits
 from ucudnn.tuning.replay import predict
@@ -104,13 +103,18 @@ class KernelPlanner:
         tables: Sequence[AbstractSplitTable],
     ) -> KernelPlan:
         default = next((entry.timing for entry in finalists if entry.split.is_default), None)
-        # The first candidate is torch's own convolution, whose notes say which kernel it runs.
-        notes = self._session.backend.candidates(self.problem)[0].notes if default else ()
-        described = [*(f"default {note}" for note in notes), *evidence.notes]
-        if any(finalist.is_perturbed for finalist in finalists):
-            described.append(PERTURBED)
+        described = [*(self._default_notes() if default else ()), *evidence.notes]
         draft, layers = PlanDraft(self.problem, winner.split), self._source.kernel.layers
-        return plan_by(tables, draft, layers, winner.timing, default, tuple(described))
+        plan = plan_by(tables, draft, layers, winner.timing, default, tuple(described))
+        return replace(plan, is_perturbed=any(finalist.is_perturbed for finalist in finalists))
+
+    def _default_notes(self) -> list[str]:
+        """Notes of torch's own convolution, and which implementation it runs."""
+        # It is the first candidate.
+        candidate = self._session.backend.candidates(self.problem)[0]
+        name = candidate.implementation
+        notes = (f"kernel={name}", *candidate.notes) if name else candidate.notes
+        return [f"default {note}" for note in notes]
 
     def require_split(self) -> None:
         """Refuse a limit that nothing fits.

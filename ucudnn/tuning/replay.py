@@ -14,16 +14,13 @@ from ucudnn.cache import AbstractCache, MemoryCache
 from ucudnn.cache.exchange import read_entries
 from ucudnn.cache.explain import explain, key_texts
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Measurement
-from ucudnn.plan import Split, Timing
+from ucudnn.measurement import Measurement, Subject
+from ucudnn.plan import DEFAULT_ALGORITHM, Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.confirmation import Finalist
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.split_table import AbstractSplitTable, known_chunks
 
-# How the names of cuDNN's algorithms begin; torch's own convolution has another name, and is
-# there with any version of cuDNN.
-_ENGINE = "eng"
 # Fields of a key that a plan needs in many values. A miss of a whole kernel says in which of the
 # other fields the nearest entry differs.
 _ANY = ("algorithm", "conditions.role", "protocol")
@@ -65,7 +62,7 @@ def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
         if entry.key.device.name == profile.name
         and entry.key.device.compute_capability == profile.compute_capability
     ]
-    engines = [entry for entry in of_device if entry.key.algorithm.startswith(_ENGINE)]
+    engines = filter(_is_engine, of_device)
     problems = list(dict.fromkeys(entry.key.problem for entry in engines))
     # What was recorded with another version may not exist in the cuDNN that is installed here, and
     # a plan must not hold it.
@@ -78,11 +75,17 @@ def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
         (
             entry
             for entry in of_device
-            if not entry.key.algorithm.startswith(_ENGINE)
-            or (entry.key.problem, entry.key.algorithm) in listed
+            if not _is_engine(entry) or (entry.key.problem, entry.key.algorithm) in listed
         ),
         profile.name,
     )
+
+
+def _is_engine(entry: Measurement) -> bool:
+    """True for an engine of cuDNN that computes a plain convolution, as listed without a GPU."""
+    # torch's own convolution is there with any version of cuDNN.
+    is_candidate = entry.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
+    return is_candidate and not entry.adds_bias
 
 
 def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:

@@ -135,7 +135,7 @@ class Requests:
             None if entry is None else interval_of(entry),
             entry is not None and entry.status == "ok",
             workspace or 0,
-            rank_of(arm.algorithm, self._listed.by_arm[arm].notes),
+            rank_of(arm.algorithm, self._listed.by_arm[arm].is_deterministic),
             arm.size in self._listed.even_sizes,
             arm.role,
             self._elimination.least_ns(arm) if entry is None else 0,

@@ -9,13 +9,13 @@ from functools import lru_cache
 from time import monotonic
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.backends import AbstractBackend, Cost, Roofline
+from ucudnn.backends import AbstractBackend, Cost, DeviceState, Roofline
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.cache import AbstractCache
-from ucudnn.measurement import Measurement, MeasurementKey, Role, is_perturbation
+from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.overhead import planned_call_ns
@@ -65,7 +65,7 @@ class Session:
         self._conditions = self.backend.conditions()
         self._worker = Worker(self.backend) if self.isolated else None
         # Decided once, so that all of a session's perturbed measurements are recalled, or none is.
-        self.is_busy = any(is_perturbation(note) for note in self.backend.state())
+        self.is_busy = self.backend.state().load > 0
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
@@ -108,7 +108,8 @@ class Session:
     def _note_roofline(self, keys: Sequence[MeasurementKey], found: Roofline) -> None:
         times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
         for key, time_ns in zip(keys, times, strict=True):
-            self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
+            kept = found.cached_bytes
+            self.note(_of_machine(Measurement(key, "ok", time_ns, 0, workspace_bytes=kept)))
 
     def planned_call_ns(self) -> int:
         """Overhead of a planned call in ns, measured once and kept in the cache."""
@@ -120,7 +121,7 @@ class Session:
             # free.
             if not time_ns:
                 return 0
-            known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
+            known = _of_machine(Measurement(key, "ok", time_ns, 0, workspace_bytes=0))
             self.note(known)
         return known.time_ns or 0
 
@@ -175,9 +176,9 @@ class Session:
         self.on_run()
         return measurement
 
-    def state(self) -> tuple[str, ...]:
-        """Notes on what perturbs times now; a worker's results carry its own."""
-        return () if self.isolated else self.backend.state()
+    def state(self) -> DeviceState:
+        """What perturbs times now; a worker's results carry their own."""
+        return DeviceState() if self.isolated else self.backend.state()
 
     def note(self, measurement: Measurement) -> None:
         """Keep a measurement that is no candidate's, and count nothing."""
@@ -208,3 +209,7 @@ class Session:
         finally:
             if self._worker is not None:
                 self._worker.close()
+
+
+def _of_machine(measurement: Measurement) -> Measurement:
+    return replace(measurement, subject=Subject.MACHINE)

@@ -10,7 +10,7 @@ from typing import Self
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.config import Config
-from ucudnn.measurement import ADDS_BIAS, Measurement
+from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
 from ucudnn.system.forking import cached_property
@@ -281,7 +281,7 @@ class ReplayedSource(AbstractSource):
     def _recalled(self, cut: Cut) -> Iterator[Measurement]:
         for entry in recall(self.session, cut.axis, cut.sizes):
             # A recording may be of a layer with a bias and be replayed for one without.
-            if (ADDS_BIAS in entry.notes) == cut.adds_bias:
+            if entry.adds_bias == cut.adds_bias:
                 yield entry
 
     def _is_usable(self, entry: Measurement) -> bool:
