@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import pytest
@@ -143,6 +146,44 @@ def test_a_fact_that_was_changed_does_not_agree_with_the_checksum(file: Path) ->
     edit(file, change)
     with caches.open(file.parent) as cache:
         assert "1 entries do not agree" in cache.check().problems[0]
+
+
+@pytest.mark.parametrize("facts", [{}, {"lost_to": "onednn", "load": 1.5}])
+def test_the_checksum_covers_facts_as_documented(tmp_path: Path, facts: dict[str, Any]) -> None:
+    true = Measurement(KEY, "ok", 5, **facts)
+    with caches.open(tmp_path) as cache:
+        cache.put([true])
+    (path,) = tmp_path.rglob("*.h5")
+    with h5py.File(path) as opened:
+        (row,) = opened["measurements"][()]
+    problem = {
+        "problem.op": "fprop",
+        "problem.batch": 4,
+        "problem.in_channels": 3,
+        "problem.out_channels": 5,
+        "problem.input_size": [12, 12],
+        "problem.kernel_size": [3, 3],
+        "problem.stride": [1, 1],
+        "problem.padding": [[0, 0], [0, 0]],
+        "problem.dilation": [1, 1],
+    }
+    context = {
+        "device.type": "cpu",
+        "device.name": "Some Processor",
+        "software.torch": "2.13.0",
+        "conditions.threads": 2,
+        "protocol": 1,
+    }
+    missing = -(2**63)
+    content = [
+        json.dumps(problem, sort_keys=True).encode(),
+        json.dumps(context, sort_keys=True).encode(),
+        json.dumps(["gemm", "", [], ""]).encode(),
+        json.dumps(facts, sort_keys=True).encode() if facts else b"",
+        struct.pack("<16sqqqd?Iq", b"ok", 5, missing, missing, 0.0, False, 0, row["stored_ns"]),
+    ]
+    digest = hashlib.blake2b(b"".join(content), digest_size=8).digest()
+    assert row["checksum"] == int.from_bytes(digest, "little")
 
 
 def test_rows_of_an_older_cache_are_read_by_their_texts(older: Path) -> None:
