@@ -18,8 +18,10 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
     problem, config, smallest = source.kernel.problem, source.config, _smallest(source, evidence)
     if smallest is None:
         failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
-        if failed:
-            return PlanError(f"no algorithm could be run on {problem}: {'; '.join(failed)}")
+        # What ran out of memory is no entry.
+        if failed or not evidence.everything:
+            reasons = "; ".join(failed) or "there was too little memory"
+            return PlanError(f"no algorithm could be run on {problem}: {reasons}")
         return PlanError(
             f"{problem} has no split, because the chunks that were measured do not add up to all "
             f"of it; measure more sizes"
