@@ -22,6 +22,9 @@ SOLVERS = ("auto", "exact", "highs", "cbc")
 EFFORT_NAMES = ("quick", "normal", "thorough")
 LAYOUTS = ("keep", "auto")
 
+# No setting, but a fact: it is part of the conditions of every measurement.
+RANKS_PER_DEVICE = "UCUDNN_RANKS_PER_DEVICE"
+
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
 _MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
@@ -272,6 +275,30 @@ def check_environment() -> None:
     _settings()
 
 
+def ranks_per_device() -> int:
+    """Number of processes that share this one's device, as `ucudnn launch` tells them.
+
+    >>> ranks_per_device()
+    1
+
+    Raises:
+        ConfigError: the variable holds no number above 0.
+    """
+    text = os.environ.get(RANKS_PER_DEVICE) or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {text!r}")
+    return int(text)
+
+
+def share_device(ranks: int) -> None:
+    """Note, for this process and those that it starts, how many ranks share its device.
+
+    Args:
+        ranks: their number.
+    """
+    os.environ[RANKS_PER_DEVICE] = str(ranks)
+
+
 def _settings() -> dict[str, Any]:
     # A sorted tuple is the same key of the cache below as long as no variable changes.
     variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
@@ -286,7 +313,7 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     settings = read_environment(environment)
     known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
     for name in environment:
-        if name not in known:
+        if name not in known and name != RANKS_PER_DEVICE:
             warnings.warn(
                 f"environment variable {name} is no setting of ucudnn and has no effect; settings "
                 f"are {', '.join(sorted(known))}",

@@ -2,12 +2,14 @@
 
 Public functions are in:
 
+    startup.py         join the job, whichever of torchrun, MPI and Slurm started this rank
     sharded.py         tune in all ranks, each of which measures a part
     agreement.py       check that plan, versions and devices of all ranks agree, or name who differs
     load_balancing.py  larger local batches for faster ranks, with the gradient of the whole batch
 
 They are built from:
 
+    launchers.py         variables of torchrun, Open MPI, MPICH and Slurm
     rendezvous.py        the ranks at one point of the program, and all-gathers between them
     work_queue.py        items that ranks claim, heartbeats, and turns on shared CPUs
     affinity.py          CPUs for the ranks of one host
@@ -30,8 +32,11 @@ from ucudnn.distributed.load_balancing import step_times as step_times
 from ucudnn.distributed.sharded import Timeouts as Timeouts
 from ucudnn.distributed.sharded import tune as tune
 from ucudnn.distributed.sharded import tune_problems as tune_problems
+from ucudnn.distributed.startup import Job as Job
+from ucudnn.distributed.startup import init as init
 
 __all__ = [
+    "init",
     "tune",
     "tune_problems",
     "agree",
@@ -41,4 +46,5 @@ __all__ = [
     "step_times",
     "Timeouts",
     "Shares",
+    "Job",
 ]
