@@ -22,8 +22,9 @@ SOLVERS = ("auto", "exact", "highs", "cbc")
 EFFORT_NAMES = ("quick", "normal", "thorough")
 LAYOUTS = ("keep", "auto")
 
-# No setting, but a fact: it is part of the conditions of every measurement.
-RANKS_PER_DEVICE = "UCUDNN_RANKS_PER_DEVICE"
+# Facts that `ucudnn launch` tells its ranks, no settings: how many share a device, which is part of
+# the conditions of every measurement, and where they count samples in a trial.
+RANKS_PER_DEVICE, PROGRESS = "UCUDNN_RANKS_PER_DEVICE", "UCUDNN_PROGRESS"
 
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
@@ -290,6 +291,15 @@ def ranks_per_device() -> int:
     return int(text)
 
 
+def progress_folder() -> str | None:
+    """Folder where ranks count their samples, None outside of a trial.
+
+    >>> progress_folder() is None
+    True
+    """
+    return os.environ.get(PROGRESS)
+
+
 def share_device(ranks: int) -> None:
     """Note, for this process and those that it starts, how many ranks share its device.
 
@@ -313,7 +323,7 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     settings = read_environment(environment)
     known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
     for name in environment:
-        if name not in known and name != RANKS_PER_DEVICE:
+        if name not in known and name not in {RANKS_PER_DEVICE, PROGRESS}:
             warnings.warn(
                 f"environment variable {name} is no setting of ucudnn and has no effect; settings "
                 f"are {', '.join(sorted(known))}",

@@ -50,6 +50,8 @@ class Job:
         launcher: "torchrun", "Open MPI", "MPICH", "Slurm" or "none".
         device: on which this rank computes.
         ranks_per_device: ranks that share it; more than 1 on a CPU only under `ucudnn launch`.
+        is_trial: this run only measures speed for `ucudnn launch --ranks-per-gpu auto`, and should
+            write no results.
     """
 
     rank: int
@@ -58,6 +60,7 @@ class Job:
     launcher: str
     device: torch.device
     ranks_per_device: int
+    is_trial: bool = False
 
 
 def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
@@ -112,7 +115,13 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
     numbers = (launched.rank, launched.size, launched.local_rank, launched.local_size)
     os.environ.update(dict(zip(names, map(str, numbers), strict=True)))
     return Job(
-        launched.rank, launched.size, launched.local_rank, launched.launcher, device, sharing
+        launched.rank,
+        launched.size,
+        launched.local_rank,
+        launched.launcher,
+        device,
+        sharing,
+        config.progress_folder() is not None,
     )
 
 
