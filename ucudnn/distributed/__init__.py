@@ -15,6 +15,7 @@ They are built from:
     launchers.py         variables of torchrun, Open MPI, MPICH and Slurm
     rendezvous.py        the ranks at one point of the program, and all-gathers between them
     work_queue.py        items that ranks claim, heartbeats, and turns on shared CPUs
+    idle.py              the time of a rank that has nothing to measure
     affinity.py          CPUs for the ranks of one host
     journal.py           measurements of each rank on disk until they are in the cache
     measurement_sync.py  exchange of measurements between the caches of several hosts
