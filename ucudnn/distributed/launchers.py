@@ -13,8 +13,10 @@ from pathlib import Path
 from ucudnn.errors import RankError
 
 # Programs of MPI and Slurm that start ranks, as the kernel names them (15 characters at most).
-_STARTERS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted")
-_STARTERS += ("hydra_pmi_proxy", "slurmstepd")
+_STARTERS = (
+    *("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"),
+    *("orted", "prted", "hydra_pmi_proxy", "slurmstepd"),
+)
 # Fixed ports of Slurm jobs come from this range, above those of common services.
 _FIRST_PORT, _PORTS = 20000, 10000
 

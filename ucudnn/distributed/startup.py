@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from ucudnn import config
 from ucudnn.distributed.affinity import host_name
@@ -145,7 +146,7 @@ def _open_store(launched: Launched, timeout_s: float) -> Store:
                 "RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT are not; set them to "
                 "the host of rank 0 and a free port there"
             )
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
         return _of_this_attempt(store)
     if launched.size == 1:
         return HashStore()
@@ -154,7 +155,7 @@ def _open_store(launched: Launched, timeout_s: float) -> Store:
     fixed = slurm_address(os.environ) if launched.launcher == "Slurm" else None
     if fixed is not None:
         host, port = fixed
-        return dist.TCPStore(host, port, launched.size, launched.rank == 0, timeout)
+        return TCPStore(host, port, launched.size, launched.rank == 0, timeout)
     return _meet_by_mpi4py(launched, timeout)
 
 
@@ -184,7 +185,7 @@ def _meet_in_file(launched: Launched, timeout_s: float) -> Store:
     """Ranks of one host: rank 0 opens a store at a free port and writes the number into a file."""
     path, timeout = meeting_file(), timedelta(seconds=timeout_s)
     if launched.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, launched.size, True, timeout, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, launched.size, True, timeout, wait_for_workers=False)
         with replacing(path) as stream:
             stream.write(str(store.port).encode())
         return store
@@ -194,7 +195,7 @@ def _meet_in_file(launched: Launched, timeout_s: float) -> Store:
             # Anybody may write files there; a port of another user would be theirs to answer.
             if path.stat().st_uid == os.getuid():
                 port = int(path.read_text(encoding="ascii"))
-                return dist.TCPStore(
+                return TCPStore(
                     "127.0.0.1", port, launched.size, False, timeout, wait_for_workers=False
                 )
         time.sleep(_POLL_S)
@@ -219,10 +220,10 @@ def _meet_by_mpi4py(launched: Launched, timeout: timedelta) -> Store:
     store, address = None, None
     if launched.rank == 0:
         host = socket.getfqdn()
-        store = dist.TCPStore(host, 0, launched.size, True, timeout, wait_for_workers=False)
+        store = TCPStore(host, 0, launched.size, True, timeout, wait_for_workers=False)
         address = (host, store.port)
     host, port = world.bcast(address)
-    return store or dist.TCPStore(host, port, launched.size, False, timeout, wait_for_workers=False)
+    return store or TCPStore(host, port, launched.size, False, timeout, wait_for_workers=False)
 
 
 def _choose_device(launched: Launched) -> torch.device:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing  # registers how a tensor is shared between processes
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -132,7 +133,7 @@ class _TwoLevels:
         return dist.get_rank() == self.team[0]
 
 
-def _average(state: _TwoLevels, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average(state: _TwoLevels, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average one bucket over all ranks; DDP asks for the argument's very name."""
     buffer = bucket.buffer()
     reduce = _reduce_by_gloo if state.memory is None else _reduce_in_memory

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ucudnn.config import PROGRESS, RANKS_PER_DEVICE
+from ucudnn.config import rank_variables
 from ucudnn.distributed.affinity import assign_cpus
 from ucudnn.errors import UnsupportedError
 
@@ -58,15 +58,13 @@ def place(
         progress: folder where ranks count their samples, in a trial.
     """
     ranks = ranks_per_device * max(1, len(gpus))
+    # Equal parts: in every step all ranks wait for the slowest, and one plan serves all.
+    limit = None if device_workspace is None else device_workspace // ranks_per_device
     shared = {
-        RANKS_PER_DEVICE: str(ranks_per_device),
+        **rank_variables(ranks_per_device, limit, progress),
         "OMP_NUM_THREADS": threads or str(max(1, len(cores) // ranks)),
         **(client or {}),
-        **({PROGRESS: progress} if progress else {}),
     }
-    if device_workspace is not None:
-        # Equal parts: in every step all ranks wait for the slowest, and one plan serves all.
-        shared["UCUDNN_WORKSPACE_LIMIT"] = str(device_workspace // ranks_per_device)
     if not gpus:
         all_cores = dict.fromkeys(range(ranks), cores)
         sets = [assign_cpus(rank, all_cores, threads=1).cpus for rank in range(ranks)]
