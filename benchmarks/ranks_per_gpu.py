@@ -1,13 +1,13 @@
 """Does it pay to put several ranks on one GPU, or on one processor? Samples per second of 1, 2, 4.
 
     python benchmarks/ranks_per_gpu.py results.json --network small --global-batch 256
-    python benchmarks/ranks_per_gpu.py results.json --rounds 7 --seconds 20 -- --workspace-limit 64MiB
+    python benchmarks/ranks_per_gpu.py results.json --rounds 7 -- --workspace-limit 64MiB
 
-Trains a network with a fixed global batch by `ucudnn launch` with 1, 2 and 4 ranks per device, on a GPU
-with MPS and without (ranks then take turns), all in turn and in several rounds. Prints the median,
-the range, the ratio to one rank with its interval (95 %), how busy the GPU was and how much of its
-memory was used (both by NVML). Then lets `--ranks-per-gpu auto` choose, and says whether it chose the
-best of those measured. What follows `--` goes to benchmarks/ranks_training.py.
+Trains a network with a fixed global batch by `ucudnn launch` with 1, 2 and 4 ranks per device, on
+a GPU with MPS and without (ranks then take turns), all in turn and in several rounds. Prints the
+median and the range, the ratio to one rank in the same round, how busy the GPU was and how much of
+its memory was used (both by NVML). Then lets `--ranks-per-gpu auto` choose, and says whether it
+chose the best of those measured. What follows `--` goes to benchmarks/ranks_training.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 
 import pynvml
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -54,6 +53,7 @@ class Way:
 
     @property
     def name(self) -> str:
+        """The number, and how its ranks share the device."""
         return f"{self.ranks}{' by MPS' if self.mps == 'require' else ''}"
 
 
@@ -100,6 +100,8 @@ def main() -> None:
     parser.add_argument("more", nargs="*", help="further options of ranks_training.py, after --")
     arguments = parser.parse_args()
 
+    # One rank alone must have all cores, whatever the shell says.
+    os.environ.pop("OMP_NUM_THREADS", None)
     gpus = list_gpus()
     times = TrialTimes(warmup_s=arguments.warmup, measure_s=arguments.seconds)
     script = [str(TRAINING), f"--network={arguments.network}", f"--image={arguments.image}"]
@@ -140,7 +142,6 @@ def describe(gpus: tuple[str, ...], arguments: argparse.Namespace) -> dict[str, 
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "software": asdict(backend.software()),
-        "torch_threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
     }

@@ -36,6 +36,12 @@ PROGRAM = (
     "import sys; from ucudnn.distributed.launching.agent import Launch, launch; "
     "launch(sys.argv[2:], eval(sys.argv[1]), print)"
 )
+# Runs a script and ends at once: threads of gloo may abort a normal exit (pytorch#179291).
+ENDING = (
+    "import os, runpy, sys; sys.argv = sys.argv[1:]; "
+    "sys.path.insert(0, os.path.dirname(sys.argv[0])); "
+    "runpy.run_path(sys.argv[0], run_name='__main__'); sys.stdout.flush(); os._exit(0)"
+)
 # A rank that says who it is, has a child, and goes on until it is stopped.
 FOREVER = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -179,7 +185,8 @@ def test_two_ranks_lose_what_one_rank_with_the_whole_batch_loses(begin, tmp_path
     losses = {}
     for ranks in (1, 2):
         plan = tmp_path / f"{ranks}.plan.json"
-        words = [*CLI, f"--ranks-per-gpu={ranks}", "--device-workspace=32MiB", "--", script]
+        words = [*CLI, f"--ranks-per-gpu={ranks}", "--device-workspace=32MiB", "--"]
+        words += ["-c", ENDING, script]
         job = begin([*words, *options, "--save", str(plan)], UCUDNN_TIME_BUDGET_S="4")
         status, output = job.end()
         assert status == 0, output

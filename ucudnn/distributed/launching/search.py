@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from torch.distributed.elastic.multiprocessing import SignalException
+
 from ucudnn.distributed.counting import Count, read_counts
 from ucudnn.distributed.launching.agent import Launch, Say, has_meeting, launch
 from ucudnn.distributed.launching.placement import list_gpus
-from ucudnn.errors import ConfigError, UnsupportedError
+from ucudnn.errors import ConfigError, UcudnnError, UnsupportedError
 
 CANDIDATES = (1, 2, 4)
 # More ranks need more memory, so they must gain more than this.
@@ -187,7 +189,13 @@ def run_trial() -> None:
     values["torchrun_options"] = tuple(values["torchrun_options"])
     if values["gpus"] is not None:
         values["gpus"] = tuple(values["gpus"])
-    launch(sys.argv[2:], Launch(**values))
+    try:
+        launch(sys.argv[2:], Launch(**values))
+    except SignalException as error:
+        # Enough was measured.
+        sys.exit(128 + error.sigval)
+    except UcudnnError as error:
+        sys.exit(str(error))
 
 
 def _rate(
