@@ -22,6 +22,10 @@ SOLVERS = ("auto", "exact", "highs", "cbc")
 EFFORT_NAMES = ("quick", "normal", "thorough")
 LAYOUTS = ("keep", "auto")
 
+# Facts that `ucudnn launch` tells its ranks, no settings: how many share a device, which is part of
+# the conditions of every measurement, and where they count samples in a trial.
+RANKS_PER_DEVICE, PROGRESS = "UCUDNN_RANKS_PER_DEVICE", "UCUDNN_PROGRESS"
+
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
 _MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
@@ -281,6 +285,57 @@ def check_environment() -> None:
     _settings()
 
 
+def ranks_per_device() -> int:
+    """Number of processes that share this one's device, as `ucudnn launch` tells them.
+
+    >>> ranks_per_device()
+    1
+
+    Raises:
+        ConfigError: the variable holds no number above 0.
+    """
+    text = os.environ.get(RANKS_PER_DEVICE) or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {text!r}")
+    return int(text)
+
+
+def rank_variables(
+    ranks_per_device: int, limit_bytes: int | None = None, progress: str | None = None
+) -> dict[str, str]:
+    """Variables that a launched rank gets from `ucudnn launch`.
+
+    >>> rank_variables(2, limit_bytes=1024)
+    {'UCUDNN_RANKS_PER_DEVICE': '2', 'UCUDNN_WORKSPACE_LIMIT': '1024'}
+
+    Args:
+        ranks_per_device: number of ranks that share its device.
+        limit_bytes: its workspace limit, where the script sets none.
+        progress: folder where it counts samples.
+    """
+    optional = {"UCUDNN_WORKSPACE_LIMIT": limit_bytes, PROGRESS: progress}
+    given = {name: str(value) for name, value in optional.items() if value is not None}
+    return {RANKS_PER_DEVICE: str(ranks_per_device), **given}
+
+
+def progress_folder() -> str | None:
+    """Folder where ranks count their samples, None outside of a trial.
+
+    >>> progress_folder() is None
+    True
+    """
+    return os.environ.get(PROGRESS)
+
+
+def share_device(ranks: int) -> None:
+    """Note, for this process and those that it starts, how many ranks share its device.
+
+    Args:
+        ranks: their number.
+    """
+    os.environ[RANKS_PER_DEVICE] = str(ranks)
+
+
 def _settings() -> dict[str, Any]:
     # A sorted tuple is the same key of the cache below as long as no variable changes.
     variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
@@ -295,7 +350,7 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     settings = read_environment(environment)
     known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
     for name in environment:
-        if name not in known:
+        if name not in known and name not in {RANKS_PER_DEVICE, PROGRESS}:
             warnings.warn(
                 f"environment variable {name} is no setting of ucudnn and has no effect; settings "
                 f"are {', '.join(sorted(known))}",

@@ -215,7 +215,8 @@ class Conditions:
         allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
         captured: inside a CUDA graph.
         ranks_per_device: processes that share the device.
-        mps_percent: share of a GPU's processors that MPS grants, 100 without MPS.
+        mps_percent: share of a GPU's processors that MPS grants; 100 for a process that has the
+            GPU to itself, 0 where several take turns on it without MPS.
 
     Raises:
         UcudnnError: a value of another type, or a negative number.

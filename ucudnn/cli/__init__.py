@@ -21,6 +21,7 @@ from ucudnn.cli.console import (
     fail,
     show_warning,
 )
+from ucudnn.cli.launch import launch
 from ucudnn.cli.tune import tune
 from ucudnn.errors import ConfigError, PlanError, ProblemError, UcudnnError
 
@@ -41,6 +42,8 @@ app.command()(look.report)
 app.command()(look.doctor)
 app.command()(check)
 app.command()(compare)
+# What follows the script's name are the script's options.
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(cache.app, name="cache")
 
 

@@ -28,6 +28,7 @@ from ucudnn.distributed.agreement import (
     require_equal_teams,
     require_one_plan,
 )
+from ucudnn.distributed.idle import idling
 from ucudnn.distributed.journal import Journal
 from ucudnn.distributed.measurement_sync import packed, sync_measurements, unpacked
 from ucudnn.distributed.recording import RecordingCache, Records, SealedCache
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _log = logging.getLogger("ucudnn")
-# Pause of a rank that has nothing to measure; each poll is a few requests to the store.
-_POLL_S = 0.05
 Layers = list[tuple[str, Problem]]
 Report = Callable[[Progress], None] | None
 
@@ -162,7 +161,8 @@ def tune_problems(
         turn = TurnLock(store, str(cpus.ranks), cpus.ranks, rendezvous.rank, heartbeat)
         # Without CPUs of its own, as on a GPU, a rank measures wherever it runs.
         with bound_to(cpus.cpus) if cpus.cpus else nullcontext():
-            _measure_all(work, queue, turn)
+            idle = idling(backend, [problem for _, problem in listed], len(cpus.ranks) == 1)
+            _measure_all(work, queue, turn, idle)
         # All ranks unpack the same results, so an error of one item ends all of them alike.
         results = [unpacked(queue.result(item)) for item in range(len(work.items))]
         plan, sealed = _decide(listed, config, dict(zip(work.keys, results, strict=True)), biased)
@@ -372,7 +372,7 @@ def _flops(item: Layers) -> int:
     return sum(problem.flops for problem in {problem for _, problem in item})
 
 
-def _measure_all(work: _Work, queue: WorkQueue, turn: TurnLock) -> None:
+def _measure_all(work: _Work, queue: WorkQueue, turn: TurnLock, idle: Callable[[], None]) -> None:
     """Measure items until every one has a result, from whichever rank."""
     everything = range(len(work.items))
     while not queue.are_done(everything):
@@ -384,4 +384,4 @@ def _measure_all(work: _Work, queue: WorkQueue, turn: TurnLock) -> None:
             # Also without an item, so that ranks which share the CPUs get to claim theirs.
             turn.release()
         if item is None:
-            time.sleep(_POLL_S)
+            idle()

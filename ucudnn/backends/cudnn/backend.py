@@ -22,6 +22,7 @@ from ucudnn.backends.cudnn.raw import empty_raw
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
+from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
@@ -112,10 +113,14 @@ class CudnnBackend(AbstractBackend):
         return identity.cuda_software(self.runtime.cudnn.version_text)
 
     def conditions(self) -> Conditions:
-        """The allocator of torch, and the percentage of the GPU that MPS grants this process."""
+        """The allocator of torch, and the ranks that share the GPU, by MPS or by turns."""
+        ranks = ranks_per_device()
+        percent = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
         return Conditions(
             allocator=f"torch-{torch.cuda.get_allocator_backend()}",
-            mps_percent=int(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") or 100),
+            ranks_per_device=ranks,
+            # Without MPS, which `ucudnn launch` always gives a percentage, ranks take turns.
+            mps_percent=int(percent) if percent else 100 if ranks == 1 else 0,
         )
 
     def is_broken(self) -> bool:

@@ -30,6 +30,7 @@ from ucudnn.backends.torch_cpu.load import LoadMeter
 from ucudnn.backends.torch_cpu.phases import Phases
 from ucudnn.backends.torch_cpu.speed import roofline
 from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, unseen_bytes
+from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
@@ -78,8 +79,12 @@ class TorchCpuBackend(AbstractBackend):
         return identity.cpu_software()
 
     def conditions(self) -> Conditions:
-        """The threads and the malloc of this process."""
-        return Conditions(threads=torch.get_num_threads(), allocator=describe_allocator())
+        """The threads and the malloc of this process, and how many ranks share the processor."""
+        return Conditions(
+            threads=torch.get_num_threads(),
+            allocator=describe_allocator(),
+            ranks_per_device=ranks_per_device(),
+        )
 
     def algorithms(self) -> tuple[str, ...]:
         """Names of all algorithms, torch's own first."""
