@@ -182,12 +182,12 @@ class Division:
 
     @property
     def gap_ns(self) -> int:
-        """Upper bound of the time that another division could save; 0 where this one is optimal."""
+        """Upper bound of the time that another division could save; 0 if this one is optimal."""
         return self.time_ns - self.lower_bound_ns
 
     @property
     def is_optimal(self) -> bool:
-        """True where the lower bound proves that no division is faster."""
+        """True if the lower bound proves that no division is faster."""
         return self.gap_ns == 0
 
 

@@ -21,7 +21,7 @@ def split_bound_ns(
     accumulate: Iterable[Item] | None = None,
     launch_ns: int = 0,
 ) -> int | None:
-    """A time that no split of batch n within a workspace limit can beat; None where nothing fits.
+    """A time that no split of batch n within a workspace limit can beat; None if nothing fits.
 
     Every sample is charged the least time per sample of any chunk, the linear relaxation of the
     split. The bound is met where the size of that chunk divides n.

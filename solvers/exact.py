@@ -116,7 +116,7 @@ class _Search:
         return sum(values[choice].tolist())
 
     def run(self, state_limit: int) -> bool:
-        """Add kernels until nothing better can be left; False where states had to be dropped."""
+        """Add kernels until nothing better can be left; False if states had to be dropped."""
         # A zero in the dtype of the pool's numbers, int64 or Python ints.
         none = self._extra[:1] * 0
         layers = [_States(none, none, np.zeros(1, np.int64), self._relaxation.base[:1])]

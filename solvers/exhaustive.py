@@ -27,7 +27,7 @@ def exhaustive(
     max_chunks: int | None = None,
     align: int = 1,
 ) -> tuple[Item, ...] | None:
-    """The best split of batch n by trying all; None where nothing fits.
+    """The best split of batch n by trying all; None if nothing fits.
 
     >>> items = [Item(4, 0, 40, "slow"), Item(1, 8, 5, "fast"), Item(2, 16, 9, "fast")]
     >>> [item.batch for item in exhaustive(items, 3)]

@@ -50,7 +50,7 @@ class Option:
         algorithm: what computes it.
         curve: options of one curve run the same kernel, so that one size tells about another.
         lists: positions in a split that it can fill, of "alone", "first" and "later".
-        interval: its time as far as it is known, None where it never ran.
+        interval: its time as far as it is known, None if it never ran.
         is_timed: whether that is good enough to plan with.
         workspace_bytes: breaks ties.
         rank: breaks ties after that.
@@ -77,8 +77,8 @@ class Outlook:
     """Gap estimate of the best split of timed chunks, and the chunks to time to narrow it.
 
     Args:
-        time_ns: the best split of timed chunks, None where there is none.
-        bound_ns: no split is faster where the assumptions hold; None where there is none at all.
+        time_ns: the best split of timed chunks, None if there is none.
+        bound_ns: no split is faster where the assumptions hold; None if there is none at all.
         wanted: what to time next; empty when the two are close enough.
     """
 

@@ -122,7 +122,7 @@ def relax(pool: Pool) -> Relaxation:
 
 
 def _scale(choices: Choices, saved: int, extra: int) -> int | None:
-    """The largest power of two that keeps sums of all costs in 64 bits, None where 1 does not.
+    """The largest power of two that keeps sums of all costs in 64 bits, None if 1 does not.
 
     Whoever uses the relaxation may multiply its price by 4.
     """

@@ -20,9 +20,9 @@ class WalkEntry:
     """Entry of a plan file for one batch: to compute it alone, or the last step of a chain.
 
     Args:
-        alone: the item that computes the batch alone, where that is best; None where it is not.
+        alone: the item that computes the batch alone, where that is best; None if it is not.
         last: the last chunk of the best chain of one first chunk and any number of later ones,
-            none included; None where there is no chain.
+            none included; None if there is no chain.
     """
 
     alone: Item | None
@@ -75,7 +75,7 @@ class ReuseTable:
         return list(fastest.items())
 
     def time_ns(self, n: int, limit: int | None = None) -> int | None:
-        """Time of the fastest split of batch n within a workspace limit; None where nothing fits.
+        """Time of the fastest split of batch n within a workspace limit; None if nothing fits.
 
         Args:
             n: the batch, from 1 to N.

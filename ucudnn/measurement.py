@@ -1,4 +1,4 @@
-"""A candidate, and the same timed: the numbers, and all they depend on as a documented key."""
+"""Candidates and measurements: the numbers, and the key with everything that they depend on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Candidate:
     Args:
         problem: the problem at the micro-batch size.
         algorithm: the algorithm's stable name.
-        workspace_bytes: temporary memory in bytes, None where only a run can tell.
+        workspace_bytes: temporary memory in bytes; None if only a run can tell.
         notes: facts such as "nondeterministic" or "kernel=onednn".
     """
 
@@ -64,7 +64,7 @@ class Device:
         compute_capability: such as "9.0", "" on a CPU.
         memory_bytes: of a GPU, 0 on a CPU (its size does not change a time).
         power_limit_w: of a GPU, 0 on a CPU.
-        mig: the MIG profile of a GPU, "" where there is none.
+        mig: the MIG profile of a GPU, "" if there is none.
 
     Raises:
         UcudnnError: a value of another type, or a negative number.
@@ -94,7 +94,7 @@ class Software:
 
     Args:
         torch: version of PyTorch.
-        onednn: version of the oneDNN inside PyTorch, "" where it has none.
+        onednn: version of the oneDNN inside PyTorch, "" if it has none.
         cudnn: version of cuDNN, "" on a CPU.
         cuda: version of the CUDA runtime, "" on a CPU.
         driver: version of the NVIDIA driver, "" on a CPU.
@@ -120,7 +120,7 @@ class Conditions:
     Args:
         role: "alone" (the only chunk: returns its result), "first" (of several chunks) or
             "later" (writes into, or adds to, a result that exists).
-        threads: intra-operator threads of a CPU, 0 on a GPU.
+        threads: torch's intra-operator threads on a CPU, 0 on a GPU.
         allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
         captured: inside a CUDA graph.
         ranks_per_device: processes that share the device.
@@ -169,7 +169,7 @@ _PERTURBED = "load="
 
 
 def is_perturbation(note: str) -> bool:
-    """True if a note says that others used the processors meanwhile.
+    """True if a note says that other processes used the processors during the run.
 
     >>> is_perturbation("load=1.5"), is_perturbation("kernel=onednn")
     (True, False)
@@ -185,11 +185,11 @@ class Measurement:
         key: what the numbers depend on.
         status: "ok" (timed in full), "screened" (one sample, too slow to go on), "untimed"
             (run once for its workspace, which was over the limit) or "failed".
-        time_ns: median over `samples`, time of one chunk; None where it was not timed.
+        time_ns: time of one chunk, the median of `samples`; None if it was not timed.
         spread_ns: interquartile range of `samples`.
         samples: times of one chunk in ns, in the order taken.
-        workspace_bytes: peak that the allocator saw beyond the result; None where it failed.
-        error: relative error (L2) against a float64 reference, None where it was not measured.
+        workspace_bytes: peak that the allocator saw beyond the result; None if it failed.
+        error: relative error (L2) against a float64 reference; None if it was not measured.
         reason: why it failed, else "".
         notes: such as "kernel=onednn", the kernel that the framework picked.
 
@@ -209,7 +209,7 @@ class Measurement:
 
     @property
     def is_perturbed(self) -> bool:
-        """True where others used the processors while it was timed."""
+        """True if other processes used the processors while it was timed."""
         return any(map(is_perturbation, self.notes))
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ def read_file(path: Path, size: int = -1) -> bytes:
 def read_envelope(path: Path) -> bytes | None:
     """The first bytes of a file, which differ where the contents differ.
 
-    None where there is no file; b"" where there is something that cannot be read.
+    None if there is no file; b"" if there is something that cannot be read.
     """
     try:
         return read_file(path, ENVELOPE_BYTES)
@@ -79,7 +79,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder, sorted; none where there is no folder."""
+    """The names in a folder, sorted; none if there is no folder."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):

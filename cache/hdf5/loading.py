@@ -27,7 +27,7 @@ class LoadedFile:
     Args:
         table: entries that this version understands.
         envelope: first bytes of the file.
-        complete: False where a later version wrote more than the table.
+        complete: False if a later version wrote more than the table.
     """
 
     table: Table
@@ -73,7 +73,7 @@ class Loader:
             return envelope, []
 
     def load(self, path: Path) -> LoadedFile | None:
-        """Load a file; None where it is gone, or cannot be used, which is reported then."""
+        """Load a file; None if it is gone, or cannot be used, which is reported then."""
         try:
             # First of all: a file that is not a cache's must never be renamed.
             if not is_ours(path):

@@ -26,7 +26,7 @@ _MEMORY_BYTES = 4 << 30
 
 
 def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
-    """The sound entries of a damaged file; None where the child crashed or its time was up.
+    """The sound entries of a damaged file; None if the child crashed or its time was up.
 
     Args:
         path: the file; it stays as it is.

@@ -123,7 +123,7 @@ class DeviceStore:
                 self._complete_by_name[name] = self._load(self.files.segments / name)
 
     def _load(self, path: Path) -> bool:
-        """Take in a file; True where that is all of it."""
+        """Take in a file; True if that is all of it."""
         loaded = self._loader.load(path)
         if loaded is None:
             return False
@@ -227,7 +227,7 @@ class DeviceStore:
             self.files.remove([name])
 
     def _replace_segments(self, table: Table) -> str | None:
-        """Put one table in the place of the segments; return its name, None where it is empty."""
+        """Put one table in the place of the segments; return its name, None if it is empty."""
         replaced = self._complete_segments()
         name = self.files.publish(_content(table), table.newest_ns) if len(table) else None
         self.files.remove(replaced)

@@ -92,7 +92,7 @@ class Table:
         return {name: index for index, name in enumerate(self.algorithms)}
 
     def find(self, key: MeasurementKey) -> MeasurementRow | None:
-        """The row of a key, for `measurement`; None where there is none."""
+        """The row of a key, for `measurement`; None if there is none."""
         last = self._last
         # A tuner asks for many keys with the same objects in them, and tuples compare by identity
         # before they compare by value, so a repeated context or problem costs no hashing.

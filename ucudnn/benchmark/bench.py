@@ -33,7 +33,7 @@ class Look(NamedTuple):
     Args:
         workspace_bytes: temporary memory, the most that a chunk of this size needs anywhere.
         accuracy: against float64, the worst of the problems that a chunk of this size may be.
-        time_ns: of more runs the shortest; None where the workspace is over the limit.
+        time_ns: of more runs the shortest; None if the workspace is over the limit.
     """
 
     workspace_bytes: int

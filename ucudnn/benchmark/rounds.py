@@ -212,7 +212,7 @@ def _is_beaten(
 
 
 def _is_decided(results: Sequence[Result]) -> bool:
-    """True where every entrant is clearly faster or clearly no faster than the first one."""
+    """True if every entrant is clearly faster or clearly no faster than the first one."""
     first, *others = (result.samples for result in results if result.is_racing)
     for samples in others:
         _, low, high = ratio_interval(samples, first)

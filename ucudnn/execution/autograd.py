@@ -138,7 +138,7 @@ class Bound:
         self._is_last = uses_channels_last(x, w, geometry, x.device.type)
 
     def planned(self, which: str, has_bias: bool = False) -> Pass | None:
-        """The planned call of a pass; None where torch's own convolution computes it.
+        """The planned call of a pass; None if torch's own convolution computes it.
 
         Raises:
             PlanError: it has no plan and `unplanned` is "error".
@@ -275,7 +275,7 @@ def convolution(
 
 
 def _only_plain_tensors(*tensors: Tensor) -> bool:
-    """False where a mode, subclass or transform is active, which must see torch's own operator.
+    """False if a mode, subclass or transform is active, which must see torch's own operator.
 
     That is: tensor subclasses and modes (fake tensors, counters, selective checkpoints),
     torch.func, forward-mode differentiation, torch.jit.trace, and tensors that are not simply their

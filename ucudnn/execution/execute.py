@@ -61,7 +61,7 @@ class Chunk:
     """One step of a split: its problem, and which views of the whole tensors are its own.
 
     Args:
-        problem: at the chunk's batch and rows; None where it is zero, whatever the operands are.
+        problem: at the chunk's batch and rows; None if it is zero, whatever the operands are.
         algorithm: that computes it.
         executable: built for it.
         a: the part of the first operand: x for fprop and wgrad, dy for dgrad.

@@ -84,7 +84,7 @@ class Runner(AbstractRunner):
         return self  # plans are values: copies of a model may share one
 
     def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
-        """The passes that may be planned, none where the plan is for another kind of device."""
+        """The passes that may be planned, none if the plan is for another kind of device."""
         here = x.device.type
         found = {which: problem_of(which, x, w, *geometry) for which in OPS}
         problems = {

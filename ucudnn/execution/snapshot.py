@@ -52,7 +52,7 @@ def unchanged(model: nn.Module, fake_mode: FakeTensorMode | None) -> Iterator[No
 
     Args:
         model: whose forward is run.
-        fake_mode: of the tensors that it is run on; None where they are real. Those stay in
+        fake_mode: of the tensors that it is run on; None if they are real. Those stay in
             containers that only globals lead to, as after any other step.
 
     Raises:

@@ -31,7 +31,7 @@ class Pair:
 
     Args:
         problem: the kernel, with its largest batch; another batch is another kernel.
-        one: its plan in the first, None where it is not there.
+        one: its plan in the first, None if it is not there.
         other: in the second.
     """
 

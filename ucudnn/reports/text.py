@@ -222,7 +222,7 @@ def larger_limits(plan: Plan) -> list[tuple[float, int]]:
 
 
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
-    """Steps after which the time that a plan saves is what tuning took; None where it saves none.
+    """Steps after which the time that a plan saves is what tuning took; None if it saves none.
 
     Args:
         plan: with the default and the plan of every kernel, each measured.

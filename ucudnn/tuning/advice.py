@@ -34,7 +34,7 @@ class KernelAdvice:
     Args:
         problem: what is computed.
         layers: names of the layers, one per call.
-        timing: of one call; None where time was over before it was timed.
+        timing: of one call; None if time was over before it was timed.
         channels_last: the same with channels innermost; None in 1-D, where torch has no such
             layout, where they are innermost already, and where it was not timed.
         direct_ns: of a direct convolution at the full speed of the machine; 0: not known.
@@ -53,12 +53,12 @@ class KernelAdvice:
         return self.channels_last if is_last and self.channels_last else self.timing
 
     def time_ns(self, is_last: bool = False) -> int:
-        """The time of all its calls; 0 where it is not known."""
+        """The time of all its calls; 0 if it is not known."""
         timing = self.best(is_last)
         return 0 if timing is None else timing.time_ns * len(self.layers)
 
     def gain_ns(self) -> int:
-        """An upper bound of what any algorithm could save of that; 0 where none is known."""
+        """An upper bound of what any algorithm could save of that; 0 if none is known."""
         # Without a bound from below nothing is known of what could be saved.
         if not self.least_ns:
             return 0
@@ -66,7 +66,7 @@ class KernelAdvice:
         return max(0, self.time_ns() - self.least_ns * len(self.layers))
 
     def excess_ns(self, is_last: bool = False) -> int:
-        """Time that all its calls lose by lying on a cliff; 0 where the kernel lies on none."""
+        """Time that all its calls lose by lying on a cliff; 0 if the kernel lies on none."""
         if not self.is_cliff(is_last):
             return 0
         # The larger of the two references, so that the loss is not overstated.
@@ -75,7 +75,7 @@ class KernelAdvice:
         return self.time_ns(is_last) - max(self.direct_ns, in_other_layout) * len(self.layers)
 
     def is_cliff(self, is_last: bool = False) -> bool:
-        """True where torch's own kernel is far slower than it should be."""
+        """True if torch's own kernel is far slower than it should be."""
         timing, other = self.best(is_last), self.channels_last
         if timing is None:
             return False
@@ -94,9 +94,9 @@ class Advice:
     Args:
         kernels: one per distinct convolution, in the order of the model.
         device: that it holds for.
-        step_ns: median time of a step as it is; 0 where none was run.
+        step_ns: median time of a step as it is; 0 if none was run.
         step_peak_bytes: its peak of memory beyond parameters and inputs.
-        last_step_ns: median time with model and inputs in channels_last; 0 where none was run.
+        last_step_ns: median time with model and inputs in channels_last; 0 if none was run.
         last_step_peak_bytes: its peak.
         last_ratio: ratio of the two and its 95 % interval, measured in turn.
         reason: why steps or one of them were not run, "" where both were.
@@ -123,7 +123,7 @@ class Advice:
 
     @property
     def is_last_better(self) -> bool:
-        """True where a step is faster in channels_last, beyond the noise."""
+        """True if a step is faster in channels_last, beyond the noise."""
         return self.last_ratio is not None and self.last_ratio[2] < 1 - TOLERATED
 
     def share(self, time_ns: int) -> float:

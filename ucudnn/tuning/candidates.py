@@ -106,5 +106,5 @@ class KernelCandidates:
         return frozenset(waves or powers)
 
     def cost(self, size: int, algorithm: str) -> Cost | None:
-        """The least that an algorithm does for a chunk; None where nobody knows."""
+        """The least that an algorithm does for a chunk; None if nobody knows."""
         return self._session.cost(self.part(size), algorithm)

@@ -74,7 +74,7 @@ def race(
 def recall_race(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool = False
 ) -> list[Finalist] | None:
-    """The race of these splits from the cache; None where it is not there or none could be run.
+    """The race of these splits from the cache; None if it is not there or none could be run.
 
     Args:
         session: the device and the cache.
@@ -179,7 +179,7 @@ def choose(
         overhead_ns: that a planned call takes beyond what was timed of it.
 
     Returns:
-        The winner, or None where no finalist is within the limit.
+        The winner, or None if no finalist is within the limit.
     """
     fitting = [
         entry for entry in finalists if limit is None or entry.timing.workspace_bytes <= limit

@@ -42,12 +42,12 @@ class Devices:
 
     @property
     def is_recorded(self) -> bool:
-        """True where a recording says what a device would measure."""
+        """True if a recording says what a device would measure."""
         return isinstance(self.first.backend, RecordedBackend)
 
     @property
     def is_busy(self) -> bool:
-        """True where others used the processors when tuning began."""
+        """True if others used the processors when tuning began."""
         return any(session.is_busy for session in self._sessions)
 
     @property

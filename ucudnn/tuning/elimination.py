@@ -112,7 +112,7 @@ class Elimination:
         return int(self.expected_ns(arm) / HOPELESS)
 
     def expected_ns(self, arm: Arm) -> int:
-        """The least time that an arm is expected to take; 0 where nothing is known."""
+        """The least time that an arm is expected to take; 0 if nothing is known."""
         cost = self._candidates.cost(arm.size, arm.algorithm)
         if cost is None:
             return 0
@@ -125,7 +125,7 @@ class Elimination:
         return max(self._roofline_ns(cost), min(extrapolated, default=0))
 
     def _roofline_ns(self, cost: Cost) -> int:
-        """The machine's bound; 0 where something here was faster than its own, so that it is none.
+        """The machine's bound; 0 if something here was faster than its own, so that it is none.
 
         The speed of a machine is underestimated where it was taken while others used the machine.
         """

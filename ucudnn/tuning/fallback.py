@@ -20,7 +20,7 @@ def plan_by_torch(
     kernel_of: Callable[[Problem, str], str | None],
     note: str,
 ) -> KernelPlan | None:
-    """The undivided plan, None where torch's own was not timed or exceeds the limit.
+    """The undivided plan, None if torch's own was not timed or exceeds the limit.
 
     Args:
         problem: the kernel at its largest batch.

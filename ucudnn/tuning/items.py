@@ -24,7 +24,7 @@ def items_by_role(
     Args:
         problem: the kernel at its largest batch.
         measurements: of its micro-batches and of others.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        kernel_of: which kernel an algorithm runs a problem by, None if it does not.
     """
     alone = _single_items(problem, measurements, kernel_of)
     later = chunk_items(problem, measurements, "later")
@@ -71,7 +71,7 @@ def with_bounded(
     Args:
         problem: the kernel at its largest batch.
         items: of what was timed, by role.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        kernel_of: which kernel an algorithm runs a problem by, None if it does not.
         sizes: that chunks may have.
     """
     sizes = tuple(sizes)

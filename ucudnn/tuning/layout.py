@@ -19,7 +19,7 @@ class Entrant(NamedTuple):
     Args:
         memory_format: of the model, "keep" or "channels_last".
         plan: None for torch's own convolutions.
-        is_allowed: False where it exceeds the workspace limit, so that it is only timed.
+        is_allowed: False if it exceeds the workspace limit, so that it is only timed.
     """
 
     memory_format: str
@@ -67,7 +67,7 @@ def winner(of: Sequence[Entrant], samples: Samples) -> int:
 
 
 def is_decided(of: Sequence[Entrant], samples: Samples) -> bool:
-    """True where more rounds would change nothing: neither a plan's fate nor the layout.
+    """True if more rounds would change nothing: neither a plan's fate nor the layout.
 
     Args:
         of: the contestants.

@@ -97,7 +97,7 @@ class KernelMeasurer:
         return self._records.usable
 
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch as it was first run; None where it fails.
+        """Torch's own convolution of the whole batch as it was first run; None if it fails.
 
         That first time is kept apart from later, better ones: what a second tune decides by it must
         be what the first one did.
@@ -123,7 +123,7 @@ class KernelMeasurer:
         return first
 
     def step(self) -> bool:
-        """Measure what is wanted next; False where nothing is, or there is no more time."""
+        """Measure what is wanted next; False if nothing is, or there is no more time."""
         self._records.recall()
         if self._session.is_over:
             return False

@@ -41,7 +41,7 @@ class Noise:
 
     @property
     def is_noisy(self) -> bool:
-        """True where the times should not be trusted.
+        """True if the times should not be trusted.
 
         >>> Noise(kernels=10, wide=2).is_noisy, Noise(kernels=10, wide=3).is_noisy
         (False, True)

@@ -56,7 +56,7 @@ class KernelPlanner:
         return self._source.default
 
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
+        """Torch's own convolution of the whole batch, run at least once; None if it fails."""
         return self._source.look_at_default()
 
     def step(self) -> bool:
@@ -87,7 +87,7 @@ class KernelPlanner:
         return pareto(point for part in parts for point in part.front())
 
     def decide(self) -> KernelPlan | None:
-        """The plan by a race of whole calls; None where the time ended before there was any.
+        """The plan by a race of whole calls; None if the time ended before there was any.
 
         Raises:
             PlanError: none fits the limit.
@@ -142,7 +142,7 @@ class KernelPlanner:
         self._has_split(self.evidence())
 
     def _has_split(self, evidence: Evidence) -> bool:
-        """True if something fits; False where the time ended before anything did."""
+        """True if something fits; False if the time ended before anything did."""
         if (
             evidence.plain
             or evidence.fused
@@ -217,7 +217,7 @@ class KernelPlanner:
         )
 
     def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
-        """The largest workspace of a split's chunks; None where it is not known of any."""
+        """The largest workspace of a split's chunks; None if it is not known of any."""
         axis = axis_of(self.problem, split)
         steps = {(axis.part(axis.size_of(step)), step.algorithm) for step in split.steps}
         # Only chunks that were timed in full can be in a finalist. One chunk may have run in

@@ -110,7 +110,7 @@ class KernelRecords:
 
 
 def interval_of(entry: Measurement) -> Interval | None:
-    """The interval that a time is known to, None where it was not timed."""
+    """The interval that a time is known to, None if it was not timed."""
     if entry.time_ns is None:
         return None
     low, high = median_interval(entry.samples) if entry.samples else (entry.time_ns, entry.time_ns)

@@ -142,7 +142,7 @@ def predict(
 
 
 def _items(solved: Sequence[Solved], rows: SolvedRows, split: Split) -> Iterator[Item | None]:
-    """The fastest measurement of each step; None where there is none."""
+    """The fastest measurement of each step; None if there is none."""
     axis = axis_of(rows.axis.problem, split)
     for number, step in enumerate(split.steps):
         if split.axis == "spatial":

@@ -49,7 +49,7 @@ class Requests:
         self._tolerance = max(tolerance, TOLERANCE)
 
     def wanted(self) -> list[Arm]:
-        """Chunks to time next; empty where the best split is known well enough."""
+        """Chunks to time next; empty if the best split is known well enough."""
         # A plan is made of the best splits under each of these penalties, so all must be known.
         for launch_ns in CHUNK_NS:
             wanted = self.outlook(launch_ns).wanted

@@ -77,7 +77,7 @@ class Session:
         )
 
     def kernel_of(self, problem: Problem, algorithm: str) -> str | None:
-        """Name of the kernel by which an algorithm runs a problem, None where it does not."""
+        """Name of the kernel by which an algorithm runs a problem, None if it does not."""
         return self._kernel(problem, algorithm)
 
     def _find_kernel(self, problem: Problem, algorithm: str) -> str | None:
@@ -86,7 +86,7 @@ class Session:
         return self.backend.kernel(problem, algorithm)
 
     def roofline(self, dtype: str) -> Roofline | None:
-        """Greatest speed of the machine, None where it is not known or gains are not judged by it.
+        """Greatest speed of the machine, None if it is not known or gains are not judged by it.
 
         It is kept like any other measurement, so that a second tune decides as the first did.
         """

@@ -112,7 +112,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
+        """Torch's own convolution of the whole batch, run at least once; None if it fails."""
 
     @abstractmethod
     def step(self) -> bool:
@@ -128,7 +128,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """Time splits as whole calls, or recall that race; None where neither can be done."""
+        """Time splits as whole calls, or recall that race; None if neither can be done."""
 
     @abstractmethod
     def release(self) -> None:
@@ -165,7 +165,7 @@ class LiveSource(AbstractSource):
         return [self._plain, *(one for one in (self._fused, self._slabs) if not one.is_empty)]
 
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
+        """Torch's own convolution of the whole batch, run at least once; None if it fails."""
         return self._plain.look_at_default()
 
     def step(self) -> bool:

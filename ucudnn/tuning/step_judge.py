@@ -35,7 +35,7 @@ class Raced(NamedTuple):
 
     Args:
         race: times of steps by a plan and without it.
-        pays: True where steps are faster by the plan. torch's own convolutions cost nothing to
+        pays: True if steps are faster by the plan. torch's own convolutions cost nothing to
             keep, so the plan bears the burden of proof: noise must not hide that it is faster.
     """
 
@@ -166,7 +166,7 @@ def race(
         runs: each runs a step and returns its time in ns.
         is_over: no more rounds begin when this is true.
         is_warm: all have just run; else a round that does not count comes first.
-        is_decided: True where the times so far, in the order of `runs`, are enough; default: one of
+        is_decided: True if the times so far, in the order of `runs`, are enough; default: one of
             two is faster, or neither is.
 
     Returns:
@@ -194,7 +194,7 @@ def race(
 
 
 def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True where the interval of the ratio tells a gain, a loss or neither from the others.
+    """True if the interval of the ratio tells a gain, a loss or neither from the others.
 
     >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
     (True, False)
@@ -224,7 +224,7 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
-    """True where torch's own convolution may replace a kernel's plan.
+    """True if torch's own convolution may replace a kernel's plan.
 
     It must be within the workspace limit. Of a pool no kernel may take more than it did.
 

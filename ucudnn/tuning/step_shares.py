@@ -47,7 +47,7 @@ class StepShares:
         return found
 
     def _least_ns(self, problem: Problem) -> int:
-        """A lower bound of a call's time by any algorithm; 0 where nothing is known."""
+        """A lower bound of a call's time by any algorithm; 0 if nothing is known."""
         session = self._session
         listed = session.backend.candidates(problem)
         costs = [session.cost(problem, candidate.algorithm) for candidate in listed]

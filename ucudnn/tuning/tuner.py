@@ -162,7 +162,7 @@ def device_type(config: Config) -> str:
 
 
 def is_replayed(config: Config) -> bool:
-    """True where nothing is measured: a recording says what a device would.
+    """True if nothing is measured: a recording says what a device would.
 
     >>> is_replayed(Config(backend="recorded"))
     True

@@ -54,17 +54,17 @@ class WorkspaceModel:
         return min(self._available_bytes, max(_SMALL_BYTES, _MOST_OPERANDS * whole))
 
     def fits(self, arm: Arm, workspace: int) -> bool:
-        """True where so many bytes of workspace are within the limit."""
+        """True if so many bytes of workspace are within the limit."""
         held = workspace + held_bytes(self._candidates.problem, arm.role)
         return self.limit is None or held <= self.limit
 
     def may_fit(self, arm: Arm) -> bool:
-        """False where the least that the algorithm takes, by its own account, is too much."""
+        """False if the least that the algorithm takes, by its own account, is too much."""
         cost = self._candidates.cost(arm.size, arm.algorithm)
         return cost is None or self.may_run(arm, cost.workspace_bytes)
 
     def may_run(self, arm: Arm, workspace: int) -> bool:
-        """True where so many bytes are within the limit and within the machine's memory."""
+        """True if so many bytes are within the limit and within the machine's memory."""
         return self.fits(arm, workspace) and workspace <= self.most_bytes
 
     def can_be_run(self, arm: Arm) -> bool:
@@ -80,7 +80,7 @@ class WorkspaceModel:
         return self._candidates.by_arm[arm].workspace_bytes
 
     def expected(self, arm: Arm) -> int | None:
-        """Bytes that an arm needs, or is expected to by its curve; None where nobody knows."""
+        """Bytes that an arm needs, or is expected to by its curve; None if nobody knows."""
         known = self.known(arm)
         if known is not None:
             return known
@@ -120,7 +120,7 @@ class WorkspaceModel:
 
 
 def must_be_known(problem: Problem, limit: int | None, available_bytes: int) -> bool:
-    """True where the workspace of a large chunk must be known before it may run.
+    """True if the workspace of a large chunk must be known before it may run.
 
     >>> must_be_known(Problem("fprop", 1, 1, 1, (9,), (3,)), None, 1 << 30)
     False

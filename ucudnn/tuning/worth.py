@@ -16,7 +16,7 @@ _MOST_TOLERANCE = 0.25
 
 
 def least_ns(costs: Iterable[Cost | None], roofline: Roofline | None) -> int:
-    """A lower bound of what a kernel takes by any of its algorithms; 0 where nothing is known.
+    """A lower bound of what a kernel takes by any of its algorithms; 0 if nothing is known.
 
     >>> least_ns([Cost(2000, 0, 0), Cost(0, 400, 0)], Roofline(1e9, 1e9, 0))
     400
@@ -52,7 +52,7 @@ class Stake:
         return self.time_ns if self.is_forced else max(0, self.time_ns - self.least_ns)
 
     def is_ignored(self, step_ns: int, effort: Effort) -> bool:
-        """True where torch's own convolution is kept without measuring anything else.
+        """True if torch's own convolution is kept without measuring anything else.
 
         >>> from ucudnn.tuning.effort import EFFORTS
         >>> Stake(900, 100, False).is_ignored(100_000, EFFORTS["normal"])  # 0.9 % of the step

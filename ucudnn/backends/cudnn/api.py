@@ -146,7 +146,7 @@ class Cudnn:
         Args:
             uids: numbers of the tensors.
             pointers: their device addresses, in the order of `uids`.
-            workspace: device address, 0 where the plan needs none.
+            workspace: device address, 0 if the plan needs none.
         """
         # A finalized pack cannot be changed, so other addresses need another pack.
         pack = Descriptor(self, Kind.VARIANT_PACK)

@@ -141,7 +141,7 @@ class CudnnBackend(AbstractBackend):
         return (DEFAULT_ALGORITHM,)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a problem; None where it does, or may.
+        """Reason why an algorithm does not compute a problem; None if it does, or may.
 
         Whether an engine computes a batch that was never enumerated is known when it is built.
         """

@@ -35,7 +35,7 @@ class Listing(NamedTuple):
 
     Args:
         problem: the convolution.
-        configurations: best first; none where cuDNN has no engine.
+        configurations: best first; none if cuDNN has no engine.
         refusal: why there is none, else "".
         cudnn_version: such as "9.28.0".
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @cache
 def _cupy() -> Any:
-    """CuPy, None where it is not installed."""
+    """CuPy, None if it is not installed."""
     try:
         import cupy
     except ImportError:

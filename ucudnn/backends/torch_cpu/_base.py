@@ -24,7 +24,7 @@ class AbstractAlgorithm(ABC):
 
     @abstractmethod
     def refusal(self, problem: Problem) -> str | None:
-        """Reason why this algorithm does not apply, as a clause; None where it does."""
+        """Reason why this algorithm does not apply, as a clause; None if it does."""
 
     @abstractmethod
     def cost(self, problem: Problem) -> Cost:

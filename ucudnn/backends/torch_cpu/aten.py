@@ -244,14 +244,14 @@ def _is_cramped(problem: Problem) -> bool:
 
 
 def cramped_refusal(problem: Problem) -> str | None:
-    """Reason why oneDNN does not compute a problem rightly; None where it does."""
+    """Reason why oneDNN does not compute a problem rightly; None if it does."""
     if problem.dtype in _HALF and _is_cramped(symmetric(problem)):
         return f"oneDNN's {problem.dtype} kernels take filters inside the input only"
     return None
 
 
 def onednn_refusal(problem: Problem) -> str | None:
-    """Reason why oneDNN does not compute a problem here; None where it does."""
+    """Reason why oneDNN does not compute a problem here; None if it does."""
     if problem.dtype == "float64":
         return "oneDNN has no float64 convolution"
     kernel = chosen_kernel(problem)

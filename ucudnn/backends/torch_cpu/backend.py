@@ -88,7 +88,7 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(_ALGORITHMS)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a problem; None where it does."""
+        """Reason why an algorithm does not compute a problem; None if it does."""
         # TF32 is a number format of NVIDIA's tensor cores.
         if problem.math != "strict":
             return "a CPU computes float32 in full precision; use math='strict'"
@@ -99,7 +99,7 @@ class TorchCpuBackend(AbstractBackend):
         return _ALGORITHMS[algorithm].refusal(problem)
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a slab; None where it does."""
+        """Reason why an algorithm does not compute a slab; None if it does."""
         reason = self.refusal(problem, algorithm)
         # A slab is low, so that a filter may hang over it; there oneDNN's half-precision kernels
         # read memory that is not theirs. Of a whole problem, torch's own choice is never refused.

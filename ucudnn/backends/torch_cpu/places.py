@@ -34,7 +34,7 @@ def needs_columns(problem: Problem) -> bool:
 
 
 def places_refusal(problem: Problem) -> str | None:
-    """Reason why the products do not compute a channels-last problem; None where they do."""
+    """Reason why the products do not compute a channels-last problem; None if they do."""
     # In channels-last the other groups' channels lie between the rows of one group's matrix.
     if problem.groups > 1:
         return "it computes channels-last operands without groups only"
