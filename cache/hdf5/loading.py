@@ -50,7 +50,7 @@ class Loader:
     report: Report
 
     def require_folder(self) -> None:
-        """Report something else in the place of the folder of segments."""
+        """Report a file that is in the place of the folder of segments."""
         folder = self.files.segments
         # A link that leads nowhere is there for lexists alone.
         if os.path.lexists(folder) and not folder.is_dir():

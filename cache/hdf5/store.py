@@ -180,7 +180,7 @@ class DeviceStore:
         self._pending = None
 
     def close(self) -> None:
-        """Write entries that could not be written so far; compact what was put."""
+        """Write entries that could not be written so far, and compact the segments."""
         if self._pending is not None:
             self._write(self._pending, _content(self._pending))
         # Even if another process holds the lock, this one leaves a single segment.
@@ -193,7 +193,7 @@ class DeviceStore:
         return [name for name, complete in self._complete_by_name.items() if complete]
 
     def _compact_own(self) -> None:
-        """Replace the segments of this process by one, which needs neither lock nor reading."""
+        """Replace this process's segments by one; this needs neither a lock nor reading."""
         table = merge_tables(list(self._own.values()))
         with suppress(OSError):
             name = self.files.publish(_content(table), table.newest_ns)

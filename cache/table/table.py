@@ -1,7 +1,7 @@
 """Measurements by column: the contents of a file, found by key without building the others.
 
-A million measurements are arrays here, and objects are built for those that are asked for. A
-problem is found by bisection over the sorted rows; its measurements are neighbours, and a small
+Measurements are rows of arrays, and an object is built only for a measurement that is looked up. A
+problem is found by bisection over the sorted rows. Its measurements are neighbours, and a small
 dictionary of them is built when the problem is first looked up.
 """
 
