@@ -23,7 +23,7 @@ class Entry:
         measurement: the key and the numbers.
         stored_ns: time of storage in ns since 1970 (UTC); of two for one key the later counts. 0:
             not stored yet, `put_entries` sets it to the present.
-        device_uuid: product UUID of the GPU it was taken on, "" where unknown; not in the key.
+        device_uuid: product UUID of the GPU it was taken on, "" if unknown; not in the key.
 
     Raises:
         CacheError: the time is before 1970 or after 2116.

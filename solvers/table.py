@@ -59,7 +59,7 @@ class ReuseTable:
     def front(self, n: int) -> list[tuple[int, int]]:
         """Pareto front of batch n: workspace in bytes ascending, time in ns strictly descending.
 
-        Empty where no split of n exists.
+        Empty if no split of n exists.
         """
         self._require_batch(n)
         fastest: dict[int, int] = {}

@@ -193,7 +193,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str:
-    """Reason why no step can be run on a kind of device, "" where some can be."""
+    """Reason why no step can be run on a kind of device, "" if some can be."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     places = {tensor.device.type for tensor in tensors}

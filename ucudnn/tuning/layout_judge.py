@@ -18,10 +18,10 @@ class LayoutJudge:
     """Races steps of one model in its own layout and in channels_last.
 
     Args:
-        steps: by memory format what computes a step.
-        install: lets the convolutions of this process follow a plan while its context is open.
+        steps: by memory format, the object that computes a step.
+        install: returns a context in which the convolutions of this process follow a plan.
         elapsed_ns: runs something once and returns the time in ns that it took on the device.
-        peak_bytes: the same for its peak of allocated memory.
+        peak_bytes: runs something once and returns its peak of allocated memory.
         until: the `time.monotonic` after which no more rounds begin; None: no limit.
     """
 
@@ -40,7 +40,7 @@ class LayoutJudge:
         self._until = until
 
     def judge(self, plans: Mapping[str, Plan]) -> Plan:
-        """The plan of the better layout, judged as `StepJudge` does, with the race of all.
+        """The plan of the better layout, judged by `StepJudge`, with the race of the layouts.
 
         Args:
             plans: by memory format, the model's own first.

@@ -1,4 +1,4 @@
-"""Plan one kernel under one workspace limit: measure or recall its chunks, solve, race wholes."""
+"""Plan one kernel under one limit: measure or recall chunks, solve, race whole calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KernelPlanner:
     Args:
         session: the device and the cache.
         config: tuning settings; `bounds` overrides its workspace limit.
-        kernel: what to plan.
+        kernel: the kernel to plan.
         bounds: limits of its plan.
         default: torch's own convolution of the whole batch, as far as it was measured.
         call_overhead_bytes: measured workspace of a whole call minus that of its largest chunk.
@@ -64,7 +64,7 @@ class KernelPlanner:
         return self._source.step()
 
     def evidence(self) -> Evidence:
-        """Measure whatever is still wanted, or recall what was.
+        """Measure everything that is still wanted, or recall it from a recording.
 
         Raises:
             PlanError: the recording has nothing of this kernel.
@@ -76,7 +76,7 @@ class KernelPlanner:
         self._source.release()
 
     def front(self) -> Front:
-        """Front of time over workspace of the splits, by the measurements at this limit.
+        """Front of the splits by the measurements at this limit.
 
         Raises:
             PlanError: the recording has nothing of this kernel.
@@ -87,10 +87,10 @@ class KernelPlanner:
         return pareto(point for part in parts for point in part.front())
 
     def decide(self) -> KernelPlan | None:
-        """The plan by a race of whole calls; None if the time ended before there was any.
+        """The plan, by a race of whole calls; None if the time ran out before there was one.
 
         Raises:
-            PlanError: none fits the limit.
+            PlanError: no plan fits the limit.
         """
         planner = self
         try:
@@ -137,12 +137,12 @@ class KernelPlanner:
         """Refuse a limit that nothing fits.
 
         Raises:
-            PlanError: nothing does, and there was time to find out.
+            PlanError: nothing fits, and there was time to find out.
         """
         self._has_split(self.evidence())
 
     def _has_split(self, evidence: Evidence) -> bool:
-        """True if something fits; False if the time ended before anything did."""
+        """True if some split fits; False if the time ran out before one was found."""
         if (
             evidence.plain
             or evidence.fused
@@ -155,7 +155,7 @@ class KernelPlanner:
         raise self._nothing_fits(evidence)
 
     def _solve(self, evidence: Evidence) -> tuple[Solved, Solved]:
-        """Splits along the batch, by plain algorithms and by those that add a bias."""
+        """Splits along the batch: by plain algorithms, and by algorithms that add a bias."""
         kernel_of, limit, sizes = (
             self._session.kernel_of,
             self._bounds.chunk_limit,
@@ -173,7 +173,7 @@ class KernelPlanner:
         )
 
     def _splits(self, solved: tuple[Solved, Solved], rows: SolvedRows) -> list[Split]:
-        """Splits worth timing as wholes, torch's default first, and those that add a bias last."""
+        """Splits to time as whole calls: torch's default first, those that add a bias last."""
         plain, fused = solved
         # A backend may have no default here, as a recording in which it is missing.
         applies = self._session.kernel_of(self.problem, DEFAULT_ALGORITHM) is not None
@@ -183,13 +183,13 @@ class KernelPlanner:
     def _finalists(
         self, splits: Sequence[Split], solved: Sequence[Solved], rows: SolvedRows
     ) -> list[Finalist]:
-        """Splits as whole calls: raced, or as they were, else as their chunks predict."""
+        """Splits with times of whole calls: raced, recalled, or predicted from their chunks."""
         # Nothing can be raced when the time is over, or in a recording that lacks this race.
         raced = self._source.race(splits)
         return predict(solved, rows, splits, self.default) if raced is None else raced
 
     def _tighter(self, finalists: Sequence[Finalist], evidence: Evidence) -> KernelPlanner:
-        """A planner with a lower limit, after every whole call needed more than its chunks did."""
+        """A planner with a lower limit for chunks, because whole calls needed more than chunks."""
         # Only a limit can have refused every finalist.
         assert self.limit is not None
         assert self._bounds.chunk_limit is not None
@@ -217,7 +217,7 @@ class KernelPlanner:
         )
 
     def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
-        """The largest workspace of a split's chunks; None if it is not known of any."""
+        """The largest workspace of a split's chunks; None if none is known."""
         axis = axis_of(self.problem, split)
         steps = {(axis.part(axis.size_of(step)), step.algorithm) for step in split.steps}
         # Only chunks that were timed in full can be in a finalist. One chunk may have run in
@@ -241,17 +241,17 @@ class KernelPlanner:
 
 
 def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
-    """Front of time over workspace of the splits of a kernel, from `most` downwards.
+    """Measure the front of a kernel's splits, from the limit `most` downwards.
 
-    Measures for ever smaller limits. Each is at least a twentieth below the one before, and below
-    the workspace of the best split for that one. So each point is the best split for some limit.
+    The limits decrease: each is at least a twentieth below the previous one, and below the
+    workspace of the best split for that one. So each point is the best split for some limit.
 
     Args:
         planner_at: makes the planner of the kernel for a limit in bytes.
         most: the largest limit.
 
     Returns:
-        Empty where nothing could be measured in time.
+        The points of the front; empty if nothing could be measured in time.
 
     Raises:
         PlanError: nothing fits `most`.

@@ -11,12 +11,12 @@ class Progress:
     """Progress of tuning.
 
     Args:
-        kernel: the kernel at work.
+        kernel: the kernel that is tuned now.
         done: kernels finished.
         total: kernels in all.
         measured: candidates timed so far.
         reused: candidates found in the cache so far.
-        seconds_left: estimated; None before there is anything to go by.
+        seconds_left: estimated; None before the first kernel is finished.
         budget_s: the time budget in seconds; None: there is none, or it is not known yet.
     """
 
@@ -30,14 +30,14 @@ class Progress:
 
 
 class UntunedWarning(UserWarning):
-    """The time was over before some kernels were looked at, so the plan leaves them out."""
+    """The time ran out before some kernels were run once, so the plan leaves them out."""
 
 
 def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
     """Warn of kernels that are not in the plan.
 
     Args:
-        left_out: how many they are.
+        left_out: number of these kernels.
         total: kernels in all.
         budget_s: the time budget in seconds, None without one.
     """

@@ -1,4 +1,4 @@
-"""Plan from measurements taken elsewhere: open a recording, and predict what it did not race."""
+"""Replay measurements taken elsewhere: open a recording, and predict whole calls."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def open_recording(path: str | None) -> AbstractCache:
 
 
 def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
-    """The recording of a profile's device, as far as the cuDNN that is installed could run it.
+    """The recording of a profile's device, as far as the installed cuDNN could run it.
 
     Args:
         cache: the measurements.
         path: the profile's file.
 
     Raises:
-        ConfigError: the profile cannot be read, or nothing of its device was recorded.
+        ConfigError: the profile cannot be read, or there are no measurements of its device.
         UnsupportedError: cuDNN cannot plan here.
     """
     profile = DeviceProfile.load(path)
@@ -87,7 +87,7 @@ def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
 
 
 def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:
-    """Measurements of a kernel's chunks of some sizes in the session's recording."""
+    """Measurements of a kernel's chunks of some sizes, from the session's recording."""
     backend = session.backend
     assert isinstance(backend, RecordedBackend)
     found = backend.measurements(axis.problem, [axis.part(size) for size in sizes])
@@ -95,7 +95,7 @@ def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[M
 
 
 def miss(session: Session, problem: Problem) -> PlanError:
-    """Reason why a kernel cannot be planned of which nothing was recorded: what is nearest."""
+    """Reason why a kernel without recorded measurements cannot be planned, with the nearest one."""
     texts = key_texts(session.key(problem, ""))
     wanted = {name: texts[name] for name in texts if name not in _ANY}
     nearest = explain(wanted, (entry.key for entry in session.cache))
@@ -111,13 +111,13 @@ def predict(
     splits: Sequence[Split],
     default: Measurement | None,
 ) -> list[Finalist]:
-    """Finalists whose times are predicted by the sums of their steps, for `choose`.
+    """Finalists for `choose`, with the sums of their steps as predicted times.
 
     A split with a step that was not timed in its role is left out.
 
     Args:
-        solved: what chunks of samples cost, by algorithms of one sort or another.
-        rows: what slabs cost.
+        solved: costs of micro-batches, by plain algorithms and by those that add a bias.
+        rows: costs of slabs.
         splits: along either axis.
         default: torch's own convolution of the whole batch, as far as it was measured.
     """
@@ -142,7 +142,7 @@ def predict(
 
 
 def _items(solved: Sequence[Solved], rows: SolvedRows, split: Split) -> Iterator[Item | None]:
-    """The fastest measurement of each step; None if there is none."""
+    """The fastest measurement of each step; None if a step has none."""
     axis = axis_of(rows.axis.problem, split)
     for number, step in enumerate(split.steps):
         if split.axis == "spatial":

@@ -39,11 +39,11 @@ class Evidence:
     """Measurements of a kernel's chunks.
 
     Args:
-        plain: what a split along the batch may consist of.
-        fused: the same of algorithms that add a bias.
-        slabs: what a split along the rows may consist of.
-        everything: these and what failed, was beaten or does not fit.
-        notes: how good the best split of them is.
+        plain: chunks that a split along the batch may consist of.
+        fused: the same, by algorithms that add a bias.
+        slabs: slabs that a split along the rows may consist of.
+        everything: these, and those that failed, were eliminated or do not fit.
+        notes: notes for the plan, such as the remaining gap.
     """
 
     plain: tuple[Measurement, ...]
@@ -74,7 +74,7 @@ class AbstractSource(ABC):
     Args:
         session: the device and the cache.
         config: the settings.
-        kernel: whose they are.
+        kernel: the kernel that is measured.
         bounds: limits of its plan.
         default: torch's own convolution of the whole batch, as far as it was measured.
     """
@@ -120,7 +120,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def evidence(self) -> Evidence:
-        """Measure whatever is still wanted, or recall what was.
+        """Measure everything that is still wanted, or recall it from a recording.
 
         Raises:
             PlanError: a recording has nothing of this kernel.
@@ -128,7 +128,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """Time splits as whole calls, or recall that race; None if neither can be done."""
+        """Time splits as whole calls, or recall the race; None if neither is possible."""
 
     @abstractmethod
     def release(self) -> None:
@@ -136,7 +136,7 @@ class AbstractSource(ABC):
 
 
 class LiveSource(AbstractSource):
-    """Measures on the session's device what the cache does not have."""
+    """Source that measures on the session's device, unless the cache has the measurement."""
 
     @cached_property
     def _plain(self) -> KernelMeasurer:
@@ -173,7 +173,7 @@ class LiveSource(AbstractSource):
         return self._plain.step()
 
     def evidence(self) -> Evidence:
-        """Measure whatever is still wanted."""
+        """Measure everything that is still wanted."""
         working = self._working()
         for place, measurer in enumerate(working):
             if place:
@@ -191,7 +191,7 @@ class LiveSource(AbstractSource):
         )
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """Time splits as whole calls while there is time, else recall that race."""
+        """Time splits as whole calls while there is time, else recall the race."""
         session, problem, has_bias = self.session, self.kernel.problem, self.kernel.has_bias
         # A race in the cache costs no time, and a plan by measured whole calls is the better one.
         if not session.may_race:
@@ -209,7 +209,7 @@ class LiveSource(AbstractSource):
 
 
 class ReplayedSource(AbstractSource):
-    """Recalls what was measured on a device that need not be here."""
+    """Source that recalls the measurements of a device, which need not be here."""
 
     def __init__(
         self, session: Session, config: Config, kernel: Kernel, bounds: Bounds, _: object = None
@@ -226,11 +226,11 @@ class ReplayedSource(AbstractSource):
         return next(known, None)
 
     def step(self) -> bool:
-        """There is nothing to measure."""
+        """False: a recording measures nothing."""
         return False
 
     def evidence(self) -> Evidence:
-        """Recall what was measured.
+        """Recall the measurements.
 
         Raises:
             PlanError: the recording has nothing of this kernel.
@@ -261,7 +261,7 @@ class ReplayedSource(AbstractSource):
         return recall_race(self.session, self.kernel.problem, splits, self.kernel.has_bias)
 
     def release(self) -> None:
-        """There are no operands."""
+        """Do nothing: there are no operands."""
 
 
 def source_of(

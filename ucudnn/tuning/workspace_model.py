@@ -1,4 +1,4 @@
-"""Workspace that chunks of one kernel need, or are expected to need before they run."""
+"""Workspace of the chunks of one kernel: known, or expected before they run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SMALL_BYTES = 128 << 20
 class WorkspaceModel:
     """Known and extrapolated workspace of a kernel's chunks.
 
-    Workspace is taken to grow on a line with the chunk, for each implementation.
+    For each implementation, workspace is assumed to grow linearly with the chunk.
 
     Args:
         candidates: of the kernel.
-        records: what was measured so far, by arm; changed by its owner as more is.
+        records: measurements so far, by arm; their owner adds to them.
         limit: workspace in bytes that a chunk may use, None for any.
         available_bytes: memory that a benchmark may use on this machine.
     """
@@ -47,7 +47,7 @@ class WorkspaceModel:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Workspace that any candidate may take here, whatever the limit."""
+        """Largest workspace that a candidate may take on this machine, apart from the limit."""
         if self.limit is not None:
             return self._available_bytes
         whole = _operand_bytes(self._candidates.problem)
@@ -59,7 +59,7 @@ class WorkspaceModel:
         return self.limit is None or held <= self.limit
 
     def may_fit(self, arm: Arm) -> bool:
-        """False if the least that the algorithm takes, by its own account, is too much."""
+        """False if the lower bound that the algorithm states is too large."""
         cost = self._candidates.cost(arm.size, arm.algorithm)
         return cost is None or self.may_run(arm, cost.workspace_bytes)
 
@@ -73,14 +73,14 @@ class WorkspaceModel:
         return arm not in self._records and workspace is not None and self.may_run(arm, workspace)
 
     def known(self, arm: Arm) -> int | None:
-        """Bytes that an arm was seen to need, or that the backend states."""
+        """Workspace of an arm in bytes, as measured or as stated by the backend."""
         entry = self._records.get(arm)
         if entry is not None and entry.workspace_bytes is not None:
             return entry.workspace_bytes
         return self._candidates.by_arm[arm].workspace_bytes
 
     def expected(self, arm: Arm) -> int | None:
-        """Bytes that an arm needs, or is expected to by its curve; None if nobody knows."""
+        """Workspace of an arm in bytes, known or extrapolated; None if it cannot be told."""
         known = self.known(arm)
         if known is not None:
             return known
@@ -95,7 +95,7 @@ class WorkspaceModel:
         return _on_the_line(points, arm.size, self._candidates.sizes)
 
     def _points(self, arm: Arm) -> list[tuple[int, int]]:
-        """Sizes and workspaces known of a curve, in the arm's role or else in another."""
+        """Known sizes and workspaces of a curve, in the arm's role or else in another one."""
         curves = self._candidates.curves
         known = [
             (other, entry.workspace_bytes)

@@ -22,7 +22,7 @@ _BELOW_BFLOAT16 = (*_BELOW_AVX2, "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_COR
 
 
 def onednn_isa_limit() -> str:
-    """The newest instruction set that the environment allows oneDNN; "" where there is no limit.
+    """The newest instruction set that the environment allows oneDNN; "" if there is no limit.
 
     oneDNN reads the variable itself; no function of torch tells what it found.
     """
