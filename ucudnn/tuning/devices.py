@@ -37,7 +37,7 @@ class Devices:
 
     @property
     def first(self) -> Session:
-        """The first one, for questions that all answer alike, such as which algorithms exist."""
+        """The first session, for questions that all answer alike, such as the algorithms."""
         return self._sessions[0]
 
     @property
