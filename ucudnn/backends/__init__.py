@@ -1,4 +1,4 @@
-"""Backends, the seam to the hardware: one module or package for each, the contract in `_base`.
+"""Backends, one module or package per kind of hardware, with the contract in `_base`.
 
 registry.py   which backends there are, and how to start one
 torch_cpu/    CPUs: the algorithms that torch's operators give

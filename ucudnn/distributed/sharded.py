@@ -174,7 +174,7 @@ def tune_problems(
 
 
 def _require_shareable(config: Config) -> None:
-    """Refuse settings that need measurements of all kernels on one rank.
+    """Refuse settings that ranks cannot follow if each measures only some kernels.
 
     Raises:
         ConfigError: there is one.

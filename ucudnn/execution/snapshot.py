@@ -409,7 +409,7 @@ def _leads_to(cache: object, strays: set[int]) -> bool:
 
 
 def _take_out(strays: list[FakeTensor]) -> list[str]:
-    """Take tensors, and tuples that contain them, out of all containers; describe these."""
+    """Remove tensors, and tuples with them, from all containers; describe the containers."""
     found: list[str] = []
     doomed: list[Any] = strays
     while doomed:

@@ -1,4 +1,4 @@
-"""cuDNN backend, by cuDNN's own versioned C graph API: no binding in between.
+"""cuDNN backend, which calls cuDNN's versioned C graph API directly.
 
 The modules, from the library outward; each uses only modules above it:
 
@@ -16,7 +16,7 @@ The modules, from the library outward; each uses only modules above it:
     driverless.py   stub libraries where there is no NVIDIA driver, for a child process alone
     deviceless.py   that child, and the functions that talk to it; nothing is run on a device
 
-To build on a device that is here: `Target(cudnn, handle=handle)` of graph.py, then
-`build(target, problem, identity, beta=0.0)` of engine.py. To plan for one that is not, in the
-child: `Target(cudnn, device=profile.descriptor(cudnn))`, then the same calls.
+To build on a device of this machine: `Target(cudnn, handle=handle)` of graph.py, then
+`build(target, problem, identity, beta=0.0)` of engine.py. To plan for another one, in the child:
+`Target(cudnn, device=profile.descriptor(cudnn))`, then the same calls.
 """

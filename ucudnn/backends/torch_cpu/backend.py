@@ -1,4 +1,4 @@
-"""The CPU backend: lists and builds algorithms, and measures memory and time in this process."""
+"""The CPU backend: list and build algorithms, and measure memory and time in this process."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ class TorchCpuBackend(AbstractBackend):
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
         """Standard normal operands, so that sums neither overflow nor vanish.
 
-        Some samples are drawn, the others repeat them: drawing many takes longer than timing them.
+        A few samples are drawn and the others repeat them, because drawing many takes longer than
+        timing them.
         """
         drawn = replace(problem, batch=min(samples, _DRAWN_SAMPLES))
         shapes = replace(problem, batch=samples).operand_shapes
@@ -182,7 +183,7 @@ class TorchCpuBackend(AbstractBackend):
         return time.perf_counter_ns() - start
 
     def state(self) -> tuple[str, ...]:
-        """Number of processors that other processes use, if these are too many for this one."""
+        """The load by other processes as a note, if it takes processors that this one needs."""
         return _load.notes()
 
     def activity(self) -> Activity:
@@ -197,7 +198,7 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(range(threads, problem.batch + 1, threads))
 
     def cache_bytes(self) -> int:
-        """Size of the last-level cache, as far as this process may count on it."""
+        """Size of the last-level cache that this process can use."""
         return identity.usable_cache_bytes()
 
     def memory_bytes(self) -> int:
