@@ -87,7 +87,7 @@ def convert_(
 
     Args:
         model: any module, also a convolution itself.
-        plan: made for this model, or for layers of the same shapes.
+        plan: a plan for this model, or for layers of the same shapes.
         filter_fn: called with (module, name); False leaves the layer out.
         parameters: False leaves the strides of parameters as they are, for FSDP2 and others that
             need contiguous ones. With a plan for channels_last, each convolution then converts its

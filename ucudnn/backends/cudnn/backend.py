@@ -192,7 +192,7 @@ class CudnnBackend(AbstractBackend):
         )
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """The algorithm: an engine is one implementation, and torch's choice is not visible."""
+        """The algorithm: an engine is one implementation, and torch does not show its choice."""
         del problem
         return algorithm
 

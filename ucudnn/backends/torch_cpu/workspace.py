@@ -101,7 +101,7 @@ def _fallback_scratch_bytes(problem: Problem) -> int:
 
 
 def _packed_elements(problem: Problem, least: int) -> int:
-    """Elements of both packed operands of a sample's product."""
+    """Elements of both packed operands of a sample's product; its sums count as `least` or more."""
     sizes = _matrix_sizes(problem)
     summed = sizes[OPS.index(problem.op)]
     return (sum(sizes) - summed + _PADDING) * max(summed, least)
