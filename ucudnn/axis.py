@@ -79,7 +79,7 @@ class BatchAxis(AbstractAxis):
         return self.problem.with_batch(size)
 
     def ends(self, size: int) -> tuple[Problem, ...]:
-        """None: all samples are alike."""
+        """None: all samples have equal problems."""
         del size
         return ()
 

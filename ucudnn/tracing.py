@@ -53,8 +53,7 @@ def trace(
     Runs the model on fake tensors, which need neither memory nor a device. Afterwards, parameters,
     buffers, gradients, random states (torch's, Python's, NumPy's) and everything that forward
     stores are as before. Hooks see the fake tensors; a hook that needs values is left out with a
-    warning. A model none of whose parameters or inputs requires a gradient has no backward
-    problems.
+    warning. If no parameter or input requires a gradient, there are no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]

@@ -42,7 +42,7 @@ class Loader:
     Args:
         files: the files of that kind.
         writable: False: damaged files stay where they are.
-        report: told what cannot be used.
+        report: called with findings about files that cannot be used.
     """
 
     files: DeviceFiles

@@ -36,7 +36,7 @@ class DeviceStore:
     Args:
         files: the files of that kind.
         writable: False: nothing is written, and damaged files stay where they are.
-        report: told what was not kept or could not be read.
+        report: called with findings about entries that were not kept or files that cannot be read.
 
     Attributes:
         files: the files of that kind.

@@ -36,7 +36,7 @@ _RowByKey: TypeAlias = dict[tuple[int, int], MeasurementRow]
 
 @dataclass(slots=True)
 class _LastLookup:
-    """Parts of the last key that was looked up, and what they led to."""
+    """Parts of the last key that was looked up, and the rows found for them."""
 
     context: tuple[object, ...] = ()
     context_id: int = -1

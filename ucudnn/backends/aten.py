@@ -1,4 +1,4 @@
-"""torch's own convolution, also while `ucudnn.installed` lets a plan stand in for the operator.
+"""torch's own convolution, also while `ucudnn.installed` redirects the operator to a plan.
 
 Code that times or runs torch's own convolution calls these functions, so that no plan acts.
 """

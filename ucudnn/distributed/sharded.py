@@ -221,7 +221,7 @@ class _Team:
     Args:
         name: different for each kind.
         ranks: in ascending order.
-        cpu_set: the CPUs on which this rank measures; none: wherever the system schedules it.
+        cpu_set: the CPUs on which this rank measures; empty: the system schedules it.
     """
 
     name: str

@@ -40,7 +40,7 @@ _EXCLUDED_KEYS = _keys_from_python_up()
 
 
 def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function in the dispatch state of a kernel, whatever the caller's state is.
+    """Call a function in the dispatch state of a kernel, in any dispatch state of the caller.
 
     Algorithms are sequences of torch's operators, and inherit the dispatch state of the caller.
     Below a dispatch mode, for example, torch does not resolve lazy conjugation and negation, and

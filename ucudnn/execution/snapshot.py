@@ -365,7 +365,7 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _remove(fake_mode: FakeTensorMode) -> list[str]:
-    """Remove the fake tensors of a mode that are still alive from whatever refers to them.
+    """Remove the fake tensors of a mode that are still alive from all objects that hold them.
 
     Returns:
         A description of each container that held one. Caches of functions are not reported:

@@ -74,7 +74,7 @@ def advise(
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution, or the
-            backend is a recording, of which no step can be run.
+            backend is a recording, which cannot run steps.
     """
     config = config or Config()
     require_live(config)

@@ -125,7 +125,7 @@ def open_devices(
         cache: where measurements are kept.
         effort: how precisely times are taken.
         deadline: `time.monotonic` after which nothing is measured, None for any.
-        remeasure: take every time anew, whatever the cache has.
+        remeasure: measure everything anew, even if it is in the cache.
         on_run: called whenever something was measured or found.
 
     Raises:

@@ -22,7 +22,7 @@ class Choices:
     """Options of a kernel in a division of a pool.
 
     Args:
-        calls: number of layers that run it, each of which owns a part of the same size.
+        calls: number of calls of the kernel; all own parts of the same size.
         most: largest part in bytes that one call may own.
         front: points of one call that fit, including the surplus.
         surplus: measured workspace of a whole call minus that of its chunks, in bytes.

@@ -24,7 +24,7 @@ def items_by_role(
     Args:
         problem: the kernel at its largest batch.
         measurements: of its micro-batches and of others.
-        kernel_of: which kernel an algorithm runs a problem by, None if it does not.
+        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
     """
     alone = _single_items(problem, measurements, kernel_of)
     later = chunk_items(problem, measurements, "later")
@@ -71,7 +71,7 @@ def with_bounded(
     Args:
         problem: the kernel at its largest batch.
         items: of the timed chunks, by role.
-        kernel_of: which kernel an algorithm runs a problem by, None if it does not.
+        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
         sizes: allowed sizes of chunks.
     """
     sizes = tuple(sizes)

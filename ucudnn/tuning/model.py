@@ -94,7 +94,7 @@ def tune_traced(
         config: the settings.
         on_progress: called after every measurement.
         device_type: for which it was traced.
-        remeasure: take every time anew.
+        remeasure: measure everything anew.
 
     Raises:
         ConfigError: as for `tune`.
@@ -110,7 +110,7 @@ class _Tuning:
     Args:
         config: the settings.
         on_progress: called after every measurement.
-        remeasure: take every time anew.
+        remeasure: measure everything anew.
         began: the `time.monotonic` from which the budget counts.
     """
 

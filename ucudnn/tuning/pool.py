@@ -34,7 +34,7 @@ class Pool:
 
     Args:
         config: the settings, with the size of the pool.
-        layers_by_problem: the names of the layers that run each kernel, each of which owns a part.
+        layers_by_problem: the names of the layers that run each kernel; each call owns a part.
         devices: the devices that measure.
         shares: times and workspaces of torch's own convolutions.
         planner_of: makes planners.

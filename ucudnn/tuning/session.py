@@ -77,7 +77,7 @@ class Session:
         )
 
     def kernel_of(self, problem: Problem, algorithm: str) -> str | None:
-        """Name of the kernel by which an algorithm runs a problem, None if it does not."""
+        """Name of the implementation by which an algorithm runs a problem; None if it does not."""
         return self._kernel(problem, algorithm)
 
     def _find_kernel(self, problem: Problem, algorithm: str) -> str | None:

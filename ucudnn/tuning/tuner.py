@@ -65,8 +65,8 @@ def tune_problems(
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
         measurements: an open cache to use, which stays open; None: the cache of the config.
-        backends: one per device, all of one kind, each of which measures a part of the kernels in
-            a process of its own; None: the device of the config.
+        backends: one per device, all of one kind. Each measures some of the kernels in a process of
+            its own. None: the device of the config.
         biased: problems to whose result a layer adds a bias, which is timed with them.
         is_whole_step: the problems are all convolutions of a training step. Then each is measured
             as carefully as its part of the step is worth, within the default time budget of the

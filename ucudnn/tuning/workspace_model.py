@@ -54,7 +54,7 @@ class WorkspaceModel:
         return min(self._available_bytes, max(_SMALL_BYTES, _MOST_OPERANDS * whole))
 
     def fits(self, arm: Arm, workspace: int) -> bool:
-        """True if so many bytes of workspace are within the limit."""
+        """True if this number of bytes of workspace is within the limit."""
         held = workspace + held_bytes(self._candidates.problem, arm.role)
         return self.limit is None or held <= self.limit
 
@@ -64,7 +64,7 @@ class WorkspaceModel:
         return cost is None or self.may_run(arm, cost.workspace_bytes)
 
     def may_run(self, arm: Arm, workspace: int) -> bool:
-        """True if so many bytes are within the limit and within the machine's memory."""
+        """True if this number of bytes is within the limit and within the machine's memory."""
         return self.fits(arm, workspace) and workspace <= self.most_bytes
 
     def can_be_run(self, arm: Arm) -> bool:

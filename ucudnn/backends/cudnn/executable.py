@@ -69,7 +69,7 @@ class AnyRuntime(Protocol):
 
 
 class EngineExecutable(Executable):
-    """A cuDNN engine on operands of any number of samples, wherever they lie in memory.
+    """A cuDNN engine for operands with any number of samples, strides and alignment.
 
     A plan is for certain numbers of samples, strides and alignments, and is built when these first
     occur. If cuDNN does not support the strides or the alignment, operands are copied to supported
@@ -294,7 +294,7 @@ def _view(tensor: Tensor, layout: str) -> View:
 
 
 class DefaultExecutable(Executable):
-    """torch's own convolution, whatever engine it picks."""
+    """torch's own convolution, with the engine that it picks."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

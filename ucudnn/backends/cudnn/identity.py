@@ -70,7 +70,7 @@ class GpuState:
 
 
 def slowdowns(reasons: int) -> tuple[str, ...]:
-    """The names in NVML's bit mask of reasons for a lower clock that disturb a measurement.
+    """Names of NVML's reasons for a lower clock that perturb a measurement, from a bit mask.
 
     >>> slowdowns(0x01 | 0x04 | 0x40)
     ('sw_power_cap', 'hw_thermal_slowdown')
