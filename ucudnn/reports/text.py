@@ -194,7 +194,7 @@ def _saved_ns(kernel: KernelPlan) -> int:
 
 
 def larger_limits(plan: Plan) -> list[tuple[float, int]]:
-    """Larger workspace limits in bytes, at which the convolutions come closer to torch's time.
+    """Larger limits: pairs of a ratio to torch's time and the bytes of workspace that reach it.
 
     The result is empty if they take less than 1.2 times as long now. A kernel counts with torch's
     time if the limit allows torch's own convolution, else with its planned time.
