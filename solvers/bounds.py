@@ -46,13 +46,8 @@ def split_bound_ns(
     require_int("n", n, 1)
     require_limit("limit", limit)
     require_int("launch_ns", launch_ns, 0)
-    # A chunk that is larger than n or over the limit is in no split, so it must not set the rate.
     lone, starts, later = (
-        [
-            (item.batch, item.time_ns + launch_ns)
-            for item in require_items(name, listed or ())
-            if item.batch <= n and (limit is None or item.workspace_bytes <= limit)
-        ]
+        [(item.batch, item.time_ns + launch_ns) for item in _usable(name, listed, n, limit)]
         for name, listed in (("items", items), ("first", first), ("accumulate", accumulate))
     )
     # In one list a chunk costs the same at any position, so one rate holds for all n samples.
@@ -66,6 +61,12 @@ def split_bound_ns(
         if size < n and (rest := _charged(n - size, later)) is not None
     ]
     return min([*alone, *several], default=None)
+
+
+def _usable(name: str, listed: Iterable[Item] | None, n: int, limit: int | None) -> list[Item]:
+    # A chunk that is larger than n or over the limit is in no split, so it must not set the rate.
+    fitting = (item for item in require_items(name, listed or ()) if item.batch <= n)
+    return [item for item in fitting if limit is None or item.workspace_bytes <= limit]
 
 
 def _charged(samples: int, chunks: Sequence[tuple[int, int]]) -> int | None:

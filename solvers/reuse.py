@@ -7,9 +7,10 @@ mu-cuDNN (Oyama et al., CLUSTER 2018), solved for all limits and batches at once
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from ucudnn.errors import ConfigError
+from ucudnn.measurement import Role
 from ucudnn.solvers._base import Item, require_int, require_items
 from ucudnn.solvers.sweep import Sweep, order
 from ucudnn.solvers.table import ReuseTable
@@ -70,6 +71,32 @@ def reuse(
     rows = one_list(max_chunks) if ANY in lists else three_lists(max_chunks)
     costs = order(lists, batch, launch_ns)
     return ReuseTable(batch, align, launch_ns, rows, costs, Sweep(rows, costs, batch, align).run())
+
+
+def reuse_by_position(
+    items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int = 0
+) -> ReuseTable | None:
+    """`reuse` of three lists by the position of their chunks; None where they hold no split.
+
+    >>> reuse_by_position({"alone": [], "first": [Item(1, 0, 5, "fast")], "later": []}, 1) is None
+    True
+
+    Args:
+        items: by "alone", "first" and "later".
+        batch: the largest batch N.
+        launch_ns: what every chunk costs beside its own time.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    alone, first, later = items[Role.ALONE], items[Role.FIRST], items[Role.LATER]
+    # A first chunk that no other one can follow is no split.
+    if not later:
+        first = ()
+    # Later chunks need a first one, so without both lists only a lone chunk is a split.
+    if not alone and not first:
+        return None
+    return reuse(alone, batch, first=first, accumulate=later, launch_ns=launch_ns)
 
 
 def _by_role(

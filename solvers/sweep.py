@@ -92,16 +92,11 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
         batch: the largest batch.
         launch_ns: fixed cost of each item, in addition to its time.
     """
-    fitting = {role: [i for i in ones if i.batch <= batch] for role, ones in lists.items()}
-    items = [item for ones in fitting.values() for item in ones]
-    roles = np.repeat(list(fitting), [len(ones) for ones in fitting.values()])
+    items, roles = _joined(lists, batch)
     batches = np.array([item.batch for item in items], np.int64)
     times = integers([item.time_ns + launch_ns for item in items])
     workspaces = integers([item.workspace_bytes for item in items])
     ranks = integers([item.rank for item in items])
-    # Names as numbers, because `lexsort` below compares arrays of numbers.
-    names = {name: place for place, name in enumerate(sorted({i.algorithm for i in items}))}
-    places = np.array([names[item.algorithm] for item in items], np.int64)
     # A split has at most `batch` chunks, so one chunk outweighs all ranks together, and one ns all
     # chunks and ranks: comparing keys compares time, then chunks, then ranks.
     unit_chunk = batch * int(ranks.max(initial=0)) + 1
@@ -113,6 +108,7 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
     if most > SAFE:
         times, most = times.astype(object), batch * (int(times.max()) + 1) * unit_ns
     keys = times * unit_ns + unit_chunk + ranks
+    places = _ranked([item.algorithm for item in items])
     # `lexsort` sorts by its last key first, here the workspace.
     sweep = np.lexsort((places, roles, keys, batches, rates, workspaces))
     return Costs(
@@ -126,6 +122,19 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
         unit_ns=unit_ns,
         unit_chunk=unit_chunk,
     )
+
+
+def _joined(lists: Mapping[int, Sequence[Item]], batch: int) -> tuple[list[Item], Integers]:
+    """Items up to a batch in one list, and the role of each."""
+    fitting = {role: [i for i in ones if i.batch <= batch] for role, ones in lists.items()}
+    roles = np.repeat(list(fitting), [len(ones) for ones in fitting.values()])
+    return [item for ones in fitting.values() for item in ones], roles
+
+
+def _ranked(names: Sequence[str]) -> Integers:
+    """Names as numbers in alphabetical order, because `lexsort` compares arrays of numbers."""
+    places = {name: place for place, name in enumerate(sorted(set(names)))}
+    return np.array([places[name] for name in names], np.int64)
 
 
 def integers(values: Sequence[int]) -> Integers:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.plan import Step
 from ucudnn.solvers._base import Item, require_int, require_limit
 from ucudnn.solvers.sweep import Costs, History, Rows
 from ucudnn.solvers.variants import FIRST
+from ucudnn.split import Step
 from ucudnn.system.forking import cached_property
 from ucudnn.units import format_bytes
 

@@ -7,9 +7,13 @@ any of its own modules.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+# As type checkers know it; loading `typing` takes longer than all other work of this import.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from ucudnn.config import Config as Config
     from ucudnn.convert import convert_ as convert_
     from ucudnn.convert import installed as installed
@@ -64,7 +68,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    # Reading the metadata of a distribution takes longer than all other work of this import.
+    # Not at import: finding and reading the metadata of a distribution takes a while.
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ucudnn.plan import Split, Step
 from ucudnn.problem import Problem
 from ucudnn.slabs import inner_problem, row_alignment, row_count, slab
+from ucudnn.split import Split, Step
 
 # The largest batch that is split along rows, too: chunks of a larger one are small enough.
 MOST_SAMPLES = 8

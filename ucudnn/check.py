@@ -152,7 +152,9 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
 def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> Finding:
     ours = wholes[0]
     if ours.result.failure:
-        return Finding(about, False, f"{kernel.problem} cannot be run: {ours.result.failure}")
+        return Finding(
+            about, False, f"{kernel.problem} cannot be run: {ours.result.failure.reason}"
+        )
     limit = plan.config.limit_bytes
     if plan.config.total_bytes is not None:  # what it has of the pool, and what is left of that
         left = plan.config.total_bytes - plan.workspace_bytes

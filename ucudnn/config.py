@@ -171,6 +171,15 @@ class Config:
         assert not isinstance(self.total_workspace, str)
         return self.total_workspace
 
+    @property
+    def is_replayed(self) -> bool:
+        """True if nothing is measured, because a recording is replayed.
+
+        >>> Config(backend="recorded").is_replayed
+        True
+        """
+        return self.backend == "recorded" or self.device_profile is not None
+
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values; without the cache folder."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}

@@ -32,6 +32,7 @@ _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.ConvTranspose3d: planned_nn.ConvTranspose3d,
 }
 _TORCH_BY_PLANNED = {planned: torch for torch, planned in _PLANNED_BY_TORCH.items()}
+_SWAPPABLE = {*_PLANNED_BY_TORCH, *_TORCH_BY_PLANNED}
 # Descriptors that belong to one class; Python makes new ones for every class.
 _SLOTS = ("__dict__", "__weakref__")
 
@@ -97,34 +98,37 @@ def convert_(
         PlanError: the plan was made for another device, or covers no convolution of the model.
     """
     require_same_device(plan)
-    modules = dict(model.named_modules())
-    swappable: dict[str, Any] = {
+    wanted = filter_fn or (lambda *_: True)
+    modules: dict[str, Any] = dict(model.named_modules())
+    convolutions = {
         name: module
         for name, module in modules.items()
-        if type(module) in _PLANNED_BY_TORCH or type(module) in _TORCH_BY_PLANNED
+        if type(module) in _SWAPPABLE and wanted(module, name)
     }
-    wanted = filter_fn or (lambda *_: True)
-    convolutions = {name: module for name, module in swappable.items() if wanted(module, name)}
-    layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
-    planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
-    # One pass that leaves torch's own convolution is enough to swap the layer.
-    changed = {Layer.of(kernel.problem) for kernel in plan.kernels if not _is_torchs_own(kernel)}
-    matched = {name: layer for name, layer in layer_by_name.items() if layer in planned}
+    matched = _planned_layers(convolutions, plan)
+    unplanned = tuple(name for name in convolutions if name not in matched)
     # Layers that were left out by `filter_fn` were left out on purpose, so they are not reported.
     otherwise = tuple(
-        name
-        for name in _planned_otherwise(modules, plan, matched)
-        if name not in swappable and wanted(modules[name], name)
+        name for name in _planned_otherwise(modules, plan, matched) if wanted(modules[name], name)
     )
-    unplanned = tuple(name for name in convolutions if name not in matched)
     _require_some(plan, matched, unplanned, otherwise)
     # nothing was changed so far, and nothing fails from here
-    _swap({name: convolutions[name] for name in matched}, matched, changed, planned_runner(plan))
+    swapped, left = _swap(convolutions, matched, _changed_layers(plan), planned_runner(plan))
     # With "keep" the model may still be laid out by an earlier plan.
     restore_layout_(model) if plan.memory_format == "keep" else lay_out_(model, parameters)
-    swapped = tuple(name for name, layer in matched.items() if layer in changed)
-    left = tuple(name for name, layer in matched.items() if layer not in changed)
     return Conversion(model, plan, swapped, left, unplanned, otherwise)
+
+
+def _planned_layers(convolutions: Mapping[str, Any], plan: Plan) -> dict[str, Layer]:
+    """The layers of those convolutions that the plan covers."""
+    planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
+    layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
+    return {name: layer for name, layer in layer_by_name.items() if layer in planned}
+
+
+def _changed_layers(plan: Plan) -> set[Layer]:
+    """The layers of which at least one pass is not torch's own convolution."""
+    return {Layer.of(kernel.problem) for kernel in plan.kernels if not _is_torchs_own(kernel)}
 
 
 def _swap(
@@ -132,17 +136,22 @@ def _swap(
     matched: Mapping[str, Layer],
     changed: Collection[Layer],
     runner: Runner,
-) -> None:
-    """Let convolutions follow a plan, except those that the plan leaves to torch."""
-    for name, module in convolutions.items():
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Let matched convolutions follow a plan; return the names swapped, and those left to torch."""
+    swapped, left = [], []
+    for name, layer in matched.items():
+        module = convolutions[name]
         # An earlier plan may have swapped what this one leaves to torch.
-        if matched[name] not in changed:
+        if layer not in changed:
             _unswap(module)
+            left.append(name)
         else:
             # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
             planned_nn.follow(module, runner)
             # A module that is swapped already keeps its class and follows the new plan.
             module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
+            swapped.append(name)
+    return tuple(swapped), tuple(left)
 
 
 def _require_some(
@@ -218,7 +227,7 @@ def _is_torchs_own(kernel: KernelPlan) -> bool:
 def _planned_otherwise(
     modules: Mapping[str, nn.Module], plan: Plan, matched: Mapping[str, Layer]
 ) -> Iterator[str]:
-    """Names of all modules that the plan names, or that have the shape of one of its kernels."""
+    """Names of modules that cannot be swapped and that a kernel of the plan names or fits."""
     layers = {Layer.of(kernel.problem) for kernel in plan.kernels}
     named: set[str] = set()
     for kernel in plan.kernels:
@@ -229,7 +238,7 @@ def _planned_otherwise(
     for name, module in modules.items():
         # Subclasses as well: by their shape the plan covers them, though they cannot be swapped.
         fits = isinstance(module, nn.modules.conv._ConvNd) and planned_nn.layer_of(module) in layers
-        if name in named or fits:
+        if (name in named or fits) and type(module) not in _SWAPPABLE:
             yield name
 
 

@@ -55,9 +55,6 @@ class PlanError(UcudnnError):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
-    def __reduce__(self) -> tuple[type[PlanError], tuple[str, int | None]]:
-        return type(self), (str(self), self.smallest_bytes)
-
 
 class RankError(UcudnnError):
     """Ranks of one job that do not agree, or do not answer; the message names them.
@@ -69,6 +66,3 @@ class RankError(UcudnnError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-
-    def __reduce__(self) -> tuple[type[RankError], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)

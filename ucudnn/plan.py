@@ -12,7 +12,7 @@ from ucudnn.errors import PlanError, UcudnnError, shortened
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan_file import FORMAT, canonical, read_document, require_checksum, sha256_of
 from ucudnn.problem import Problem
-from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepRace
+from ucudnn.races import MEMORY_FORMATS, LayoutHint, LayoutRace, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.files import write
@@ -23,6 +23,8 @@ __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
 # In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
 BY_BATCH, BY_SLABS = -1, -2
+# Also the note by which alone plan files of ucudnn before 0.1.0 tell what `is_perturbed` is.
+_PERTURBED = "timed while others used the processors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class KernelPlan:
         notes: such as "default kernel=onednn".
         slabs: (rows, algorithm index) of each slab; the same for every batch that is split by
             slabs.
+        is_perturbed: whether others used the processors while it was timed.
 
     Raises:
         PlanError: the fields do not describe a split of every batch.
@@ -94,6 +97,7 @@ class KernelPlan:
     default: Timing | None
     notes: tuple[str, ...] = ()
     slabs: tuple[tuple[int, int], ...] = ()
+    is_perturbed: bool = False
 
     def __post_init__(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
@@ -102,6 +106,8 @@ class KernelPlan:
             _require_strings(name, getattr(self, name))
         for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
             _require_ints(name, rows)
+        if not isinstance(self.is_perturbed, bool):
+            raise PlanError(f"is_perturbed must be true or false, got {self.is_perturbed!r}")
         self._require_slabs()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
@@ -123,6 +129,11 @@ class KernelPlan:
         # Smaller batches may lack a split within the limit; the planned one may not.
         if not self.covers(self.problem.batch):
             raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and that the times were perturbed where they were."""
+        return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
 
     def _require_slabs(self) -> None:
         if not self.slabs and BY_SLABS not in self.alone:
@@ -236,6 +247,8 @@ class Plan:
         memory_format: layout of the model that it was made for: "keep", as the model was, or
             "channels_last" (channels_last_3d for 5-D tensors).
         layout_race: how the memory format was decided; None if the settings did not ask for it.
+        layout_hint: gain to expect of channels_last, if the settings did not ask for it; None if it
+            would change nothing, or if no steps were run.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -250,6 +263,7 @@ class Plan:
     step_race: StepRace | None = field(default=None, compare=False)
     memory_format: str = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
+    layout_hint: LayoutHint | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _require_strings("backend", (self.backend,))
@@ -376,6 +390,8 @@ class Plan:
             document["step_race"] = self.step_race.to_dict()
         if self.layout_race is not None:
             document["layout_race"] = self.layout_race.to_dict()
+        if self.layout_hint is not None:
+            document["layout_hint"] = self.layout_hint.to_dict()
         # Unlike the hash it covers times and names, so that any damage shows.
         return {**document, "checksum": sha256_of(document)}
 
@@ -408,6 +424,7 @@ class Plan:
         """
         require_checksum(document)
         race, layouts = document.get("step_race"), document.get("layout_race")
+        hint = document.get("layout_hint")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
@@ -418,10 +435,12 @@ class Plan:
             step_race=None if race is None else StepRace.from_dict(race),
             memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
             layout_race=None if layouts is None else LayoutRace.from_dict(layouts),
+            layout_hint=None if hint is None else LayoutHint.from_dict(hint),
         )
 
 
 def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
+    notes = _strings(fields["notes"])
     return KernelPlan(
         problem=Problem.from_dict(fields["problem"]),
         layers=_strings(fields["layers"]),
@@ -431,8 +450,9 @@ def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
         predicted_time_ns=fields["predicted_time_ns"],
         timing=Timing(**fields["timing"]),
         default=Timing(**fields["default"]) if fields["default"] else None,
-        notes=_strings(fields["notes"]),
+        notes=tuple(note for note in notes if note != _PERTURBED),
         slabs=_pairs(fields.get("slabs", ())),  # version 1 may have none
+        is_perturbed=fields.get("is_perturbed", _PERTURBED in notes),
     )
 
 

@@ -12,6 +12,8 @@ from ucudnn.units import format_bytes, format_ns
 
 # As a fraction of a step's time: a smaller difference, either way, decides nothing.
 TOLERATED = 0.01
+# The same for the few rounds of a hint, whose medians vary by more.
+_HINTED = 0.05
 MEMORY_FORMATS = ("keep", "channels_last")
 # Numbers in plan files stay below this, so that 64-bit readers can hold them.
 _LARGEST = 1 << 63
@@ -93,6 +95,66 @@ class StepRace:
         """Build one from JSON values; fields of later versions are left out."""
         known = {name: values[name] for name in cls.__slots__ if name in values}
         return cls(**{**known, "dropped": tuple(values["dropped"])})
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutHint:
+    """Steps in channels_last beside those of a plan that keeps the model's layout.
+
+    >>> LayoutHint(channels_last_ns=80, plan_ns=100, rounds=2).ratio
+    0.8
+    >>> print(LayoutHint(reason="it fails there"))
+    channels_last was not tried: it fails there
+
+    Args:
+        channels_last_ns: median time of a step by torch's own convolutions in channels_last.
+        plan_ns: the same by the plan, in the model's own layout.
+        rounds: in which both ran one step.
+        reason: why they did not, "" where they did.
+
+    Raises:
+        PlanError: a value is of another type or out of range.
+    """
+
+    channels_last_ns: int = 0
+    plan_ns: int = 0
+    rounds: int = 0
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        # Values may come from a plan file that anybody wrote. Exact types, because True passes for
+        # an int.
+        counts = (self.channels_last_ns, self.plan_ns, self.rounds)
+        if not all(type(count) is int and 0 <= count < _LARGEST for count in counts):
+            raise PlanError(f"counts of a layout hint must be ints from 0, got {counts}")
+        if not isinstance(self.reason, str) or (not self.reason and 0 in counts):
+            raise PlanError(f"a layout hint has times or a reason, got {counts}, {self.reason!r}")
+
+    @property
+    def ratio(self) -> float:
+        """Time of a step in channels_last over that by the plan; 1 where neither was run."""
+        return self.channels_last_ns / self.plan_ns if self.plan_ns else 1.0
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"channels_last was not tried: {self.reason}"
+        text = (
+            f"a step by torch in channels_last takes {self.ratio:.2f} times as long as by this "
+            f"plan ({format_ns(self.channels_last_ns)} against {format_ns(self.plan_ns)}, median "
+            f"of {self.rounds} rounds)"
+        )
+        if self.ratio < 1 - _HINTED:
+            text += ': layout="auto" would make a plan for channels_last, too'
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayoutHint:
+        """Build one from JSON values; fields of later versions are left out."""
+        return cls(**{name: values[name] for name in cls.__slots__ if name in values})
 
 
 @dataclass(frozen=True, slots=True)

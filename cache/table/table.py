@@ -14,6 +14,8 @@ from typing import TypeAlias
 import numpy as np
 
 from ucudnn.cache.entries import Entry
+from ucudnn.cache.table.facts import Facts
+from ucudnn.cache.table.older import read_older
 from ucudnn.cache.table.rows import (
     NONE,
     Array,
@@ -54,6 +56,7 @@ class Table:
         algorithms: distinct names.
         reasons: distinct.
         notes: distinct.
+        facts: distinct; None for rows of older files, which have them in their texts.
         device_uuids: distinct.
         rows: columns of `MEASUREMENT_DTYPE`, which point into the lists and the samples.
         samples: of all rows, one after the other.
@@ -64,6 +67,7 @@ class Table:
     algorithms: list[str]
     reasons: list[str]
     notes: list[tuple[str, ...]]
+    facts: list[Facts | None]
     device_uuids: list[str]
     rows: Array
     samples: Array
@@ -122,16 +126,22 @@ class Table:
 
     def measurement(self, row: MeasurementRow, key: MeasurementKey) -> Measurement:
         """The measurement in a row whose key is known."""
+        status, facts = _STATUS_BY_BYTES[row.status], self.facts[row.facts]
+        reason, notes = self.reasons[row.reason], self.notes[row.notes]
+        if facts is None:
+            algorithm = self.algorithms[row.algorithm]
+            reason, notes, facts = read_older(algorithm, status, reason, notes)
         return Measurement(
             key,
-            _STATUS_BY_BYTES[row.status],
+            status,
             None if row.time_ns == NONE else row.time_ns,
             None if row.spread_ns == NONE else row.spread_ns,
             tuple(self.samples[row.sample_slice].tolist()) if row.samples else (),
             None if row.workspace_bytes == NONE else row.workspace_bytes,
             row.error if row.has_error else None,
-            self.reasons[row.reason],
-            self.notes[row.notes],
+            reason,
+            notes,
+            *facts,
         )
 
     def entries(self) -> Iterator[Entry]:

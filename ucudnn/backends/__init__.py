@@ -14,6 +14,7 @@ from __future__ import annotations
 from ucudnn.backends._base import AbstractBackend as AbstractBackend
 from ucudnn.backends._base import Activity as Activity
 from ucudnn.backends._base import Cost as Cost
+from ucudnn.backends._base import DeviceState as DeviceState
 from ucudnn.backends._base import Executable as Executable
 from ucudnn.backends._base import Roofline as Roofline
 from ucudnn.backends.registry import open_backend as open_backend

@@ -78,6 +78,18 @@ class Activity(NamedTuple):
     switches: int
 
 
+class DeviceState(NamedTuple):
+    """State of a device that may perturb times.
+
+    Args:
+        load: processors that others use, 0 where they leave enough for this process.
+        notes: what else may be known, for people, such as clocks and temperature.
+    """
+
+    load: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
 class Cost(NamedTuple):
     """Lower bounds of what a candidate needs with any implementation that a library may pick.
 
@@ -149,8 +161,8 @@ class AbstractBackend(ABC):
         """Versions of the libraries, which decide what kernels exist and how fast they are."""
 
     @abstractmethod
-    def conditions(self, role: str = "alone") -> Conditions:
-        """Conditions under which a candidate would run in this process now."""
+    def conditions(self) -> Conditions:
+        """Conditions under which the only chunk of a call would run in this process now."""
 
     @abstractmethod
     def algorithms(self) -> tuple[str, ...]:
@@ -181,7 +193,7 @@ class AbstractBackend(ABC):
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """Candidates that compute a convolution and add a bias in one kernel.
 
-        With a bias of zeros, they compute the plain convolution. They have the note `ADDS_BIAS`.
+        With a bias of zeros, they compute the plain convolution. Their `adds_bias` is set.
         """
         del problem
         return ()
@@ -244,12 +256,9 @@ class AbstractBackend(ABC):
         """True if a failure has left the device unusable in this process, but not in others."""
         return False
 
-    def state(self) -> tuple[str, ...]:
-        """Notes on conditions that may perturb times now: clocks, temperature, other processes.
-
-        A note "throttled=..." says that the device has reduced its own clock.
-        """
-        return ()
+    def state(self) -> DeviceState:
+        """Conditions that may perturb times now: other processes, clocks, temperature."""
+        return DeviceState()
 
     def activity(self) -> Activity | None:
         """CPU time of this process so far; None if times on the device do not depend on it."""

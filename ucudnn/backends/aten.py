@@ -47,7 +47,7 @@ def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Te
 
 def convolution_backward(
     dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, *geometry_and_mask: Any
-) -> Any:
+) -> tuple[Tensor | None, ...]:
     """Compute the gradients of x, w and the bias as torch does; None for those not requested.
 
     Args:
@@ -59,7 +59,8 @@ def convolution_backward(
     """
     kernels = _kept.get(dy.device.type)
     function = _aten.convolution_backward.default if kernels is None else kernels[1]
-    return function(dy, x, w, bias_sizes, *geometry_and_mask)
+    gradients: tuple[Tensor | None, ...] = function(dy, x, w, bias_sizes, *geometry_and_mask)
+    return gradients
 
 
 def keep_kernels(device_type: str, dispatch_key: str) -> Kernels:

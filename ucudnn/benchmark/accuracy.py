@@ -18,6 +18,7 @@ from ucudnn.backends.tensors import torch_dtype
 from ucudnn.benchmark.protocol import Ring, empty_total
 from ucudnn.benchmark.reference import Reference
 from ucudnn.execution.execute import empty_result, run_first
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 
 # The value that chunks of a weight gradient are added to: not 0, so that it shows if a chunk
@@ -52,7 +53,7 @@ class Check:
     """
 
     def __init__(
-        self, ring: Ring, executable: Executable, part: Problem, role: str, is_torch: bool = False
+        self, ring: Ring, executable: Executable, part: Problem, role: Role, is_torch: bool = False
     ) -> None:
         self._ring = ring
         self._executable = executable
@@ -63,7 +64,7 @@ class Check:
 
     def _prepared(self) -> Tensor | None:
         """Tensor that the run writes into or adds to; it is not part of the workspace."""
-        if self._role != "later":
+        if self._role != Role.LATER:
             return None
         if self._part.op == "wgrad":
             return empty_total(self._part, self._ring.a).fill_(_BASE)
@@ -73,10 +74,10 @@ class Check:
         """Run once into poisoned memory; returns the result where it is a new tensor."""
         a, b, _ = self._ring.chunk(self._part, 0)
         executable = self._executable
-        if self._role == "alone":
+        if self._role == Role.ALONE:
             self._result = self._poison(lambda: executable.alone(a, b))
             return self._result
-        if self._role == "first":
+        if self._role == Role.FIRST:
             self._result = self._poison(lambda: run_first(executable, a, b))
             return self._result
         result = self._total()
@@ -95,7 +96,7 @@ class Check:
             reference: of the part, for the operands of its first chunk.
         """
         found = self._total()
-        adds = self._role == "later" and self._part.op == "wgrad"
+        adds = self._role == Role.LATER and self._part.op == "wgrad"
         # A sum to which nothing was added is finite. Where the crop is all zeros that may be right.
         untouched = adds and bool(reference.expected.any()) and _keeps_base(found)
         if untouched or not _is_finite(found):

@@ -10,13 +10,15 @@ from typing import NamedTuple
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.accuracy import Accuracy, Check
+from ucudnn.benchmark.failures import Failure, failure_of
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.reference import Reference
-from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
+from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import Call, bind
-from ucudnn.plan import DEFAULT_ALGORITHM, Split
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM, Split
 
 
 class Arm(NamedTuple):
@@ -24,7 +26,7 @@ class Arm(NamedTuple):
 
     size: int
     algorithm: str
-    role: str
+    role: Role
 
 
 class Look(NamedTuple):
@@ -169,7 +171,7 @@ class LocalBench(AbstractBench):
             self._references[part] = Reference(part, a, b)
         return self._references[part]
 
-    def _checked(self, ring: Ring, part: Problem, algorithm: str, role: str) -> tuple[Check, int]:
+    def _checked(self, ring: Ring, part: Problem, algorithm: str, role: Role) -> tuple[Check, int]:
         """A check of a candidate that has run once on a part, and its workspace in bytes."""
         executable = self._backend.executable(part, algorithm)
         check = Check(ring, executable, part, role, algorithm == DEFAULT_ALGORITHM)
@@ -180,7 +182,7 @@ class LocalBench(AbstractBench):
     ) -> list[Result]:
         """Time candidates in interleaved rounds; those of one size and role race each other."""
         entrants: list[Entrant] = []
-        failures: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
         for place, arm in enumerate(arms):
             self._on_turn(place)
             try:
@@ -205,7 +207,7 @@ class LocalBench(AbstractBench):
             self._how.until,
         )
         # Rounds number those that take part; callers number all that were asked for.
-        results = [Result(failure=failures.get(place, "")) for place in range(len(arms))]
+        results = [Result(failure=failures.get(place)) for place in range(len(arms))]
         for place, result in zip(places, found, strict=True):
             # -1 stands for a rival of an earlier time, which is none of these.
             if result.beaten_by is not None and result.beaten_by >= 0:
@@ -228,7 +230,7 @@ class LocalBench(AbstractBench):
         bias = ring.bias() if has_bias else None
         samplers: dict[int, Sampler] = {}
         workspaces = [0] * len(splits)
-        failures: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
         for place, split in enumerate(splits):
             self._on_turn(place)
             try:
@@ -251,7 +253,7 @@ class LocalBench(AbstractBench):
             on_turn=lambda number: self._on_turn(places[number]),
             until=self._how.wholes_until,
         )
-        results = {place: Result(failure=reason) for place, reason in failures.items()}
+        results = {place: Result(failure=failure) for place, failure in failures.items()}
         results.update(zip(places, found, strict=True))
         return [Whole(results[place], workspaces[place]) for place in range(len(splits))]
 
@@ -267,5 +269,7 @@ class LocalBench(AbstractBench):
         # A weight gradient also holds the sum of its chunks, which no chunk by itself shows.
         if call.problem.op == "wgrad" or len({algorithm for _, algorithm in parts}) == 1:
             return together
-        each = (self._checked(self.ring, part, algorithm, "later")[1] for part, algorithm in parts)
+        each = (
+            self._checked(self.ring, part, algorithm, Role.LATER)[1] for part, algorithm in parts
+        )
         return min(together, max(each))

@@ -20,6 +20,7 @@ from torch import Tensor
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import Call, Slices, empty_result, places, run_first
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
 from ucudnn.units import format_bytes
@@ -206,7 +207,7 @@ class AbstractLoop(ABC):
 class ChunkLoop(AbstractLoop):
     """Runs one candidate in one role over the chunks of a ring, one after the other."""
 
-    def __init__(self, ring: Ring, executable: Executable, part: Problem, role: str) -> None:
+    def __init__(self, ring: Ring, executable: Executable, part: Problem, role: Role) -> None:
         self._ring = ring
         self._executable = executable
         self._part = part
@@ -217,7 +218,7 @@ class ChunkLoop(AbstractLoop):
     @property
     def least_times(self) -> int:
         """Number of later chunks of a call, at most a few; in other roles there is one per call."""
-        return min(self._chunks_per_call, _LEAST_CHUNKS) if self._role == "later" else 1
+        return min(self._chunks_per_call, _LEAST_CHUNKS) if self._role == Role.LATER else 1
 
     def prepare(self, times: int) -> Callable[[], None]:
         """Compute the views of the next chunks beforehand, as `execute.bind` does for a call."""
@@ -233,9 +234,9 @@ class ChunkLoop(AbstractLoop):
         ring, executable, result = self._ring, self._executable, None
         is_sum = ring.problem.op == "wgrad"
         for turn, (a, b, out) in enumerate(chunks):
-            if self._role == "alone":
+            if self._role == Role.ALONE:
                 executable.alone(ring.a[a], ring.b[b])
-            elif self._role == "first":
+            elif self._role == Role.FIRST:
                 run_first(executable, ring.a[a], ring.b[b])
             else:
                 if turn % self._chunks_per_call == 0:

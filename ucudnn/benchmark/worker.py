@@ -19,29 +19,15 @@ import torch
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.bench import THOROUGHLY, AbstractBench, Arm, How, LocalBench, Look, Whole
-from ucudnn.benchmark.rounds import Result, failure_of
+from ucudnn.benchmark.failures import CandidateError, Failure, LostError, failure_of
+from ucudnn.benchmark.rounds import Result
 from ucudnn.errors import UcudnnError
-from ucudnn.plan import Split
+from ucudnn.measurement import FailureKind
+from ucudnn.split import Split
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
 # The first answer waits for the imports and, on a GPU, for the context.
 _START_S = 120.0
-
-
-class LostError(RuntimeError):
-    """A candidate ended its process, or took too long.
-
-    Args:
-        reason: which of the two, as a sentence.
-        turn: index of the candidate among those that were measured together.
-    """
-
-    def __init__(self, reason: str, turn: int) -> None:
-        super().__init__(reason)
-        self.turn = turn
-
-    def __reduce__(self) -> tuple[type[LostError], tuple[str, int]]:
-        return type(self), (str(self), self.turn)
 
 
 class Worker:
@@ -78,17 +64,19 @@ class Worker:
                 # Counted from the last message; in a race the child sends one before each run.
                 if not connection.poll(patience_s):
                     self.close()
-                    raise LostError(f"it did not end within {patience_s:g} s", turn)
+                    raise LostError(
+                        f"it did not end within {patience_s:g} s", FailureKind.HANG, turn
+                    )
                 kind, value = connection.recv()
             except (EOFError, OSError):
-                raise LostError(self._how_it_ended(), turn) from None
+                raise LostError(self._how_it_ended(), FailureKind.CRASH, turn) from None
             if kind == "turn":
                 turn = value
             elif kind == "raised":
                 raise value
             elif kind == "lost":
                 self.close()
-                raise LostError(value, turn)
+                raise LostError(value, FailureKind.CRASH, turn)
             else:
                 return value
 
@@ -162,10 +150,10 @@ class WorkerBench(AbstractBench):
         """Time candidates in interleaved rounds, which start over without one that was lost."""
         found = self._without_the_lost("rounds", list(arms), dict(known))
         results = [
-            Result(failure=found[place]) if isinstance(found[place], str) else found[place]
+            Result(failure=found[place]) if isinstance(found[place], Failure) else found[place]
             for place in range(len(arms))
         ]
-        kept = [place for place in range(len(arms)) if not isinstance(found[place], str)]
+        kept = [place for place in range(len(arms)) if not isinstance(found[place], Failure)]
         for place in kept:
             winner = results[place].beaten_by
             if winner is not None and winner >= 0:
@@ -176,12 +164,12 @@ class WorkerBench(AbstractBench):
         """Time whole calls, each of them in every round; where there is a bias they add it."""
         found = self._without_the_lost("whole", list(splits), has_bias)
         return [
-            Whole(Result(failure=entry), 0) if isinstance(entry, str) else entry
+            Whole(Result(failure=entry), 0) if isinstance(entry, Failure) else entry
             for _, entry in sorted(found.items())
         ]
 
     def _without_the_lost(self, method: str, asked: list[Any], *more: Any) -> dict[int, Any]:
-        """By index, the result of the method, or the reason why the candidate was lost."""
+        """By index, the result of the method, or how the candidate was lost."""
         found: dict[int, Any] = {}
         left = list(range(len(asked)))
         while left:
@@ -191,7 +179,7 @@ class WorkerBench(AbstractBench):
                 still = [asked[place] for place in left]
                 answers = self._worker.ask(self._axis, self._how, method, still, *more)
             except LostError as lost:
-                found[left.pop(lost.turn)] = str(lost)
+                found[left.pop(lost.turn)] = failure_of(lost)
             else:
                 found.update(zip(left, answers, strict=True))
                 break
@@ -220,10 +208,11 @@ def serve(descriptor: int) -> None:
                 answer = ("done", getattr(bench, method)(*arguments))
             except (RuntimeError, UcudnnError) as error:
                 if backend.is_broken():
-                    answer = ("lost", failure_of(error))
+                    answer = ("lost", failure_of(error).reason)
                 elif isinstance(error, UcudnnError):
                     answer = ("raised", error)
                 # The class of any other error may not be importable on the other side.
                 else:
-                    answer = ("raised", RuntimeError(failure_of(error)))
+                    kind, reason = failure_of(error)
+                    answer = ("raised", CandidateError(reason, kind))
             connection.send(answer)

@@ -10,6 +10,7 @@ import typer
 
 from ucudnn.cli import cache, look
 from ucudnn.cli.advise import advise
+from ucudnn.cli.bench import bench
 from ucudnn.cli.check import check, compare
 from ucudnn.cli.console import (
     ENVIRONMENT,
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(tune)
 app.command()(advise)
+app.command()(bench)
 app.command("enumerate")(look.enumerate_)
 app.command()(look.show)
 app.command()(look.report)

@@ -85,35 +85,40 @@ def show(
     if as_json:
         print(json.dumps(loaded.to_dict()))
         return
-    from ucudnn.reports.text import (
-        as_sentence,
-        kernel_table,
-        layout_table,
-        plan_summary,
-        plan_table,
-    )
+    if kernel is None:
+        _print_plan(loaded)
+    else:
+        _print_kernels(loaded, kernel)
+
+
+def _print_plan(plan: Plan) -> None:
+    from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
     from ucudnn.tuning.noise import noise_of
 
-    if kernel is None:
-        # The width decides which columns the table has.
-        out.print(plan_table(loaded, out.width))
-        out.print(plan_summary(loaded), highlight=False)
-        if loaded.layout_race is not None:
-            if loaded.layout_race.contestants:
-                out.print(layout_table(loaded.layout_race))
-            say(as_sentence(str(loaded.layout_race)))
-        out.print(f"Noise: {noise_of(loaded)}.", highlight=False)
-        return
+    # The width decides which columns the table has.
+    out.print(plan_table(plan, out.width))
+    out.print(plan_summary(plan), highlight=False)
+    if plan.layout_race is not None:
+        if plan.layout_race.contestants:
+            out.print(layout_table(plan.layout_race))
+        say(as_sentence(str(plan.layout_race)))
+    out.print(f"Noise: {noise_of(plan)}.", highlight=False)
+
+
+def _print_kernels(plan: Plan, name: str) -> None:
+    """Print every batch of the kernels with this number or layer name."""
+    from ucudnn.reports.text import kernel_table
+
     # A layer has several kernels, one per pass, so its name may choose more than one.
     chosen = [
         entry
-        for index, entry in enumerate(loaded.kernels)
-        if kernel == str(index) or kernel in entry.layers
+        for index, entry in enumerate(plan.kernels)
+        if name == str(index) or name in entry.layers
     ]
     if not chosen:
         raise ConfigError(
-            f"--kernel must be a number from 0 to {len(loaded.kernels) - 1} or the name of a layer "
-            f"of the plan, got {kernel!r}"
+            f"--kernel must be a number from 0 to {len(plan.kernels) - 1} or the name of a layer "
+            f"of the plan, got {name!r}"
         )
     for entry in chosen:
         out.print(kernel_table(entry))
@@ -123,7 +128,7 @@ def show(
             f"time: {format_ns(entry.timing.time_ns)} {measured}, the parts add up to "
             f"{format_ns(entry.predicted_time_ns)}"
         )
-        for note in entry.notes:
+        for note in entry.remarks:
             say(f"note: {note}")
 
 

@@ -64,11 +64,7 @@ def tune(
     table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
     # --infer comes last, so that it wins over --ops.
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
-    if solver is not None and config.total_workspace is None:
-        raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
-    # Now, because a plan that cannot be written after minutes of measuring would be lost.
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    _require_possible(solver, config, output)
     # torch is imported only now that the command line is known to be right.
     from ucudnn.tracing import Traced
     from ucudnn.tuning.tuner import device_type
@@ -78,13 +74,19 @@ def tune(
         # TF32 exists on GPUs only; elsewhere every problem is strict.
         layers = _read_table(model, config, dtype, table_layout, math if where == "cuda" else None)
         plan = _tune(Traced(layers), None, config, output, as_json, remeasure)
-        # After the plan was written and printed: noise is no reason to lose it.
-        _judge_noise(plan, fail_if_noisy)
-        return
-    named = name_model(model, input or [], channels_last, autocast, infer)
-    traced = named.trace(config.ops, where)
-    plan = _tune(traced, named, config, output, as_json, remeasure)
+    else:
+        named = name_model(model, input or [], channels_last, autocast, infer)
+        plan = _tune(named.trace(config.ops, where), named, config, output, as_json, remeasure)
+    # After the plan was written and printed: noise is no reason to lose it.
     _judge_noise(plan, fail_if_noisy)
+
+
+def _require_possible(solver: str | None, config: Config, output: Path | None) -> None:
+    if solver is not None and config.total_workspace is None:
+        raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
+    # Now, because a plan that cannot be written after minutes of measuring would be lost.
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
 
 
 def _layouts(layout: str | None, is_table: bool) -> tuple[str, str | None]:
@@ -127,7 +129,7 @@ def _tune(
     as_json: bool,
     remeasure: bool,
 ) -> Plan:
-    from ucudnn.tuning.tuner import TuningInterruptedError
+    from ucudnn.tuning.progress import TuningInterruptedError
 
     start = time.monotonic()
     try:
@@ -151,7 +153,7 @@ def _plan(
 ) -> Plan:
     """Tune, and judge the plan by whole steps if there is a model to run."""
     from ucudnn.tuning.model import tune_traced
-    from ucudnn.tuning.tuner import device_type, is_replayed, tune_problems
+    from ucudnn.tuning.tuner import device_type, tune_problems
 
     # The layers of a CSV come without a model whose steps could be run.
     if named is None:
@@ -159,7 +161,7 @@ def _plan(
             traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
         )
     # Only whole steps need values in the inputs, and a replay runs nothing.
-    if config.step_race and not is_replayed(config):
+    if config.step_race and not config.is_replayed:
         named.fill()
     with named.context():
         return tune_traced(

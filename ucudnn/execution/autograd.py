@@ -164,6 +164,15 @@ class Bound:
         """False for a bias of wrong shape, dtype or device, which torch's operator then refuses."""
         return bias is None or _signature(bias) == self._bias
 
+    def is_planned(self, x: Tensor, w: Tensor, bias: Tensor | None, graph: bool) -> bool:
+        """True if a plan computes a pass of this call, or of its backward if there is a graph."""
+        some = (
+            self.planned("fprop", bias is not None)
+            or (graph and x.requires_grad and self.planned("dgrad"))
+            or (graph and w.requires_grad and self.planned("wgrad"))
+        )
+        return bool(some) and self.takes(bias)
+
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """The output, without a graph."""
         fprop = self.planned("fprop", bias is not None)
@@ -178,18 +187,21 @@ class Bound:
         dgrad = self.planned("dgrad") if mask[0] else None
         wgrad = self.planned("wgrad") if mask[1] else None
         # A caller of aten's operator may pass a gradient of another shape; torch raises its error.
-        if (dgrad or wgrad) and _signature(dy) != self._dy:
-            dgrad = wgrad = None
-        rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
         # Where nothing is planned torch computes the bias gradient, too: it is the same to the bit.
-        if rest[0] or rest[1] or not (dgrad or wgrad):
-            dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
-        else:
-            dx, dw, db = None, None, dy.sum((0, *range(2, dy.dim()))) if rest[2] else None
-        if dgrad or wgrad:
-            own_dx, own_dw = as_kernel(self._gradients, dgrad, wgrad, dy, x, w)
-            dx, dw = own_dx if dgrad else dx, own_dw if wgrad else dw
-        return dx, dw, db
+        if not (dgrad or wgrad) or _signature(dy) != self._dy:
+            return aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
+        rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
+        dx, dw, db = self._torchs_gradients(dy, x, w, bias_sizes, rest)
+        own_dx, own_dw = as_kernel(self._gradients, dgrad, wgrad, dy, x, w)
+        return own_dx if dgrad else dx, own_dw if wgrad else dw, db
+
+    def _torchs_gradients(
+        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients that no plan computes; that of the bias alone is a sum."""
+        if mask[0] or mask[1]:
+            return aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
+        return None, None, dy.sum((0, *range(2, dy.dim()))) if mask[2] else None
 
     def _gradients(
         self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor
@@ -261,12 +273,7 @@ def convolution(
     bound = runner.bound(x, w, geometry)
     graph = torch.is_grad_enabled()
     # where every pass that this call leads to is torch's own, torch's node is cheaper
-    is_planned = (
-        bound.planned("fprop", bias is not None)
-        or (graph and x.requires_grad and bound.planned("dgrad"))
-        or (graph and w.requires_grad and bound.planned("wgrad"))
-    )
-    if not (is_planned and bound.takes(bias)):
+    if not bound.is_planned(x, w, bias, graph):
         return _torchs(x, w, bias, geometry)
     if not graph:
         return bound.forward(x, w, bias)

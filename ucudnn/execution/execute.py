@@ -13,9 +13,9 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.backends.tensors import memory_format
 from ucudnn.errors import UnsupportedError
-from ucudnn.plan import Split
 from ucudnn.problem import Problem
 from ucudnn.slabs import Rows, slabs
+from ucudnn.split import Split
 
 Slices = tuple[slice, ...]
 P = ParamSpec("P")

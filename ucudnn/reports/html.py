@@ -324,12 +324,14 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 def _html_table(plan: Plan) -> str:
     """The columns that a wide terminal shows, in the plan's order, with layers and notes."""
-    more = [(", ".join(kernel.layers), "; ".join(kernel.notes)) for kernel in plan.kernels]
+    more = [(", ".join(kernel.layers), "; ".join(kernel.remarks)) for kernel in plan.kernels]
     return _html_of(plan_table(plan, width=200), "Of one call: ", ("layers", "notes"), more)
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
     """How the layout of the model was decided, where the settings asked for that."""
+    if plan.layout_hint is not None:
+        yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_hint)))}</p>"
     if plan.layout_race is None:
         return
     yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_race)))}</p>"

@@ -125,12 +125,30 @@ def plan_summary(plan: Plan) -> str:
 
 def plan_verdict(plan: Plan) -> list[str]:
     """Effects of the plan in sentences: faster and slower kernels, the limit, the step."""
+    sentences = _kernel_verdict(plan)
+    limits = larger_limits(plan)
+    if limits:
+        offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
+        sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
+    if plan.layout_race is not None:
+        sentences.append(as_sentence(str(plan.layout_race)))
+    if plan.layout_hint is not None:
+        sentences.append(as_sentence(str(plan.layout_hint)))
+    if plan.step_race is not None:
+        # Both sides of the race run in the plan's layout, which is not the model's own.
+        where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
+        said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
+        sentences.append(as_sentence(said))
+    return sentences
+
+
+def _kernel_verdict(plan: Plan) -> list[str]:
+    """Sums of the times that the plan's kernels save and lose, apart: one sum would hide both."""
     # Kernels that stay torch's own neither gain nor lose.
     changed = [kernel for kernel in plan.kernels if kernel.default and not kernel.is_default]
     saved = [_saved_ns(kernel) for kernel in changed]
     faster, slower = [one for one in saved if one > 0], [one for one in saved if one < 0]
     sentences = []
-    # Apart from the slower ones, which one sum would hide.
     if faster:
         sentences.append(f"Faster kernels: {len(faster)}, by {format_ns(sum(faster))} in all.")
     if slower:
@@ -138,17 +156,6 @@ def plan_verdict(plan: Plan) -> list[str]:
             f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's "
             f"own convolution exceeds the workspace limit."
         )
-    limits = larger_limits(plan)
-    if limits:
-        offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
-        sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
-    if plan.layout_race is not None:
-        sentences.append(as_sentence(str(plan.layout_race)))
-    if plan.step_race is not None:
-        # Both sides of the race run in the plan's layout, which is not the model's own.
-        where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
-        said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
-        sentences.append(as_sentence(said))
     return sentences
 
 
@@ -212,13 +219,19 @@ def larger_limits(plan: Plan) -> list[tuple[float, int]]:
     found = []
     # A limit that costs a tenth, and one that costs hardly anything.
     for times in (1.1, 1.02):
-        for limit in limits:
-            # What exceeds the limit keeps its plan and what that saves or costs.
-            over = [kernel for kernel, default in known if default.workspace_bytes > limit]
-            if default_ns - sum(map(_saved_ns, over)) <= times * default_ns:
-                found.append((times, limit))
-                break
+        enough = (limit for limit in limits if _time_at(limit, known) <= times * default_ns)
+        least = next(enough, None)
+        if least is not None:
+            found.append((times, least))
     return found
+
+
+def _time_at(limit: int, known: list[tuple[KernelPlan, Timing]]) -> int:
+    """Time of all kernels if only those whose default exceeds a limit follow the plan."""
+    default_ns = sum(default.time_ns * len(kernel.layers) for kernel, default in known)
+    # What exceeds the limit keeps its plan and what that saves or costs.
+    over = [kernel for kernel, default in known if default.workspace_bytes > limit]
+    return default_ns - sum(map(_saved_ns, over))
 
 
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
@@ -230,9 +243,7 @@ def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
     """
     # Kernels that stay torch's own are left out: their two times differ by noise.
     saved_ns = sum(
-        (kernel.default.time_ns - kernel.timing.time_ns) * len(kernel.layers)
-        for kernel in plan.kernels
-        if kernel.default and not kernel.is_default
+        _saved_ns(kernel) for kernel in plan.kernels if kernel.default and not kernel.is_default
     )
     return None if saved_ns <= 0 else ceil(seconds * 1e9 / saved_ns)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UnsupportedError
@@ -24,7 +24,7 @@ from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.advice import Advice, KernelAdvice
 from ucudnn.tuning.step_judge import race
-from ucudnn.tuning.tuner import is_replayed, layers_by_problem
+from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.tuning.worth import least_ns
 
 # Seconds for all of it: advice is for those who do not want to wait for tuning.
@@ -124,7 +124,7 @@ def require_live(config: Config) -> None:
     Raises:
         ConfigError: the settings name one.
     """
-    if is_replayed(config):
+    if config.is_replayed:
         raise ConfigError(
             "advice is about this machine, and the settings name a recording; leave out "
             "backend='recorded' and device_profile"
@@ -168,7 +168,7 @@ def _with_steps(
     # A model that was traced on fake tensors may still fail on real ones. Its kernels can be timed
     # all the same.
     except STEP_ERRORS as error:
-        return replace(advice, reason=f"one could not be computed ({failure_of(error)})")
+        return replace(advice, reason=f"one could not be computed ({first_line(error)})")
     return replace(
         advice,
         step_ns=median_ns(own),

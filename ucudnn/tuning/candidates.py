@@ -8,7 +8,7 @@ from functools import lru_cache
 from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.backends import Cost
 from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Candidate
+from ucudnn.measurement import Candidate, Role, role_of
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.items import lists_of
 from ucudnn.tuning.session import Session
@@ -22,7 +22,7 @@ class KernelCandidates:
         axis: of the kernel, along which it is split.
         sizes: of the chunks that a split may have.
         adds_bias: only candidates that also add a bias; else only those that do not.
-        extrapolates: include two small chunks in role "alone", which no split uses: the workspace
+        extrapolates: include two small chunks in role `ALONE`, which no split uses: the workspace
             of the undivided call is extrapolated from them.
     """
 
@@ -61,21 +61,21 @@ class KernelCandidates:
                     found[Arm(size, candidate.algorithm, role)] = candidate
         return found
 
-    def _roles(self, size: int) -> tuple[str, ...]:
+    def _roles(self, size: int) -> tuple[Role, ...]:
         # The whole is the only chunk of its call, which allocates and returns the result.
         if size == self.axis.extent:
-            return ("alone",)
-        if self.problem.op != "wgrad":
-            # Every chunk of fprop and dgrad is written into its slice of a result, also the first.
-            # The workspace of the undivided call, which is not, needs chunks in the role "alone".
-            tells = self._extrapolates and size in self.sizes[:2]
-            return ("later", "alone") if tells and self.axis.extent in self.sizes else ("later",)
-        # In half precision the first chunk of a weight gradient begins a sum in float32.
-        return ("alone" if self.problem.bytes_per_element >= 4 else "first", "later")
+            return (Role.ALONE,)
+        roles = dict.fromkeys(role_of(self.problem, place) for place in (Role.FIRST, Role.LATER))
+        # Chunks of fprop and dgrad are written into a result. Two that return one extrapolate what
+        # workspace the undivided call needs.
+        tells = self._extrapolates and size in self.sizes[:2] and self.axis.extent in self.sizes
+        if tells and self.problem.op != "wgrad":
+            roles[Role.ALONE] = None
+        return tuple(roles)
 
-    def lists(self, arm: Arm) -> tuple[str, ...]:
+    def lists(self, arm: Arm) -> tuple[Role, ...]:
         """Positions of a split that an arm can fill; empty if it only serves to extrapolate."""
-        return lists_of(self.problem.op, arm.size == self.axis.extent, arm.role)
+        return lists_of(self.problem, arm.size == self.axis.extent, arm.role)
 
     @cached_property
     def curves(self) -> Mapping[Arm, str]:

@@ -10,8 +10,8 @@ from ucudnn.benchmark.bench import Whole
 from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import Measurement, MeasurementKey
-from ucudnn.plan import Split, Timing
+from ucudnn.measurement import Candidate, Measurement, MeasurementKey, Subject
+from ucudnn.plan import DEFAULT_ALGORITHM, Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.session import Session
@@ -60,9 +60,9 @@ def race(
     if recalled is not None:
         return recalled
     keys = _keys(session, problem, splits, has_bias)
-    notes = _notes(session, problem, splits)
+    facts = _facts(session, problem, splits)
     wholes = measurer.bench.whole(splits, has_bias)
-    found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, notes, strict=True)]
+    found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, facts, strict=True)]
     # Tuning that is interrupted from here on keeps this race.
     session.flush()
     finalists = _finalists(splits, found)
@@ -95,7 +95,6 @@ def _keys(
     names = sorted(str(split) for split in splits)
     identity = hashlib.sha256(" | ".join(names).encode()).hexdigest()[:8]
     this_race = f"race {identity}{' with a bias' if has_bias else ''}"
-    # A recorded backend tells whole calls from candidates by this prefix ("plan[").
     return [session.key(problem, f"plan[{split}] in {this_race}") for split in splits]
 
 
@@ -107,28 +106,30 @@ def _finalists(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Fi
     ]
 
 
-def _notes(session: Session, problem: Problem, splits: Sequence[Split]) -> list[tuple[str, ...]]:
-    """Notes of each split: all that torch's default has, else whether it is nondeterministic."""
-    notes_by_name = {
-        candidate.algorithm: candidate.notes for candidate in session.backend.candidates(problem)
-    }
+def _facts(session: Session, problem: Problem, splits: Sequence[Split]) -> list[Candidate]:
+    """Facts of each split: all that torch's default has, else whether it is deterministic."""
+    by_name = {entry.algorithm: entry for entry in session.backend.candidates(problem)}
+    random = {name for name, entry in by_name.items() if not entry.is_deterministic}
     return [
-        # A plan shows all notes of torch's own convolution. Of any other split they decide ties
-        # alone: one nondeterministic chunk makes all of it so.
-        notes_by_name.get(split.steps[0].algorithm, ())
-        if split.is_default
-        else ("nondeterministic",)
-        if any("nondeterministic" in notes_by_name.get(s.algorithm, ()) for s in split.steps)
-        else ()
+        # One nondeterministic chunk makes all of the call so.
+        by_name[DEFAULT_ALGORITHM]
+        if split.is_default and DEFAULT_ALGORITHM in by_name
+        else Candidate(
+            problem,
+            str(split),
+            is_deterministic=random.isdisjoint(step.algorithm for step in split.steps),
+        )
         for split in splits
     ]
 
 
-def _measured(key: MeasurementKey, whole: Whole, notes: tuple[str, ...]) -> Measurement:
+def _measured(key: MeasurementKey, whole: Whole, facts: Candidate) -> Measurement:
     samples = whole.result.samples
     # Kept like a time, so that a second tune recalls the race and need not fail again.
     if whole.result.failure:
-        return Measurement(key, "failed", reason=whole.result.failure, notes=notes)
+        kind, reason = whole.result.failure
+        return Measurement(key, "failed", reason=reason, failure=kind, subject=Subject.CALL)
+    state = whole.result.state
     return Measurement(
         key,
         "ok",
@@ -136,7 +137,11 @@ def _measured(key: MeasurementKey, whole: Whole, notes: tuple[str, ...]) -> Meas
         spread_ns(samples),
         tuple(samples),
         whole.workspace_bytes,
-        notes=notes + whole.result.state,
+        notes=facts.notes + state.notes,
+        subject=Subject.CALL,
+        implementation=facts.implementation,
+        is_deterministic=facts.is_deterministic,
+        load=state.load,
     )
 
 
@@ -149,7 +154,7 @@ def _finalist(split: Split, entry: Measurement) -> Finalist:
         split,
         timing,
         entry.samples,
-        is_deterministic="nondeterministic" not in entry.notes,
+        is_deterministic=entry.is_deterministic,
         is_perturbed=entry.is_perturbed,
     )
 
@@ -181,19 +186,20 @@ def choose(
     Returns:
         The winner, or None if no finalist is within the limit.
     """
-    fitting = [
-        entry for entry in finalists if limit is None or entry.timing.workspace_bytes <= limit
-    ]
+    fitting = [entry for entry in finalists if _fits(entry, limit)]
     default = next((entry for entry in fitting if entry.split.is_default), None)
     # Where nothing is clearly faster than torch's own convolution, that is the only one left.
     if default is not None:
-        fitting = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)] or [
-            default
-        ]
+        faster = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)]
+        fitting = faster or [default]
     if not fitting:
         return None
     fastest = min(fitting, key=lambda entry: entry.timing.time_ns)
     return min((entry for entry in fitting if _ties(entry, fastest)), key=_thrift)
+
+
+def _fits(entry: Finalist, limit: int | None) -> bool:
+    return limit is None or entry.timing.workspace_bytes <= limit
 
 
 def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:

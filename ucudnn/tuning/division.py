@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
-from ucudnn.tuning.solve import Front
+from ucudnn.tuning.fronts import Front
 from ucudnn.units import format_bytes
 
 
@@ -71,7 +71,7 @@ def divided(choices: Mapping[Problem, Choices], total: int, solver: str) -> dict
     """Workspace of each call of each kernel that minimises the total time.
 
     >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
-    >>> from ucudnn.tuning.solve import Point
+    >>> from ucudnn.tuning.fronts import Point
     >>> fronts = (Point(0, 9), Point(4, 8)), (Point(0, 9), Point(6, 2))
     >>> choices = {slow: Choices(2, 4, fronts[0]), fast: Choices(1, 6, fronts[1])}
     >>> list(divided(choices, 8, "auto").values())  # 2 bytes are left over, for three calls

@@ -69,6 +69,17 @@ class Elimination:
         # It was timed in full, so that the solver judges it by its times.
         if any(self._records[arm].status == "ok" for arm in arms if arm in self._records):
             return ""
+        reason = self._memory_reason(arms)
+        if reason or not self.is_active or best_ns is None:
+            return reason
+        # The best rate of any size: a fixed cost, as the transform of a filter, weighs less in
+        # larger chunks and alone must not rule an algorithm out.
+        rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
+        times = rate * self._candidates.axis.extent / best_ns
+        return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
+
+    def _memory_reason(self, arms: Sequence[Arm]) -> str:
+        """Reason why there is not enough memory for any of a curve's arms, "" where there is."""
         costs = [self._candidates.cost(arm.size, arm.algorithm) for arm in arms]
         least = min((cost.workspace_bytes if cost else 0 for cost in costs), default=0)
         most = self._workspaces.most_bytes
@@ -77,21 +88,13 @@ class Elimination:
                 f"it needs {format_bytes(least)} at least, more than the {format_bytes(most)} that "
                 f"a candidate may take here"
             )
-        if not self.is_active:
-            return ""
         limit = self._workspaces.limit
-        if limit is not None and least > limit:
+        if self.is_active and limit is not None and least > limit:
             return (
                 f"it needs {format_bytes(least)} at least, and the workspace limit is "
                 f"{format_bytes(limit)}"
             )
-        if best_ns is None:
-            return ""
-        # The best rate of any size: a fixed cost, as the transform of a filter, weighs less in
-        # larger chunks and alone must not rule an algorithm out.
-        rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
-        times = rate * self._candidates.axis.extent / best_ns
-        return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
+        return ""
 
     def _best_ns(self) -> float | None:
         """Time of the whole batch at the rate of the fastest usable chunk; None without one."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ucudnn.axis import BatchAxis
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.tuning.noise import PERTURBED
-from ucudnn.tuning.solve import solve
+from ucudnn.tuning.batch_splits import BatchSplits
+from ucudnn.tuning.plan_draft import PlanDraft
+from ucudnn.tuning.split_table import plan_by
 
 
 def plan_by_torch(
@@ -38,8 +40,8 @@ def plan_by_torch(
     timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
     # Its one time also plans the smaller batches that torch computes by the same implementation,
     # where it is an upper bound.
-    solved = solve(problem, [replace(entry, status="ok")], kernel_of, limit)
+    table = BatchSplits.of(BatchAxis(problem), (), [entry], kernel_of, limit)
     # Undivided, by torch's own convolution: what runs without any plan.
     split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
-    notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
-    return solved.kernel_plan(layers, split, timing, timing, notes)
+    plan = plan_by([table], PlanDraft(problem, split), layers, timing, timing, (note,))
+    return replace(plan, is_perturbed=entry.is_perturbed)

@@ -118,15 +118,25 @@ def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) ->
         return LayoutRace(reason=f"not all kernels have a plan in both layouts, and {reason}")
     contestants: list[Contestant] = []
     for one in entrants(plans):
-        kernels = plans[one.memory_format].kernels
-        timed = [(k.timing if one.plan else k.default, len(k.layers)) for k in kernels]
-        if all(timing for timing, _ in timed):  # a recording may lack torch's own
-            time_ns = sum(timing.time_ns * count for timing, count in timed if timing)
+        time_ns = _sum_ns(one, plans[one.memory_format])
+        # A recording may lack torch's own convolution of some kernel.
+        if time_ns is not None:
             contestants.append(_summed(one, time_ns, contestants))
-    # of each layout the plan comes last; it holds torch's own where that is faster
+    # Of each layout the plan comes last; it holds torch's own where that is faster.
     own, last = ({one.memory_format: i for i, one in enumerate(contestants)}[f] for f in plans)
     is_faster = contestants[last].time_ns < (1 - TOLERATED) * contestants[own].time_ns
     return LayoutRace(tuple(contestants), last if is_faster else own, reason=reason)
+
+
+def _sum_ns(one: Entrant, plan: Plan) -> int | None:
+    """Sum over the calls of all kernels, by a plan or by torch; None where a time is not known."""
+    total = 0
+    for kernel in plan.kernels:
+        timing = kernel.timing if one.plan else kernel.default
+        if timing is None:
+            return None
+        total += timing.time_ns * len(kernel.layers)
+    return total
 
 
 def _summed(one: Entrant, time_ns: int, others: Sequence[Contestant]) -> Contestant:

@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line, is_out_of_memory
 from ucudnn.execution.stepping import STEP_ERRORS, Results, Steps
 from ucudnn.plan import Plan
 
@@ -20,7 +20,6 @@ _MOST_TIMES = 10.0
 # Differences up to these powers of the coarsest rounding are usual. Where rounding moves a value
 # over a ReLU's edge or changes the largest of a pool, gradients jump: by 0.002 in a ResNet-18.
 _POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
-_OUT_OF_MEMORY = "can't allocate memory"
 
 
 def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
@@ -44,7 +43,7 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
     except STEP_ERRORS as error:
         if is_out_of_memory(error):
             raise
-        return f"it fails in channels_last ({failure_of(error)})"
+        return f"it fails in channels_last ({first_line(error)})"
     eps = _coarsest_eps(plan)
     usual = {"outputs": eps**_POWER_OF_OUTPUTS, "gradients": eps**_POWER_OF_GRADIENTS}
     differences = _differences(truth, found)
@@ -59,16 +58,6 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
                 f"{rounding:.2g} where weights change by one rounding"
             )
     return ""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for errors that mean that there is too little memory.
-
-    >>> is_out_of_memory(RuntimeError("can't allocate memory")), is_out_of_memory(ValueError("no"))
-    (True, False)
-    """
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or _OUT_OF_MEMORY in str(error)
 
 
 def _coarsest_eps(plan: Plan) -> float:

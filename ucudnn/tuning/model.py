@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.layout import memory_format_of
@@ -17,12 +17,14 @@ from ucudnn.plan import Plan
 from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import judged, judged_in_layouts
-from ucudnn.tuning.progress import Progress
-from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
+from ucudnn.tuning.progress import Progress, TuningInterruptedError
+from ucudnn.tuning.tuner import tune_problems
 
 # Steps to leave time for in the budget: five rounds of both contestants, two more than decide a
 # clear race.
 RESERVED_STEPS = 10
+# The same for a hint on what channels_last promises.
+_HINT_STEPS = 5
 # The same for two layouts: four contestants in four rounds, and the steps that come before a race
 # (see `judging`).
 _LAYOUT_STEPS = 25
@@ -141,7 +143,7 @@ class _Tuning:
         # A model that cannot be computed in channels_last keeps its layout. The error of its own
         # code is the cause; the one around it is about inputs, which were traced before.
         except ConfigError as error:
-            reason = f"it fails in channels_last ({failure_of(error.__cause__ or error)})"
+            reason = f"it fails in channels_last ({first_line(error.__cause__ or error)})"
         else:
             reason = ""
             # As in 1-D, or for a model that is in channels_last already: there is nothing to
@@ -154,7 +156,9 @@ class _Tuning:
         return self._in_layouts(model, inputs, {"keep": traced, "channels_last": last})
 
     def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
-        plan = self._tuned(traced, self._config, RESERVED_STEPS, self._on_progress)
+        has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
+        steps = RESERVED_STEPS + (_HINT_STEPS if has_other else 0)
+        plan = self._tuned(traced, self._config, steps, self._on_progress)
         # A model that was converted by a plan for channels_last is traced in that layout.
         plan = replace(plan, memory_format=memory_format_of(model))
         return judged(model, inputs, plan, self._config, self._began)

@@ -7,8 +7,6 @@ from typing import Any
 
 from ucudnn.plan import KernelPlan, Plan, Timing
 
-# The note of a kernel whose whole calls were timed while others used the processors.
-PERTURBED = "timed while others used the processors"
 # The interquartile range of a wide interval, as a fraction of the time.
 _WIDE = 0.1
 # A prediction that is off by more, as a fraction of the time.
@@ -54,7 +52,7 @@ class Noise:
 
     def __str__(self) -> str:
         counts = {
-            PERTURBED: self.perturbed,
+            "timed while others used the processors": self.perturbed,
             "with times that vary by more than a tenth": self.wide,
             "whose parts add up to something else by more than a quarter": self.mispredicted,
             "run only once": self.single,
@@ -78,7 +76,7 @@ def noise_of(plan: Plan) -> Noise:
     measured = [kernel for kernel in plan.kernels if not kernel.timing.is_predicted]
     return Noise(
         kernels=len(measured),
-        perturbed=sum(PERTURBED in kernel.notes for kernel in measured),
+        perturbed=sum(kernel.is_perturbed for kernel in measured),
         wide=sum(any(map(_is_wide, _timings(kernel))) for kernel in measured),
         mispredicted=sum(_is_mispredicted(kernel) for kernel in measured),
         single=sum(kernel.timing.samples == 1 for kernel in measured),

@@ -1,9 +1,13 @@
-"""Progress of tuning, and the warning where it could not finish."""
+"""Progress of tuning, and the warning or the error where it could not finish."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ucudnn.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,19 @@ class Progress:
     reused: int
     seconds_left: float | None = None
     budget_s: float | None = None
+
+
+class TuningInterruptedError(KeyboardInterrupt):
+    """Ctrl-C during tuning; the measurements so far are in the cache.
+
+    Attributes:
+        plan: the best plan so far. Kernels that were never run are not in it, and those that were
+            not finished run torch's own convolution.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("tuning was interrupted")
+        self.plan = plan
 
 
 class UntunedWarning(UserWarning):

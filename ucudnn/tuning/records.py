@@ -12,9 +12,6 @@ from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.workspace_model import WorkspaceModel
 
-# Why a candidate was not timed in full: the reason names the algorithm that it lost against.
-BEATEN = "beaten by "
-
 
 class KernelRecords:
     """Known measurements of a kernel's candidates.
@@ -84,9 +81,9 @@ class KernelRecords:
 
     def has_lost(self, arm: Arm, entry: Measurement) -> bool:
         """True if it lost its race against a candidate that is allowed under this limit, too."""
-        if entry.status != "screened" or not entry.reason.startswith(BEATEN):
+        if entry.status != "screened" or not entry.lost_to:
             return False
-        rival = arm._replace(algorithm=entry.reason.removeprefix(BEATEN))
+        rival = arm._replace(algorithm=entry.lost_to)
         winner = self.by_arm.get(rival)
         return winner is not None and self.is_usable(rival, winner)
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role
 from ucudnn.solvers.lazy import Option, Outlook, outlook
+from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.records import KernelRecords, interval_of
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
+from ucudnn.tuning.split_table import CHUNK_NS, WORTHWHILE_NS
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
 TOLERANCE = 0.02
@@ -65,7 +66,9 @@ class Requests:
         worthwhile = [
             option
             for option in options
-            if "alone" in option.lists or not option.is_timed or _time_ns(option) >= WORTHWHILE_NS
+            if Role.ALONE in option.lists
+            or not option.is_timed
+            or _time_ns(option) >= WORTHWHILE_NS
         ]
         extent = self._listed.axis.extent
         ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self._tolerance)
@@ -80,14 +83,14 @@ class Requests:
         # Slabs have all samples of the call, whatever the batch is.
         if self._listed.axis.name != "batch":
             return []
-        problem, kernel_of = self._listed.problem, self._session.kernel_of
+        axis, sizes = self._listed.axis, self._listed.sizes
+        usable, kernel_of = self._records.usable, self._session.kernel_of
         options = list(self._options())
-        bounds = self._limit, self._listed.sizes
-        for batch in uncovered_batches(problem, self._records.usable, kernel_of, *bounds):
+        for batch in BatchSplits.of(axis, sizes, usable, kernel_of, self._limit).uncovered():
             possible = (
                 # For this batch the chunk of that size is the undivided call.
-                replace(option, lists=("alone", *option.lists))
-                if option.batch == batch and "first" in option.lists
+                replace(option, lists=(Role.ALONE, *option.lists))
+                if option.batch == batch and Role.FIRST in option.lists
                 else option
                 for option in options
             )
@@ -132,7 +135,7 @@ class Requests:
             None if entry is None else interval_of(entry),
             entry is not None and entry.status == "ok",
             workspace or 0,
-            rank_of(arm.algorithm, self._listed.by_arm[arm].notes),
+            rank_of(arm.algorithm, self._listed.by_arm[arm].is_deterministic),
             arm.size in self._listed.even_sizes,
             arm.role,
             self._elimination.least_ns(arm) if entry is None else 0,

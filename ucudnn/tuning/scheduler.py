@@ -27,7 +27,7 @@ from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, warn_of_untuned
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.sources import Bounds, Kernel
+from ucudnn.tuning.sources import Bounds, Kernel, source_of
 from ucudnn.tuning.step_shares import StepShares
 
 
@@ -228,7 +228,8 @@ class TuningScheduler:
         tolerance = 0.0
         if self._total_ns and default is not None and self._by_share:
             tolerance = shares.stakes[problem].tolerance(self._total_ns, self._effort)
-        planner = KernelPlanner(session, config, kernel, Bounds(limit, limit, tolerance), default)
+        bounds = Bounds(limit, limit, tolerance)
+        planner = KernelPlanner(source_of(session, config, kernel, bounds, default))
         # A recording says what torch's own convolution takes without a first run.
         if planner.default is not None:
             shares.defaults[problem] = planner.default

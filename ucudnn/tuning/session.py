@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import monotonic
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.backends import AbstractBackend, Cost, Roofline
+from ucudnn.backends import AbstractBackend, Cost, DeviceState, Roofline
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.cache import AbstractCache
-from ucudnn.measurement import Measurement, MeasurementKey, is_perturbation
+from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.overhead import planned_call_ns
@@ -65,11 +65,11 @@ class Session:
         self._conditions = self.backend.conditions()
         self._worker = Worker(self.backend) if self.isolated else None
         # Decided once, so that all of a session's perturbed measurements are recalled, or none is.
-        self.is_busy = any(is_perturbation(note) for note in self.backend.state())
+        self.is_busy = self.backend.state().load > 0
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
-    def key(self, problem: Problem, algorithm: str, role: str = "alone") -> MeasurementKey:
+    def key(self, problem: Problem, algorithm: str, role: Role = Role.ALONE) -> MeasurementKey:
         """The key of a candidate that this session would measure."""
         conditions = replace(self._conditions, role=role)
         return MeasurementKey(
@@ -95,19 +95,21 @@ class Session:
             return None
         speed = replace(_SPEED_PROBLEM, dtype=dtype)
         keys = [self.key(speed, name) for name in ("roofline operations", "roofline bytes")]
-        known = [self.find(key) for key in keys]
-        if not all(known):
+        if not all(map(self.find, keys)):
             found = self.backend.roofline(dtype)
             if found is None:
                 return None
-            times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
-            for key, time_ns in zip(keys, times, strict=True):
-                self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
-            # Read back, so that this run computes with the same rounded numbers as a second one.
-            known = [self.find(key) for key in keys]
-        operations, moved = (entry for entry in known if entry is not None)
+            self._note_roofline(keys, found)
+        # Read back, so that this run computes with the same rounded numbers as a second one.
+        operations, moved = filter(None, map(self.find, keys))
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
+
+    def _note_roofline(self, keys: Sequence[MeasurementKey], found: Roofline) -> None:
+        times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
+        for key, time_ns in zip(keys, times, strict=True):
+            kept = found.cached_bytes
+            self.note(_of_machine(Measurement(key, "ok", time_ns, 0, workspace_bytes=kept)))
 
     def planned_call_ns(self) -> int:
         """Overhead of a planned call in ns, measured once and kept in the cache."""
@@ -119,7 +121,7 @@ class Session:
             # free.
             if not time_ns:
                 return 0
-            known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
+            known = _of_machine(Measurement(key, "ok", time_ns, 0, workspace_bytes=0))
             self.note(known)
         return known.time_ns or 0
 
@@ -174,9 +176,9 @@ class Session:
         self.on_run()
         return measurement
 
-    def state(self) -> tuple[str, ...]:
-        """Notes on what perturbs times now; results of a worker have the notes of the worker."""
-        return () if self.isolated else self.backend.state()
+    def state(self) -> DeviceState:
+        """Conditions that perturb times now; results of a worker have those of the worker."""
+        return DeviceState() if self.isolated else self.backend.state()
 
     def note(self, measurement: Measurement) -> None:
         """Keep a measurement that is not of a candidate, without counting it."""
@@ -207,3 +209,7 @@ class Session:
         finally:
             if self._worker is not None:
                 self._worker.close()
+
+
+def _of_machine(measurement: Measurement) -> Measurement:
+    return replace(measurement, subject=Subject.MACHINE)

@@ -19,7 +19,7 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
 from ucudnn.tuning.noise import NoiseWarning, noise_of
-from ucudnn.tuning.progress import Progress
+from ucudnn.tuning.progress import Progress, TuningInterruptedError
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
 from ucudnn.tuning.scheduler import TuningScheduler
 
@@ -31,19 +31,6 @@ _BUSY = (
 # Two tunings at once would perturb each other's times, and torch has one profiler per process, by
 # which workspace is measured.
 _measuring = ForkSafeLock()
-
-
-class TuningInterruptedError(KeyboardInterrupt):
-    """Ctrl-C during tuning; the measurements so far are in the cache.
-
-    Attributes:
-        plan: the best plan so far. Kernels that were never run are not in it, and those that were
-            not finished run torch's own convolution.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__("tuning was interrupted")
-        self.plan = plan
 
 
 def tune_problems(
@@ -140,7 +127,7 @@ def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) 
         conditions=backend.conditions(),
         # A plan from a recording is for the backend that runs it, not for the one that replays.
         config=replace(config, backend=backend.name, device=None, device_profile=None)
-        if is_replayed(config)
+        if config.is_replayed
         else config,
         backend=backend.name,
     )
@@ -162,17 +149,8 @@ def device_type(config: Config) -> str:
     return backend_entry(config.backend).device_type
 
 
-def is_replayed(config: Config) -> bool:
-    """True if nothing is measured, because a recording is replayed.
-
-    >>> is_replayed(Config(backend="recorded"))
-    True
-    """
-    return config.backend == "recorded" or config.device_profile is not None
-
-
 def _open_cache(config: Config) -> AbstractContextManager[AbstractCache]:
-    if is_replayed(config):
+    if config.is_replayed:
         # Read only, and a file that was exported from a cache serves as well.
         return open_recording(config.cache)
     return cache_room.open(config.cache)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import AbstractBackend, Executable
+from ucudnn.backends._base import AbstractBackend, DeviceState, Executable
 from ucudnn.backends.cudnn import identity
 from ucudnn.backends.cudnn.api import Cudnn
 from ucudnn.backends.cudnn.engine import parse_identity
@@ -23,9 +23,9 @@ from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import ADDS_BIAS, Candidate, Conditions, Device, Software
-from ucudnn.plan import DEFAULT_ALGORITHM
+from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM
 
 _MOST_ELEMENTS = 2**31 - 1  # engines index with 32 bits
 # Problems whose engines are remembered. Listing them takes milliseconds, and tuning asks for the
@@ -52,11 +52,6 @@ class _Settings(NamedTuple):
 
 def _is_deterministic() -> bool:
     return bool(_torch.deterministic) or torch.are_deterministic_algorithms_enabled()
-
-
-def _lower(notes: Iterable[str]) -> tuple[str, ...]:
-    # Tuning looks for notes such as "nondeterministic" in small letters.
-    return tuple(note.lower() for note in notes)
 
 
 def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
@@ -116,10 +111,9 @@ class CudnnBackend(AbstractBackend):
         """Versions of torch, cuDNN, CUDA and the driver."""
         return identity.cuda_software(self.runtime.cudnn.version_text)
 
-    def conditions(self, role: str = "alone") -> Conditions:
+    def conditions(self) -> Conditions:
         """The allocator of torch, and the percentage of the GPU that MPS grants this process."""
         return Conditions(
-            role=role,
             allocator=f"torch-{torch.cuda.get_allocator_backend()}",
             mps_percent=int(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") or 100),
         )
@@ -132,9 +126,9 @@ class CudnnBackend(AbstractBackend):
             return True
         return False
 
-    def state(self) -> tuple[str, ...]:
-        """Clock, heat, throttling and other processes now, as notes of a measurement."""
-        return identity.gpu_state(self._index).notes
+    def state(self) -> DeviceState:
+        """Clock, heat, throttling and other processes now, as notes."""
+        return DeviceState(notes=identity.gpu_state(self._index).notes)
 
     def algorithms(self) -> tuple[str, ...]:
         """torch's own only: engines are enumerated for each problem."""
@@ -182,9 +176,15 @@ class CudnnBackend(AbstractBackend):
             proposed = self.runtime.configurations(self._index, problem, bias=bias)
         except UnsupportedError:  # cuDNN has nothing; torch has kernels of its own
             proposed = []
-        more = (ADDS_BIAS,) if bias else ()
         return tuple(
-            Candidate(problem, one.identity, one.workspace_bytes, _lower(one.notes) + more)
+            Candidate(
+                problem,
+                one.identity,
+                one.workspace_bytes,
+                one.notes,
+                is_deterministic=one.is_deterministic,
+                adds_bias=bias,
+            )
             for one in proposed
             if one.is_allowed(problem, deterministic)
             and not one.is_runtime_compiled

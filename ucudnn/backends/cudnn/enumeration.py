@@ -122,26 +122,14 @@ def enumerate_candidates(
     # Checked first: listing a whole network takes a while, and would be lost.
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigError(f"candidates are written to a file in a folder that exists, got {target}")
-    sizes = None if batches is None else tuple(batches)
-    chunks = {
-        (name, problem): [problem.with_batch(size) for size in sizes or _powers(problem.batch)]
-        for name, problem in layers
-    }
+    chunks = _chunks(layers, None if batches is None else tuple(batches))
     # Networks repeat layers, and layers share micro-batches: cuDNN is asked once for each problem.
-    distinct = list(dict.fromkeys(chunk for found in chunks.values() for chunk in found))
+    distinct = list(dict.fromkeys(chunk for _, chunk in chunks))
     # Found once, so that the summary names the library that answered.
     library = find_library()
-    listings: dict[Problem, Listing] = {}
-    for done, listing in enumerate(list_configurations(distinct, profile, library), start=1):
-        allowed = (one for one in listing.configurations if one.is_allowed(listing.problem))
-        listings[listing.problem] = listing._replace(configurations=tuple(allowed))
-        if on_progress is not None:
-            on_progress(done, len(distinct))
+    listings = _allowed_listings(distinct, profile, library, on_progress)
     # Written by layer, though cuDNN was asked by distinct problem.
-    rows = _write(
-        target,
-        ((name, listings[chunk]) for (name, _), found in chunks.items() for chunk in found),
-    )
+    rows = _write(target, ((name, listings[chunk]) for name, chunk in chunks))
     return Enumeration(
         rows=rows,
         candidates=sum(len(listing.configurations) for listing in listings.values()),
@@ -168,6 +156,33 @@ def parse_batches(text: str) -> tuple[int, ...]:
             f"batches must be ints of at least 1, separated by commas, such as 1,32; got {text!r}"
         )
     return tuple(sorted({int(word) for word in words}))
+
+
+def _chunks(
+    layers: Iterable[tuple[str, Problem]], sizes: tuple[int, ...] | None
+) -> list[tuple[str, Problem]]:
+    """Every micro-batch of every layer, by the layer's name; a layer that is listed twice once."""
+    return [
+        (name, problem.with_batch(size))
+        for name, problem in dict.fromkeys(layers)
+        for size in sizes or _powers(problem.batch)
+    ]
+
+
+def _allowed_listings(
+    problems: Sequence[Problem],
+    profile: DeviceProfile,
+    library: Path,
+    on_progress: Callable[[int, int], None] | None,
+) -> dict[Problem, Listing]:
+    """The configurations of each problem that PyTorch's rules on float32 allow."""
+    listings: dict[Problem, Listing] = {}
+    for done, listing in enumerate(list_configurations(problems, profile, library), start=1):
+        allowed = (one for one in listing.configurations if one.is_allowed(listing.problem))
+        listings[listing.problem] = listing._replace(configurations=tuple(allowed))
+        if on_progress is not None:
+            on_progress(done, len(problems))
+    return listings
 
 
 def _powers(batch: int) -> list[int]:

@@ -16,6 +16,12 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.units import format_bytes
 
+# Implementations that are oneDNN's, and those of aten that multiply matrices of columns (im2col).
+ONEDNN_KERNELS = frozenset({"onednn", "onednn_nhwc"})
+COLUMN_KERNELS = frozenset(
+    {"slow_conv2d", "slow_conv3d", "slow_conv_dilated2d", "slow_conv_dilated3d"}
+)
+
 
 class AbstractAlgorithm(ABC):
     """A way to compute fprop, dgrad and wgrad; stateless, it builds executables."""

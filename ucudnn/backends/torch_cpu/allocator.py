@@ -19,6 +19,7 @@ LARGE_THRESHOLD_TUNABLES = (
 )
 # Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_GLIBC = "glibc"
 # Allocators that users preload instead of glibc's; each has settings of its own.
 _REPLACEMENTS = ("tcmalloc", "jemalloc", "mimalloc")
 _threshold_set_here: list[int] = []
@@ -30,16 +31,19 @@ def describe_allocator() -> str:
     Returns:
         "glibc", "glibc,mmap_threshold=1073741824", "tcmalloc", "jemalloc", "mimalloc" or "system".
     """
+    name = _allocator()
+    threshold = _threshold_set_here[-1] if _threshold_set_here else _threshold_of_environment()
+    return name if name != _GLIBC or threshold is None else f"{name},mmap_threshold={threshold}"
+
+
+def _allocator() -> str:
     maps = Path("/proc/self/maps")
     loaded = maps.read_text(errors="replace") if maps.exists() else ""
     for name in _REPLACEMENTS:
         if f"lib{name}" in loaded:
             return name
     # Other C libraries, such as musl's, do not have this function.
-    if not hasattr(_c_library(), "gnu_get_libc_version"):
-        return "system"
-    threshold = _threshold_set_here[-1] if _threshold_set_here else _threshold_of_environment()
-    return "glibc" if threshold is None else f"glibc,mmap_threshold={threshold}"
+    return _GLIBC if hasattr(_c_library(), "gnu_get_libc_version") else "system"
 
 
 def set_mmap_threshold(threshold_bytes: int) -> None:
@@ -53,7 +57,7 @@ def set_mmap_threshold(threshold_bytes: int) -> None:
         UnsupportedError: the process does not run on glibc's malloc, or it refuses the value.
     """
     library = _c_library()
-    if not describe_allocator().startswith("glibc"):
+    if _allocator() != _GLIBC:
         raise UnsupportedError(
             f"only glibc's malloc has an mmap threshold, this process runs {describe_allocator()}"
         )

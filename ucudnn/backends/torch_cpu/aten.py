@@ -15,7 +15,12 @@ from torch import Tensor
 from ucudnn.backends import aten
 from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import memory_format
-from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, phantom
+from ucudnn.backends.torch_cpu._base import (
+    COLUMN_KERNELS,
+    AbstractAlgorithm,
+    OpsExecutable,
+    phantom,
+)
 from ucudnn.backends.torch_cpu.padding import padded, symmetric
 from ucudnn.backends.torch_cpu.taps import columns_bytes, direct_cost
 from ucudnn.problem import Problem
@@ -187,7 +192,7 @@ def _is_both(shape: tuple[int, ...]) -> bool:
 
 
 def _kernel_cost(problem: Problem, kernel: str) -> Cost:
-    if kernel.startswith("slow"):
+    if kernel in COLUMN_KERNELS:
         return _columns_cost(problem, kernel)
     direct = direct_cost(problem)
     # On x86 oneDNN computes convolutions directly; elsewhere it may use Winograd.

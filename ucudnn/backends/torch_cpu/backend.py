@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import AbstractBackend, Activity, Cost, Executable, Roofline
+from ucudnn.backends._base import AbstractBackend, Activity, Cost, DeviceState, Executable, Roofline
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu import identity
-from ucudnn.backends.torch_cpu._base import empty
+from ucudnn.backends.torch_cpu._base import ONEDNN_KERNELS, empty
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
 from ucudnn.backends.torch_cpu.aten import (
     OneDnn,
@@ -77,11 +77,9 @@ class TorchCpuBackend(AbstractBackend):
         """Versions of torch and oneDNN."""
         return identity.cpu_software()
 
-    def conditions(self, role: str = "alone") -> Conditions:
+    def conditions(self) -> Conditions:
         """The threads and the malloc of this process."""
-        return Conditions(
-            role=role, threads=torch.get_num_threads(), allocator=describe_allocator()
-        )
+        return Conditions(threads=torch.get_num_threads(), allocator=describe_allocator())
 
     def algorithms(self) -> tuple[str, ...]:
         """Names of all algorithms, torch's own first."""
@@ -103,7 +101,7 @@ class TorchCpuBackend(AbstractBackend):
         reason = self.refusal(problem, algorithm)
         # A slab is low, so that a filter may hang over it; there oneDNN's half-precision kernels
         # read memory that is not theirs. Of a whole problem, torch's own choice is never refused.
-        if reason is None and self.kernel(problem, algorithm).startswith("onednn"):
+        if reason is None and self.kernel(problem, algorithm) in ONEDNN_KERNELS:
             reason = cramped_refusal(problem)
         return reason
 
@@ -121,10 +119,15 @@ class TorchCpuBackend(AbstractBackend):
         # Timing the same kernel twice would only add noise to the choice between the two.
         if "torch_default" in names and chosen_kernel(problem) == "onednn":
             names = [name for name in names if name != "onednn"]
-        return tuple(Candidate(problem, name, notes=self._notes(problem, name)) for name in names)
-
-    def _notes(self, problem: Problem, name: str) -> tuple[str, ...]:
-        return (f"kernel={chosen_kernel(problem)}",) if name == "torch_default" else ()
+        return tuple(
+            Candidate(
+                problem,
+                name,
+                # Any other algorithm is one implementation, whose name it has.
+                implementation=chosen_kernel(problem) if name == "torch_default" else "",
+            )
+            for name in names
+        )
 
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
         """Lower bounds of what a candidate needs; None if the algorithm does not compute it."""
@@ -182,9 +185,9 @@ class TorchCpuBackend(AbstractBackend):
         run()
         return time.perf_counter_ns() - start
 
-    def state(self) -> tuple[str, ...]:
-        """The load by other processes as a note, if it takes processors that this one needs."""
-        return _load.notes()
+    def state(self) -> DeviceState:
+        """The load by other processes, if it takes processors that this one needs."""
+        return DeviceState(_load.load())
 
     def activity(self) -> Activity:
         """CPU time and involuntary context switches of this process."""

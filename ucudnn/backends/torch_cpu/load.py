@@ -28,8 +28,8 @@ class _Reading(NamedTuple):
 class LoadMeter:
     """Measures how many processors other processes have used since the last call.
 
-    >>> LoadMeter(Path("no/such/file")).notes()
-    ()
+    >>> LoadMeter(Path("no/such/file")).load()
+    0.0
 
     Args:
         path: file of the system's counters; if there is none, the load is reported as 0.
@@ -55,11 +55,11 @@ class LoadMeter:
             self._last, self._others = now, max(0.0, spent_s / elapsed_s)
             return self._others
 
-    def notes(self) -> tuple[str, ...]:
-        """The load as a note of a measurement, if it takes processors that this process needs."""
+    def load(self) -> float:
+        """Processors that others use, if they take some that this process needs; else 0."""
         others = self.others()
         left = (os.cpu_count() or 1) - torch.get_num_threads()
-        return (f"load={others:.1f}",) if others > max(0, left) + _TOLERATED else ()
+        return round(others, 1) if others > max(0, left) + _TOLERATED else 0.0
 
     def _read(self) -> _Reading | None:
         try:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from ucudnn.backends.torch_cpu._base import COLUMN_KERNELS, ONEDNN_KERNELS
 from ucudnn.backends.torch_cpu.instructions import has_instructions
 from ucudnn.errors import BusyError
 from ucudnn.problem import OPS, Problem
@@ -71,9 +72,9 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
         threads: intra-operator threads.
     """
     native = has_instructions(problem.dtype)
-    if kernel.startswith("onednn"):
+    if kernel in ONEDNN_KERNELS:
         return 0 if native else threads * _fallback_scratch_bytes(problem)
-    if not kernel.startswith("slow_conv"):
+    if kernel not in COLUMN_KERNELS:
         return 0
     unseen = 0
     # a weight gradient is summed one sample after another
