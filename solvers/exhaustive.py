@@ -1,6 +1,6 @@
-"""Every split and every division, one by one: the oracle that other solvers must agree with.
+"""Exhaustive search over all splits and all divisions, with which other solvers are compared.
 
-For tests and tiny problems only. It shares neither code nor ideas with what it checks.
+For tests and tiny problems only. It shares neither code nor methods with what it checks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def exhaustive(
     max_chunks: int | None = None,
     align: int = 1,
 ) -> tuple[Item, ...] | None:
-    """The best split of batch n by trying all; None where nothing fits.
+    """The best split of batch n, found by trying all; None if nothing fits.
 
     >>> items = [Item(4, 0, 40, "slow"), Item(1, 8, 5, "fast"), Item(2, 16, 9, "fast")]
     >>> [item.batch for item in exhaustive(items, 3)]

@@ -1,16 +1,17 @@
 """Choice of the chunks to time next, until no untimed one can be part of a faster split.
 
-The solver runs on lower bounds of what was not timed. Where the split that it finds holds only
-timed chunks no split is faster, as every other one costs at least its bound; else it names what to
-time. Bounds rest on two assumptions about the sizes of one curve, whatever the role of the chunk:
+The solver runs on times where they are known, and on lower bounds elsewhere. If the split that it
+finds contains only timed chunks, no split is faster, because every other one costs at least its
+bound. Else the split names what to time. The bounds rest on two assumptions about a curve, the
+times of one implementation over the chunk size, in any role:
 
     grows    no chunk takes less time than a smaller one;
-    economy  no chunk beats, per sample, both timed sizes next to it by more than a tenth for every
-             doubling that lies between them beyond the first.
+    economy  per sample, no chunk is faster than both neighbouring timed sizes by more than a tenth
+             for every doubling between these two beyond the first.
 
-Every timed size is held against what the others promise for it: times that fall are replaced by
-their largest non-falling minorant, and all bounds of a curve are lowered by its worst broken
-promise.
+Every timed size is compared with the bound that the other sizes give for it. Times that fall as the
+size grows are replaced by their largest non-decreasing minorant. All bounds of a curve are lowered
+by the worst ratio of a time to its bound, if that is below 1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _KEPT, _OF = 9, 10
 
 
 class Interval(NamedTuple):
-    """A measured time with the interval that it is known to."""
+    """A measured time with its confidence interval."""
 
     low_ns: int
     time_ns: int
@@ -41,20 +42,20 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A chunk that fits the limit and that a split may hold, timed or not.
+    """A chunk within the limit that a split may contain, timed or not.
 
     Args:
         batch: samples in the chunk.
         algorithm: what computes it.
-        curve: options of one curve run the same kernel, so that one size tells about another.
+        curve: name of a curve; its options run one implementation, so one size bounds another.
         lists: positions in a split that it can fill, which `reuse` takes as three lists.
-        interval: its time as far as it is known, None where it never ran.
-        is_timed: whether that is good enough to plan with.
+        interval: its time; None if it never ran.
+        is_timed: whether the time is precise enough to plan with.
         workspace_bytes: breaks ties.
         rank: breaks ties after that.
-        is_seed: whether its size is likely to be an efficient one.
-        role: in which the caller times it.
-        least_ns: a lower bound of its time that the caller knows, for one that never ran.
+        is_seed: whether its size is likely to be efficient.
+        role: the role in which the caller times it.
+        least_ns: a lower bound of its time from the caller, if it never ran.
     """
 
     batch: int
@@ -75,9 +76,9 @@ class Outlook:
     """Gap estimate of the best split of timed chunks, and the chunks to time to narrow it.
 
     Args:
-        time_ns: the best split of timed chunks, None where there is none.
-        bound_ns: no split is faster where the assumptions hold; None where there is none at all.
-        wanted: what to time next; empty when the two are close enough.
+        time_ns: the best split of timed chunks, None if there is none.
+        bound_ns: lower bound of any split, if the assumptions hold; None if no split exists.
+        wanted: chunks to time next; empty if time and bound are close enough.
     """
 
     time_ns: int | None
@@ -86,7 +87,7 @@ class Outlook:
 
     @property
     def gap(self) -> float:
-        """By which fraction of its time a better split could be faster at most.
+        """Upper bound of what a better split could save, as a fraction of the time.
 
         >>> Outlook(100, 75).gap
         0.25
@@ -104,7 +105,7 @@ def outlook(
     tolerance: float = 0.0,
     least_ns: int = 0,
 ) -> Outlook:
-    """Say what to time next for the fastest split of a batch, or that nothing is left to time.
+    """Choose what to time next to find the fastest split of a batch.
 
     >>> known = Interval(5, 5, 5)
     >>> small = Option(1, "gemm", "gemm", (Role.FIRST, Role.LATER), known, is_timed=True)
@@ -113,11 +114,11 @@ def outlook(
 
     Args:
         options: all chunks that fit the limit.
-        batch: what to split.
-        launch_ns: what every chunk costs beside its own time.
-        tolerance: a gap that is small enough, as a fraction of the time; a promise broken by less
-            passes for noise.
-        least_ns: chunks that were not timed and turn out to take less will not be options.
+        batch: the batch to split.
+        launch_ns: fixed cost of each chunk, in addition to its time.
+        tolerance: a gap that is small enough, as a fraction of the time; a time that is below its
+            bound by less counts as noise.
+        least_ns: shortest time of a chunk in a split; a shorter one will be no option.
     """
     everything = tuple(options)
     curves = _by_curve(everything)
@@ -189,7 +190,7 @@ def _promises(
     points: tuple[tuple[int, Interval], ...],
     tolerance: float,
 ) -> tuple[int, ...]:
-    """Lower bounds of some sizes by what was timed of their curve, repaired where that failed."""
+    """Lower bounds of some sizes from the timed ones of their curve, lowered if they failed."""
     kept, of = 1, 1
     # Leave one out: each time is compared with what all others promise for its size.
     for place, (size, interval) in enumerate(points):
@@ -246,7 +247,7 @@ def _doublings(small: int, large: int) -> int:
 
 
 def _middle(option: Option, curve: Sequence[Option]) -> Option:
-    """The option that best halves the gap between the timed sizes around another."""
+    """The option that best halves the gap between the timed sizes around another option."""
     timed = sorted({other.batch for other in curve if other.interval is not None})
     place = bisect_left(timed, option.batch)
     # Only its own time helps: it ran too briefly, its size ran in another role, or no smaller size

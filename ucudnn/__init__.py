@@ -1,6 +1,7 @@
 """Micro-batching convolution autotuner for PyTorch.
 
-Names resolve on first use (PEP 562): importing this package loads no framework, and no part of it.
+Names are resolved at their first use (PEP 562), so importing this package imports neither torch nor
+any of its own modules.
 """
 
 from __future__ import annotations

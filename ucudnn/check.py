@@ -25,8 +25,8 @@ class Finding:
 
     Args:
         about: "device", "versions", "conditions", "build", or "canary" with the kernel's number.
-        is_true: whether it still holds; None where it was not looked at.
-        said: a sentence with what was found.
+        is_true: whether it still holds; None if it was not checked.
+        said: the result in one sentence.
     """
 
     about: str
@@ -47,9 +47,9 @@ def check(
 
     Args:
         plan: to check.
-        canaries: so many kernels, those by which the plan says to save most time, are timed again
-            beside torch's own convolution.
-        on_finding: called with each finding, which may take seconds to come.
+        canaries: number of kernels to time again, in turn with torch's own convolution: those with
+            the largest savings according to the plan.
+        on_finding: called with each finding as soon as it is known.
 
     Raises:
         ConfigError: canaries is negative.

@@ -1,4 +1,4 @@
-"""Bring a plan to a model: swap its convolutions for planned ones, or let aten's follow it."""
+"""Apply a plan: swap the convolutions of a model, or let aten's operators follow the plan."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Conversion:
         model: the model that was converted in place.
         plan: the plan it follows now.
         swapped: names of the layers that follow the plan.
-        left: names of the layers left as torch's, whose plan is torch's own convolution.
+        left: names of the layers left unchanged, because their plan is torch's own convolution.
         unplanned: names of the convolution layers that the plan does not cover.
-        not_swappable: planned layers that are no torch.nn convolution: modules that call a
-            function, subclasses and parametrized modules; `ucudnn.installed` reaches them.
+        not_swappable: names of planned layers that are not torch.nn convolutions: modules that call
+            a function, subclasses and parametrized modules. `ucudnn.installed` reaches them.
     """
 
     model: nn.Module
@@ -78,20 +78,21 @@ def convert_(
     The modules, their parameters, names, hooks and modes stay the same objects; only the class of
     a module changes. A layer all of whose plans are torch's own convolution is left as it is.
 
-    A plan for channels_last (`plan.memory_format`) lays the model out, whatever layers are swapped:
+    A plan for channels_last (`plan.memory_format`) converts the whole model to that layout:
     parameters, buffers, gradients and the state of optimisers keep their values and get other
-    strides, and the inputs of the model follow in its forward.
+    strides. The inputs of the model are converted in its forward.
 
-    What the plan covers and this cannot swap is listed, and said in a warning. Under torch.compile
-    a swapped layer is torch's plain convolution, which follows the plan inside
+    Planned convolutions that cannot be swapped are listed in the result and in a warning. Under
+    torch.compile a swapped layer is torch's plain convolution, which follows the plan inside
     `ucudnn.installed(plan)`.
 
     Args:
         model: any module, also a convolution itself.
-        plan: made for this model, or for layers of the same shapes.
+        plan: a plan for this model, or for layers of the same shapes.
         filter_fn: called with (module, name); False leaves the layer out.
-        parameters: False leaves their strides as they are, for what takes contiguous ones alone,
-            such as FSDP2; of a plan for channels_last each convolution lays its input out then.
+        parameters: False leaves the strides of parameters as they are, for FSDP2 and others that
+            need contiguous ones. With a plan for channels_last, each convolution then converts its
+            input.
 
     Raises:
         PlanError: the plan was made for another device, or covers no convolution of the model.
@@ -156,7 +157,7 @@ def _swap(
 def _require_some(
     plan: Plan, matched: Mapping[str, Layer], unplanned: Sequence[str], otherwise: Sequence[str]
 ) -> None:
-    """Refuse a plan for another model; warn of what is planned and cannot be swapped."""
+    """Refuse a plan for another model; warn of planned convolutions that cannot be swapped."""
     listed = ", ".join(name or "the model itself" for name in otherwise)
     if not matched:
         raise PlanError(
@@ -177,7 +178,7 @@ def _require_some(
 def revert_(model: nn.Module) -> nn.Module:
     """Turn every planned convolution of a model back into torch.nn's, in place.
 
-    What `convert_` laid out has the strides again that it had.
+    Tensors whose strides `convert_` changed get their old strides back.
 
     >>> revert_(nn.Sequential(planned_nn.Conv2d(3, 8, 3)))
     Sequential(
@@ -217,7 +218,7 @@ def tune_(
 
 
 def _is_torchs_own(kernel: KernelPlan) -> bool:
-    """True where a kernel's plan is torch's own convolution for smaller batches too."""
+    """True if a kernel's plan is torch's own convolution, for smaller batches, too."""
     # The last batch of an epoch is smaller, and may be split where the largest is not.
     batches = range(1, kernel.problem.batch + 1)
     return all(kernel.split(batch).is_default for batch in batches if kernel.covers(batch))
@@ -226,7 +227,7 @@ def _is_torchs_own(kernel: KernelPlan) -> bool:
 def _planned_otherwise(
     modules: Mapping[str, nn.Module], plan: Plan, matched: Mapping[str, Layer]
 ) -> Iterator[str]:
-    """Names of modules not swappable that a kernel of the plan names, or whose shape it has."""
+    """Names of modules that cannot be swapped and that a kernel of the plan names or fits."""
     layers = {Layer.of(kernel.problem) for kernel in plan.kernels}
     named: set[str] = set()
     for kernel in plan.kernels:
@@ -245,15 +246,14 @@ def _planned_otherwise(
 def installed(plan: Plan) -> Installation:
     """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
 
-    Works from the call until the context ends or `close` is called, in all threads, autograd's
-    too. Of several plans for one kind of device the last one installed acts, alone. Convolutions of
-    layers that the plan was not made for stay torch's own. A CUDA graph keeps what it captured.
-    No model is changed: a plan for channels_last (`plan.memory_format`) says once in a warning that
-    the model should be so, where it is not.
-    From the first installation on, until the process ends, torch's convolutions take some
-    microseconds more; make that one while no other thread computes any.
-    torch.compile lays convolutions out channels-last where it expects to gain by that: tune a model
-    that is to be compiled in channels_last.
+    Acts from the call until the context ends or `close` is called, in all threads, including
+    autograd's. If several plans are installed for one kind of device, only the last one acts.
+    Convolutions that are not in the plan are computed by torch. A CUDA graph keeps the kernels that
+    it captured. No model is changed: if the plan is for channels_last (`plan.memory_format`) and a
+    model is not in that layout, one warning says so. From the first installation until the process
+    ends, torch's convolutions take some microseconds more. The first installation must not happen
+    while another thread computes convolutions. torch.compile uses channels-last where it expects a
+    gain, so tune a model that is to be compiled in channels_last.
 
     >>> import tempfile, torch, ucudnn
     >>> layer, x = torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9)

@@ -35,8 +35,8 @@ def read_layers(
         layout: of all problems.
 
     Raises:
-        ConfigError: the file cannot be read, lacks a column, or a line is impossible; the message
-            names the line.
+        ConfigError: the file cannot be read, lacks a column, or has an impossible line, which the
+            message names.
     """
     try:
         # Spreadsheets begin UTF-8 files with a byte order mark, which would be part of the first

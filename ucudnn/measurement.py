@@ -1,4 +1,4 @@
-"""A candidate, and the same timed: the numbers, and all they depend on as a documented key."""
+"""Candidates and measurements: the numbers, and the key with everything that they depend on."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ class Candidate:
     Args:
         problem: the problem at the micro-batch size.
         algorithm: the algorithm's stable name.
-        workspace_bytes: temporary memory in bytes, None where only a run can tell.
+        workspace_bytes: temporary memory in bytes; None if only a run can tell.
         notes: what else is known, for people.
-        implementation: what the library runs, such as "onednn"; "" where the algorithm is that.
+        implementation: what the library runs, such as "onednn"; "" if the algorithm's name says it.
         is_deterministic: whether it computes the same bits each time.
         adds_bias: whether it also adds a bias, in the kernel that computes the convolution.
     """
@@ -156,7 +156,7 @@ class Device:
         compute_capability: such as "9.0", "" on a CPU.
         memory_bytes: of a GPU, 0 on a CPU (its size does not change a time).
         power_limit_w: of a GPU, 0 on a CPU.
-        mig: the MIG profile of a GPU, "" where there is none.
+        mig: the MIG profile of a GPU, "" if there is none.
 
     Raises:
         UcudnnError: a value of another type, or a negative number.
@@ -186,7 +186,7 @@ class Software:
 
     Args:
         torch: version of PyTorch.
-        onednn: version of the oneDNN inside PyTorch, "" where it has none.
+        onednn: version of the oneDNN inside PyTorch, "" if it has none.
         cudnn: version of cuDNN, "" on a CPU.
         cuda: version of the CUDA runtime, "" on a CPU.
         driver: version of the NVIDIA driver, "" on a CPU.
@@ -211,7 +211,7 @@ class Conditions:
 
     Args:
         role: of the chunk in its call; a text such as "later" becomes the `Role` of that name.
-        threads: intra-operator threads of a CPU, 0 on a GPU.
+        threads: torch's intra-operator threads on a CPU, 0 on a GPU.
         allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
         captured: inside a CUDA graph.
         ranks_per_device: processes that share the device.
@@ -264,20 +264,20 @@ class Measurement:
         key: what the numbers depend on.
         status: "ok" (timed in full), "screened" (one sample, too slow to go on), "untimed"
             (run once for its workspace, which was over the limit) or "failed".
-        time_ns: median over `samples`, time of one chunk; None where it was not timed.
+        time_ns: time of one chunk, the median of `samples`; None if it was not timed.
         spread_ns: interquartile range of `samples`.
         samples: times of one chunk in ns, in the order taken.
-        workspace_bytes: peak that the allocator saw beyond the result; None where it failed.
-        error: relative error (L2) against a float64 reference, None where it was not measured.
+        workspace_bytes: peak that the allocator saw beyond the result; None if it failed.
+        error: relative error (L2) against a float64 reference; None if it was not measured.
         reason: why it failed, for people, else "".
         notes: what else is known, for people, such as "max_ulp=2".
-        failure: kind of the failure; None where there was none, or where an older file tells none.
-        lost_to: the algorithm that it lost its race against, which was not timed in full; else "".
+        failure: kind of the failure; None if it did not fail, or if an older file lacks it.
+        lost_to: the algorithm that it lost its race against, if it was eliminated; else "".
         subject: what was timed.
         implementation: as in `Candidate`.
         is_deterministic: as in `Candidate`.
         adds_bias: as in `Candidate`.
-        load: processors that others used meanwhile, 0 where that left enough for this process.
+        load: processors that others used meanwhile; 0 if enough were left for this process.
 
     Raises:
         UcudnnError: an unknown status, kind or subject, a time that does not go with the status,
@@ -303,7 +303,7 @@ class Measurement:
 
     @property
     def is_perturbed(self) -> bool:
-        """True where others used the processors while it was timed."""
+        """True if other processes used the processors while it was timed."""
         return self.load > 0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Micro-batch sizes and algorithms for every batch of every kernel: a frozen value with a file."""
+"""Plans: the split of every batch of every kernel, as a frozen value that can be saved."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Timing:
     """A time with its spread and workspace, measured or predicted.
 
     Args:
-        time_ns: median; where it is predicted, the sum of parts that were timed one by one.
+        time_ns: median; if predicted, the sum of parts that were timed one by one.
         spread_ns: interquartile range.
         workspace_bytes: peak that the allocator saw beyond the result.
-        samples: how many times it was taken; 0: never, it is predicted.
+        samples: number of samples; 0: the time is predicted.
 
     Raises:
         PlanError: a value is not an int of at least 0.
@@ -55,7 +55,7 @@ class Timing:
 
     @property
     def is_predicted(self) -> bool:
-        """True where the whole was never run."""
+        """True if the call as a whole was never run."""
         return self.samples == 0
 
 
@@ -63,8 +63,8 @@ class Timing:
 class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
-    A batch is computed alone, by slabs, or built by steps: `last[n - 1]` is the last step, the
-    steps before it are those of batch n - size, and so on down to 0.
+    A batch is computed undivided, by slabs, or by steps along the batch. Then the last step of
+    batch n is in `last[n - 1]`; the steps before it are those of batch n - size, and so on to 0.
 
     Args:
         problem: the kernel at the largest planned batch N.
@@ -73,17 +73,18 @@ class KernelPlan:
         alone: for n = 1..N the index of the algorithm that computes n undivided; -1: split it
             along the batch, -2: by slabs.
         last: for n = 1..N the (size, algorithm index) of the last step of a split of n whose first
-            chunk may be all of it; size 0 where there is none.
+            chunk may be all of it; size 0 if there is none.
         predicted_time_ns: sum over the steps of the plan of N.
-        timing: the whole plan of N, measured; predicted where the device was not there.
-        default: torch's own convolution at N, measured in the same rounds; None where torch
-            cannot compute the problem, or a recording does not know it.
+        timing: of the plan of N as a whole call; predicted if the device was not there.
+        default: torch's own convolution at N, measured in the same rounds; None if torch cannot
+            compute the problem, or if a recording has no such measurement.
         notes: such as "default kernel=onednn".
-        slabs: (rows, algorithm index) of each slab: the same for every batch split by slabs.
+        slabs: (rows, algorithm index) of each slab; the same for every batch that is split by
+            slabs.
         is_perturbed: whether others used the processors while it was timed.
 
     Raises:
-        PlanError: the tables do not describe a split of every batch.
+        PlanError: the fields do not describe a split of every batch.
     """
 
     problem: Problem
@@ -180,10 +181,10 @@ class KernelPlan:
         return Split("batch", tuple(reversed(steps)))
 
     def by_default(self, every_batch: bool) -> KernelPlan:
-        """The same kernel by torch's own undivided convolution, which must have been measured.
+        """The same kernel with torch's own undivided convolution, which must have been measured.
 
         Args:
-            every_batch: smaller ones, too; else they keep their splits.
+            every_batch: True: smaller batches, too; False: smaller batches keep their splits.
         """
         assert self.default is not None
         # Appended, because the splits of smaller batches refer to the others by index.
@@ -201,7 +202,7 @@ class KernelPlan:
         )
 
     def decisions(self) -> list[Any]:
-        """Problem and tables with the algorithms' names in place, as JSON values."""
+        """The problem and its splits, with algorithms by name, as JSON values."""
         names = {BY_BATCH: None, BY_SLABS: BY_SLABS, **dict(enumerate(self.algorithms))}
         # Names and not indices: the order of `algorithms` decides nothing.
         alone = [names[index] for index in self.alone]
@@ -211,24 +212,24 @@ class KernelPlan:
         return [self.problem.to_dict(), alone, last, *([slabs] if slabs else [])]
 
     def covers(self, batch: int) -> bool:
-        """True where there is a split of this batch: nearly always, for 1 to `problem.batch`."""
+        """True if there is a split of this batch: nearly always for 1 to `problem.batch`."""
         if not 1 <= batch <= self.problem.batch:
             return False
         return self.alone[batch - 1] != BY_BATCH or self.last[batch - 1][0] > 0
 
     def is_derived(self, batch: int) -> bool:
-        """True where the split of this batch was composed from parts and not timed as a whole."""
+        """True if the split of this batch is composed of parts and was not timed as a whole."""
         return batch != self.problem.batch or self.timing.is_predicted
 
     @property
     def is_default(self) -> bool:
-        """True where the plan of the largest batch is torch's own undivided convolution."""
+        """True if the plan of the largest batch is torch's own undivided convolution."""
         return self.split(self.problem.batch).is_default
 
 
 @dataclass(frozen=True)
 class Plan:
-    """For every kernel of a model the split of every batch, and what it was made from and for.
+    """The split of every batch of every kernel of a model, with its device, versions and settings.
 
     >>> plan = Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config())
     >>> len(plan.hash), plan.workspace_bytes
@@ -241,13 +242,13 @@ class Plan:
         conditions: threads, allocator and so on.
         config: the settings it was made with.
         backend: name of the backend that runs it.
-        step_race: whole steps of the model by the plan against torch's own; None where the plan was
-            made without its model.
+        step_race: race of whole training steps with the plan and without it; None if the plan was
+            made without a model.
         memory_format: layout of the model that it was made for: "keep", as the model was, or
-            "channels_last" (of 5-D tensors channels_last_3d).
-        layout_race: how that was decided; None where the settings did not ask for it.
-        layout_hint: what channels_last promises, where the settings did not ask for it; None where
-            it would change nothing, or no steps were run.
+            "channels_last" (channels_last_3d for 5-D tensors).
+        layout_race: how the memory format was decided; None if the settings did not ask for it.
+        layout_hint: gain to expect of channels_last, if the settings did not ask for it; None if it
+            would change nothing, or if no steps were run.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -273,7 +274,7 @@ class Plan:
             )
 
     def split(self, problem: Problem) -> Split:
-        """The split of a problem at its own batch, which may be any up to the planned one.
+        """The split of a problem at its batch, which may be any batch up to the planned one.
 
         Raises:
             PlanError: the problem is not in the plan, or only with smaller batches.
@@ -281,7 +282,7 @@ class Plan:
         return self.kernel(problem).split(problem.batch)
 
     def kernel(self, problem: Problem) -> KernelPlan:
-        """The kernel that covers a problem: same geometry, the smallest sufficient batch.
+        """The kernel that covers a problem: same geometry, and the smallest sufficient batch.
 
         Raises:
             PlanError: there is none.
@@ -304,7 +305,7 @@ class Plan:
         )
 
     def covers(self, problem: Problem) -> bool:
-        """True where `split` has an answer for this problem."""
+        """True if `split` has an answer for this problem."""
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
         return any(kernel.covers(problem.batch) for kernel in kernels)
 
@@ -318,21 +319,21 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Largest workspace of any kernel, which they share; of a pool the sum over all calls."""
+        """Workspace of the plan: the largest of any kernel; with a pool, the sum over all calls."""
         if self.config.total_bytes is not None:
             return sum(one.timing.workspace_bytes * len(one.layers) for one in self.kernels)
         return max((kernel.timing.workspace_bytes for kernel in self.kernels), default=0)
 
     @property
     def predicted_time_ns(self) -> int:
-        """Sum of the steps' times over every call of every kernel; a prediction, not measured."""
+        """Sum of the predicted times of all calls of all kernels."""
         return sum(kernel.predicted_time_ns * len(kernel.layers) for kernel in self.kernels)
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the problems, splits, layout, settings and device: equal plans, equal hash.
+        """SHA-256 of the problems, splits, layout, settings and device; equal for equal plans.
 
-        Times, dates and hosts are left out, so two machines of one kind can agree on it.
+        Times, dates and hosts are left out, so that it can be equal on two machines of one kind.
         """
         # Without software and conditions, and in any order of kernels: two machines of one kind
         # that decide alike have equal hashes.
@@ -345,7 +346,7 @@ class Plan:
         return sha256_of(decisions)
 
     def _layout_to_dict(self) -> dict[str, str]:
-        """The memory format; nothing where the model keeps its own, as before version 3."""
+        """The memory format; empty if the model keeps its own, as before version 3."""
         return {} if self.memory_format == "keep" else {"memory_format": self.memory_format}
 
     @property
@@ -355,7 +356,7 @@ class Plan:
         return 2 if any(kernel.slabs for kernel in self.kernels) else 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file; a reader sees the old file or the new one, never half.
+        """Write the plan to a JSON file; readers see the old file or the new one, never a part.
 
         Raises:
             PlanError: the file cannot be written.
@@ -400,7 +401,7 @@ class Plan:
 
         Raises:
             PlanError: it cannot be read, is not a plan, is damaged, or is of a later version.
-            ConfigError: an environment variable is refused, which is not the file's fault.
+            ConfigError: an environment variable is refused; the file may be fine.
         """
         # First: a refused variable must not be reported as damage of the file.
         check_environment()
@@ -416,10 +417,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` wrote down.
+        """Build a plan from the JSON values of `to_dict`.
 
         Raises:
-            PlanError: the values are not what was written down.
+            PlanError: the values are not those of a plan.
         """
         require_checksum(document)
         race, layouts = document.get("step_race"), document.get("layout_race")

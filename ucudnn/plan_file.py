@@ -45,10 +45,10 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def require_checksum(document: Mapping[str, Any]) -> None:
-    """Refuse a document that is not what was written.
+    """Refuse a document that differs from what was written.
 
     Raises:
-        PlanError: its checksum says so.
+        PlanError: its checksum is wrong.
     """
     rest = {name: value for name, value in document.items() if name != "checksum"}
     if document["checksum"] != sha256_of(rest):
@@ -61,7 +61,7 @@ def sha256_of(value: Any) -> str:
 
 
 def canonical(value: Any) -> str:
-    """One text for equal values, whoever writes them: hash and checksum depend on it.
+    """Canonical JSON text: equal values have equal texts, on which hash and checksum rely.
 
     >>> canonical({"b": 1, "a": [2, 3]})
     '{"a":[2,3],"b":1}'

@@ -1,6 +1,6 @@
-"""Conformance suites: laws that every implementation of an interface keeps, as plain functions.
+"""Conformance suites: laws that every implementation of an interface must keep, as functions.
 
-A law is called with a way to make what is tested, and asserts. A new cache is tested by
+A law takes a function that makes the tested object, and asserts. A new cache is tested by
 
     @pytest.mark.parametrize("law", testing.CACHE_LAWS, ids=testing.law_name)
     def test_my_cache(law, tmp_path):
@@ -99,7 +99,7 @@ def law_name(law: Callable[..., None]) -> str:
 
 
 def sample_measurements(count: int, seed: int = 0) -> list[Measurement]:
-    """Measurements with different keys, that between them have every kind of value.
+    """Measurements with different keys, which together contain every kind of value.
 
     >>> len({measurement.key for measurement in sample_measurements(100)})
     100
@@ -200,7 +200,7 @@ def _plain_key() -> MeasurementKey:
 
 
 def cache_is_empty_at_first(open_cache: OpenCache) -> None:
-    """A new cache has nothing, knows it, and is true all the same."""
+    """A new cache is empty and says so, and is true nevertheless."""
     with open_cache() as cache:
         assert cache.get(_plain_key()) is None
         assert list(cache) == list(cache.select({"status": "ok"})) == []
@@ -275,7 +275,7 @@ def cache_lets_the_later_measurement_count(open_cache: OpenCache) -> None:
 
 
 def cache_selects_by_any_field(open_cache: OpenCache) -> None:
-    """A filter takes what a plain loop over all would take."""
+    """A filter selects what a plain loop over all entries would select."""
     measurements = sample_measurements(200, seed=1)
     with open_cache() as cache:
         cache.put(measurements)
@@ -297,7 +297,7 @@ def cache_selects_by_any_field(open_cache: OpenCache) -> None:
 
 
 def cache_survives_export_and_import(open_cache: OpenCache) -> None:
-    """A file of either kind holds everything, times of storing and UUIDs too."""
+    """CSV and JSON files hold every entry completely, with storage times and UUIDs."""
     with tempfile.TemporaryDirectory() as folder, open_cache() as cache:
         cache.put(sample_measurements(100), device_uuid="GPU-5a3c")
         entries = sorted(map(repr, cache.entries()))
@@ -315,7 +315,7 @@ def cache_survives_export_and_import(open_cache: OpenCache) -> None:
 
 
 def cache_merges_a_folder(open_cache: OpenCache) -> None:
-    """Merging adds what is not here, once, and lets the later of two count."""
+    """Merging adds each missing entry once, and the later of two entries counts."""
     measurements = sample_measurements(90, seed=2)
     with tempfile.TemporaryDirectory() as folder, open_cache() as cache:
         cache.put(measurements[:50])

@@ -2,7 +2,8 @@
 
 A probe times every engine configuration of a table of layers on one GPU and writes `timings.csv`,
 `profile.json` (cuDNN's description of the device) and `answers.json` (versions). Its entries have
-protocol 0, because its timing loop is not ours. Columns without a field of ours become notes.
+protocol 0, because its timing loop is not ucudnn's. Columns that ucudnn has no field for become
+notes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Codec between tables and HDF5 data in memory; beside `datasets`, the only module that uses h5py.
 
-The operating system reads and writes whole files, and libhdf5 sees memory alone: it takes no file
-locks (which network file systems may lack), reads only what has passed its checksum, and holds
-nothing open across a fork.
+Whole files are read and written by the operating system, and libhdf5 works on memory only. So
+libhdf5 takes no file locks (which network file systems may lack), reads only data that has passed
+its checksum, and holds no file open across a fork.
 
     /problems      one row per convolution          /algorithms    names
     /contexts      device, software, conditions     /reasons       why something failed
@@ -155,8 +155,8 @@ def _storage(name: str, array: Array) -> Mapping[str, Any]:
 def decode(data: bytes, only_possible: bool = False) -> tuple[Table, bool]:
     """The table of an HDF5 file, with or without an envelope, and whether it is complete.
 
-    It is incomplete where the file has columns or values of a later version. Such a file must not
-    be replaced by what was read.
+    It is incomplete if the file has columns or values of a later version. Such a file must not be
+    replaced by the entries that were read.
 
     Args:
         data: the file.
@@ -174,7 +174,7 @@ def decode(data: bytes, only_possible: bool = False) -> tuple[Table, bool]:
 
 
 def _load(data: bytes) -> tuple[dict[str, Array], dict[str, list[bytes]], bool]:
-    """Tables of numbers, tables of texts, and whether there is nothing else in the file."""
+    """Tables of numbers, tables of texts, and whether the file holds nothing else."""
     # libhdf5 reads these very bytes, which outlive the file; a copy takes as long as inflating.
     with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
         texts = {

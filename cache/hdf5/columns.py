@@ -1,4 +1,4 @@
-"""Columns as files have them: as narrow as their values allow, and perhaps of another version.
+"""Columns in files: as narrow as their values allow, and perhaps of another version.
 
 A version of ucudnn may add a column, a word or a field of the key. An older file lacks it and is
 read with its default. A newer file is read as far as this version understands it.
@@ -49,7 +49,7 @@ def encoded_words(words: Sequence[str]) -> Array:
 
 
 def narrow(column: Array) -> Array:
-    """The same words, or numbers from 0 on, in as few bytes as hold them all."""
+    """The same words or non-negative numbers, in the narrowest type that holds them all."""
     # Fewer bytes take less time to inflate when the file is read.
     if column.dtype.kind == "S":
         width = np.char.str_len(column).max(initial=1)

@@ -49,8 +49,8 @@ class MeasurementRow(NamedTuple):
         time_ns: `NONE` where it was not timed.
         spread_ns: `NONE` where it is unknown.
         workspace_bytes: `NONE` where it is unknown.
-        error: 0 where it was not measured.
-        has_error: True where it was.
+        error: 0 if it was not measured.
+        has_error: True if it was.
         reason: row of the reasons.
         notes: row of the notes.
         device_uuid: row of the UUIDs.

@@ -1,7 +1,7 @@
 """Measurements by column: the contents of a file, found by key without building the others.
 
-A million measurements are arrays here, and objects are built for those that are asked for. A
-problem is found by bisection over the sorted rows; its measurements are neighbours, and a small
+Measurements are rows of arrays, and an object is built only for a measurement that is looked up. A
+problem is found by bisection over the sorted rows. Its measurements are neighbours, and a small
 dictionary of them is built when the problem is first looked up.
 """
 
@@ -38,7 +38,7 @@ _RowByKey: TypeAlias = dict[tuple[int, int], MeasurementRow]
 
 @dataclass(slots=True)
 class _LastLookup:
-    """Parts of the last key that was looked up, and what they led to."""
+    """Parts of the last key that was looked up, and the rows found for them."""
 
     context: tuple[object, ...] = ()
     context_id: int = -1
@@ -96,7 +96,7 @@ class Table:
         return {name: index for index, name in enumerate(self.algorithms)}
 
     def find(self, key: MeasurementKey) -> MeasurementRow | None:
-        """The row of a key, for `measurement`; None where there is none."""
+        """The row of a key, for `measurement`; None if there is none."""
         last = self._last
         # A tuner asks for many keys with the same objects in them, and tuples compare by identity
         # before they compare by value, so a repeated context or problem costs no hashing.

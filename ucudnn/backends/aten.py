@@ -1,6 +1,6 @@
-"""torch's own convolution, also while `ucudnn.installed` lets a plan stand in for the operator.
+"""torch's own convolution, also while `ucudnn.installed` redirects the operator to a plan.
 
-Code that times or runs torch's own convolution calls it here, so that it never gets a plan's.
+Code that times or runs torch's own convolution calls these functions, so that no plan acts.
 """
 
 from __future__ import annotations

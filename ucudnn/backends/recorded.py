@@ -1,6 +1,6 @@
-"""Backend that replays the measurements of a device: it lists candidates, and runs nothing.
+"""Backend that replays the measurements of a device: it lists candidates and runs nothing.
 
-With it plans for a fleet of GPUs are made on a laptop, and decisions are tested without a GPU.
+It makes plans for a fleet of GPUs on a laptop, and tests decisions without a GPU.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ class RecordedBackend(AbstractBackend):
     ('cudnn', ['eng0'])
 
     Args:
-        measurements: those of the device, and any of others; those of the device must have one
-            set of versions and conditions.
-        device: part of the name of the device to replay; None: there is only one.
+        measurements: measurements of one or several devices. Those of the replayed device must have
+            one set of versions and conditions.
+        device: part of the name of the device to replay; None: the only device.
 
     Raises:
-        ConfigError: no device or several have that name, or its measurements have several sets.
+        ConfigError: no device or several devices have that name, or the measurements have several
+            sets of versions and conditions.
     """
 
     def __init__(self, measurements: Iterable[Measurement], device: str | None = None) -> None:
@@ -98,7 +99,7 @@ class RecordedBackend(AbstractBackend):
             sizes.sort()
 
     def _find_twin(self) -> AbstractBackend | None:
-        """The CPU backend if this machine was recorded; it also knows unmeasured candidates."""
+        """The CPU backend if this machine was recorded: it also knows unmeasured candidates."""
         # Opening the cuDNN backend needs a GPU, and replaying must work without one.
         if self.name != "torch_cpu":
             return None
@@ -157,8 +158,8 @@ class RecordedBackend(AbstractBackend):
     def measurements(self, problem: Problem, parts: Iterable[Problem]) -> list[Measurement]:
         """Measurements of a kernel's chunks, in the roles that they have in a split.
 
-        If the recording has measurements in role `ALONE` only, they stand for the other roles: on a
-        GPU the same kernel runs in all of them.
+        If the recording has measurements in role `ALONE` only, they count for the other roles as
+        well, because on a GPU the same implementation runs in all of them.
 
         Args:
             problem: the kernel at its largest batch.

@@ -1,4 +1,4 @@
-"""Measurements on a device: a first run of a candidate, rounds of several, whole plans."""
+"""Measurements on a device: the first run of a candidate, rounds of several, whole calls."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Look(NamedTuple):
     """Result of a first run.
 
     Args:
-        workspace_bytes: temporary memory, the most that a chunk of this size needs anywhere.
-        accuracy: against float64, the worst of the problems that a chunk of this size may be.
-        time_ns: of more runs the shortest; None where the workspace is over the limit.
+        workspace_bytes: temporary memory, the most that a chunk of this size needs in any place.
+        accuracy: error against float64, the largest for any problem of a chunk of this size.
+        time_ns: shortest of further runs; None if the workspace is over the limit.
     """
 
     workspace_bytes: int
@@ -50,7 +50,7 @@ class How(NamedTuple):
         chunks: the protocol of chunks.
         wholes: the protocol of whole calls that race each other.
         until: the `time.monotonic` after which no more rounds of chunks begin; None: no limit.
-        wholes_until: the same for whole calls.
+        wholes_until: the same limit for whole calls.
     """
 
     chunks: Protocol = Protocol()
@@ -64,7 +64,7 @@ THOROUGHLY = How()
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Result of the rounds of a whole plan, and its workspace in bytes."""
+    """Result of the rounds of whole calls, with the workspace in bytes."""
 
     result: Result
     workspace_bytes: int
@@ -73,8 +73,8 @@ class Whole:
 class AbstractBench(ABC):
     """Measures the candidates of one kernel.
 
-    Law: where a candidate fails, it alone is reported as failed - `look` raises an error, and
-    the other methods return a result with the failure - and all others are measured all the same.
+    Law: if a candidate fails, only that one is reported as failed, and all others are measured.
+    `look` raises an error, the other methods return a result with the failure.
     """
 
     @abstractmethod
@@ -86,7 +86,7 @@ class AbstractBench(ABC):
             limit: workspace in bytes over which it is not run again, None for any.
 
         Raises:
-            RuntimeError: the candidate failed; the first line says how.
+            RuntimeError: the candidate failed; the first line says why.
             UnsupportedError: there is not enough memory to measure this kernel.
         """
 
@@ -98,7 +98,8 @@ class AbstractBench(ABC):
 
         Args:
             arms: the candidates.
-            known: by size and role a rival that was timed before, as (median, upper end).
+            known: by size and role, the time of a rival that was timed before, as (median, upper
+                end).
         """
 
     @abstractmethod
@@ -112,8 +113,8 @@ class LocalBench(AbstractBench):
     Args:
         backend: of the device.
         axis: of the kernel, along which candidates are chunks.
-        on_turn: called with the place of an arm or split before each of its runs.
-        how: to take times.
+        on_turn: called with the index of an arm or split before each of its runs.
+        how: settings of the timing.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class LocalBench(AbstractBench):
 
     @property
     def ring(self) -> Ring:
-        """Operands, allocated when something must really be run."""
+        """Operands, allocated when something is first run."""
         if self._ring is None:
             self._ring = Ring.allocate(self._backend, self._axis.problem)
         return self._ring
@@ -171,7 +172,7 @@ class LocalBench(AbstractBench):
         return self._references[part]
 
     def _checked(self, ring: Ring, part: Problem, algorithm: str, role: Role) -> tuple[Check, int]:
-        """A candidate that has run once on a part, and the workspace in bytes that it took."""
+        """A check of a candidate that has run once on a part, and its workspace in bytes."""
         executable = self._backend.executable(part, algorithm)
         check = Check(ring, executable, part, role, algorithm == DEFAULT_ALGORITHM)
         return check, self._backend.workspace_bytes(check.run, [(part, algorithm)])
@@ -259,8 +260,9 @@ class LocalBench(AbstractBench):
     def _workspace_of(self, loop: WholeLoop, call: Call) -> int:
         """Workspace of a call in bytes.
 
-        A backend may not see when an algorithm takes memory of its own, and counts it for all of
-        the call; but chunks of different algorithms follow each other.
+        A backend may not see when an algorithm takes memory of its own, and then counts it for the
+        whole call. Chunks of different algorithms run one after the other, so each is measured by
+        itself.
         """
         together = self._backend.workspace_bytes(loop.once, call.parts)
         parts = dict.fromkeys(call.parts)

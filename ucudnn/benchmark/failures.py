@@ -33,12 +33,12 @@ class CandidateError(RuntimeError):
 
 
 class LostError(RuntimeError):
-    """A candidate ended its process, or kept it for too long.
+    """A candidate ended its process, or took too long.
 
     Args:
-        reason: which of both.
-        kind: likewise.
-        turn: the place of the candidate among those that were measured together.
+        reason: which of the two, as a sentence.
+        kind: the same as a kind of failure.
+        turn: index of the candidate among those that were measured together.
     """
 
     def __init__(self, reason: str, kind: FailureKind = FailureKind.CRASH, turn: int = 0) -> None:
@@ -61,13 +61,13 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, or its class where it says nothing."""
+    """The first line of an error, or its class if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for the errors by which torch says that there is too little memory.
+    """True for errors that mean that there is too little memory.
 
     >>> is_out_of_memory(RuntimeError("can't allocate memory")), is_out_of_memory(ValueError("no"))
     (True, False)

@@ -1,4 +1,4 @@
-"""Interleaved rounds in random order: drop the beaten, repeat what was disturbed, stop in time."""
+"""Interleaved rounds in random order, with elimination, repeated rounds and a time limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Entrant:
 
     Args:
         sample_ns: takes one sample.
-        group: size and role; entrants race those of their group, and nobody where it is None.
+        group: size and role; entrants of one group race each other; None: no race.
     """
 
     sample_ns: Callable[[], int]
@@ -35,9 +35,10 @@ class Result:
 
     Args:
         samples: times in ns, the n-th of every entrant from the same round.
-        beaten_by: the entrant that eliminated it; -1: a rival that was timed before; None: nobody.
-        failure: why it could not be run any more; None: it could.
-        repeated: rounds that were disturbed and taken again.
+        beaten_by: the entrant that eliminated it; -1: a rival that was timed before; None: it was
+            not eliminated.
+        failure: why it could not be run any more; None if it could.
+        repeated: number of perturbed rounds that were repeated.
         switches: how often the process was taken off the processor in the rounds that count.
         state: of the device after the rounds.
     """
@@ -51,7 +52,7 @@ class Result:
 
     @property
     def is_racing(self) -> bool:
-        """Neither beaten nor failed."""
+        """True if it is neither eliminated nor failed."""
         return self.beaten_by is None and not self.failure
 
     def add(self, reading: _Reading, repeated: int) -> None:
@@ -80,10 +81,10 @@ def run_rounds(
     """Time entrants in turn, each round in another order, until every interval is narrow.
 
     Args:
-        backend: says how much of the processor the process had.
-        entrants: what to time.
-        protocol: when to stop, whom to drop, what to repeat.
-        known: by group a rival that was timed before, as (median, upper end of its interval).
+        backend: tells the processor time of the process.
+        entrants: the things to time.
+        protocol: rules for stopping, eliminating and repeating.
+        known: by group, the time of a rival that was timed before, as (median, upper end).
         on_turn: called with the number of an entrant before each of its samples.
         until: no round but the first begins after this `time.monotonic`; None: no limit.
     """
@@ -151,7 +152,7 @@ def _take_turns(
 def _is_disturbed(
     readings: Mapping[int, _Reading], most_share: list[float], protocol: Protocol
 ) -> bool:
-    """True if an entrant had less of the processor than in its best round; updates the best."""
+    """True if an entrant had less processor time than in its best round; updates the best."""
     disturbed = False
     for number, reading in readings.items():
         if reading.share is not None:
@@ -195,7 +196,7 @@ def _drop_beaten(
     rounds: int,
     known: Mapping[tuple[int, str], tuple[int, int]],
 ) -> None:
-    """Drop rivals far slower than the best first, then closer ones, then by their intervals."""
+    """Eliminate rivals that are far slower than the best, then closer ones, then by intervals."""
     if not protocol.lapped:
         return
     for group, rivals in _rivals_by_group(entrants, results).items():
@@ -239,7 +240,7 @@ def _is_beaten(
 
 
 def _is_decided(results: Sequence[Result]) -> bool:
-    """True where every entrant is clearly faster or clearly no faster than the first one."""
+    """True if every entrant is clearly faster or clearly no faster than the first one."""
     first, *others = (result.samples for result in results if result.is_racing)
     for samples in others:
         _, low, high = ratio_interval(samples, first)

@@ -1,4 +1,4 @@
-"""Measure in a process of its own, which a candidate may hang or kill: the rest goes on in another.
+"""Measure in a process of its own; if a candidate hangs or kills it, a new one is started.
 
 The child is a plain interpreter that imports this module: a GPU context does not survive a fork,
 and with multiprocessing's spawn a script without a guard would run twice.
@@ -31,7 +31,7 @@ _START_S = 120.0
 
 
 class Worker:
-    """A child process that measures on one device; a new one follows where it is lost.
+    """A child process that measures on one device; if it is lost, a new one is started.
 
     Args:
         backend: of the device; it is pickled.
@@ -47,8 +47,8 @@ class Worker:
 
         Raises:
             LostError: the child hung or ended; the next call starts another.
-            RuntimeError: the method raised one.
-            UcudnnError: likewise.
+            RuntimeError: the method raised a RuntimeError.
+            UcudnnError: the method raised a UcudnnError.
         """
         connection = self._started()
         try:
@@ -81,7 +81,7 @@ class Worker:
                 return value
 
     def close(self) -> None:
-        """End the child, whatever it does."""
+        """End the child, even if it is busy."""
         if self._child is not None:
             # By SIGKILL, which nothing that a library does in the child can catch or delay.
             self._child.kill()
@@ -169,7 +169,7 @@ class WorkerBench(AbstractBench):
         ]
 
     def _without_the_lost(self, method: str, asked: list[Any], *more: Any) -> dict[int, Any]:
-        """By place what the method says of it, or how it was lost."""
+        """By index, the result of the method, or how the candidate was lost."""
         found: dict[int, Any] = {}
         left = list(range(len(asked)))
         while left:
@@ -187,7 +187,7 @@ class WorkerBench(AbstractBench):
 
 
 def serve(descriptor: int) -> None:
-    """Answer the questions of a `Worker` until it goes away; runs in the child."""
+    """Answer the requests of a `Worker` until it ends; runs in the child."""
     # A terminal sends Ctrl-C to the child as well; the parent handles it and ends the child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(descriptor) as connection, torch.no_grad():

@@ -1,4 +1,4 @@
-"""The command line: a skin that parses, calls one public function and prints."""
+"""The command line: each command parses, calls one public function and prints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Run the command line; every error is one sentence and an exit status.
+    """Run the command line; an error prints one sentence and sets the exit status.
 
     Exit status: 0 done, 1 the answer is no, 2 wrong usage, 3 the environment does not allow it,
     130 interrupted.

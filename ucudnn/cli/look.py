@@ -1,4 +1,4 @@
-"""`ucudnn enumerate`, `show`, `report`, `doctor`: what could run, what is planned, what is here."""
+"""`ucudnn enumerate`, `show`, `report`, `doctor`: engines, plans, and facts of this machine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def show(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a plan: per kernel torch's default, the split, times and workspaces.
+    """Print a plan: for each kernel torch's default, the split, times and workspaces.
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
@@ -149,7 +149,7 @@ def doctor(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what tuning depends on here: device, versions, threads, malloc, cache.
+    """Print what tuning depends on here: device, versions, threads, malloc, cache.
 
     Example: ucudnn doctor --json
     """

@@ -29,7 +29,7 @@ def unpacked(data: bytes) -> object:
     """Restore a value that a rank of this job serialized with `packed`.
 
     Raises:
-        UcudnnError: the value is such an error, which another rank hands on.
+        UcudnnError: the value is an error that another rank passes on.
     """
     # pickle is safe here: only the ranks of the job can write to its store
     value: object = pickle.loads(zlib.decompress(data))  # noqa: S301

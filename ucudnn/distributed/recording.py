@@ -1,7 +1,7 @@
 """Caches that record what tuning one kernel looks up and writes, and replay it on another rank.
 
-The measurements behind a plan determine it: with them another rank decides the same without
-measuring anything.
+The measurements behind a plan determine it. With them, another rank makes the same decisions
+without measuring anything.
 """
 
 from __future__ import annotations

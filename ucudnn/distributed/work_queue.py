@@ -3,7 +3,7 @@
 No rank waits for another while there is an item left to claim. Every rank increments a heartbeat
 counter; if a counter has not changed for the length of a lease, by the clock of the rank that
 watches it, that rank takes the item over. The owner may only have been slow or stopped, and finish
-the item later: of two results of one item the first counts.
+the item later. If an item gets two results, the first one counts.
 """
 
 from __future__ import annotations

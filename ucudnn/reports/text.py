@@ -17,11 +17,11 @@ from ucudnn.units import format_bytes, format_ns
 def plan_table(plan: Plan, width: int = 120) -> Table:
     """One row per kernel: torch's default beside the plan, both measured in the same rounds.
 
-    A predicted time, of a plan made from a recording, has a "~" before it.
+    A predicted time, in a plan made from a recording, is marked with "~".
 
     Args:
-        plan: what to show.
-        width: characters in a line; below 110 a workspace stands under its time.
+        plan: the plan to show.
+        width: characters in a line; below 110, a workspace is printed under its time.
     """
     table = Table(
         title=f"{_limits(plan)}, {plan.device}, {plan.conditions.threads} threads, "
@@ -69,7 +69,7 @@ def _limits(plan: Plan) -> str:
 
 
 def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str, ...]:
-    """Time and workspace, in two columns or one; `instead` stands for the time."""
+    """Time and workspace, in two columns or one; `instead` replaces the time."""
     if timing is None:
         return ("-", "-") if wide else ("-",)
     cells = (instead or _time(timing), format_bytes(timing.workspace_bytes))
@@ -124,7 +124,7 @@ def plan_summary(plan: Plan) -> str:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """Effects of the plan in sentences: faster and slower kernels apart, the limit, the step."""
+    """Effects of the plan in sentences: faster and slower kernels, the limit, the step."""
     sentences = _kernel_verdict(plan)
     limits = larger_limits(plan)
     if limits:
@@ -201,10 +201,10 @@ def _saved_ns(kernel: KernelPlan) -> int:
 
 
 def larger_limits(plan: Plan) -> list[tuple[float, int]]:
-    """Workspace limits in bytes at which the convolutions take no more than some times torch's own.
+    """Larger limits: pairs of a ratio to torch's time and the bytes of workspace that reach it.
 
-    Nothing where they take less than 1.2 times as long now. A kernel counts as torch's own as soon
-    as the limit holds that, and as planned until then.
+    The result is empty if they take less than 1.2 times as long now. A kernel counts with torch's
+    time if the limit allows torch's own convolution, else with its planned time.
 
     Args:
         plan: with the default and the plan of every kernel, each measured.
@@ -235,11 +235,11 @@ def _time_at(limit: int, known: list[tuple[KernelPlan, Timing]]) -> int:
 
 
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
-    """Steps after which the time that a plan saves is what tuning took; None where it saves none.
+    """Number of steps after which the plan has saved the time of tuning; None if it saves none.
 
     Args:
         plan: with the default and the plan of every kernel, each measured.
-        seconds: that tuning took.
+        seconds: duration of tuning.
     """
     # Kernels that stay torch's own are left out: their two times differ by noise.
     saved_ns = sum(
@@ -260,7 +260,7 @@ def payback(plan: Plan, seconds: float) -> str:
 
 
 def kernel_table(kernel: KernelPlan) -> Table:
-    """Every batch of one kernel with its split; runs of batches with like splits are one row."""
+    """Every batch of one kernel with its split; neighbours with like splits share a row."""
     table = Table(title=str(kernel.problem), caption="timed: the whole split was; else derived")
     table.add_column("batch", justify="right")
     table.add_column("split")
@@ -288,7 +288,7 @@ def _lone_algorithm(kernel: KernelPlan, batch: int) -> str | None:
 
 
 def comparison_table(found: Comparison) -> Table:
-    """One row per kernel that two plans compute differently; times are of different runs."""
+    """One row per kernel that two plans compute differently; times are from different runs."""
     table = Table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
         "a faster or slower day; gain: over torch's default in the same run; -: not planned",

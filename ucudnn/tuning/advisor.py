@@ -1,4 +1,4 @@
-"""Look at a training step without a search: what `ucudnn.advise` does."""
+"""`ucudnn.advise`: time a training step and its convolutions without a search."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def advise(
     real: bool = False,
     on_kernel: OnKernel = _silent,
 ) -> Advice:
-    """Time a training step and its convolutions as torch runs them, and say what could be gained.
+    """Time a training step and its convolutions as torch runs them, and bound what can be gained.
 
-    Nothing is searched and nothing is cached; it takes a minute at most. Steps are run as they are
-    and with copies of the parameters in channels_last; model and random states stay as they are.
+    There is no search and nothing is cached; it takes a minute at most. Steps are run in the
+    model's own layout and with copies of the parameters in channels_last. Model and random states
+    do not change.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -64,15 +65,16 @@ def advise(
 
     Args:
         model: any module.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
-            of such for several input sizes.
-        config: the settings, of which `ops` and `backend` count; default: `Config()`.
-        real: compute one step to find the convolutions, for a model whose course depends on values.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
+            list of these for several input sizes.
+        config: the settings; only `ops` and `backend` matter; default: `Config()`.
+        real: compute one step to find the convolutions, for a model whose control flow depends on
+            values.
         on_kernel: called after every kernel, with how many are done and how many there are.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution, or the
-            backend is a recording, of which no step can be run.
+            backend is a recording, which cannot run steps.
     """
     config = config or Config()
     require_live(config)
@@ -87,7 +89,7 @@ def advised(
     config: Config,
     on_kernel: OnKernel = _silent,
 ) -> Advice:
-    """The same for a model that was traced.
+    """Like `advise`, for a model that was traced.
 
     Args:
         model: any module.
@@ -120,7 +122,7 @@ def require_live(config: Config) -> None:
     """Refuse settings that name a recording.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: the settings name one.
     """
     if config.is_replayed:
         raise ConfigError(
@@ -137,7 +139,7 @@ def _with_steps(
     problems: Collection[Problem],
     began: float,
 ) -> Advice:
-    """Run steps as they are and in channels_last, in turn."""
+    """Run steps in the model's own layout and in channels_last, in turn."""
     reason = reason_against_steps(model, inputs, backend.device().type)
     if reason:
         return replace(advice, reason=reason)
@@ -182,14 +184,14 @@ class _Watch:
 
     Args:
         backend: of the device.
-        until: the `time.monotonic` after which none is begun.
+        until: the `time.monotonic` after which no kernel is begun.
     """
 
     backend: AbstractBackend
     until: float
 
     def kernel(self, problem: Problem, layers: tuple[str, ...]) -> KernelAdvice:
-        """One kernel by torch's own convolution, in both layouts."""
+        """Time one kernel by torch's own convolution, in both layouts."""
         others = []
         if problem.rank > 1 and problem.layout == "nchw":
             others.append(replace(problem, layout="nhwc"))

@@ -1,4 +1,4 @@
-"""Re-time finalists as whole plans beside torch's default; one wins only above the noise."""
+"""Race finalists as whole calls against torch's default, which only a clear gain replaces."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Finalist:
         split: what was run.
         timing: median, spread and workspace of the whole call.
         samples: times in ns, one per round; the n-th of every finalist is from the same round.
-        is_deterministic: whether it computes the same bits each time.
-        is_perturbed: others used the processors while it was timed.
+        is_deterministic: whether it computes the same bits every time.
+        is_perturbed: other processes used the processors while it was timed.
     """
 
     split: Split
@@ -43,17 +43,17 @@ def race(
     splits: Sequence[Split],
     has_bias: bool = False,
 ) -> list[Finalist]:
-    """Time whole calls in interleaved rounds, or take them from the cache where all of them are.
+    """Time whole calls in interleaved rounds, or take the race from the cache if it is complete.
 
     Args:
         session: the device and the cache.
         measurer: of the kernel, whose bench is used.
         problem: the kernel at one of its batches.
-        splits: what to time.
-        has_bias: whether a layer adds a bias to the result, which then is part of every call.
+        splits: the splits to time.
+        has_bias: whether a layer adds a bias to the result; then every call adds one.
 
     Raises:
-        UnsupportedError: none could be run.
+        UnsupportedError: no split could be run.
     """
     # Samples are compared in pairs of one round, so a race is recalled as a whole or run anew.
     recalled = recall_race(session, problem, splits, has_bias)
@@ -74,7 +74,7 @@ def race(
 def recall_race(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool = False
 ) -> list[Finalist] | None:
-    """The race of these splits from the cache; None where it is not there or none could be run.
+    """The race of these splits from the cache; None if it is not there or no split could be run.
 
     Args:
         session: the device and the cache.
@@ -164,9 +164,9 @@ def choose(
 ) -> Finalist | None:
     """The winner within the limit: torch's default, unless another is faster beyond the noise.
 
-    Of those that tie, the one with less workspace wins, then with fewer chunks, then a
-    deterministic one. A tie needs a median within 2 % of the fastest, too: at the end of every
-    chunk threads wait for each other, which takes much longer on a busy machine.
+    Among those that tie, the one with less workspace wins, then the one with fewer chunks, then a
+    deterministic one. To tie, a median must also be within 2 % of the fastest, because wide
+    intervals alone would let much slower calls tie.
 
     >>> from ucudnn.plan import Step
     >>> def entry(name, *samples):
@@ -181,10 +181,10 @@ def choose(
     Args:
         finalists: of one race.
         limit: bytes of workspace, None without a limit.
-        overhead_ns: that a planned call takes beyond what was timed of it.
+        overhead_ns: time that a planned call takes in addition to the time measured.
 
     Returns:
-        The winner, or None where no finalist is within the limit.
+        The winner, or None if no finalist is within the limit.
     """
     fitting = [entry for entry in finalists if _fits(entry, limit)]
     default = next((entry for entry in fitting if entry.split.is_default), None)
@@ -217,7 +217,7 @@ def _ties(entry: Finalist, fastest: Finalist) -> bool:
 
 
 def _is_faster(entry: Finalist, other: Finalist, overhead_ns: int = 0) -> bool:
-    """True if one takes less time than the other, by more than noise and more than is worth it."""
+    """True if one takes less time than the other, beyond the noise and by enough to matter."""
     # Calls are timed without the lookup of their plan, which training pays for. torch's own
     # convolution needs none, so the overhead is added to one side.
     samples = [time_ns + overhead_ns for time_ns in entry.samples]

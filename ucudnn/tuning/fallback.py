@@ -22,15 +22,15 @@ def plan_by_torch(
     kernel_of: Callable[[Problem, str], str | None],
     note: str,
 ) -> KernelPlan | None:
-    """The undivided plan, None where torch's own was not timed or exceeds the limit.
+    """The undivided plan; None if torch's own was not timed or exceeds the limit.
 
     Args:
         problem: the kernel at its largest batch.
         layers: names of the layers that run it.
-        entry: torch's own convolution of it, as it was measured; None: it was not.
+        entry: measurement of torch's own convolution; None: it was not measured.
         limit: workspace in bytes, None for any.
         kernel_of: name of the implementation by which an algorithm runs a problem.
-        note: the reason, for the plan.
+        note: the reason, for the notes of the plan.
     """
     if entry is None or entry.time_ns is None or entry.workspace_bytes is None:
         return None

@@ -24,7 +24,7 @@ def items_by_role(
     Args:
         problem: the kernel at its largest batch.
         measurements: of its micro-batches and of others.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
     """
     alone = _single_items(problem, measurements, kernel_of)
     later = chunk_items(problem, measurements, Role.LATER)
@@ -42,8 +42,8 @@ def _single_items(
 ) -> list[Item]:
     """Times of each algorithm for each batch alone, or upper bounds.
 
-    A batch that was not timed costs at most what the next larger one does by the same kernel, and a
-    chunk alone at most what it does when it is written into a larger result.
+    A batch that was not timed costs at most as much as the next larger one with the same
+    implementation. A chunk alone costs at most as much as one that is written into a larger result.
     """
     costs: dict[str, dict[int, Item]] = {}
     # `ALONE` comes second: what was timed so replaces the bound from the other role.
@@ -63,13 +63,13 @@ def _single_items(
 def with_bounded(
     problem: Problem, items: Mapping[str, Sequence[Item]], kernel_of: KernelOf, sizes: Iterable[int]
 ) -> dict[str, list[Item]]:
-    """The items, and what chunks of other sizes take at most.
+    """The items, with upper bounds for chunks of other sizes.
 
     Args:
         problem: the kernel at its largest batch.
-        items: of what was timed, by role.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
-        sizes: that chunks may have.
+        items: of the timed chunks, by role.
+        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
+        sizes: allowed sizes of chunks.
     """
     sizes = tuple(sizes)
     # Items in role `ALONE` cover all batches already, see `_single_items`.
@@ -91,9 +91,9 @@ def with_bounded(
 def _bounded(
     problem: Problem, by_batch: Mapping[int, Item], sizes: Iterable[int], kernel_of: KernelOf
 ) -> Iterator[Item]:
-    """Times of one algorithm at some sizes; between timed ones, that of the next larger.
+    """Times of one algorithm at some sizes; an untimed size has the time of the next larger one.
 
-    Only where both run the same kernel; one that was timed stands for itself.
+    This holds only if both run the same implementation.
     """
     # From the largest size down: a smaller chunk of one implementation is taken to need no more
     # time or workspace than the next larger one that was timed.
@@ -110,14 +110,14 @@ def _bounded(
 
 
 def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
-    """Positions in a split that a chunk timed in a role may have.
+    """Positions in a split that a chunk may have if it was timed in a role.
 
     >>> lists_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), False, Role.LATER)
     (<Role.FIRST: 'first'>, <Role.LATER: 'later'>)
 
     Args:
-        problem: that is split.
-        is_whole: whether the chunk is all of it.
+        problem: the problem that is split.
+        is_whole: whether the chunk is the whole batch.
         role: in which it was timed.
     """
     if is_whole:
@@ -128,12 +128,12 @@ def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
 
 
 def rank_of(algorithm: str, is_deterministic: bool) -> int:
-    """Rank that breaks ties, lower first: deterministic algorithms, and torch's default."""
+    """Rank that breaks ties, lower first: 0 for deterministic algorithms and torch's default."""
     return 2 * (not is_deterministic) + (algorithm != DEFAULT_ALGORITHM)
 
 
 def held_bytes(problem: Problem, role: Role) -> int:
-    """Memory beside the workspace of a chunk: half-precision wgrad adds up in float32."""
+    """Memory in addition to the workspace of a chunk: half-precision wgrad adds up in float32."""
     # Workspace of a chunk is measured without the tensor that it adds to, which the call holds
     # until its end.
     if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != Role.ALONE:
@@ -147,13 +147,13 @@ def chunk_items(
     role: Role,
     size_by_part: Mapping[Problem, int] | None = None,
 ) -> list[Item]:
-    """Items of one role, with all that they hold.
+    """Items of one role, with all memory that they need.
 
     Args:
         problem: the kernel at its largest batch.
         measurements: of chunks along any axis.
-        role: in which they were timed.
-        size_by_part: which measurements count, and as what size; None: those of micro-batches.
+        role: the role in which they were timed.
+        size_by_part: size of each problem whose measurements count; None: micro-batches count.
     """
     total = held_bytes(problem, role)
     items = []

@@ -42,7 +42,7 @@ def judged(
     Args:
         model: that the plan was made for.
         example_inputs: that it was traced with.
-        plan: not judged yet.
+        plan: the plan to judge.
         config: with the time budget.
         began: the `time.monotonic` from which the budget counts; None: now.
     """
@@ -111,8 +111,8 @@ def judged_in_layouts(
 ) -> Plan:
     """The plan of the better layout, after a race of whole steps by torch and by plan in both.
 
-    Where no steps can be run, the sums of kernels decide; a model that does not compute the same in
-    channels_last keeps its layout.
+    If no steps can be run, the sums of the kernels' times decide. A model that does not compute the
+    same in channels_last keeps its layout.
 
     Args:
         model: that the plans were made for.
@@ -165,9 +165,9 @@ def _meter(backend: AbstractBackend, until: float | None) -> StepMeter:
 
 
 class _Installer:
-    """Installs plans in turn, and keeps what each has looked up, as training with one plan would.
+    """Installs plans in turn, and keeps the calls that each has looked up, as in training.
 
-    Looking up all calls of a step takes as long as some of the calls, and would be timed with it.
+    Without this, looking up all calls would be part of the time of each step.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class _Installer:
 def _until(
     plan: Plan, config: Config, began: float, step_ns: int, layouts: int = 1
 ) -> float | None:
-    """When the race must end: with the budget that was set, or the default one of each layout."""
+    """Time at which the race must end: by the budget that was set, or by the default ones."""
     if config.time_budget_s is not None:
         return began + config.time_budget_s
     # Where torch's own convolution of a kernel exceeds the workspace limit, the default budget has

@@ -23,11 +23,11 @@ _POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
 
 
 def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
-    """Reason why a model cannot be in channels_last, "" where it computes the same there.
+    """Reason why a model cannot be in channels_last, "" if it computes the same there.
 
-    Outputs and gradients of a step in either layout are compared. Where they differ by more than
-    what rounding usually does, a step whose weights are changed by one rounding tells how much
-    rounding does to this model.
+    Outputs and gradients of a step in both layouts are compared. If they differ by more than is
+    usual for rounding, a further step with weights changed by one rounding shows how much rounding
+    changes the results of this model.
 
     Args:
         own: steps in the model's own layout.
@@ -35,7 +35,7 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
         plan: for its dtypes.
 
     Raises:
-        MemoryError: there is too little; so are RuntimeErrors of which torch says the same.
+        MemoryError: there is too little memory; torch raises a RuntimeError instead.
     """
     truth = own.results()
     try:
@@ -69,7 +69,8 @@ def _coarsest_eps(plan: Plan) -> float:
 def _differences(truth: Results, found: Results) -> tuple[float, float]:
     """Relative differences: the largest of an output, and that of all gradients together.
 
-    A gradient may be nothing but rounding, that of a bias before batch norm for example.
+    All gradients are compared together, because a single one may consist of rounding only, such as
+    that of a bias before batch norm.
     """
     pairs = zip(truth.outputs, found.outputs, strict=False)
     outputs = [_difference([one], [other]) for one, other in pairs]
@@ -79,7 +80,7 @@ def _differences(truth: Results, found: Results) -> tuple[float, float]:
 
 
 def _difference(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Norm of the difference over the norm of the ones; what is not finite counts as zero."""
+    """Norm of the difference over the norm of the first; not finite values count as zero."""
     if [one.shape for one in ones] != [other.shape for other in others]:
         return inf
     squares = [0.0, 0.0]

@@ -16,8 +16,8 @@ class LayoutJudge:
     """Races steps of one model in its own layout and in channels_last.
 
     Args:
-        steps: by memory format what computes a step.
-        meter: measures them by plans.
+        steps: by memory format, the object that computes a step.
+        meter: measures steps by plans.
     """
 
     def __init__(self, steps: Mapping[str, Step], meter: StepMeter) -> None:
@@ -25,7 +25,7 @@ class LayoutJudge:
         self._meter = meter
 
     def judge(self, plans: Mapping[str, Plan]) -> Plan:
-        """The plan of the better layout, judged as `StepJudge` does, with the race of all.
+        """The plan of the better layout, judged by `StepJudge`, with the race of the layouts.
 
         Args:
             plans: by memory format, the model's own first.

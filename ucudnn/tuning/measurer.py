@@ -1,4 +1,4 @@
-"""Measure what one kernel's plan needs: the solver asks for chunks, the cache or a bench answers.
+"""Measure what one kernel's plan needs: chunks that the solver asks for, unless cached.
 
 What to measure next follows from the measurements alone. So the same cache leads to the same
 decisions, and a second tune measures nothing.
@@ -30,7 +30,7 @@ from ucudnn.tuning.workspace_model import must_be_known
 
 
 class WrongResultWarning(UserWarning):
-    """A candidate computed something else than the convolution, and is out."""
+    """A candidate computed a wrong result, and is rejected."""
 
 
 class KernelMeasurer:
@@ -41,8 +41,8 @@ class KernelMeasurer:
         axis: of the kernel, along which it is split.
         limit: workspace in bytes, None for any.
         sizes: of the chunks that a split may have.
-        max_error: relative error (L2) that a candidate may have, None: any that is not wrong.
-        adds_bias: measure those candidates that add a bias, too, and no others.
+        max_error: largest relative error (L2) of a candidate; None: any result that is not wrong.
+        adds_bias: measure only candidates that also add a bias; else only those that do not.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
     """
 
@@ -78,7 +78,7 @@ class KernelMeasurer:
         return self._session.bench(self._axis)
 
     def release(self) -> None:
-        """Give the operands back; they are made anew where something is run again."""
+        """Free the operands; they are allocated again if something is run again."""
         self.__dict__.pop("bench", None)
 
     @property
@@ -88,19 +88,19 @@ class KernelMeasurer:
 
     @property
     def measurements(self) -> list[Measurement]:
-        """Everything known of the candidates, by size."""
+        """All measurements of the candidates, by size."""
         return [entry for _, entry in self._records.by_size()]
 
     @property
     def usable(self) -> list[Measurement]:
-        """Measurements in full that fit and are exact enough."""
+        """Complete measurements of candidates that fit and are exact enough."""
         return self._records.usable
 
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch as it was first run; None where it fails.
+        """First measurement of torch's own convolution of the whole batch; None if it fails.
 
-        That first time is kept apart from later, better ones: what a second tune decides by it must
-        be what the first one did.
+        The first time is kept apart from later, more precise ones, so that a second tune decides by
+        the same time as the first one.
         """
         arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
         kept_as = self._session.key(
@@ -123,7 +123,7 @@ class KernelMeasurer:
         return first
 
     def step(self) -> bool:
-        """Measure what is wanted next; False where nothing is, or there is no more time."""
+        """Measure what is wanted next; False if nothing is wanted or the time is over."""
         self._records.recall()
         if self._session.is_over:
             return False
@@ -146,7 +146,7 @@ class KernelMeasurer:
         return self._requests.outlook()
 
     def certificate(self) -> tuple[str, ...]:
-        """Counts of timed candidates and the gap that is left, for the notes of a plan."""
+        """Number of timed candidates and the remaining gap, for the notes of a plan."""
         timed = sum(entry.time_ns is not None for entry in self.measurements)
         gap = (
             f"no split along the {self._axis.name} axis is faster by more than "
@@ -157,7 +157,7 @@ class KernelMeasurer:
         return f"timed {timed} of {options} candidates", *ruled_out, gap
 
     def _measure(self, arms: Sequence[Arm]) -> None:
-        """Look at what was never run, then race what is not hopeless."""
+        """Run each new candidate once, then race those that can still win."""
         for arm in arms:
             entry = self._records.by_arm.get(arm)
             if entry is None or entry.status == "untimed":

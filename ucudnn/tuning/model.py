@@ -45,9 +45,9 @@ def tune(
 ) -> Plan:
     """Measure the convolutions of a model's training step and plan each; the model is unchanged.
 
-    The plan is then judged by whole steps of the model on the example inputs, without touching its
-    parameters, gradients, buffers or random state: see `Config.step_race`. `Config.layout` asks for
-    the better of two layouts.
+    The plan is then judged by whole steps of the model on the example inputs (see
+    `Config.step_race`). Parameters, gradients, buffers and random states do not change.
+    `Config.layout` can ask for the better of two layouts.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
@@ -58,13 +58,14 @@ def tune(
 
     Args:
         model: any module.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
-            of such for several input sizes. Their batch is the largest planned, every smaller one
-            is planned with it.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
+            list of these for several input sizes. Their batch is the largest one planned; every
+            smaller one is planned with it.
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
-        real: compute one step to find the convolutions, for a model whose course depends on values.
-        remeasure: take every time anew, whatever the cache has.
+        real: compute one step to find the convolutions, for a model whose control flow depends on
+            values.
+        remeasure: measure everything anew, even if it is in the cache.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution.
@@ -86,7 +87,7 @@ def tune_traced(
     device_type: str | None = None,
     remeasure: bool = False,
 ) -> Plan:
-    """The same for a model that was traced.
+    """Like `tune`, for a model that was traced.
 
     Args:
         model: any module.
@@ -95,7 +96,7 @@ def tune_traced(
         config: the settings.
         on_progress: called after every measurement.
         device_type: for which it was traced.
-        remeasure: take every time anew.
+        remeasure: measure everything anew.
 
     Raises:
         ConfigError: as for `tune`.
@@ -111,7 +112,7 @@ class _Tuning:
     Args:
         config: the settings.
         on_progress: called after every measurement.
-        remeasure: take every time anew.
+        remeasure: measure everything anew.
         began: the `time.monotonic` from which the budget counts.
     """
 
@@ -187,7 +188,7 @@ class _Tuning:
         return judged_in_layouts(model, inputs, plans, calls, self._config, self._began)
 
     def _seconds_for_the_second(self, own: Plan) -> float | None:
-        """Seconds that the budget leaves for the second layout, without the race."""
+        """Seconds that the budget leaves for tuning the second layout."""
         if self._config.time_budget_s is None:
             return None
         left_s = self._began + self._config.time_budget_s - monotonic()
@@ -200,7 +201,7 @@ class _Tuning:
     def _tuned(
         self, traced: Traced, config: Config, reserved_steps: int, report: Report | None
     ) -> Plan:
-        """A plan for one layout, not judged yet, with the settings of all of this."""
+        """A plan for one layout, before it is judged."""
         races = reserved_steps if config.step_race else 0
         plan = tune_problems(
             traced.layers,
@@ -216,11 +217,11 @@ class _Tuning:
 
 
 class _Joined:
-    """Progress of two tunings as that of one.
+    """Reports the progress of two tunings as that of one.
 
     Args:
-        report: called with it.
-        more: kernels of the second.
+        report: called with the progress.
+        more: number of kernels of the second tuning.
     """
 
     def __init__(self, report: Report | None, more: int) -> None:
@@ -229,12 +230,12 @@ class _Joined:
         self._last = self._before = Progress("", 0, 0, 0, 0)
 
     def go_on(self) -> None:
-        """Begin the second."""
+        """Begin the second tuning."""
         # From now on the kernels of the second are in the totals that it reports.
         self._more, self._before = 0, self._last
 
     def __call__(self, event: Progress) -> None:
-        """Report the sums of both."""
+        """Report the sums of both tunings."""
         before = self._before
         self._last = replace(
             event,

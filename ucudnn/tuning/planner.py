@@ -1,4 +1,4 @@
-"""Plan one kernel under one workspace limit: measure or recall its chunks, solve, race wholes."""
+"""Plan one kernel under one limit: measure or recall chunks, solve, race whole calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KernelPlanner:
         return self._source.default
 
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
+        """Torch's own convolution of the whole batch, run at least once; None if it fails."""
         return self._source.look_at_default()
 
     def step(self) -> bool:
@@ -49,7 +49,7 @@ class KernelPlanner:
         return self._source.step()
 
     def evidence(self) -> Evidence:
-        """Measure whatever is still wanted, or recall what was.
+        """Measure everything that is still wanted, or recall it from a recording.
 
         Raises:
             PlanError: the recording has nothing of this kernel.
@@ -61,7 +61,7 @@ class KernelPlanner:
         self._source.release()
 
     def front(self) -> Front:
-        """Front of time over workspace of the splits, by the measurements at this limit.
+        """Front of the splits by the measurements at this limit.
 
         Raises:
             PlanError: the recording has nothing of this kernel.
@@ -71,10 +71,10 @@ class KernelPlanner:
         return pareto(point for table in tables for point in table.front())
 
     def decide(self) -> KernelPlan | None:
-        """The plan by a race of whole calls; None where the time ended before there was any.
+        """The plan, by a race of whole calls; None if the time ran out before there was one.
 
         Raises:
-            PlanError: none fits the limit.
+            PlanError: no plan fits the limit.
         """
         planner = self
         try:
@@ -120,7 +120,7 @@ class KernelPlanner:
         """Refuse a limit that nothing fits.
 
         Raises:
-            PlanError: nothing does, and there was time to find out.
+            PlanError: nothing fits, and there was time to find out.
         """
         evidence = self.evidence()
         if not _may_plan(self._tables(evidence)):
@@ -135,7 +135,7 @@ class KernelPlanner:
         return self._source.tables(evidence.usable, self._chunk_limit)
 
     def _finalists(self, tables: Sequence[AbstractSplitTable]) -> list[Finalist]:
-        """Splits as whole calls: raced, or as they were, else as their chunks predict."""
+        """Splits with times of whole calls: raced, recalled, or predicted from their chunks."""
         # A backend may have no default here, as a recording in which it is missing.
         applies = self._session.kernel_of(self.problem, DEFAULT_ALGORITHM) is not None
         default = Split("batch", (Step(self.problem.batch, DEFAULT_ALGORITHM),))
@@ -147,7 +147,7 @@ class KernelPlanner:
         return predict(tables, splits, self.default) if raced is None else raced
 
     def _tighter(self, finalists: Sequence[Finalist], evidence: Evidence) -> KernelPlanner:
-        """A planner with a lower limit, after every whole call needed more than its chunks did."""
+        """A planner with a lower limit for chunks, because whole calls needed more than chunks."""
         # Only a limit can have refused every finalist.
         assert self.limit is not None
         assert self._chunk_limit is not None
@@ -173,7 +173,7 @@ class KernelPlanner:
         return KernelPlanner(self._source.within(bounds), overhead)
 
     def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
-        """The largest workspace of a split's chunks; None where it is not known of any."""
+        """The largest workspace of a split's chunks; None if none is known."""
         axis = axis_of(self.problem, split)
         steps = {(axis.part(axis.size_of(step)), step.algorithm) for step in split.steps}
         # Only chunks that were timed in full can be in a finalist. One chunk may have run in
@@ -201,17 +201,17 @@ def _may_plan(tables: Sequence[AbstractSplitTable]) -> bool:
 
 
 def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
-    """Front of time over workspace of the splits of a kernel, from `most` downwards.
+    """Measure the front of a kernel's splits, from the limit `most` downwards.
 
-    Measures for ever smaller limits. Each is at least a twentieth below the one before, and below
-    the workspace of the best split for that one. So each point is the best split for some limit.
+    The limits decrease: each is at least a twentieth below the previous one, and below the
+    workspace of the best split for that one. So each point is the best split for some limit.
 
     Args:
         planner_at: makes the planner of the kernel for a limit in bytes.
         most: the largest limit.
 
     Returns:
-        Empty where nothing could be measured in time.
+        The points of the front; empty if nothing could be measured in time.
 
     Raises:
         PlanError: nothing fits `most`.

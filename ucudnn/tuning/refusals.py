@@ -1,4 +1,4 @@
-"""Errors for kernels of which no plan fits, with the smallest limit that one would fit."""
+"""Errors for kernels without a plan that fits, with the smallest limit that would do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
     """Error for a limit that nothing fits.
 
     Args:
-        source: of the kernel.
-        evidence: what was tried.
+        source: source of the kernel's measurements.
+        evidence: the measurements of what was tried.
         call_overhead_bytes: measured workspace of a whole call minus that of its largest chunk.
     """
     problem, config, smallest = source.kernel.problem, source.config, _smallest(source, evidence)

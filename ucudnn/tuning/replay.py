@@ -1,4 +1,4 @@
-"""Plan from measurements taken elsewhere: open a recording, and predict what it did not race."""
+"""Replay measurements taken elsewhere: open a recording, and predict whole calls."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def open_recording(path: str | None) -> AbstractCache:
 
 
 def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
-    """The recording of a profile's device, as far as the cuDNN that is installed could run it.
+    """The recording of a profile's device, as far as the installed cuDNN could run it.
 
     Args:
         cache: the measurements.
         path: the profile's file.
 
     Raises:
-        ConfigError: the profile cannot be read, or nothing of its device was recorded.
+        ConfigError: the profile cannot be read, or there are no measurements of its device.
         UnsupportedError: cuDNN cannot plan here.
     """
     profile = DeviceProfile.load(path)
@@ -89,7 +89,7 @@ def _is_engine(entry: Measurement) -> bool:
 
 
 def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:
-    """Measurements of a kernel's chunks of some sizes in the session's recording."""
+    """Measurements of a kernel's chunks of some sizes, from the session's recording."""
     backend = session.backend
     assert isinstance(backend, RecordedBackend)
     found = backend.measurements(axis.problem, [axis.part(size) for size in sizes])
@@ -97,7 +97,7 @@ def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[M
 
 
 def miss(session: Session, problem: Problem) -> PlanError:
-    """Reason why a kernel cannot be planned of which nothing was recorded: what is nearest."""
+    """Reason why a kernel without recorded measurements cannot be planned, with the nearest one."""
     texts = key_texts(session.key(problem, ""))
     wanted = {name: texts[name] for name in texts if name not in _ANY}
     nearest = explain(wanted, (entry.key for entry in session.cache))
@@ -110,12 +110,12 @@ def miss(session: Session, problem: Problem) -> PlanError:
 def predict(
     tables: Sequence[AbstractSplitTable], splits: Sequence[Split], default: Measurement | None
 ) -> list[Finalist]:
-    """Finalists whose times are predicted by the sums of their steps, for `choose`.
+    """Finalists for `choose`, with the sums of their steps as predicted times.
 
     A split with a step that was not timed in its position is left out.
 
     Args:
-        tables: that know the chunks of the splits.
+        tables: split tables that contain the chunks of the splits.
         splits: along any axis.
         default: torch's own convolution of the whole batch, as far as it was measured.
     """
@@ -135,7 +135,7 @@ def _measured(split: Split, default: Measurement | None) -> Finalist | None:
 
 
 def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | None:
-    """A split by the fastest measurements of its steps; None where a step has none."""
+    """A split by the fastest measurements of its steps; None if a step has none."""
     chunks = known_chunks(tables, split)
     if chunks is None:
         return None

@@ -1,4 +1,4 @@
-"""Chunks of one kernel to time next: those that the fastest possible split may hold."""
+"""Choose the chunks of one kernel to time next: those of the fastest possible split."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TOLERANCE = 0.02
 
 
 class Requests:
-    """Asks the solver for what to time.
+    """Asks the solver what to time.
 
     Args:
         session: the device.
         listed: the candidates.
-        records: what was measured so far.
-        elimination: which implementations cannot matter.
+        records: the measurements so far.
+        elimination: tells which implementations cannot be part of the best split.
         limit: workspace in bytes, None for any.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
     """
@@ -50,7 +50,7 @@ class Requests:
         self._tolerance = max(tolerance, TOLERANCE)
 
     def wanted(self) -> list[Arm]:
-        """Chunks to time next; empty where the best split is known well enough."""
+        """Chunks to time next; empty if the best split is known precisely enough."""
         # A plan is made of the best splits under each of these penalties, so all must be known.
         for launch_ns in CHUNK_NS:
             wanted = self.outlook(launch_ns).wanted
@@ -79,7 +79,7 @@ class Requests:
         return found
 
     def _wanted_by_smaller_batches(self) -> list[Arm]:
-        """Chunks to time for the first batch that lacks a split and could have one."""
+        """Chunks to time for the first batch that has no split yet and could have one."""
         # Slabs have all samples of the call, whatever the batch is.
         if self._listed.axis.name != "batch":
             return []
@@ -101,7 +101,7 @@ class Requests:
         return []
 
     def _options(self) -> Iterator[Option]:
-        """Chunks that the solver may choose among, and measured ones that tell about them."""
+        """Chunks that the solver may choose among, and measured ones that bound their times."""
         ruled_out = self._elimination.reasons()
         for arm in self._listed.by_arm:
             entry = self._records.by_arm.get(arm)
@@ -117,7 +117,7 @@ class Requests:
                     yield option
 
     def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> Option:
-        """An arm as the solver sees it; no part of any split where it may not be one."""
+        """An arm as an option of the solver; without positions if it may not be part of a split."""
         workspace = self._records.workspaces.expected(arm)
         if entry is not None and entry.workspace_bytes is not None:
             # A workspace that was measured decides; one that is only expected must also be small

@@ -34,15 +34,15 @@ class Session:
     """State of one device that measures: the backend, the cache, deadlines and counts.
 
     Args:
-        backend: where candidates come from.
+        backend: the backend of the device.
         cache: where measurements are kept.
-        on_run: called whenever something was measured or found, to show progress.
-        until: when to stop measuring chunks, by `time.monotonic`; None: when everything is known.
-        race_until: when to stop timing whole calls, likewise.
+        on_run: called after each measurement, new or found in the cache, to show progress.
+        until: the `time.monotonic` at which to stop measuring chunks; None: no limit.
+        race_until: the `time.monotonic` at which to stop timing whole calls; None: no limit.
         isolated: measure in a process of its own.
         effort: how precisely times are taken, and which gains are too small to look for.
         lock: held while the cache is used, where several sessions share it.
-        remeasure: take every time anew, whatever is known.
+        remeasure: measure everything anew, even if it is known.
     """
 
     backend: AbstractBackend
@@ -77,7 +77,7 @@ class Session:
         )
 
     def kernel_of(self, problem: Problem, algorithm: str) -> str | None:
-        """Name of the kernel by which an algorithm runs a problem, None where it does not."""
+        """Name of the implementation by which an algorithm runs a problem; None if it does not."""
         return self._kernel(problem, algorithm)
 
     def _find_kernel(self, problem: Problem, algorithm: str) -> str | None:
@@ -86,9 +86,9 @@ class Session:
         return self.backend.kernel(problem, algorithm)
 
     def roofline(self, dtype: str) -> Roofline | None:
-        """Greatest speed of the machine, None where it is not known or gains are not judged by it.
+        """Peak rates of the machine; None if they are not known or the effort does not use them.
 
-        It is kept like any other measurement, so that a second tune decides as the first did.
+        They are cached like measurements, so that a second tune decides as the first did.
         """
         # `thorough` tuning, and tuning shared by several ranks, rule nothing out by a bound.
         if not self.effort.ignored_share:
@@ -134,7 +134,7 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """True after the time to measure chunks in."""
+        """True after the time for measuring chunks."""
         return self.until is not None and monotonic() >= self.until
 
     @property
@@ -145,8 +145,8 @@ class Session:
     def find(self, key: MeasurementKey) -> Measurement | None:
         """The measurement of a key, unless it is to be taken anew.
 
-        Taken anew are measurements of other sessions, with `remeasure`, and those that were taken
-        while other processes used the machine, as soon as it is quiet.
+        With `remeasure`, measurements of other sessions are taken anew. Measurements that were
+        taken while other processes used the machine are taken anew as soon as it is quiet.
         """
         # Not written yet: the newest there is.
         if key in self._fresh:
@@ -177,17 +177,17 @@ class Session:
         return measurement
 
     def state(self) -> DeviceState:
-        """What perturbs times now; a worker's results carry their own."""
+        """Conditions that perturb times now; results of a worker have those of the worker."""
         return DeviceState() if self.isolated else self.backend.state()
 
     def note(self, measurement: Measurement) -> None:
-        """Keep a measurement that is no candidate's, and count nothing."""
+        """Keep a measurement that is not of a candidate, without counting it."""
         self._fresh[measurement.key] = measurement
 
     def flush(self) -> None:
-        """Write new measurements to the cache, in one go.
+        """Write new measurements to the cache, in one step.
 
-        What was taken while others used the machine never replaces what was not.
+        Measurements from a busy machine never replace measurements from a quiet one.
         """
         if self._fresh:
             with self.lock:
@@ -202,7 +202,7 @@ class Session:
         return known is None or known.is_perturbed or known.status != entry.status
 
     def close(self) -> None:
-        """Write what is left and end the worker."""
+        """Write the remaining measurements and end the worker."""
         try:
             # A cache that cannot be written, as on a full disk, must not leave a process behind.
             self.flush()

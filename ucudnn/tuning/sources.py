@@ -60,9 +60,9 @@ class Evidence:
     """Measurements of a kernel's chunks, for each cut of its source.
 
     Args:
-        usable: what a split may consist of.
-        known: these and what failed, was beaten or does not fit.
-        notes: how good the best split of them is.
+        usable: chunks that a split may consist of.
+        known: these, and those that failed, were eliminated or do not fit.
+        notes: notes for the plan, such as the remaining gap.
     """
 
     usable: tuple[tuple[Measurement, ...], ...]
@@ -96,7 +96,7 @@ class AbstractSource(ABC):
     Args:
         session: the device and the cache.
         config: the settings.
-        kernel: whose they are.
+        kernel: the kernel that is measured.
         bounds: limits of its plan.
         default: torch's own convolution of the whole batch, as far as it was measured.
     """
@@ -155,7 +155,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
+        """Torch's own convolution of the whole batch, run at least once; None if it fails."""
 
     @abstractmethod
     def step(self) -> bool:
@@ -163,7 +163,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def evidence(self) -> Evidence:
-        """Measure whatever is still wanted, or recall what was.
+        """Measure everything that is still wanted, or recall it from a recording.
 
         Raises:
             PlanError: a recording has nothing of this kernel.
@@ -171,7 +171,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """Time splits as whole calls, or recall that race; None where neither can be done."""
+        """Time splits as whole calls, or recall the race; None if neither is possible."""
 
     @abstractmethod
     def release(self) -> None:
@@ -179,7 +179,7 @@ class AbstractSource(ABC):
 
 
 class LiveSource(AbstractSource):
-    """Measures on the session's device what the cache does not have."""
+    """Source that measures on the session's device, unless the cache has the measurement."""
 
     @cached_property
     def _measurer_by_cut(self) -> dict[Cut, KernelMeasurer]:
@@ -203,7 +203,7 @@ class LiveSource(AbstractSource):
         return [first, *(one for one in others if not one.is_empty)]
 
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
+        """Torch's own convolution of the whole batch, run at least once; None if it fails."""
         return self._measurer(self.cuts[0]).look_at_default()
 
     def step(self) -> bool:
@@ -211,7 +211,7 @@ class LiveSource(AbstractSource):
         return self._measurer(self.cuts[0]).step()
 
     def evidence(self) -> Evidence:
-        """Measure whatever is still wanted."""
+        """Measure everything that is still wanted."""
         working = self._working()
         for place, measurer in enumerate(working):
             if place:
@@ -228,7 +228,7 @@ class LiveSource(AbstractSource):
         )
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """Time splits as whole calls while there is time, else recall that race."""
+        """Time splits as whole calls while there is time, else recall the race."""
         session, problem, has_bias = self.session, self.kernel.problem, self.kernel.has_bias
         # A race in the cache costs no time, and a plan by measured whole calls is the better one.
         if not session.may_race:
@@ -243,7 +243,7 @@ class LiveSource(AbstractSource):
 
 
 class ReplayedSource(AbstractSource):
-    """Recalls what was measured on a device that need not be here."""
+    """Source that recalls the measurements of a device, which need not be here."""
 
     def __init__(
         self, session: Session, config: Config, kernel: Kernel, bounds: Bounds, _: object = None
@@ -261,11 +261,11 @@ class ReplayedSource(AbstractSource):
         return next(known, None)
 
     def step(self) -> bool:
-        """There is nothing to measure."""
+        """False: a recording measures nothing."""
         return False
 
     def evidence(self) -> Evidence:
-        """Recall what was measured.
+        """Recall the measurements.
 
         Raises:
             PlanError: the recording has nothing of this kernel.
@@ -294,7 +294,7 @@ class ReplayedSource(AbstractSource):
         return recall_race(self.session, self.kernel.problem, splits, self.kernel.has_bias)
 
     def release(self) -> None:
-        """There are no operands."""
+        """Do nothing: there are no operands."""
 
 
 def source_of(

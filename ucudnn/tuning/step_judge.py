@@ -1,8 +1,8 @@
-"""Whole steps of a model by its plan against torch's own, which has the last word on the plan.
+"""Judge a plan by whole training steps, which make the last decision on it.
 
-A plan whose kernels are all faster can still slow a step down: planned calls cost the host more,
-and caches differ. Where the plan is not faster beyond the noise, the kernels that do pay are found
-by halving, and the others are given back to torch.
+A plan whose kernels are all faster can still slow down a step, because planned calls cost the host
+more, and because the caches hold other data. If steps are not faster beyond the noise, the kernels
+that pay are found by halving, and the others are given back to torch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Raced(NamedTuple):
 
     Args:
         race: times of steps by a plan and without it.
-        pays: True where steps are faster by the plan. torch's own convolutions cost nothing to
-            keep, so the plan bears the burden of proof: noise must not hide that it is faster.
+        pays: True if steps are faster by the plan beyond the noise. The plan must prove this,
+            because torch's own convolutions cost nothing to keep.
     """
 
     race: StepRace
@@ -81,8 +81,8 @@ class StepJudge:
     """Races steps of one model.
 
     Args:
-        step: computes one.
-        meter: measures it by plans.
+        step: computes a step.
+        meter: measures steps by plans.
     """
 
     def __init__(self, step: Step, meter: StepMeter) -> None:
@@ -92,11 +92,11 @@ class StepJudge:
     def judge(self, plan: Plan, raced: Raced | None = None) -> Plan:
         """The plan with the outcome of its race, without the kernels that do not pay in a step.
 
-        A kernel whose default exceeds the workspace limit stays planned whatever it costs.
+        A kernel whose default exceeds the workspace limit keeps its plan, whatever it costs.
 
         Args:
-            plan: not judged yet.
-            raced: its race against torch's own, with peaks, where that was run already.
+            plan: the plan to judge.
+            raced: its race against torch, with peaks, if that was run already.
         """
         changed = [kernel for kernel in plan.kernels if not kernel.is_default]
         if not changed:
@@ -138,7 +138,7 @@ class StepJudge:
         return not self._meter.is_over() and self._race(plan, _without(plan, replaceable)).pays
 
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
-        """Find the kernels with which a step is faster than without, by halving those that fail."""
+        """Find the kernels with which a step is faster than without them, by halving."""
         if len(kernels) == 1:
             return []
         middle, kept = len(kernels) // 2, list[KernelPlan]()
@@ -157,7 +157,7 @@ class StepJudge:
         return kept
 
     def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
-        """Time steps by a plan and by another one in turn; None: by torch's own convolutions."""
+        """Time steps by a plan and by another plan in turn; None: by torch's own convolutions."""
         runs = [partial(self._meter.elapsed_ns, self._step, one) for one in (other, plan)]
         return raced_of(*race(runs, self._meter.is_over, is_warm))
 
@@ -168,14 +168,14 @@ def race(
     is_warm: bool = False,
     is_decided: Decided | None = None,
 ) -> list[list[int]]:
-    """Time several ways of a step in turn, until it is known which is faster or time is over.
+    """Time several ways to compute a step in turn, until it is clear which is faster.
 
     Args:
         runs: each runs a step and returns its time in ns.
         is_over: no more rounds begin when this is true.
-        is_warm: all have just run; else a round that does not count comes first.
-        is_decided: True where the times so far, in the order of `runs`, are enough; default: one of
-            two is faster, or neither is.
+        is_warm: True if all have just run; else the first round does not count.
+        is_decided: called with the times so far, in the order of `runs`; True ends the race.
+            Default: it ends when one of two is clearly faster, or clearly neither.
 
     Returns:
         Times of each, one of each per round.
@@ -202,7 +202,7 @@ def race(
 
 
 def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True where the interval of the ratio tells a gain, a loss or neither from the others.
+    """True if the interval of the ratio shows a gain, a loss, or that there is neither.
 
     >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
     (True, False)
@@ -232,13 +232,13 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
-    """True where torch's own convolution may replace a kernel's plan.
+    """True if torch's own convolution may replace a kernel's plan.
 
-    It must be within the workspace limit. Of a pool no kernel may take more than it did.
+    It must be within the workspace limit. With a pool, it must need no more than the plan.
 
     Args:
-        plan: that the kernel is of.
-        kernel: with what was measured of its default.
+        plan: the plan of the kernel.
+        kernel: the kernel, with the measurement of its default.
     """
     limit = plan.config.limit_bytes
     # The other calls of the step own the rest of the pool.

@@ -15,9 +15,9 @@ class Trials:
 
     Args:
         listed: the candidates.
-        records: what was measured so far.
-        elimination: which implementations cannot matter.
-        must_probe: a large chunk may run only where its workspace is known or extrapolated.
+        records: the measurements so far.
+        elimination: tells which implementations cannot be part of the best split.
+        must_probe: True if a chunk may run only when its workspace is known or extrapolated.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Trials:
         return probes or self._elimination.trials()
 
     def _probes(self) -> list[Arm]:
-        """The smallest chunks of curves whose workspace must be known and is not."""
+        """The smallest chunks of curves whose workspace must be known, but is not."""
         if not self._must_probe:
             return []
         # An implementation may need other workspace in another role, so each role is probed.
@@ -53,7 +53,7 @@ class Trials:
         return [arm for arm in found if arm is not None]
 
     def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
-        """The smallest arm to run first, or a second one to extrapolate the whole, or neither."""
+        """The smallest arm of a curve, or a second one to extrapolate from, or None."""
         # No split holds such chunks. They are run only where that may show that the whole fits.
         if not self._listed.lists(arms[0]) and not self._is_worth_telling(curve, arms[-1]):
             return None
@@ -90,7 +90,7 @@ class Trials:
         return second if workspaces.can_be_run(second) else None
 
     def _is_worth_telling(self, curve: str, whole: Arm) -> bool:
-        """True if small chunks alone could show that the undivided call fits, when no others do."""
+        """True if the undivided call may fit, and only small chunks in role alone can show it."""
         if not self._records.workspaces.may_fit(whole) or self._records.workspaces.can_be_run(
             whole
         ):

@@ -1,4 +1,4 @@
-"""The cuDNN backend on a GPU: lists engines, builds them, and measures memory and time."""
+"""The cuDNN backend on a GPU: list and build engines, and measure memory and time."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) ->
 class CudnnBackend(AbstractBackend):
     """cuDNN's precompiled engines, and torch's own convolution, on the GPU that is current.
 
-    Engines that compile their kernel when they are built are left out: that takes up to two
-    seconds for each, at every start of a process.
+    Engines that compile their kernel when they are built are left out, because each would take up
+    to two seconds in every process.
 
     Attributes:
-        runtime: what builds and launches.
+        runtime: builds and launches plans.
 
     Raises:
         UnsupportedError: torch sees no GPU, or its cuDNN cannot be used.
@@ -136,13 +136,14 @@ class CudnnBackend(AbstractBackend):
         return DeviceState(notes=identity.gpu_state(self._index).notes)
 
     def algorithms(self) -> tuple[str, ...]:
-        """torch's own alone: engines are enumerated for each problem."""
+        """torch's own only: engines are enumerated for each problem."""
         return (DEFAULT_ALGORITHM,)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a problem; None where it does, or may.
+        """Reason why an algorithm does not compute a problem; None if it does, or may.
 
-        Whether an engine computes a batch that was never enumerated is known when it is built.
+        Whether an engine computes a batch that was never enumerated is only known after building
+        it.
         """
         if problem.layout == "nhwc" and problem.rank == 1:
             return "torch has no channels-last layout for 1-D tensors; use layout='nchw'"
@@ -196,14 +197,14 @@ class CudnnBackend(AbstractBackend):
         )
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """The algorithm: an engine is one implementation, and torch's choice is not visible."""
+        """The algorithm: an engine is one implementation, and torch does not show its choice."""
         del problem
         return algorithm
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         """Build a candidate, for any number of samples.
 
-        One that cuDNN does not compute by this engine is found by `build_refusal`, or by a run.
+        If cuDNN does not compute a problem by this engine, `build_refusal` or a run shows it.
         """
         # operands beyond 32 bits may be met in chunks that are not
         reason = self.refusal(problem.with_batch(1), algorithm)
@@ -214,7 +215,7 @@ class CudnnBackend(AbstractBackend):
         return EngineExecutable(self.runtime, problem, algorithm)
 
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Build an engine's plan for this batch, and the one that adds to a gradient."""
+        """Build an engine's plans for this batch, also the one that adds to a gradient."""
         if algorithm == DEFAULT_ALGORITHM:
             return None
         # beta=1 is a plan of its own, with more workspace. In half precision chunks are added in
@@ -272,7 +273,7 @@ class CudnnBackend(AbstractBackend):
         return int(torch.cuda.get_device_properties(self._index).L2_cache_size)
 
     def memory_bytes(self) -> int:
-        """Half of the memory that is free, or kept free by torch's allocator."""
+        """Half of the memory that is free or cached by torch's allocator."""
         free, _ = torch.cuda.mem_get_info(self._index)
         kept = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
         # torch's allocator keeps blocks that CUDA does not count as free, though they can be used.

@@ -1,4 +1,4 @@
-"""List what cuDNN could run each layer by on some device, and write it as a table."""
+"""List the engines by which cuDNN could run each layer on some device, as a table."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Enumeration:
     """Counts of the listed configurations.
 
     Args:
-        rows: of the table; layers that are alike have rows each.
-        candidates: distinct pairs of problem and algorithm.
-        problems: distinct problems, with each micro-batch for itself.
-        refused: why cuDNN has nothing, one sentence for each such problem.
+        rows: number of rows of the table; equal layers have a row each.
+        candidates: number of distinct pairs of problem and algorithm.
+        problems: number of distinct problems; each micro-batch is a problem.
+        refused: for each problem without configurations, the reason in one sentence.
         cudnn: version of the library.
-        library: its file.
-        device: whose candidates they are.
+        library: file of the library.
+        device: the device of the candidates.
     """
 
     rows: int
@@ -79,8 +79,8 @@ def enumerate_table(
         on_progress: called with the problems done and all of them.
 
     Raises:
-        ConfigError: a file or a value is not as it must be.
-        ProblemError: `math` is neither.
+        ConfigError: a file or a value is invalid.
+        ProblemError: `math` has another value.
         UnsupportedError: as for `enumerate_candidates`.
     """
     layers = [
@@ -103,8 +103,8 @@ def enumerate_candidates(
 ) -> Enumeration:
     """List every configuration of every layer, op and micro-batch, and write a CSV file.
 
-    Needs no GPU: cuDNN's own heuristics answer for the profile's device, in a child process. What
-    PyTorch's rules on float32 rule out (`Configuration.is_allowed`) is left out.
+    It needs no GPU: cuDNN's own heuristics answer for the profile's device, in a child process.
+    Configurations that PyTorch's rules on float32 forbid are left out (`Configuration.is_allowed`).
 
     Args:
         layers: name and problem, as `read_layers` returns them.
@@ -148,7 +148,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
     (1, 32)
 
     Raises:
-        ConfigError: they are no ints of at least 1, separated by commas.
+        ConfigError: the text is not a list of ints of at least 1, separated by commas.
     """
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) for word in words):
@@ -196,7 +196,7 @@ def _powers(batch: int) -> list[int]:
 
 
 def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
-    """Write the table, in place of the one that is there; return the number of rows."""
+    """Write the table, replacing an existing one; return the number of rows."""
     rows = 0
     try:
         # Written beside the file and renamed, so that an interrupted run leaves the old table.

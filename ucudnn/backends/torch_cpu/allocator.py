@@ -1,7 +1,7 @@
-"""The malloc of this process, and the setting of glibc's that decides what page faults cost.
+"""The malloc of this process, and glibc's setting that decides the cost of page faults.
 
-glibc gives blocks above its mmap threshold (at most 32 MiB by itself) back to the kernel when they
-are freed, so every large temporary is paged in anew at each call.
+glibc returns freed blocks above its mmap threshold (by default at most 32 MiB) to the operating
+system, so every large temporary is paged in anew at each call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _threshold_set_here: list[int] = []
 
 
 def describe_allocator() -> str:
-    """Name the malloc of this process and its mmap threshold where one was set.
+    """Name the malloc of this process, and its mmap threshold if one was set.
 
     Returns:
         "glibc", "glibc,mmap_threshold=1073741824", "tcmalloc", "jemalloc", "mimalloc" or "system".
@@ -50,7 +50,8 @@ def set_mmap_threshold(threshold_bytes: int) -> None:
     """Set glibc's mmap threshold of this process, and its trim threshold to twice as much.
 
     Args:
-        threshold_bytes: blocks of at least this size are returned to the kernel when freed.
+        threshold_bytes: blocks of at least this size are returned to the operating system when
+            freed.
 
     Raises:
         UnsupportedError: the process does not run on glibc's malloc, or it refuses the value.

@@ -1,4 +1,4 @@
-"""The CPU backend: lists and builds algorithms, and measures memory and time in this process."""
+"""The CPU backend: list and build algorithms, and measure memory and time in this process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(_ALGORITHMS)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a problem; None where it does."""
+        """Reason why an algorithm does not compute a problem; None if it does."""
         # TF32 is a number format of NVIDIA's tensor cores.
         if problem.math != "strict":
             return "a CPU computes float32 in full precision; use math='strict'"
@@ -102,7 +102,7 @@ class TorchCpuBackend(AbstractBackend):
         return _ALGORITHMS[algorithm].refusal(problem)
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a slab; None where it does."""
+        """Reason why an algorithm does not compute a slab; None if it does."""
         reason = self.refusal(problem, algorithm)
         # A slab is low, so that a filter may hang over it; there oneDNN's half-precision kernels
         # read memory that is not theirs. Of a whole problem, torch's own choice is never refused.
@@ -154,7 +154,8 @@ class TorchCpuBackend(AbstractBackend):
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
         """Standard normal operands, so that sums neither overflow nor vanish.
 
-        Some samples are drawn, the others repeat them: drawing many takes longer than timing them.
+        A few samples are drawn and the others repeat them, because drawing many takes longer than
+        timing them.
         """
         drawn = replace(problem, batch=min(samples, _DRAWN_SAMPLES))
         shapes = replace(problem, batch=samples).operand_shapes
@@ -190,7 +191,7 @@ class TorchCpuBackend(AbstractBackend):
         return time.perf_counter_ns() - start
 
     def state(self) -> DeviceState:
-        """Number of processors that other processes use, if these are too many for this one."""
+        """The load by other processes, if it takes processors that this one needs."""
         return DeviceState(_load.load())
 
     def activity(self) -> Activity:
@@ -205,7 +206,7 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(range(threads, problem.batch + 1, threads))
 
     def cache_bytes(self) -> int:
-        """Size of the last-level cache, as far as this process may count on it."""
+        """Size of the last-level cache that this process can use."""
         return identity.usable_cache_bytes()
 
     def memory_bytes(self) -> int:
