@@ -1,9 +1,9 @@
 """Schema of an entry: the name, the type and the text form of each field.
 
 HDF5 tables, CSV columns, JSON documents, filters and explanations all use the names listed here
-("problem.batch", "software.cudnn", "time_ns"). Those of a key are taken from the dataclasses: a field
-that is added to one of them appears everywhere, and old files are read with its default. A result
-of a measurement is entered in `facts.py`.
+("problem.batch", "software.cudnn", "time_ns"). Those of a key are taken from the dataclasses: a
+field that is added to one of them appears everywhere, and old files are read with its default. A
+result of a measurement is entered in `facts.py`.
 """
 
 from __future__ import annotations
