@@ -1,4 +1,4 @@
-"""Micro-batch sizes and algorithms for every batch of every kernel: a frozen value with a file."""
+"""Plans: the split of every batch of every kernel, as a frozen value that can be saved."""
 
 from __future__ import annotations
 
@@ -7,23 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from ucudnn import plan_file
 from ucudnn.config import Config, check_environment
-from ucudnn.errors import PlanError, UcudnnError, shortened
+from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.plan_file import (
-    FORMAT,
-    canonical,
-    pairs_in,
-    read_document,
-    require_checksum,
-    require_count,
-    require_ints,
-    require_strings,
-    sha256_of,
-    strings_in,
-)
 from ucudnn.problem import Problem
-from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepRace
+from ucudnn.races import MEMORY_FORMATS, LayoutHint, LayoutRace, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.files import write
@@ -33,6 +22,8 @@ __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
 # In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
 BY_BATCH, BY_SLABS = -1, -2
+# Also the note by which alone plan files of ucudnn before 0.1.0 tell what `is_perturbed` is.
+_PERTURBED = "timed while others used the processors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +31,10 @@ class Timing:
     """A time with its spread and workspace, measured or predicted.
 
     Args:
-        time_ns: median; where it is predicted, the sum of parts that were timed one by one.
+        time_ns: median; if predicted, the sum of parts that were timed one by one.
         spread_ns: interquartile range.
         workspace_bytes: peak that the allocator saw beyond the result.
-        samples: how many times it was taken; 0: never, it is predicted.
+        samples: number of samples; 0: the time is predicted.
 
     Raises:
         PlanError: a value is not an int of at least 0.
@@ -56,14 +47,14 @@ class Timing:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            require_count(item.name, getattr(self, item.name))
+            plan_file.require_count(item.name, getattr(self, item.name))
         # Reports and checks divide by it.
         if self.time_ns == 0:
             raise PlanError("time_ns must be at least 1, got 0")
 
     @property
     def is_predicted(self) -> bool:
-        """True where the whole was never run."""
+        """True if the call as a whole was never run."""
         return self.samples == 0
 
 
@@ -71,8 +62,8 @@ class Timing:
 class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
-    A batch is computed alone, by slabs, or built by steps: `last[n - 1]` is the last step, the
-    steps before it are those of batch n - size, and so on down to 0.
+    A batch is computed undivided, by slabs, or by steps along the batch. Then the last step of
+    batch n is in `last[n - 1]`; the steps before it are those of batch n - size, and so on to 0.
 
     Args:
         problem: the kernel at the largest planned batch N.
@@ -81,20 +72,21 @@ class KernelPlan:
         alone: for n = 1..N the index of the algorithm that computes n undivided; -1: split it
             along the batch, -2: by slabs.
         last: for n = 1..N the (size, algorithm index) of the last step of a split of n whose first
-            chunk may be all of it; size 0 where there is none.
+            chunk may be all of it; size 0 if there is none.
         predicted_time_ns: sum over the steps of the plan of N.
-        timing: the whole plan of N, measured; predicted where the device was not there.
-        default: torch's own convolution at N, measured in the same rounds; None where torch
-            cannot compute the problem, or a recording does not know it.
+        timing: of the plan of N as a whole call; predicted if the device was not there.
+        default: torch's own convolution at N, measured in the same rounds; None if torch cannot
+            compute the problem, or if a recording has no such measurement.
         notes: such as "default kernel=onednn".
-        slabs: (rows, algorithm index) of each slab: the same for every batch split by slabs.
-        micro_batch: of a batch-invariant kernel, the samples that every chunk is computed as; 0: it
-            is none.
-        free: of a batch-invariant kernel, the fastest split without that demand, measured in the
-            same rounds; None where it was not.
+        slabs: (rows, algorithm index) of each slab; the same for every batch that is split by
+            slabs.
+        is_perturbed: whether others used the processors while it was timed.
+        micro_batch: samples that every chunk of a batch-invariant kernel is computed as, else 0.
+        free: fastest split without that demand in the same race; None if there was none.
+        default_is_deterministic: whether torch's own convolution computes the same bits each time.
 
     Raises:
-        PlanError: the tables do not describe a split of every batch.
+        PlanError: the fields do not describe a split of every batch.
     """
 
     problem: Problem
@@ -107,16 +99,20 @@ class KernelPlan:
     default: Timing | None
     notes: tuple[str, ...] = ()
     slabs: tuple[tuple[int, int], ...] = ()
+    is_perturbed: bool = False
     micro_batch: int = 0
     free: Timing | None = None
+    default_is_deterministic: bool = True
 
     def __post_init__(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        require_count("predicted_time_ns", self.predicted_time_ns)
+        plan_file.require_count("predicted_time_ns", self.predicted_time_ns)
         for name in ("layers", "algorithms", "notes"):
-            require_strings(name, getattr(self, name))
+            plan_file.require_strings(name, getattr(self, name))
         for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
-            require_ints(name, rows)
+            plan_file.require_ints(name, rows)
+        for name in ("is_perturbed", "default_is_deterministic"):
+            plan_file.require_bool(name, getattr(self, name))
         self._require_slabs()
         self._require_invariant()
         if not len(self.alone) == len(self.last) == self.problem.batch:
@@ -124,21 +120,17 @@ class KernelPlan:
                 f"the plan of {self.problem} must have one entry per batch "
                 f"({self.problem.batch}), got {len(self.alone)} and {len(self.last)}"
             )
-        # Batches from which a walk along `last` ends at 0, so that `split` always ends.
-        reachable = {0}
-        for n, (index, (size, step_index)) in enumerate(
-            zip(self.alone, self.last, strict=True), start=1
-        ):
-            if index not in (BY_BATCH, BY_SLABS) and not self._names(index):
-                raise PlanError(f"the plan of {self.problem} names no algorithm for batch {n}")
-            if size == 0:
-                continue
-            if not (0 < size <= n and n - size in reachable and self._names(step_index)):
-                raise PlanError(f"the plan of {self.problem} has no valid split of batch {n}")
-            reachable.add(n)
+        plan_file.require_chains(
+            self.problem, self.alone, self.last, range(BY_SLABS, len(self.algorithms))
+        )
         # Smaller batches may lack a split within the limit; the planned one may not.
         if not self.covers(self.problem.batch):
             raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and that the times were perturbed where they were."""
+        return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
 
     def _require_slabs(self) -> None:
         if not self.slabs and BY_SLABS not in self.alone:
@@ -153,14 +145,11 @@ class KernelPlan:
             )
 
     def _require_invariant(self) -> None:
-        require_count("micro_batch", self.micro_batch)
+        plan_file.require_count("micro_batch", self.micro_batch)
         if not self.micro_batch:
             return
-        expected = invariant_steps(self.problem.batch, self.micro_batch)
-        if self.micro_batch > self.problem.batch or (set(self.alone), self.last) != (
-            {BY_BATCH},
-            expected,
-        ):
+        expected = {BY_BATCH}, plan_file.invariant_steps(self.problem.batch, self.micro_batch)
+        if self.micro_batch > self.problem.batch or (set(self.alone), self.last) != expected:
             raise PlanError(
                 f"the plan of {self.problem} must compute every batch in chunks of "
                 f"{self.micro_batch} by one algorithm, because it is batch-invariant"
@@ -200,10 +189,10 @@ class KernelPlan:
         return Split("batch", tuple(reversed(steps)), self.micro_batch)
 
     def by_default(self, every_batch: bool) -> KernelPlan:
-        """The same kernel by torch's own undivided convolution, which must have been measured.
+        """The same kernel with torch's own undivided convolution, which must have been measured.
 
         Args:
-            every_batch: smaller ones, too; else they keep their splits.
+            every_batch: True: smaller batches, too; False: smaller batches keep their splits.
         """
         assert self.default is not None
         # Appended, because the splits of smaller batches refer to the others by index.
@@ -221,7 +210,7 @@ class KernelPlan:
         )
 
     def decisions(self) -> list[Any]:
-        """Problem and tables with the algorithms' names in place, as JSON values."""
+        """The problem and its splits, with algorithms by name, as JSON values."""
         names = {BY_BATCH: None, BY_SLABS: BY_SLABS, **dict(enumerate(self.algorithms))}
         # Names and not indices: the order of `algorithms` decides nothing.
         alone = [names[index] for index in self.alone]
@@ -232,24 +221,24 @@ class KernelPlan:
         return [self.problem.to_dict(), alone, last, *more]
 
     def covers(self, batch: int) -> bool:
-        """True where there is a split of this batch: nearly always, for 1 to `problem.batch`."""
+        """True if there is a split of this batch: nearly always for 1 to `problem.batch`."""
         if not 1 <= batch <= self.problem.batch:
             return False
         return self.alone[batch - 1] != BY_BATCH or self.last[batch - 1][0] > 0
 
     def is_derived(self, batch: int) -> bool:
-        """True where the split of this batch was composed from parts and not timed as a whole."""
+        """True if the split of this batch is composed of parts and was not timed as a whole."""
         return batch != self.problem.batch or self.timing.is_predicted
 
     @property
     def is_default(self) -> bool:
-        """True where the plan of the largest batch is torch's own undivided convolution."""
+        """True if the plan of the largest batch is torch's own undivided convolution."""
         return self.split(self.problem.batch).is_default
 
 
 @dataclass(frozen=True)
 class Plan:
-    """For every kernel of a model the split of every batch, and what it was made from and for.
+    """The split of every batch of every kernel of a model, with its device, versions and settings.
 
     >>> plan = Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config())
     >>> len(plan.hash), plan.workspace_bytes
@@ -262,11 +251,13 @@ class Plan:
         conditions: threads, allocator and so on.
         config: the settings it was made with.
         backend: name of the backend that runs it.
-        step_race: whole steps of the model by the plan against torch's own; None where the plan was
-            made without its model.
+        step_race: race of whole training steps with the plan and without it; None if the plan was
+            made without a model.
         memory_format: layout of the model that it was made for: "keep", as the model was, or
-            "channels_last" (of 5-D tensors channels_last_3d).
-        layout_race: how that was decided; None where the settings did not ask for it.
+            "channels_last" (channels_last_3d for 5-D tensors).
+        layout_race: how the memory format was decided; None if the settings did not ask for it.
+        layout_hint: gain to expect of channels_last, if the settings did not ask for it; None if it
+            would change nothing, or if no steps were run.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -281,9 +272,10 @@ class Plan:
     step_race: StepRace | None = field(default=None, compare=False)
     memory_format: str = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
+    layout_hint: LayoutHint | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        require_strings("backend", (self.backend,))
+        plan_file.require_strings("backend", (self.backend,))
         if self.memory_format not in MEMORY_FORMATS:
             raise PlanError(
                 f"memory_format must be one of {', '.join(MEMORY_FORMATS)}, "
@@ -291,7 +283,7 @@ class Plan:
             )
 
     def split(self, problem: Problem) -> Split:
-        """The split of a problem at its own batch, which may be any up to the planned one.
+        """The split of a problem at its batch, which may be any batch up to the planned one.
 
         Raises:
             PlanError: the problem is not in the plan, or only with smaller batches.
@@ -299,7 +291,7 @@ class Plan:
         return self.kernel(problem).split(problem.batch)
 
     def kernel(self, problem: Problem) -> KernelPlan:
-        """The kernel that covers a problem: same geometry, the smallest sufficient batch.
+        """The kernel that covers a problem: same geometry, and the smallest sufficient batch.
 
         Raises:
             PlanError: there is none.
@@ -322,7 +314,7 @@ class Plan:
         )
 
     def covers(self, problem: Problem) -> bool:
-        """True where `split` has an answer for this problem."""
+        """True if `split` has an answer for this problem."""
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
         return any(kernel.covers(problem.batch) for kernel in kernels)
 
@@ -336,34 +328,34 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Largest workspace of any kernel, which they share; of a pool the sum over all calls."""
+        """Workspace of the plan: the largest of any kernel; with a pool, the sum over all calls."""
         if self.config.total_bytes is not None:
             return sum(one.timing.workspace_bytes * len(one.layers) for one in self.kernels)
         return max((kernel.timing.workspace_bytes for kernel in self.kernels), default=0)
 
     @property
     def predicted_time_ns(self) -> int:
-        """Sum of the steps' times over every call of every kernel; a prediction, not measured."""
+        """Sum of the predicted times of all calls of all kernels."""
         return sum(kernel.predicted_time_ns * len(kernel.layers) for kernel in self.kernels)
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the problems, splits, layout, settings and device: equal plans, equal hash.
+        """SHA-256 of the problems, splits, layout, settings and device; equal for equal plans.
 
-        Times, dates and hosts are left out, so two machines of one kind can agree on it.
+        Times, dates and hosts are left out, so that it can be equal on two machines of one kind.
         """
         # Without software and conditions, and in any order of kernels: two machines of one kind
         # that decide alike have equal hashes.
         decisions = {
-            "kernels": sorted(canonical(kernel.decisions()) for kernel in self.kernels),
+            "kernels": sorted(plan_file.canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
             "device": asdict(self.device),
             **self._layout_to_dict(),
         }
-        return sha256_of(decisions)
+        return plan_file.sha256_of(decisions)
 
     def _layout_to_dict(self) -> dict[str, str]:
-        """The memory format; nothing where the model keeps its own, as before version 3."""
+        """The memory format; empty if the model keeps its own, as before version 3."""
         return {} if self.memory_format == "keep" else {"memory_format": self.memory_format}
 
     @property
@@ -375,17 +367,17 @@ class Plan:
         return 2 if any(kernel.slabs for kernel in self.kernels) else 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file; a reader sees the old file or the new one, never half.
+        """Write the plan to a JSON file; readers see the old file or the new one, never a part.
 
         Raises:
             PlanError: the file cannot be written.
         """
-        write(path, f"{canonical(self.to_dict())}\n".encode(), "the plan")
+        write(path, f"{plan_file.canonical(self.to_dict())}\n".encode(), "the plan")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""
         document: dict[str, Any] = {
-            "format": FORMAT,
+            "format": plan_file.FORMAT,
             "version": self._version,
             **self._layout_to_dict(),
             "hash": self.hash,
@@ -396,12 +388,12 @@ class Plan:
             "conditions": asdict(self.conditions),
             "kernels": [_kernel_to_dict(kernel) for kernel in self.kernels],
         }
-        if self.step_race is not None:
-            document["step_race"] = self.step_race.to_dict()
-        if self.layout_race is not None:
-            document["layout_race"] = self.layout_race.to_dict()
+        for name in ("step_race", "layout_race", "layout_hint"):
+            race = getattr(self, name)
+            if race is not None:
+                document[name] = race.to_dict()
         # Unlike the hash it covers times and names, so that any damage shows.
-        return {**document, "checksum": sha256_of(document)}
+        return {**document, "checksum": plan_file.sha256_of(document)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -409,29 +401,24 @@ class Plan:
 
         Raises:
             PlanError: it cannot be read, is not a plan, is damaged, or is of a later version.
-            ConfigError: an environment variable is refused, which is not the file's fault.
+            ConfigError: an environment variable is refused; the file may be fine.
         """
         # First: a refused variable must not be reported as damage of the file.
         check_environment()
-        document = read_document(path)
-        try:
+        document = plan_file.read_document(path)
+        with plan_file.damage_named(path):
             return cls.from_dict(document)
-        # A file that was cut or edited may raise any of these while its values are built.
-        except (KeyError, TypeError, AttributeError, ValueError, UcudnnError) as error:
-            detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise PlanError(
-                f"{path} is a damaged plan: {shortened(detail)}; make it anew"
-            ) from error
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` wrote down.
+        """Build a plan from the JSON values of `to_dict`.
 
         Raises:
-            PlanError: the values are not what was written down.
+            PlanError: the values are not those of a plan.
         """
-        require_checksum(document)
+        plan_file.require_checksum(document)
         race, layouts = document.get("step_race"), document.get("layout_race")
+        hint = document.get("layout_hint")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
@@ -442,46 +429,35 @@ class Plan:
             step_race=None if race is None else StepRace.from_dict(race),
             memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
             layout_race=None if layouts is None else LayoutRace.from_dict(layouts),
+            layout_hint=None if hint is None else LayoutHint.from_dict(hint),
         )
-
-
-def invariant_steps(batch: int, micro_batch: int) -> tuple[tuple[int, int], ...]:
-    """`KernelPlan.last` of a batch-invariant kernel: full chunks first, then the remainder.
-
-    >>> invariant_steps(5, 2)
-    ((1, 0), (2, 0), (1, 0), (2, 0), (1, 0))
-    """
-    return tuple((n % micro_batch or micro_batch, 0) for n in range(1, batch + 1))
 
 
 def _kernel_to_dict(kernel: KernelPlan) -> dict[str, Any]:
     values = {name: getattr(kernel, name) for name in KernelPlan.__slots__}
+    for name in ("timing", "default", "free"):
+        values[name] = asdict(values[name]) if values[name] else None
     # Versions before 4 have none of these.
-    invariant = {"free": asdict(kernel.free) if kernel.free else None}
     if not kernel.micro_batch:
         del values["micro_batch"], values["free"]
-        invariant = {}
-    return {
-        **values,
-        "problem": kernel.problem.to_dict(),
-        "timing": asdict(kernel.timing),
-        "default": asdict(kernel.default) if kernel.default else None,
-        **invariant,
-    }
+    return {**values, "problem": kernel.problem.to_dict()}
 
 
 def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
+    notes = plan_file.strings_in(fields["notes"])
     return KernelPlan(
         problem=Problem.from_dict(fields["problem"]),
-        layers=strings_in(fields["layers"]),
-        algorithms=strings_in(fields["algorithms"]),
+        layers=plan_file.strings_in(fields["layers"]),
+        algorithms=plan_file.strings_in(fields["algorithms"]),
         alone=tuple(fields["alone"]),
-        last=pairs_in(fields["last"]),
+        last=plan_file.pairs_in(fields["last"]),
         predicted_time_ns=fields["predicted_time_ns"],
         timing=Timing(**fields["timing"]),
         default=Timing(**fields["default"]) if fields["default"] else None,
-        notes=strings_in(fields["notes"]),
-        slabs=pairs_in(fields.get("slabs", ())),  # version 1 may have none
+        notes=tuple(note for note in notes if note != _PERTURBED),
+        slabs=plan_file.pairs_in(fields.get("slabs", ())),  # version 1 may have none
+        is_perturbed=fields.get("is_perturbed", _PERTURBED in notes),
         micro_batch=fields.get("micro_batch", 0),
         free=Timing(**fields["free"]) if fields.get("free") else None,
+        default_is_deterministic=fields.get("default_is_deterministic", True),
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ucudnn.errors import PlanError, shortened
+from ucudnn.errors import PlanError, UcudnnError, shortened
+from ucudnn.problem import Problem
 from ucudnn.system.files import parse_json
 from ucudnn.units import TOO_LARGE
 
@@ -46,11 +48,26 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     return document
 
 
-def require_checksum(document: Mapping[str, Any]) -> None:
-    """Refuse a document that is not what was written.
+@contextmanager
+def damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context in which errors of a file's values become one error that names the file.
 
     Raises:
-        PlanError: its checksum says so.
+        PlanError: the values are not those of a plan.
+    """
+    try:
+        yield
+    # A file that was cut or edited may raise any of these while its values are built.
+    except (KeyError, TypeError, AttributeError, ValueError, UcudnnError) as error:
+        detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise PlanError(f"{path} is a damaged plan: {shortened(detail)}; make it anew") from error
+
+
+def require_checksum(document: Mapping[str, Any]) -> None:
+    """Refuse a document that differs from what was written.
+
+    Raises:
+        PlanError: its checksum is wrong.
     """
     rest = {name: value for name, value in document.items() if name != "checksum"}
     if document["checksum"] != sha256_of(rest):
@@ -63,7 +80,7 @@ def sha256_of(value: Any) -> str:
 
 
 def canonical(value: Any) -> str:
-    """One text for equal values, whoever writes them: hash and checksum depend on it.
+    """Canonical JSON text: equal values have equal texts, on which hash and checksum rely.
 
     >>> canonical({"b": 1, "a": [2, 3]})
     '{"a":[2,3],"b":1}'
@@ -90,6 +107,25 @@ def strings_in(values: object) -> tuple[str, ...]:
     if not isinstance(values, list):
         raise PlanError(f"names must be a list, got {values!r}")
     return tuple(values)
+
+
+def invariant_steps(batch: int, micro_batch: int) -> tuple[tuple[int, int], ...]:
+    """`KernelPlan.last` of a batch-invariant kernel: full chunks first, then the remainder.
+
+    >>> invariant_steps(5, 2)
+    ((1, 0), (2, 0), (1, 0), (2, 0), (1, 0))
+    """
+    return tuple((n % micro_batch or micro_batch, 0) for n in range(1, batch + 1))
+
+
+def require_bool(name: str, value: object) -> None:
+    """Refuse what is neither true nor false.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise PlanError(f"{name} must be true or false, got {value!r}")
 
 
 def require_count(name: str, value: object) -> None:
@@ -124,3 +160,30 @@ def require_strings(name: str, values: Iterable[str]) -> None:
     for value in values:
         if not isinstance(value, str):
             raise PlanError(f"{name} must hold strings, got {value!r}")
+
+
+def require_chains(
+    problem: Problem, alone: Iterable[int], last: Iterable[tuple[int, int]], indices: range
+) -> None:
+    """Refuse tables of a kernel's plan that lead to no algorithm or to no end.
+
+    Args:
+        problem: the kernel at its largest batch.
+        alone: as in `KernelPlan`.
+        last: as in `KernelPlan`, with as many entries.
+        indices: all that `alone` may hold; those of algorithms begin at 0.
+
+    Raises:
+        PlanError: an entry is wrong.
+    """
+    # Batches from which a walk along `last` ends at 0, so that `KernelPlan.split` always ends.
+    reachable = {0}
+    for n, (index, (size, step_index)) in enumerate(zip(alone, last, strict=True), start=1):
+        if index not in indices:
+            raise PlanError(f"the plan of {problem} names no algorithm for batch {n}")
+        if size == 0:
+            continue
+        is_named = 0 <= step_index < indices.stop
+        if not (0 < size <= n and n - size in reachable and is_named):
+            raise PlanError(f"the plan of {problem} has no valid split of batch {n}")
+        reachable.add(n)

@@ -1,4 +1,4 @@
-"""The steps of one call: how much of an axis each computes, and by which algorithm."""
+"""The steps of one call: their extents along an axis, and their algorithms."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Split:
 
     @property
     def is_default(self) -> bool:
-        """True where the split is torch's own convolution on the undivided batch."""
+        """True if the split is torch's own convolution on the undivided batch."""
         # Torch's own is not padded.
         return (
             len(self.steps) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ucudnn.measurement import NONDETERMINISTIC
 from ucudnn.problem import BYTES_BY_DTYPE, OPS, Problem
 
 BATCH, RUNS = 5, 4
@@ -39,7 +38,7 @@ def check(backend, problem):
     a, b = backend.operands(problem, problem.batch)
     listed = backend.candidates(problem)
     for candidate in listed:
-        if NONDETERMINISTIC in candidate.notes:
+        if not candidate.is_deterministic:
             continue
         executable = backend.executable(problem, candidate.algorithm)
         first = results(executable, problem, a, b, 0)
@@ -85,6 +84,6 @@ def test_torchs_own_says_where_it_varies(backend):
     """oneDNN's half-precision kernels read foreign memory where a filter hangs over the input."""
     cramped = Problem("fprop", 2, 4, 8, (3, 3), (5, 5), padding=((3, 3), (2, 2)), dtype="bfloat16")
     is_onednn = backend.kernel(cramped, "torch_default") == "onednn"
-    assert (NONDETERMINISTIC in backend.candidates(cramped)[0].notes) is is_onednn
+    assert backend.candidates(cramped)[0].is_deterministic is not is_onednn
     plain = Problem("fprop", 2, 4, 8, (9, 9), (3, 3), dtype="bfloat16")
-    assert NONDETERMINISTIC not in backend.candidates(plain)[0].notes
+    assert backend.candidates(plain)[0].is_deterministic

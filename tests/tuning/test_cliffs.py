@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from ucudnn.backends import DeviceState
 from ucudnn.cli import app
 from ucudnn.execution.execute import bind
 from ucudnn.problem import Problem
@@ -41,7 +42,7 @@ def test_nothing_is_on_a_cliff(scripted):
 
 def test_load_is_said(scripted, monkeypatch):
     backend = scripted(torch_default=cost(3))
-    monkeypatch.setattr(backend, "state", lambda: ("load=1.5",))
+    monkeypatch.setattr(backend, "state", lambda: DeviceState(load=1.5))
     said = find_cliffs({FPROP: ("a",)}, backend).sentences()
     assert said[-1] == "Other processes used the machine: scan again when it is quiet."
 

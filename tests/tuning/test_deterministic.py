@@ -16,8 +16,8 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.check import check
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.measurement import NONDETERMINISTIC
 from ucudnn.problem import Problem
+from ucudnn.tuning.step_judge import has_default
 from ucudnn.tuning.tuner import tune_problems
 
 MS, MIB = 1_000_000, 1 << 20
@@ -38,7 +38,7 @@ def here(scripted, monkeypatch):
 
     def candidates(problem):
         return tuple(
-            replace(one, notes=(NONDETERMINISTIC,)) if one.algorithm in backend.varying else one
+            replace(one, is_deterministic=False) if one.algorithm in backend.varying else one
             for one in listed(problem)
         )
 
@@ -85,9 +85,13 @@ def test_it_follows_torch_when_tuning_begins(here):
 def test_torchs_own_that_varies_is_a_baseline_and_never_the_plan(here):
     here.costs = {"torch_default": cost(1), "exact": cost(2)}
     here.varying = {"torch_default"}
-    kernel = tune_problems(LAYERS, Config(deterministic=True)).kernels[0]
+    plan = tune_problems(LAYERS, Config(deterministic=True))
+    kernel = plan.kernels[0]
     assert {step.algorithm for step in kernel.split(8).steps} == {"exact"}
     assert kernel.default.time_ns == 8 * MS
+    # nor does a race of whole steps give the kernel back to it
+    assert not has_default(plan, kernel)
+    assert has_default(plan, replace(kernel, default_is_deterministic=True))
     # neither is it what runs where there is no time for anything else
     with pytest.warns(UserWarning, match="1 of 1 kernels"):
         plan = tune_problems(LAYERS, Config(deterministic=True, time_budget_s=1e-9))

@@ -1,4 +1,4 @@
-"""`ucudnn enumerate`, `show`, `report`, `doctor`: what could run, what is planned, what is here."""
+"""`ucudnn enumerate`, `show`, `report`, `doctor`: engines, plans, and facts of this machine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def show(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a plan: per kernel torch's default, the split, times and workspaces.
+    """Print a plan: for each kernel torch's default, the split, times and workspaces.
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
@@ -130,7 +130,7 @@ def show(
         )
         if entry.free is not None:
             say(f"without batch_invariant: {format_ns(entry.free.time_ns)}")
-        for note in entry.notes:
+        for note in entry.remarks:
             say(f"note: {note}")
         _explain(loaded, entry, cache)
 
@@ -191,7 +191,7 @@ def doctor(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what tuning depends on here: device, versions, threads, malloc, cache; or find cliffs.
+    """Print what tuning depends on here: device, versions, threads, malloc, cache; or find cliffs.
 
     Example: ucudnn doctor --cliffs examples/models.py:resnet18 --input 32x3x224x224
     """

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execution.execute import build
-from ucudnn.measurement import NONDETERMINISTIC
 from ucudnn.plan import Plan
 
 
@@ -19,8 +18,8 @@ class Finding:
     Args:
         about: "device", "versions", "conditions", "build", "determinism" (of a deterministic plan),
             or "canary" with the kernel's number.
-        is_true: whether it still holds; None where it was not looked at.
-        said: a sentence with what was found.
+        is_true: whether it still holds; None if it was not checked.
+        said: the result in one sentence.
     """
 
     about: str
@@ -84,7 +83,7 @@ def nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
     """
     for kernel in plan.kernels:
         listed = (*backend.candidates(kernel.problem), *backend.bias_candidates(kernel.problem))
-        varying = {one.algorithm for one in listed if NONDETERMINISTIC in one.notes}
+        varying = {one.algorithm for one in listed if not one.is_deterministic}
         for name in kernel.algorithms:
             if name in varying:
                 return (

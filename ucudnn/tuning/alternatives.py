@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ucudnn.measurement import NONDETERMINISTIC, Measurement
+from ucudnn.measurement import Measurement, Subject
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning.invariant import invariant_split, uniform_chunks, uniform_ns
 from ucudnn.units import format_bytes
 
-# A whole call that was raced is kept under this name, and a run of like steps in its text so.
+# The split in the name of a whole call that was raced, and a run of like steps in a split's text.
 _RACED = re.compile(r"plan\[(.*)\] in race ")
 _STEP = re.compile(r"(?:\d+x)?(\d+) ([^\s,]+)")
 # Statuses of measurements with a time.
@@ -69,7 +69,7 @@ def alternatives(
         for entry in known
         if entry.error is not None
     }
-    varying = {e.key.algorithm for e in known if NONDETERMINISTIC in e.notes}
+    varying = {e.key.algorithm for e in known if not e.is_deterministic}
     found: dict[str, Alternative] = {}
     for one in (*_of_plan(kernel), *_raced(known), *_uniform(kernel.problem, known)):
         # Whole calls come first: a measured time is better than a sum.
@@ -102,7 +102,7 @@ def _of_plan(kernel: KernelPlan) -> Iterator[Alternative]:
 
 def _raced(known: Sequence[Measurement]) -> Iterator[Alternative]:
     for entry in known:
-        raced = _RACED.match(entry.key.algorithm)
+        raced = _RACED.match(entry.key.algorithm) if entry.subject == Subject.CALL else None
         if raced and entry.status == "ok":
             name, size = raced.group(1), entry.workspace_bytes
             yield Alternative(name, entry.time_ns, size, None, True, "")
@@ -110,7 +110,7 @@ def _raced(known: Sequence[Measurement]) -> Iterator[Alternative]:
 
 def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alternative]:
     """Of each algorithm the fastest split into chunks of one size, and that of least workspace."""
-    chunks = [entry for entry in known if not _RACED.match(entry.key.algorithm)]
+    chunks = [entry for entry in known if entry.subject == Subject.CHUNK]
     timed = [
         entry for entry in chunks if entry.status in _TIMED and entry.workspace_bytes is not None
     ]
@@ -167,7 +167,7 @@ def _failed(known: Sequence[Measurement], others: Sequence[Alternative]) -> Iter
     seen = {name for one in others for _, name in _STEP.findall(one.split)}
     for entry in known:
         name = entry.key.algorithm
-        if entry.status == "failed" and name not in seen and not _RACED.match(name):
+        if entry.status == "failed" and name not in seen and entry.subject == Subject.CHUNK:
             seen.add(name)
             text = f"{entry.key.problem.batch} {name}"
             yield Alternative(text, None, entry.workspace_bytes, entry.error, False, entry.reason)

@@ -27,7 +27,7 @@ from ucudnn.backends.torch_cpu.allocator import (
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import bind
-from ucudnn.measurement import Device, is_perturbation
+from ucudnn.measurement import Device
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.units import format_bytes, format_ns
@@ -180,7 +180,7 @@ def find_cliffs(
             found += scan.allocator_cliffs(layers)
     found.sort(key=lambda cliff: -cliff.saved_ns)
     total_ns = sum(time_ns * len(layers[problem]) for problem, time_ns in scan.own_ns.items())
-    busy = any(map(is_perturbation, backend.state()))
+    busy = backend.state().load > 0
     return Cliffs(tuple(found), backend.device(), total_ns, len(scan.own_ns), len(layers), busy)
 
 

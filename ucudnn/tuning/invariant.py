@@ -13,7 +13,7 @@ from dataclasses import replace
 from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.errors import PlanError
 from ucudnn.execution.remainder import padding_bytes
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role, role_of
 from ucudnn.plan import (
     BY_BATCH,
     DEFAULT_ALGORITHM,
@@ -21,12 +21,12 @@ from ucudnn.plan import (
     Split,
     Step,
     Timing,
-    invariant_steps,
 )
+from ucudnn.plan_file import invariant_steps
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
 from ucudnn.tuning.confirmation import Finalist
-from ucudnn.tuning.items import chunk_items, role_of_first
+from ucudnn.tuning.items import chunk_items
 from ucudnn.units import format_bytes
 
 # So many micro-batches, those that are fastest by the sums of their chunks, race as whole calls.
@@ -65,20 +65,19 @@ def invariant_splits(
 
 def uniform_chunks(
     problem: Problem, measurements: Sequence[Measurement]
-) -> dict[tuple[int, str], dict[str, Item]]:
+) -> dict[tuple[int, str], dict[Role, Item]]:
     """Items by micro-batch and algorithm, for each position in a split that one needs."""
-    roles = {"first": role_of_first(problem), "later": "later", "alone": "alone"}
-    found: dict[tuple[int, str], dict[str, Item]] = {}
-    for position, role in roles.items():
-        for item in chunk_items(problem, measurements, role):
+    found: dict[tuple[int, str], dict[Role, Item]] = {}
+    for position in Role:
+        for item in chunk_items(problem, measurements, role_of(problem, position)):
             # The whole batch is one chunk, and any smaller one is followed by others.
-            if (position == "alone") is (item.batch == problem.batch):
+            if (position == Role.ALONE) is (item.batch == problem.batch):
                 found.setdefault((item.batch, item.algorithm), {})[position] = item
-    complete = ({"alone"}, {"first", "later"})
+    complete = ({Role.ALONE}, {Role.FIRST, Role.LATER})
     return {chunk: items for chunk, items in found.items() if set(items) in complete}
 
 
-def uniform_ns(problem: Problem, size: int, items: dict[str, Item]) -> int:
+def uniform_ns(problem: Problem, size: int, items: dict[Role, Item]) -> int:
     """Time of a batch in chunks of one size, as the sum of its chunks.
 
     Args:
@@ -86,12 +85,13 @@ def uniform_ns(problem: Problem, size: int, items: dict[str, Item]) -> int:
         size: of the chunks.
         items: of one chunk, by position.
     """
-    if "alone" in items:
-        return items["alone"].time_ns
-    return items["first"].time_ns + (-(-problem.batch // size) - 1) * items["later"].time_ns
+    if Role.ALONE in items:
+        return items[Role.ALONE].time_ns
+    later = -(-problem.batch // size) - 1
+    return items[Role.FIRST].time_ns + later * items[Role.LATER].time_ns
 
 
-def _needed(problem: Problem, size: int, items: dict[str, Item]) -> int:
+def _needed(problem: Problem, size: int, items: dict[Role, Item]) -> int:
     """Workspace of a split in bytes, also of a smaller batch whose last chunk is filled up."""
     chunk = max(item.workspace_bytes for item in items.values())
     return chunk + padding_bytes(problem.with_batch(size))
@@ -216,6 +216,6 @@ def nothing_invariant_fits(
     )
 
 
-def _sized(chunk: tuple[tuple[int, str], dict[str, Item]]) -> tuple[int, dict[str, Item]]:
+def _sized(chunk: tuple[tuple[int, str], dict[Role, Item]]) -> tuple[int, dict[Role, Item]]:
     (size, _), items = chunk
     return size, items
