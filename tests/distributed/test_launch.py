@@ -9,10 +9,13 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +23,7 @@ from hypothesis import strategies as st
 from ucudnn import config
 from ucudnn.backends import open_backend
 from ucudnn.distributed.affinity import cores
-from ucudnn.distributed.launching import search
+from ucudnn.distributed.launching import search, utilization
 from ucudnn.distributed.launching.agent import Launch, launch
 from ucudnn.distributed.launching.placement import place
 from ucudnn.errors import ConfigError, UnsupportedError
@@ -187,7 +190,7 @@ def test_two_ranks_lose_what_one_rank_with_the_whole_batch_loses(begin, tmp_path
         plan = tmp_path / f"{ranks}.plan.json"
         words = [*CLI, f"--ranks-per-gpu={ranks}", "--device-workspace=32MiB", "--"]
         words += ["-c", ENDING, script]
-        job = begin([*words, *options, "--save", str(plan)], UCUDNN_TIME_BUDGET_S="4")
+        job = begin([*words, *options, "--save", str(plan)], UCUDNN_TIME_BUDGET_S="2")
         status, output = job.end()
         assert status == 0, output
         losses[ranks] = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
@@ -466,6 +469,45 @@ def test_ranks_per_device_are_conditions_of_a_measurement(monkeypatch):
 def test_settings_that_are_not_allowed_are_refused(values, sentence):
     with pytest.raises(ConfigError, match=sentence):
         Launch(**values)
+
+
+# --- how busy a GPU is
+
+
+@pytest.mark.parametrize(
+    ("percents", "ranks", "sentence"),
+    [
+        ([0, 0, 40, *[98] * 10], 1, "busy 98 % of the time with 1 rank: more ranks can hardly pay"),
+        ([55] * 12, 2, "busy 55 % of the time with 2 ranks: try more, by --ranks-per-gpu auto"),
+        ([98] * 4, 1, None),  # too short to tell
+        (None, 1, None),  # NVML does not know the GPU
+    ],
+)
+def test_the_launcher_tells_whether_sharing_can_pay(monkeypatch, percents, ranks, sentence):
+    left = list(percents or [])
+    empty = threading.Event()
+
+    def used(board: object) -> SimpleNamespace:
+        if not left:
+            empty.set()
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return SimpleNamespace(gpu=left.pop(0))
+
+    def board(gpu: str) -> str:
+        if percents is None:
+            empty.set()
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return gpu
+
+    monkeypatch.setattr(utilization, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", board)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", used)
+    said: list[str] = []
+    with utilization.Sampler(["GPU-a"], ranks, said.append) as sampler:
+        assert empty.wait(60)
+        sampler.conclude()
+    assert said == ([f"GPU-a was {sentence}"] if sentence else [])
 
 
 # --- the number of ranks
