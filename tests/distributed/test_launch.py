@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 
 from ucudnn import config
 from ucudnn.backends import open_backend
+from ucudnn.distributed import counting
 from ucudnn.distributed.affinity import cores
+from ucudnn.distributed.counting import count, read_counts
 from ucudnn.distributed.launching import search, utilization
 from ucudnn.distributed.launching.agent import Launch, launch
 from ucudnn.distributed.launching.placement import place
@@ -583,6 +585,21 @@ def test_auto_finds_and_uses_the_number(begin, tmp_path):
     assert rates[1] == pytest.approx(100, rel=0.3)
     assert rates[2] > 1.3 * rates[1]
     assert not list(tmp_path.glob("ucudnn-*"))
+
+
+def test_ranks_count_where_a_trial_reads(monkeypatch, tmp_path):
+    count(5)  # outside of a trial it does nothing
+    monkeypatch.setenv(config.PROGRESS, str(tmp_path))
+    for rank in (0, 12):
+        monkeypatch.setenv("RANK", str(rank))
+        counting._counter.cache_clear()  # as in another process
+        for _ in range(rank + 1):
+            count(8)
+    (tmp_path / "3").touch()  # one that has only begun
+    assert {rank: one.samples for rank, one in read_counts(tmp_path).items()} == {0: 8, 12: 13 * 8}
+    with pytest.raises(ConfigError, match="must not be negative, got -1"):
+        count(-1)
+    counting._counter.cache_clear()
 
 
 def test_auto_is_for_one_host():
