@@ -252,6 +252,21 @@ def test_an_mpi_whose_variables_are_unknown_is_no_job_of_one(package):
     assert "every rank would be a job of size 1" in ended.stderr
 
 
+def test_what_init_sets_for_others_does_not_hide_the_launcher():
+    environment = variables("torchrun", 3, 4) | variables("Open MPI", 3, 4)
+    assert read_launcher(environment).launcher == "Open MPI"
+    assert read_launcher(environment | {"MASTER_ADDR": "node1"}).launcher == "torchrun"
+
+
+def test_a_first_rank_that_waits_in_vain_leaves_no_file(monkeypatch, tmp_path):
+    for name, value in variables("MPICH", 0, 2).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launchers.tempfile, "gettempdir", lambda: str(tmp_path))
+    with pytest.raises(RankError, match="rank 0 of 2 .MPICH. did not reach the others within 0.2"):
+        distributed.init(timeout_s=0.2)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
 def test_half_an_address_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "29500")
