@@ -100,6 +100,7 @@ def test_operands_may_be_views(exact, op):
 
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.01), ("bfloat16", -1.0)])
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.slow
 def test_a_wrong_region_is_seen_wherever_it_lies(backend, exact, large, op, dtype, factor):
     """The first, a middle and the last sample, filter, channel, row, column, plane and tap."""
     problem = Problem(op, 7, 6, 8, groups=2, dtype=dtype, **large)

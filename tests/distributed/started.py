@@ -62,4 +62,5 @@ def main(folder: Path, what: str) -> None:
     os._exit(0)
 
 
-main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")

@@ -9,18 +9,23 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ucudnn import config
 from ucudnn.backends import open_backend
+from ucudnn.distributed import counting
 from ucudnn.distributed.affinity import cores
-from ucudnn.distributed.launching import search
+from ucudnn.distributed.counting import count, read_counts
+from ucudnn.distributed.launching import search, utilization
 from ucudnn.distributed.launching.agent import Launch, launch
 from ucudnn.distributed.launching.placement import place
 from ucudnn.errors import ConfigError, UnsupportedError
@@ -187,7 +192,7 @@ def test_two_ranks_lose_what_one_rank_with_the_whole_batch_loses(begin, tmp_path
         plan = tmp_path / f"{ranks}.plan.json"
         words = [*CLI, f"--ranks-per-gpu={ranks}", "--device-workspace=32MiB", "--"]
         words += ["-c", ENDING, script]
-        job = begin([*words, *options, "--save", str(plan)], UCUDNN_TIME_BUDGET_S="4")
+        job = begin([*words, *options, "--save", str(plan)], UCUDNN_TIME_BUDGET_S="2")
         status, output = job.end()
         assert status == 0, output
         losses[ranks] = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
@@ -468,6 +473,45 @@ def test_settings_that_are_not_allowed_are_refused(values, sentence):
         Launch(**values)
 
 
+# --- how busy a GPU is
+
+
+@pytest.mark.parametrize(
+    ("percents", "ranks", "sentence"),
+    [
+        ([0, 0, 40, *[98] * 10], 1, "busy 98 % of the time with 1 rank: more ranks can hardly pay"),
+        ([55] * 12, 2, "busy 55 % of the time with 2 ranks: try more, by --ranks-per-gpu auto"),
+        ([98] * 4, 1, None),  # too short to tell
+        (None, 1, None),  # NVML does not know the GPU
+    ],
+)
+def test_the_launcher_tells_whether_sharing_can_pay(monkeypatch, percents, ranks, sentence):
+    left = list(percents or [])
+    empty = threading.Event()
+
+    def used(board: object) -> SimpleNamespace:
+        if not left:
+            empty.set()
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return SimpleNamespace(gpu=left.pop(0))
+
+    def board(gpu: str) -> str:
+        if percents is None:
+            empty.set()
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return gpu
+
+    monkeypatch.setattr(utilization, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", board)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", used)
+    said: list[str] = []
+    with utilization.Sampler(["GPU-a"], ranks, said.append) as sampler:
+        assert empty.wait(60)
+        sampler.conclude()
+    assert said == ([f"GPU-a was {sentence}"] if sentence else [])
+
+
 # --- the number of ranks
 
 
@@ -541,6 +585,21 @@ def test_auto_finds_and_uses_the_number(begin, tmp_path):
     assert rates[1] == pytest.approx(100, rel=0.3)
     assert rates[2] > 1.3 * rates[1]
     assert not list(tmp_path.glob("ucudnn-*"))
+
+
+def test_ranks_count_where_a_trial_reads(monkeypatch, tmp_path):
+    count(5)  # outside of a trial it does nothing
+    monkeypatch.setenv(config.PROGRESS, str(tmp_path))
+    for rank in (0, 12):
+        monkeypatch.setenv("RANK", str(rank))
+        counting._counter.cache_clear()  # as in another process
+        for _ in range(rank + 1):
+            count(8)
+    (tmp_path / "3").touch()  # one that has only begun
+    assert {rank: one.samples for rank, one in read_counts(tmp_path).items()} == {0: 8, 12: 13 * 8}
+    with pytest.raises(ConfigError, match="must not be negative, got -1"):
+        count(-1)
+    counting._counter.cache_clear()
 
 
 def test_auto_is_for_one_host():

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,7 +61,17 @@ def command(launcher: str, ranks: int) -> list[str]:
 @pytest.fixture
 def start(tmp_path: Path, package: Path):
     """Run started.py in ranks; exit status, output, and what each rank wrote."""
+    return starter(tmp_path, package)
 
+
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory, package: Path):
+    """What ranks under torchrun write, by their number; each number is run once."""
+    start = starter(tmp_path_factory.mktemp("torchrun"), package)
+    return cache(lambda ranks: start(command("torchrun", ranks)))
+
+
+def starter(tmp_path: Path, package: Path):
     def run(words: list[str], what: str = "", **variables: str):
         folder = tmp_path / f"job-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
@@ -84,8 +95,8 @@ def start(tmp_path: Path, package: Path):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_mpi_gives_the_weights_of_torchrun(start, launcher, ranks):
-    expected = start(command("torchrun", ranks))
+def test_mpi_gives_the_weights_of_torchrun(start, by_torchrun, launcher, ranks):
+    expected = by_torchrun(ranks)
     found = start(command(launcher, ranks))
     for status, output, said in (expected, found):
         assert status == 0, output
@@ -97,10 +108,10 @@ def test_mpi_gives_the_weights_of_torchrun(start, launcher, ranks):
     assert len(weights) == 1
 
 
-def test_every_number_of_ranks_learns_from_the_whole_batch(start):
+def test_every_number_of_ranks_learns_from_the_whole_batch(by_torchrun):
     sums = {}
     for ranks in (1, 2, 4):
-        status, output, said = start(command("torchrun", ranks))
+        status, output, said = by_torchrun(ranks)
         assert status == 0, output
         sums[ranks] = said[0]["sum"]
     assert sums[2] == pytest.approx(sums[1], rel=1e-9)
@@ -239,6 +250,21 @@ def test_an_mpi_whose_variables_are_unknown_is_no_job_of_one(package):
     )
     assert ended.returncode != 0
     assert "every rank would be a job of size 1" in ended.stderr
+
+
+def test_what_init_sets_for_others_does_not_hide_the_launcher():
+    environment = variables("torchrun", 3, 4) | variables("Open MPI", 3, 4)
+    assert read_launcher(environment).launcher == "Open MPI"
+    assert read_launcher(environment | {"MASTER_ADDR": "node1"}).launcher == "torchrun"
+
+
+def test_a_first_rank_that_waits_in_vain_leaves_no_file(monkeypatch, tmp_path):
+    for name, value in variables("MPICH", 0, 2).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launchers.tempfile, "gettempdir", lambda: str(tmp_path))
+    with pytest.raises(RankError, match="rank 0 of 2 .MPICH. did not reach the others within 0.2"):
+        distributed.init(timeout_s=0.2)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])

@@ -148,6 +148,7 @@ class Gated(nn.Module):
         return self.norm(self.large(x) if x.sum() > 0 else self.small(x)) * torch.rand(1)
 
 
+@pytest.mark.slow
 def test_a_real_step_where_values_decide():
     model, x = Gated(), torch.ones(2, 3, 9, 9)
     with pytest.raises(ConfigError, match="use real=True"):

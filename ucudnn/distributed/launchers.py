@@ -104,6 +104,9 @@ def read_launcher(environment: Mapping[str, str]) -> Launched:
         # torchrun itself may be started by mpirun, once per host; then the sizes differ rightly.
         if "TORCHELASTIC_RUN_ID" not in environment:
             _require_same([found, *mpi])
+            # Without an address they are what `init` has set for others, after it found the ranks.
+            if mpi and "MASTER_ADDR" not in environment:
+                return mpi[0]
         return found
     if mpi:
         _require_same(mpi)

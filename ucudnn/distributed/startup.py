@@ -69,7 +69,7 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
 
     Reads the variables of torchrun, Open MPI, MPICH or Slurm, chooses the rank's GPU, and calls
     `init_process_group`. Also sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for other
-    libraries. A process that was started by itself becomes a job of one rank.
+    libraries. A process that was started by itself becomes a job of one rank, and sets none.
 
     >>> job = init()  # this process alone
     >>> job.rank, job.size, torch.distributed.get_world_size()
@@ -109,12 +109,10 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
             f"started, and whether MASTER_ADDR and MASTER_PORT are the same for all",
             (launched.rank,),
         ) from error
-    if launched.rank == 0:
-        # All ranks have read it, or the process group would not exist.
-        meeting_file().unlink(missing_ok=True)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    numbers = (launched.rank, launched.size, launched.local_rank, launched.local_size)
-    os.environ.update(dict(zip(names, map(str, numbers), strict=True)))
+    if launched.launcher != "none":
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        numbers = (launched.rank, launched.size, launched.local_rank, launched.local_size)
+        os.environ.update(dict(zip(names, map(str, numbers), strict=True)))
     return Job(
         launched.rank,
         launched.size,
@@ -184,10 +182,15 @@ def _is_one_host() -> bool:
 def _meet_in_file(launched: Launched, timeout_s: float) -> Store:
     """Ranks of one host: rank 0 opens a store at a free port and writes the number into a file."""
     path, timeout = meeting_file(), timedelta(seconds=timeout_s)
+    joined = [f"joined/{rank}" for rank in range(launched.size)]
     if launched.rank == 0:
         store = TCPStore("127.0.0.1", 0, launched.size, True, timeout, wait_for_workers=False)
         with replacing(path) as stream:
             stream.write(str(store.port).encode())
+        try:
+            store.wait(joined[1:], timeout)
+        finally:
+            path.unlink(missing_ok=True)
         return store
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -195,9 +198,11 @@ def _meet_in_file(launched: Launched, timeout_s: float) -> Store:
             # Anybody may write files there; a port of another user would be theirs to answer.
             if path.stat().st_uid == os.getuid():
                 port = int(path.read_text(encoding="ascii"))
-                return TCPStore(
+                store = TCPStore(
                     "127.0.0.1", port, launched.size, False, timeout, wait_for_workers=False
                 )
+                store.set(joined[launched.rank], "")
+                return store
         time.sleep(_POLL_S)
     raise RankError(
         f"rank 0 did not start within {timeout_s:g} s, as seen from rank {launched.rank} of "

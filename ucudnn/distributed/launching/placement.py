@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ucudnn.config import rank_variables
 from ucudnn.distributed.affinity import assign_cpus
 from ucudnn.errors import UnsupportedError
@@ -84,6 +86,8 @@ def list_gpus() -> tuple[str, ...]:
     Raises:
         UnsupportedError: torch cannot tell.
     """
+    if not torch.backends.cuda.is_built():
+        return ()
     # In a process of its own: the launcher must not hold memory of a GPU for as long as it lives.
     listed = subprocess.run(  # noqa: S603 - our own interpreter
         [sys.executable, "-c", _LIST_GPUS],
