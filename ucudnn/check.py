@@ -153,7 +153,7 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     ours = wholes[0]
     if ours.result.failure:
         return Finding(about, False, f"{kernel.problem} cannot be run: {ours.result.failure}")
-    limit = plan.config.limit_bytes
+    limit = plan.limit_bytes(kernel)
     if plan.config.total_bytes is not None:  # what it has of the pool, and what is left of that
         left = plan.config.total_bytes - plan.workspace_bytes
         limit = kernel.timing.workspace_bytes + left // len(kernel.layers)

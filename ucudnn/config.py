@@ -41,6 +41,7 @@ _MUCUDNN_REFUSED = {
 _FALLBACKS: dict[str, Any] = {
     "workspace_limit": None,
     "total_workspace": None,
+    "memory_budget": None,
     "solver": "auto",
     "policy": "powers-of-two",
     "ops": OPS,
@@ -84,6 +85,11 @@ class Config:
         total_workspace: bytes of one pool of which every call of every kernel owns a part, for
             kernels that overlap or keep their workspace: their workspaces add up; None: kernels
             share, as those of one stream do.
+        memory_budget: bytes that a whole step may have allocated at any moment: parameters,
+            gradients, optimiser state, activations and workspace together, as an int or "8GiB"; or
+            "+64MiB": so much more than a step needs without any workspace, or what the smallest
+            plan needs where that is more; None: any. Each kernel may use what is left at its
+            moment.
         solver: divides the pool: "auto", "exact", "highs" or "cbc" (by PuLP).
         policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
         ops: which passes to plan: "fprop" (forward), "dgrad" (gradients of inputs), "wgrad" (of
@@ -114,6 +120,7 @@ class Config:
 
     workspace_limit: int | str | None = _default("workspace_limit")
     total_workspace: int | str | None = _default("total_workspace")
+    memory_budget: int | str | None = _default("memory_budget")
     solver: str = _default("solver")
     policy: str = _default("policy")
     ops: tuple[str, ...] = _default("ops")
@@ -132,6 +139,7 @@ class Config:
         values = {
             "workspace_limit": _bytes("workspace_limit", self.workspace_limit),
             "total_workspace": _bytes("total_workspace", self.total_workspace),
+            "memory_budget": _budget(self.memory_budget),
             "solver": _choice("solver", self.solver, SOLVERS),
             "policy": _choice("policy", self.policy, POLICIES),
             "ops": _passes(self.ops),
@@ -153,8 +161,46 @@ class Config:
                 "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "
                 "among all; set unplanned='torch' or 'error', or workspace_limit instead"
             )
+        if self.memory_budget is not None:
+            self._require_budget()
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
+
+    def _require_budget(self) -> None:
+        """Refuse settings that a memory budget cannot be kept with.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if self.total_workspace is not None:
+            raise ConfigError(
+                "memory_budget is for kernels that run one after the other and total_workspace for "
+                "kernels that overlap; set one of them"
+            )
+        if self.unplanned == "tune":
+            raise ConfigError(
+                "unplanned='tune' tunes one shape at a time, and memory_budget is of a whole step; "
+                "set unplanned='torch' or 'error', or workspace_limit instead"
+            )
+        # What no plan covers takes as much workspace as torch likes.
+        if self.ops not in (OPS, ("fprop",)):
+            raise ConfigError(
+                f"memory_budget needs a plan for every pass: ops must be {','.join(OPS)}, or fprop "
+                f"for inference, got {','.join(self.ops)}"
+            )
+
+    def budget_bytes(self, own_peak_bytes: int) -> int | None:
+        """The memory budget in bytes, None for none.
+
+        >>> Config(memory_budget="+1KiB").budget_bytes(5000), Config(memory_budget=7).budget_bytes(9)
+        (6024, 7)
+
+        Args:
+            own_peak_bytes: what a step needs without any workspace.
+        """
+        if isinstance(self.memory_budget, str):
+            return own_peak_bytes + int(self.memory_budget)
+        return self.memory_budget
 
     @property
     def limit_bytes(self) -> int | None:
@@ -171,10 +217,11 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values (not the cache: it names a host)."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        # plans without a pool, or for a model as it is, hash as they did before these fields
+        # plans without a pool or budget, or for a model as it is, hash as before these fields
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
         layout = ("layout",) if self.layout == "keep" else ()
-        for name in (*_OF_THE_PROCESS, *pool, *layout):
+        budget = ("memory_budget",) if self.memory_budget is None else ()
+        for name in (*_OF_THE_PROCESS, *pool, *layout, *budget):
             del values[name]
         return {**values, "ops": list(self.ops)}
 
@@ -196,6 +243,13 @@ class Config:
 
 def _bytes(name: str, value: Any) -> int | None:
     return None if value is None else parse_bytes(value, name)
+
+
+def _budget(value: Any) -> int | str | None:
+    """A number of bytes, or "+" and one: what a step needs, and so much more."""
+    if isinstance(value, str) and value.strip().startswith("+"):
+        return f"+{parse_bytes(value.strip()[1:], 'memory_budget, after the +,')}"
+    return _bytes("memory_budget", value)
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -12,7 +12,7 @@ from ucudnn.errors import PlanError, UcudnnError, shortened
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan_file import FORMAT, canonical, read_document, require_checksum, sha256_of
 from ucudnn.problem import Problem
-from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepRace
+from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepMemory, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.files import write
@@ -78,6 +78,8 @@ class KernelPlan:
             cannot compute the problem, or a recording does not know it.
         notes: such as "default kernel=onednn".
         slabs: (rows, algorithm index) of each slab: the same for every batch split by slabs.
+        live_bytes: the most that a step has allocated beside the workspace of any call of it; None
+            where there was no memory budget.
 
     Raises:
         PlanError: the tables do not describe a split of every batch.
@@ -93,10 +95,12 @@ class KernelPlan:
     default: Timing | None
     notes: tuple[str, ...] = ()
     slabs: tuple[tuple[int, int], ...] = ()
+    live_bytes: int | None = None
 
     def __post_init__(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
         _require_count("predicted_time_ns", self.predicted_time_ns)
+        _require_count("live_bytes", self.live_bytes or 0)
         for name in ("layers", "algorithms", "notes"):
             _require_strings(name, getattr(self, name))
         for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
@@ -199,6 +203,16 @@ class KernelPlan:
         # without slabs the hash is that of a file of version 1
         return [self.problem.to_dict(), alone, last, *([slabs] if slabs else [])]
 
+    def to_dict(self) -> dict[str, Any]:
+        """The kernel as JSON values."""
+        values = {name: getattr(self, name) for name in KernelPlan.__slots__}
+        # Plans without a memory budget have the same file as before there was any.
+        if self.live_bytes is None:
+            del values["live_bytes"]
+        default = asdict(self.default) if self.default else None
+        own = {"problem": self.problem.to_dict(), "timing": asdict(self.timing)}
+        return {**values, **own, "default": default}
+
     def covers(self, batch: int) -> bool:
         """True where there is a split of this batch: nearly always, for 1 to `problem.batch`."""
         if not 1 <= batch <= self.problem.batch:
@@ -235,6 +249,7 @@ class Plan:
         memory_format: layout of the model that it was made for: "keep", as the model was, or
             "channels_last" (of 5-D tensors channels_last_3d).
         layout_race: how that was decided; None where the settings did not ask for it.
+        memory: of a whole step; None where there was no memory budget.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -249,6 +264,7 @@ class Plan:
     step_race: StepRace | None = field(default=None, compare=False)
     memory_format: str = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
+    memory: StepMemory | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _require_strings("backend", (self.backend,))
@@ -301,6 +317,14 @@ class Plan:
         for kernel in sorted(self.kernels, key=lambda kernel: kernel.problem.batch):
             by_geometry.setdefault(kernel.problem.with_batch(1), []).append(kernel)
         return by_geometry
+
+    def limit_bytes(self, kernel: KernelPlan) -> int | None:
+        """Workspace that a call of a kernel may use: the limit, or what the budget leaves it."""
+        limit = self.config.limit_bytes
+        if self.memory is None or kernel.live_bytes is None:
+            return limit
+        left = max(0, self.memory.budget_bytes - kernel.live_bytes)
+        return left if limit is None else min(left, limit)
 
     @property
     def workspace_bytes(self) -> int:
@@ -360,21 +384,11 @@ class Plan:
             "device": asdict(self.device),
             "software": asdict(self.software),
             "conditions": asdict(self.conditions),
-            "kernels": [
-                {
-                    # The fields that are values of their own are replaced by their JSON below.
-                    **{name: getattr(kernel, name) for name in KernelPlan.__slots__},
-                    "problem": kernel.problem.to_dict(),
-                    "timing": asdict(kernel.timing),
-                    "default": asdict(kernel.default) if kernel.default else None,
-                }
-                for kernel in self.kernels
-            ],
+            "kernels": [kernel.to_dict() for kernel in self.kernels],
         }
-        if self.step_race is not None:
-            document["step_race"] = self.step_race.to_dict()
-        if self.layout_race is not None:
-            document["layout_race"] = self.layout_race.to_dict()
+        for name in ("step_race", "layout_race", "memory"):
+            if getattr(self, name) is not None:
+                document[name] = getattr(self, name).to_dict()
         # Unlike the hash it covers times and names, so that any damage shows.
         return {**document, "checksum": sha256_of(document)}
 
@@ -407,6 +421,7 @@ class Plan:
         """
         require_checksum(document)
         race, layouts = document.get("step_race"), document.get("layout_race")
+        memory = document.get("memory")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
@@ -417,6 +432,7 @@ class Plan:
             step_race=None if race is None else StepRace.from_dict(race),
             memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
             layout_race=None if layouts is None else LayoutRace.from_dict(layouts),
+            memory=None if memory is None else StepMemory.from_dict(memory),
         )
 
 
@@ -432,6 +448,7 @@ def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
         default=Timing(**fields["default"]) if fields["default"] else None,
         notes=_strings(fields["notes"]),
         slabs=_pairs(fields.get("slabs", ())),  # version 1 may have none
+        live_bytes=fields.get("live_bytes"),  # only with a memory budget
     )
 
 

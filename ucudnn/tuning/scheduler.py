@@ -24,6 +24,7 @@ from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.fallback import plan_by_torch
+from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, warn_of_untuned
@@ -46,6 +47,7 @@ class TuningScheduler:
             by its share of it.
         reserved_steps: time to leave of the budget, in steps.
         remeasure: take every time anew, whatever the cache has.
+        limits: workspace that each kernel may use; None: the limit of the settings.
 
     Raises:
         ConfigError: the devices are of several kinds, or the solver is not installed.
@@ -62,6 +64,7 @@ class TuningScheduler:
         is_whole_step: bool = True,
         reserved_steps: int = 0,
         remeasure: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         # A missing package is reported now, not after minutes of measuring.
         if config.total_bytes is not None:
@@ -82,7 +85,10 @@ class TuningScheduler:
         self.devices = open_devices(
             backends, cache, effort, self._budget.deadline, remeasure, self._report
         )
-        self._shares = StepShares(self.devices.first, layers_by_problem, config.limit_bytes)
+        self._limits = limits or Limits(config.limit_bytes)
+        # Kernels that have no plan within a memory budget: all are tried, to name the worst one.
+        self._refusals: dict[Problem, PlanError] = {}
+        self._shares = StepShares(self.devices.first, layers_by_problem, self._limits)
         self._pool: Pool | None = None
         if config.total_bytes is not None:
             parts = (self.devices, self._shares, self._planner, self._budget, self._begin)
@@ -151,6 +157,8 @@ class TuningScheduler:
         while pool is not None and pool.learn():
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
+        if self._refusals:
+            raise self._limits.refusal(self._refusals, self._layers)
 
     def _keep_defaults(self) -> None:
         """Decide the kernels that are not worth measuring anything of."""
@@ -209,6 +217,9 @@ class TuningScheduler:
         try:
             return planner.decide()
         except PlanError as error:
+            if self._limits.decides(planner.problem):
+                self._refusals[planner.problem] = error
+                return None
             # A limit of the user holds. A part of the pool is our own decision, which the next
             # division may correct.
             if self._pool is None or planner.limit == self._config.limit_bytes:
@@ -222,7 +233,7 @@ class TuningScheduler:
         shares, config = self._shares, self._config
         if limit is None:
             parts = {} if self._pool is None else self._pool.parts
-            limit = parts.get(problem, config.limit_bytes)
+            limit = parts.get(problem, self._limits.of(problem))
         kernel = Kernel(problem, self._layers[problem], problem in self._biased)
         default = shares.defaults.get(problem)
         tolerance = 0.0
@@ -238,7 +249,7 @@ class TuningScheduler:
         self, problem: Problem, note: str = "not tuned: the time was over"
     ) -> KernelPlan | None:
         """Torch's own convolution, where it is within the limit."""
-        limit = self._config.limit_bytes
+        limit = self._limits.of(problem)
         if self._pool is not None:
             # A kernel that has no part of the pool may not even take 0 bytes of it.
             limit = self._pool.parts.get(problem, -1)

@@ -18,6 +18,7 @@ from ucudnn.errors import ConfigError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
+from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.noise import NoiseWarning, noise_of
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
@@ -56,6 +57,7 @@ def tune_problems(
     is_whole_step: bool = True,
     reserved_steps: int = 0,
     remeasure: bool = False,
+    limits: Limits | None = None,
 ) -> Plan:
     """Measure and plan a list of problems; equal ones are measured once.
 
@@ -72,6 +74,7 @@ def tune_problems(
             as its share of the step is worth, within the default time budget of the effort.
         reserved_steps: time to leave of the budget, in steps.
         remeasure: take every time anew, whatever the cache has.
+        limits: workspace that each kernel may use; None: the limit of the settings.
 
     Raises:
         ConfigError: there is no problem to plan, or the devices are of several kinds.
@@ -80,11 +83,16 @@ def tune_problems(
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
     config = config or Config()
+    if config.memory_budget is not None and limits is None:
+        raise ConfigError(
+            "memory_budget is of a model's step, and there is no model to run here; tune a model, "
+            "or set workspace_limit instead"
+        )
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
         devices = list(backends) if backends else [_open_backend(config, cache)]
-        how = (on_progress, biased, is_whole_step, reserved_steps, remeasure)
+        how = (on_progress, biased, is_whole_step, reserved_steps, remeasure, limits)
         scheduler = TuningScheduler(devices, cache, config, by_problem, *how)
         if scheduler.devices.is_busy:
             _warn(_BUSY)
