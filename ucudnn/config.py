@@ -55,10 +55,11 @@ _FALLBACKS: dict[str, Any] = {
     "effort": "normal",
     "time_budget_s": None,
     "step_race": True,
+    "curve": False,
 }
 # Fields that say where a process looks and what tuning may cost there, not what a plan is.
 _OF_THE_PROCESS = frozenset(
-    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race"}
+    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "curve"}
 )
 
 
@@ -113,6 +114,8 @@ class Config:
             convolution. None: the budget of the effort.
         step_race: end by timing whole steps of the model against torch's own, and leave out the
             kernels that do not pay there.
+        curve: measure every kernel for every workspace limit, too, so that the plan says what the
+            network would take within any memory (`plan.curve`).
 
     Raises:
         ConfigError: a value that is not allowed; the message lists those that are.
@@ -134,6 +137,7 @@ class Config:
     effort: str = _default("effort", compare=False)
     time_budget_s: float | None = _default("time_budget_s", compare=False)
     step_race: bool = _default("step_race", compare=False)
+    curve: bool = _default("curve", compare=False)
 
     def __post_init__(self) -> None:
         values = {
@@ -152,6 +156,7 @@ class Config:
             "effort": _choice("effort", self.effort, EFFORT_NAMES),
             "time_budget_s": _positive("time_budget_s", self.time_budget_s),
             "step_race": _switch("step_race", self.step_race),
+            "curve": _switch("curve", self.curve),
         }
         for name, value in values.items():
             # The dataclass is frozen; this replaces what was given by its checked form.
@@ -160,6 +165,11 @@ class Config:
             raise ConfigError(
                 "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "
                 "among all; set unplanned='torch' or 'error', or workspace_limit instead"
+            )
+        if self.curve and self.total_workspace is not None:
+            raise ConfigError(
+                "curve is of kernels that share their workspace, and total_workspace of kernels "
+                "that each own a part; set one of them"
             )
         if self.memory_budget is not None:
             self._require_budget()

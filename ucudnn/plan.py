@@ -12,7 +12,7 @@ from ucudnn.errors import PlanError, UcudnnError, shortened
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan_file import FORMAT, canonical, read_document, require_checksum, sha256_of
 from ucudnn.problem import Problem
-from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepMemory, StepRace
+from ucudnn.races import MEMORY_FORMATS, Curve, LayoutRace, StepMemory, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.files import write
@@ -250,6 +250,7 @@ class Plan:
             "channels_last" (of 5-D tensors channels_last_3d).
         layout_race: how that was decided; None where the settings did not ask for it.
         memory: of a whole step; None where there was no memory budget.
+        curve: time over memory of the network; None where the settings did not ask for it.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -265,6 +266,7 @@ class Plan:
     memory_format: str = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
     memory: StepMemory | None = field(default=None, compare=False)
+    curve: Curve | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _require_strings("backend", (self.backend,))
@@ -386,7 +388,7 @@ class Plan:
             "conditions": asdict(self.conditions),
             "kernels": [kernel.to_dict() for kernel in self.kernels],
         }
-        for name in ("step_race", "layout_race", "memory"):
+        for name in ("step_race", "layout_race", "memory", "curve"):
             if getattr(self, name) is not None:
                 document[name] = getattr(self, name).to_dict()
         # Unlike the hash it covers times and names, so that any damage shows.
@@ -421,7 +423,7 @@ class Plan:
         """
         require_checksum(document)
         race, layouts = document.get("step_race"), document.get("layout_race")
-        memory = document.get("memory")
+        memory, curve = document.get("memory"), document.get("curve")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
@@ -433,6 +435,7 @@ class Plan:
             memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
             layout_race=None if layouts is None else LayoutRace.from_dict(layouts),
             memory=None if memory is None else StepMemory.from_dict(memory),
+            curve=None if curve is None else Curve.from_dict(curve),
         )
 
 

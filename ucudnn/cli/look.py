@@ -16,7 +16,7 @@ from ucudnn.cli.options import CacheOption, JsonOption, settings
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.plan import Plan
-from ucudnn.units import format_ns
+from ucudnn.units import format_bytes, format_ns
 
 
 def enumerate_(
@@ -75,6 +75,9 @@ def show(
     kernel: Annotated[
         str | None, typer.Option(help="Every batch of one kernel: its number or layer name.")
     ] = None,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Time of all convolutions over the memory.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a plan: per kernel torch's default, the split, times and workspaces.
@@ -82,6 +85,9 @@ def show(
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
     loaded = Plan.load(plan)
+    if curve:
+        _show_curve(loaded, as_json)
+        return
     if as_json:
         print(json.dumps(loaded.to_dict()))
         return
@@ -102,6 +108,8 @@ def show(
             if loaded.layout_race.contestants:
                 out.print(layout_table(loaded.layout_race))
             say(as_sentence(str(loaded.layout_race)))
+        if loaded.memory is not None:
+            say(as_sentence(str(loaded.memory)))
         out.print(f"Noise: {noise_of(loaded)}.", highlight=False)
         return
     # A layer has several kernels, one per pass, so its name may choose more than one.
@@ -123,8 +131,32 @@ def show(
             f"time: {format_ns(entry.timing.time_ns)} {measured}, the parts add up to "
             f"{format_ns(entry.predicted_time_ns)}"
         )
+        if loaded.memory is not None and entry.live_bytes is not None:
+            left = format_bytes(loaded.limit_bytes(entry) or 0)
+            live = format_bytes(entry.live_bytes)
+            say(f"memory: {live} allocated beside its workspace, to which {left} are left")
         for note in entry.notes:
             say(f"note: {note}")
+
+
+def _show_curve(plan: Plan, as_json: bool) -> None:
+    """Print the curve of a plan.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    from ucudnn.reports.curve import curve_tables
+
+    if plan.curve is None:
+        raise ConfigError(
+            "--curve needs a plan that was tuned with it (`ucudnn tune MODEL --curve`), with time "
+            "enough for all kernels; this one has no curve"
+        )
+    if as_json:
+        print(json.dumps(plan.curve.to_dict()))
+        return
+    for table in curve_tables(plan, plan.curve):
+        out.print(table)
 
 
 def report(

@@ -31,6 +31,7 @@ def tune(
     output: options.OutputOption = None,
     workspace_limit: options.WorkspaceLimitOption = None,
     total_workspace: options.TotalWorkspaceOption = None,
+    memory_budget: options.MemoryBudgetOption = None,
     solver: options.SolverOption = None,
     policy: options.PolicyOption = None,
     ops: options.OpsOption = None,
@@ -47,6 +48,7 @@ def tune(
     effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
     step_race: options.StepRaceOption = None,
+    curve: options.CurveOption = None,
     remeasure: options.RemeasureOption = False,
     fail_if_noisy: options.FailIfNoisyOption = False,
     cache: CacheOption = None,
@@ -60,7 +62,7 @@ def tune(
     given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace}
-    given |= {"solver": solver, "effort": effort, "step_race": step_race}
+    given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort, "step_race": step_race, "curve": curve}
     table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
     # --infer comes last, so that it wins over --ops.
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
@@ -159,7 +161,7 @@ def _plan(
             traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
         )
     # Only whole steps need values in the inputs, and a replay runs nothing.
-    if config.step_race and not is_replayed(config):
+    if (config.step_race or config.memory_budget is not None) and not is_replayed(config):
         named.fill()
     with named.context():
         return tune_traced(
@@ -212,6 +214,7 @@ def _print_tuned(
             "step_race": plan.step_race.to_dict() if plan.step_race else None,
             "memory_format": plan.memory_format,
             "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
+            "memory": plan.memory.to_dict() if plan.memory else None,
             "output": None if output is None else str(output),
         }
         # Not through rich, which breaks long lines.

@@ -21,6 +21,8 @@ from rich.table import Table
 
 from ucudnn.errors import UcudnnError
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
+from ucudnn.races import Curve
+from ucudnn.reports.curve import curve_traces
 from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
 from ucudnn.system.files import write
 from ucudnn.units import format_bytes, format_ns
@@ -118,7 +120,8 @@ def _charts(plan: Plan) -> tuple[_Chart, ...]:
         label = f"{index}  {kernel.problem}".replace(" at batch ", " N=")
         label += ", slabs" if split.axis == "spatial" else ""
         rows.append(_Row(place, _text(label), kernel, split, len(kernel.layers)))
-    return _times(rows), _workspaces(rows, plan.config.limit_bytes), _splits(rows)
+    charts = [_times(rows), _workspaces(rows, plan.config.limit_bytes), _splits(rows)]
+    return tuple(charts if plan.curve is None else [*charts, _curve(plan, plan.curve)])
 
 
 def _arms(rows: Sequence[_Row]) -> Iterator[tuple[str, bool, Timed]]:
@@ -227,6 +230,41 @@ def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     return {**axis, "tickvals": list(ticks), "ticktext": list(ticks.values())}, zero
 
 
+def _curve(plan: Plan, curve: Curve) -> _Chart:
+    traces = curve_traces(plan, curve)
+    sizes = [size for trace in traces for size in trace["x"]]
+    what = "memory of the whole step" if curve.by_peak else "workspace of each kernel"
+    caption = (
+        f"Least time of all convolutions of a step over the {what}: predicted, from chunks that "
+        "were timed one by one. The marks are whole calls."
+    )
+    ticks = _linear_ticks(max(sizes))
+    xaxis = {"title": {"text": what}, "tickvals": ticks, "ticktext": [*map(format_bytes, ticks)]}
+    # Not from zero: what is live all along would be most of the chart.
+    room = (max(sizes) - min(sizes)) * 0.05 or 1
+    xaxis["range"] = [min(sizes) - room, max(sizes) + room]
+    look = {"gridcolor": "#e4e4e4", "zeroline": False}
+    yaxis = {"title": {"text": "time"}, "tickformat": "~s", "ticksuffix": "s", "rangemode": "tozero"}
+    return _Chart(
+        "Curve",
+        caption,
+        traces,
+        {
+            "height": 420,
+            "margin": {"l": 70, "r": 20, "t": 50, "b": 50},
+            "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+            "xaxis": {**look, **xaxis},
+            "yaxis": {**look, **yaxis},
+        },
+    )
+
+
+def _linear_ticks(most: int) -> list[int]:
+    """About ten multiples of a power of two up to some bytes."""
+    step = 2 ** max(0, ceil(log2(max(most, 10) / 10)))
+    return list(range(0, most + step, step))
+
+
 def _splits(rows: Sequence[_Row]) -> _Chart:
     # torch's default comes first, which gives it the first colour, grey.
     stripes: dict[str, list[dict[str, Any]]] = {DEFAULT_ALGORITHM: []}
@@ -306,7 +344,7 @@ def _page(plan: Plan, charts: Sequence[str]) -> str:
 
 
 def _facts(plan: Plan) -> dict[str, str]:
-    limit, total = plan.config.limit_bytes, plan.config.total_bytes
+    limit, total, memory = plan.config.limit_bytes, plan.config.total_bytes, plan.memory
     return {
         "device": str(plan.device),
         "threads": str(plan.conditions.threads or ""),
@@ -315,6 +353,8 @@ def _facts(plan: Plan) -> dict[str, str]:
         "backend": plan.backend,
         "memory format": "" if plan.memory_format == "keep" else plan.memory_format,
         "workspace limit": "none" if limit is None else f"{format_bytes(limit)} for each kernel",
+        "memory budget": "" if memory is None else format_bytes(memory.budget_bytes),
+        "memory": "" if memory is None else as_sentence(str(memory)),
         "pool": "" if total is None else f"{format_bytes(total)}, every call owns its part",
         "policy": plan.config.policy,
         "ops": ", ".join(plan.config.ops),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,9 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
+from ucudnn.races import Curve
 from ucudnn.tuning.budget import Budget
+from ucudnn.tuning.curve import kernel_front, plan_curve
 from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS
@@ -29,6 +32,7 @@ from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, warn_of_untuned
 from ucudnn.tuning.session import Session
+from ucudnn.tuning.solve import Front
 from ucudnn.tuning.sources import Bounds, Kernel
 from ucudnn.tuning.step_shares import StepShares
 
@@ -94,6 +98,7 @@ class TuningScheduler:
             parts = (self.devices, self._shares, self._planner, self._budget, self._begin)
             self._pool = Pool(config, layers_by_problem, *parts)
         self._plans: dict[Problem, KernelPlan] = {}
+        self._fronts: dict[Problem, Front] = {}
         self._at_work = ""
         self._total_ns = 0
 
@@ -129,6 +134,11 @@ class TuningScheduler:
         """The best plan so far, of each kernel that has one within the limit."""
         return tuple(filter(None, (self._plans.get(p) or self._by_torch(p) for p in self._layers)))
 
+    @property
+    def curve(self) -> Curve | None:
+        """Time over memory of all kernels; None where the settings did not ask, or time was over."""
+        return plan_curve(self._fronts, self._layers, self._limits) if self._fronts else None
+
     def _begin_tuning(self) -> None:
         """Derive the time budget from the step, where none is set, and say so."""
         shares, seconds = self._shares, self._budget.seconds
@@ -148,7 +158,8 @@ class TuningScheduler:
         pool = self._pool
         if pool is not None:
             pool.divide()
-        if self._by_share:
+        # The curve has all kernels, however little each of them could gain.
+        if self._by_share and not self._config.curve:
             self._keep_defaults()
         left = [problem for problem in self._layers if problem not in self._plans]
         groups = self._shares.by_gain(left) if self._by_share else self._shares.by_geometry()
@@ -205,7 +216,11 @@ class TuningScheduler:
                 measure(session, planners)
                 # Races come last: kernels of one geometry may measure what another of them needs.
                 plans = [self._decided(planner) for planner in planners]
-            self._plans |= {plan.problem: plan for plan in plans if plan is not None}
+                self._plans |= {plan.problem: plan for plan in plans if plan is not None}
+                if self._config.curve:
+                    self._fronts |= {
+                        p: kernel_front(partial(self._planner_within, session, p)) for p in problems
+                    }
 
         return task
 
@@ -230,10 +245,16 @@ class TuningScheduler:
     def _planner(
         self, session: Session, problem: Problem, limit: int | None = None
     ) -> KernelPlanner:
-        shares, config = self._shares, self._config
         if limit is None:
             parts = {} if self._pool is None else self._pool.parts
             limit = parts.get(problem, self._limits.of(problem))
+        return self._planner_within(session, problem, limit)
+
+    def _planner_within(
+        self, session: Session, problem: Problem, limit: int | None
+    ) -> KernelPlanner:
+        """The planner of a kernel within exactly this limit, None for any workspace."""
+        shares, config = self._shares, self._config
         kernel = Kernel(problem, self._layers[problem], problem in self._biased)
         default = shares.defaults.get(problem)
         tolerance = 0.0

@@ -150,6 +150,7 @@ def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) 
         if is_replayed(config)
         else config,
         backend=backend.name,
+        curve=scheduler.curve,
     )
 
 
