@@ -180,12 +180,15 @@ class Bound:
         # A caller of aten's operator may pass a gradient of another shape; torch raises its error.
         if (dgrad or wgrad) and _signature(dy) != self._dy:
             dgrad = wgrad = None
-        rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
-        # Where nothing is planned torch computes the bias gradient, too: it is the same to the bit.
-        if rest[0] or rest[1] or not (dgrad or wgrad):
+        rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, False]
+        # Torch's own bias gradient where torch computes that of the weight: it is the same to the
+        # bit. Elsewhere oneDNN would compute that of the weight, too, though nobody asked for it.
+        rest[2] = mask[2] and (rest[1] or not (dgrad or wgrad))
+        dx = dw = db = None
+        if any(rest):
             dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
-        else:
-            dx, dw, db = None, None, dy.sum((0, *range(2, dy.dim()))) if rest[2] else None
+        if mask[2] and not rest[2]:
+            db = dy.sum((0, *range(2, dy.dim())))
         if dgrad or wgrad:
             own_dx, own_dw = as_kernel(self._gradients, dgrad, wgrad, dy, x, w)
             dx, dw = own_dx if dgrad else dx, own_dw if wgrad else dw
