@@ -19,17 +19,6 @@ HERE = Path(__file__).parent
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def counting_malloc(tmp_path_factory):
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the counting malloc")
-    library = tmp_path_factory.mktemp("malloc") / "counting_malloc.so"
-    source = HERE / "counting_malloc.c"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
-    return library
-
-
 def truth(counting_malloc, environment, *dtypes):
     """Rows (geometry, op, dtype, algorithm, kernel, true bytes, reported) of a child process."""
     child = subprocess.run(
