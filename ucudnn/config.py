@@ -202,8 +202,8 @@ class Config:
     def budget_bytes(self, own_peak_bytes: int) -> int | None:
         """The memory budget in bytes, None for none.
 
-        >>> Config(memory_budget="+1KiB").budget_bytes(5000), Config(memory_budget=7).budget_bytes(9)
-        (6024, 7)
+        >>> [Config(memory_budget=one).budget_bytes(5000) for one in ("+1KiB", 7, None)]
+        [6024, 7, None]
 
         Args:
             own_peak_bytes: what a step needs without any workspace.

@@ -1,4 +1,4 @@
-"""A memory budget for the whole step: what is live at each kernel, what is left to it, and peaks."""
+"""A memory budget for the whole step: what is live at each kernel, what is left, and peaks."""
 
 from __future__ import annotations
 
@@ -238,7 +238,9 @@ def test_a_step_that_needs_more_than_its_kernels_did_alone_is_planned_again(monk
     first, second = seen
     (changed,) = (one for one in first if first[one].live_bytes != second[one].live_bytes)
     assert second[changed].live_bytes == first[changed].live_bytes + 7
-    assert plan.limit_bytes(second[changed]) == plan.memory.budget_bytes - second[changed].live_bytes
+    assert (
+        plan.limit_bytes(second[changed]) == plan.memory.budget_bytes - second[changed].live_bytes
+    )
 
 
 @pytest.mark.slow

@@ -61,16 +61,13 @@ def tune(
     # Settings by name, None where a flag was not given.
     given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
-    given |= {"device_profile": device_profile, "total_workspace": total_workspace}
-    given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort, "step_race": step_race, "curve": curve}
+    given |= {"device_profile": device_profile, "total_workspace": total_workspace, "curve": curve}
+    given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort}
+    given |= {"step_race": step_race}
     table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
     # --infer comes last, so that it wins over --ops.
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
-    if solver is not None and config.total_workspace is None:
-        raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
-    # Now, because a plan that cannot be written after minutes of measuring would be lost.
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    _require_sense(config, solver, output)
     # torch is imported only now that the command line is known to be right.
     from ucudnn.tracing import Traced
     from ucudnn.tuning.tuner import device_type
@@ -87,6 +84,19 @@ def tune(
     traced = named.trace(config.ops, where)
     plan = _tune(traced, named, config, output, as_json, remeasure)
     _judge_noise(plan, fail_if_noisy)
+
+
+def _require_sense(config: Config, solver: str | None, output: Path | None) -> None:
+    """Refuse what would have no effect, or be lost.
+
+    Raises:
+        ConfigError: a flag is one of these.
+    """
+    if solver is not None and config.total_workspace is None:
+        raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
+    # Now, because a plan that cannot be written after minutes of measuring would be lost.
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
 
 
 def _layouts(layout: str | None, is_table: bool) -> tuple[str, str | None]:

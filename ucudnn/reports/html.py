@@ -244,7 +244,12 @@ def _curve(plan: Plan, curve: Curve) -> _Chart:
     room = (max(sizes) - min(sizes)) * 0.05 or 1
     xaxis["range"] = [min(sizes) - room, max(sizes) + room]
     look = {"gridcolor": "#e4e4e4", "zeroline": False}
-    yaxis = {"title": {"text": "time"}, "tickformat": "~s", "ticksuffix": "s", "rangemode": "tozero"}
+    yaxis = {
+        "title": {"text": "time"},
+        "tickformat": "~s",
+        "ticksuffix": "s",
+        "rangemode": "tozero",
+    }
     return _Chart(
         "Curve",
         caption,

@@ -1,4 +1,4 @@
-"""Workspace that each kernel may use: one limit for all, or what a memory budget leaves it. Pure."""
+"""Workspace that each kernel may use: a limit for all, or what a memory budget leaves. Pure."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ucudnn.tuning.budget import Budget
 from ucudnn.tuning.curve import kernel_front, plan_curve
 from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
-from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.fallback import plan_by_torch
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.planner import KernelPlanner
@@ -37,6 +37,59 @@ from ucudnn.tuning.sources import Bounds, Kernel
 from ucudnn.tuning.step_shares import StepShares
 
 
+class _Planners:
+    """Makes the planners of kernels.
+
+    Args:
+        config: the settings.
+        layers_by_problem: the names of the layers that run each kernel.
+        biased: of the problems those to whose result a layer adds a bias.
+        limit_of: workspace that each kernel may use now.
+        shares: times of torch's own convolutions, which planners of a recording add to.
+        effort: which gains are too small to look for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layers_by_problem: Mapping[Problem, tuple[str, ...]],
+        biased: Collection[Problem],
+        limit_of: Callable[[Problem], int | None],
+        shares: StepShares,
+        effort: Effort,
+    ) -> None:
+        self._config = config
+        self._layers = layers_by_problem
+        self._biased = frozenset(biased)
+        self._limit_of = limit_of
+        self._shares = shares
+        self._effort = effort
+        # Time of a step by torch's own convolutions, once it is known and where kernels are
+        # measured by their share of it.
+        self.step_ns = 0
+
+    def __call__(
+        self, session: Session, problem: Problem, limit: int | None = None
+    ) -> KernelPlanner:
+        """Within a limit of its own, or within that of now."""
+        return self.within(session, problem, self._limit_of(problem) if limit is None else limit)
+
+    def within(self, session: Session, problem: Problem, limit: int | None) -> KernelPlanner:
+        """Within exactly this limit, None for any workspace."""
+        shares = self._shares
+        kernel = Kernel(problem, self._layers[problem], problem in self._biased)
+        default = shares.defaults.get(problem)
+        tolerance = 0.0
+        if self.step_ns and default is not None:
+            tolerance = shares.stakes[problem].tolerance(self.step_ns, self._effort)
+        bounds = Bounds(limit, limit, tolerance)
+        planner = KernelPlanner(session, self._config, kernel, bounds, default)
+        # A recording says what torch's own convolution takes without a first run.
+        if planner.default is not None:
+            shares.defaults[problem] = planner.default
+        return planner
+
+
 class TuningScheduler:
     """The tuning of the kernels of one model.
 
@@ -45,13 +98,13 @@ class TuningScheduler:
         cache: where measurements are kept.
         config: the settings.
         layers_by_problem: what to tune, and the names of the layers that run it.
+        limits: workspace that each kernel may use.
         on_progress: called after every measurement.
         biased: of the problems those to whose result a layer adds a bias.
         is_whole_step: the problems are all convolutions of a step, so that each is worth measuring
             by its share of it.
         reserved_steps: time to leave of the budget, in steps.
         remeasure: take every time anew, whatever the cache has.
-        limits: workspace that each kernel may use; None: the limit of the settings.
 
     Raises:
         ConfigError: the devices are of several kinds, or the solver is not installed.
@@ -63,19 +116,18 @@ class TuningScheduler:
         cache: AbstractCache,
         config: Config,
         layers_by_problem: Mapping[Problem, tuple[str, ...]],
+        limits: Limits,
         on_progress: Callable[[Progress], None] | None = None,
         biased: Collection[Problem] = (),
         is_whole_step: bool = True,
         reserved_steps: int = 0,
         remeasure: bool = False,
-        limits: Limits | None = None,
     ) -> None:
         # A missing package is reported now, not after minutes of measuring.
         if config.total_bytes is not None:
             require_solver(config.solver)
         self._config = config
         self._layers = layers_by_problem
-        self._biased = frozenset(biased)
         self._on_progress = on_progress
         self._effort = EFFORTS[config.effort]
         self._reserved_steps = reserved_steps
@@ -89,13 +141,16 @@ class TuningScheduler:
         self.devices = open_devices(
             backends, cache, effort, self._budget.deadline, remeasure, self._report
         )
-        self._limits = limits or Limits(config.limit_bytes)
+        self._limits = limits
         # Kernels that have no plan within a memory budget: all are tried, to name the worst one.
         self._refusals: dict[Problem, PlanError] = {}
         self._shares = StepShares(self.devices.first, layers_by_problem, self._limits)
+        self._planners = _Planners(
+            config, layers_by_problem, biased, self._limit_of, self._shares, self._effort
+        )
         self._pool: Pool | None = None
         if config.total_bytes is not None:
-            parts = (self.devices, self._shares, self._planner, self._budget, self._begin)
+            parts = (self.devices, self._shares, self._planners, self._budget, self._begin)
             self._pool = Pool(config, layers_by_problem, *parts)
         self._plans: dict[Problem, KernelPlan] = {}
         self._fronts: dict[Problem, Front] = {}
@@ -136,13 +191,14 @@ class TuningScheduler:
 
     @property
     def curve(self) -> Curve | None:
-        """Time over memory of all kernels; None where the settings did not ask, or time was over."""
+        """Time over memory of all kernels; None where it was not asked for, or time was over."""
         return plan_curve(self._fronts, self._layers, self._limits) if self._fronts else None
 
     def _begin_tuning(self) -> None:
         """Derive the time budget from the step, where none is set, and say so."""
         shares, seconds = self._shares, self._budget.seconds
         self._total_ns = shares.cost_ns(self._layers)
+        self._planners.step_ns = self._total_ns if self._by_share else 0
         if seconds is None and self._by_share:
             # A kernel whose default exceeds the limit must get a plan, so the budget has no upper
             # end.
@@ -193,7 +249,7 @@ class TuningScheduler:
         def task(session: Session) -> None:
             # Kernels that are left out here are named in a warning at the end.
             if not session.is_over:
-                planner = self._planner(session, problem)
+                planner = self._planners(session, problem)
                 with torch.autocast("cpu", enabled=False):
                     found = planner.look_at_default()
                 planner.release()
@@ -211,7 +267,7 @@ class TuningScheduler:
             self._begin(problems[0])
             self._allot(session, problems)
             parts = None if self._pool is None else self._pool.parts
-            planners = [self._planner(session, p) for p in problems if parts is None or p in parts]
+            planners = [self._planners(session, p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
                 measure(session, planners)
                 # Races come last: kernels of one geometry may measure what another of them needs.
@@ -219,10 +275,16 @@ class TuningScheduler:
                 self._plans |= {plan.problem: plan for plan in plans if plan is not None}
                 if self._config.curve:
                     self._fronts |= {
-                        p: kernel_front(partial(self._planner_within, session, p)) for p in problems
+                        p: kernel_front(partial(self._planners.within, session, p))
+                        for p in problems
                     }
 
         return task
+
+    def _limit_of(self, problem: Problem) -> int | None:
+        """Workspace that a kernel may use: its part of the pool, or what the settings leave it."""
+        parts = {} if self._pool is None else self._pool.parts
+        return parts.get(problem, self._limits.of(problem))
 
     def _begin(self, problem: Problem | str) -> None:
         self._at_work = str(problem)
@@ -241,30 +303,6 @@ class TuningScheduler:
                 raise
             self._pool.refuse(planner.problem, error)
             return None
-
-    def _planner(
-        self, session: Session, problem: Problem, limit: int | None = None
-    ) -> KernelPlanner:
-        if limit is None:
-            parts = {} if self._pool is None else self._pool.parts
-            limit = parts.get(problem, self._limits.of(problem))
-        return self._planner_within(session, problem, limit)
-
-    def _planner_within(
-        self, session: Session, problem: Problem, limit: int | None
-    ) -> KernelPlanner:
-        """The planner of a kernel within exactly this limit, None for any workspace."""
-        shares, config = self._shares, self._config
-        kernel = Kernel(problem, self._layers[problem], problem in self._biased)
-        default = shares.defaults.get(problem)
-        tolerance = 0.0
-        if self._total_ns and default is not None and self._by_share:
-            tolerance = shares.stakes[problem].tolerance(self._total_ns, self._effort)
-        planner = KernelPlanner(session, config, kernel, Bounds(limit, limit, tolerance), default)
-        # A recording says what torch's own convolution takes without a first run.
-        if planner.default is not None:
-            shares.defaults[problem] = planner.default
-        return planner
 
     def _by_torch(
         self, problem: Problem, note: str = "not tuned: the time was over"

@@ -118,15 +118,11 @@ class StepProfiler:
         watchers: list[Watcher] = []
         # What a cycle of references holds is freed at an arbitrary moment.
         gc.collect()
-        spans = self._backend.spans(
-            lambda mark: watchers.append(self._watched(step, runner, mark))
-        )
+        spans = self._backend.spans(lambda mark: watchers.append(self._watched(step, runner, mark)))
         assert spans is not None
         return watchers[0], spans
 
-    def _watched(
-        self, step: Steps, runner: Runner | None, mark: Callable[[], None]
-    ) -> Watcher:
+    def _watched(self, step: Steps, runner: Runner | None, mark: Callable[[], None]) -> Watcher:
         watcher = Watcher(mark, runner)
         with Installation(self._backend.device().type, watcher):
             step()
@@ -173,9 +169,7 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
             live[problem] = max(live.get(problem, 0), beside)
             call_peaks[problem] = max(call_peaks.get(problem, 0), held.total + span.peak_bytes)
             own_peak = max(own_peak, span.end_bytes + copied_bytes)
-    return StepProfile(
-        held, live, call_peaks, held.total + own_peak, held.total + peak
-    )
+    return StepProfile(held, live, call_peaks, held.total + own_peak, held.total + peak)
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -83,17 +83,13 @@ def tune_problems(
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
     config = config or Config()
-    if config.memory_budget is not None and limits is None:
-        raise ConfigError(
-            "memory_budget is of a model's step, and there is no model to run here; tune a model, "
-            "or set workspace_limit instead"
-        )
+    limits = limits or _common_limit(config)
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
         devices = list(backends) if backends else [_open_backend(config, cache)]
-        how = (on_progress, biased, is_whole_step, reserved_steps, remeasure, limits)
-        scheduler = TuningScheduler(devices, cache, config, by_problem, *how)
+        how = (on_progress, biased, is_whole_step, reserved_steps, remeasure)
+        scheduler = TuningScheduler(devices, cache, config, by_problem, limits, *how)
         if scheduler.devices.is_busy:
             _warn(_BUSY)
         try:
@@ -108,6 +104,20 @@ def tune_problems(
     if measured and (noise := noise_of(plan)).is_noisy:
         _warn(f"the times of this plan are noisy: {noise}; tune again when the machine is quiet")
     return plan
+
+
+def _common_limit(config: Config) -> Limits:
+    """The workspace limit of the settings, for all kernels.
+
+    Raises:
+        ConfigError: the settings have a memory budget, which says nothing about a kernel alone.
+    """
+    if config.memory_budget is not None:
+        raise ConfigError(
+            "memory_budget is of a model's step, and there is no model to run here; tune a model, "
+            "or set workspace_limit instead"
+        )
+    return Limits(config.limit_bytes)
 
 
 def layers_by_problem(
