@@ -224,8 +224,25 @@ class TuningScheduler:
         while pool is not None and pool.learn():
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
+        # A budget that the user set for the time holds; the plan is checked against that of memory.
+        if self._limits.budget_bytes is not None and self._config.time_budget_s is None:
+            self._tune_missing()
         if self._refusals:
             raise self._limits.refusal(self._refusals, self._layers)
+
+    def _tune_missing(self) -> None:
+        """Tune kernels that would break the memory budget without a plan, however long it takes."""
+        missing = [
+            problem
+            for problem in self._layers
+            if problem not in self._plans
+            and problem not in self._refusals
+            and self._by_torch(problem) is None
+        ]
+        if missing:
+            self._budget.lift()
+            self.devices.stop_at(None)
+            self.devices.spread(map(self._tune, self._shares.by_gain(missing)))
 
     def _keep_defaults(self) -> None:
         """Decide the kernels that are not worth measuring anything of."""
