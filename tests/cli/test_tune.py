@@ -109,7 +109,7 @@ def test_a_memory_budget_and_the_curve(ucudnn, model, tmp_path):
     assert "beside its workspace, which may take" in ucudnn("show", output, "--kernel", "0").out
     shown = ucudnn("show", output, "--curve").out
     assert "Time of all convolutions over the workspace of each kernel" in shown
-    assert "Time of all convolutions over the memory of the step" in shown
+    assert "Time of all convolutions over the memory of the whole step" in shown
     points = json.loads(ucudnn("show", output, "--curve", "--json").out)
     assert points["by_peak"][0][0] >= memory.parameters_bytes
     # less than the parameters alone

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -370,3 +371,17 @@ def test_a_model_that_follows_a_plan_is_refused(random_plan):
 def test_the_memory_of_a_plan_file_is_checked(values):
     with pytest.raises(PlanError, match="step's memory"):
         StepMemory(**{**dict.fromkeys(StepMemory.__slots__[:7], 1), **values})
+
+
+def test_ranks_that_share_the_work_refuse_a_budget():
+    from ucudnn import distributed
+
+    with pytest.raises(ConfigError, match="memory_budget is of a whole step, which ranks"):
+        distributed.tune(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9), Config(memory_budget="1GiB"))
+
+
+def test_the_code_in_the_document_runs(repository, capsys):
+    text = (repository / "docs" / "memory.md").read_text()
+    (code,) = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("a training step has at most")

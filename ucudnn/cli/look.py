@@ -164,8 +164,10 @@ def _show_curve(plan: Plan, as_json: bool) -> None:
     if as_json:
         print(json.dumps(plan.curve.to_dict()))
         return
-    for table in curve_tables(plan, plan.curve):
-        out.print(table)
+    for shown in curve_tables(plan, plan.curve):
+        say(shown.heading)
+        out.print(shown.table)
+        say(shown.note)
 
 
 def report(

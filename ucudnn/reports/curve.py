@@ -53,31 +53,47 @@ def places(plan: Plan, by_peak: bool) -> list[Place]:
     return found
 
 
-def curve_tables(plan: Plan, curve: Curve) -> list[Table]:
+class Shown(NamedTuple):
+    """A table with what stands above and below it, which is wider than the table.
+
+    Args:
+        heading: above it.
+        table: of some points of a curve.
+        note: below it.
+    """
+
+    heading: str
+    table: Table
+    note: str
+
+
+def curve_tables(plan: Plan, curve: Curve) -> list[Shown]:
     """Tables of time over workspace and, with a memory budget, over the memory of a step.
 
     Args:
         plan: that the curve is of.
         curve: of the plan.
     """
-    tables = [_table(plan, curve.by_workspace, "workspace of each kernel", False)]
+    shown = [_shown(plan, curve.by_workspace, "workspace of each kernel", False)]
     if curve.by_peak:
-        tables.append(_table(plan, curve.by_peak, "memory of the step", True))
-    return tables
+        shown.append(_shown(plan, curve.by_peak, "memory of the whole step", True))
+    return shown
 
 
-def _table(plan: Plan, points: Points, what: str, by_peak: bool) -> Table:
+def _shown(plan: Plan, points: Points, what: str, by_peak: bool) -> Shown:
     found = "; ".join(
-        f"{place.name}: {format_ns(place.time_ns)} in {format_bytes(place.size_bytes)}"
+        f"{place.name} {format_ns(place.time_ns)} in {format_bytes(place.size_bytes)}"
         for place in places(plan, by_peak)
     )
-    table = Table(
-        title=f"Time of all convolutions over the {what}",
-        caption=f"predicted, the sum of chunks that were timed; {len(points)} points, those are "
-        f"left out that save less than {_LEAST_STEP:.0%}; whole calls, timed: {found}",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    note = (
+        f"{len(points)} points, of which those are left out that save less than {_LEAST_STEP:.0%}. "
+        f"Predicted: sums of chunks that were timed. Whole calls, timed: {found}."
     )
+    return Shown(f"Time of all convolutions over the {what}:", _table(points), note)
+
+
+def _table(points: Points) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("from", "time", "of the fastest"):
         table.add_column(heading, justify="right", no_wrap=True)
     for size, time_ns in _telling(points):
