@@ -377,7 +377,10 @@ def test_the_curve_is_drawn_beside_what_was_timed(drawn):
 def test_the_curve_over_the_memory_of_a_step(drawn):
     memory = StepMemory(80 << 20, 4 << 20, 0, 0, 1 << 20, 60 << 20, 90 << 20, 70 << 20)
     curve = Curve(((0, 9 * MS),), ((64 << 20, 9 * MS), (70 << 20, 8 * MS)))
-    page = drawn(replace(plan_of(kernel()), curve=curve, memory=memory))
+    page = drawn(replace(plan_of(kernel(live_bytes=62 << 20)), curve=curve, memory=memory))
+    # 80 MiB less what is live
+    left = trace(page.figures["Workspaces"], "left by the memory budget")
+    assert (left["x"], left["y"]) == ([18 << 20], [0])
     figure = page.figures["Curve"]
     assert trace(figure, "least predicted time")["x"] == [64 << 20, 70 << 20, 90 << 20]
     assert trace(figure, "this plan, timed")["x"] == [70 << 20]

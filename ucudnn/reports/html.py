@@ -120,7 +120,7 @@ def _charts(plan: Plan) -> tuple[_Chart, ...]:
         label = f"{index}  {kernel.problem}".replace(" at batch ", " N=")
         label += ", slabs" if split.axis == "spatial" else ""
         rows.append(_Row(place, _text(label), kernel, split, len(kernel.layers)))
-    charts = [_times(rows), _workspaces(rows, plan.config.limit_bytes), _splits(rows)]
+    charts = [_times(rows), _workspaces(rows, plan), _splits(rows)]
     return tuple(charts if plan.curve is None else [*charts, _curve(plan, plan.curve)])
 
 
@@ -193,15 +193,21 @@ def _details(row: _Row, timing: Timing, arm: str) -> str:
     return "<br>".join([f"<b>{row.label}</b>", *wrapped])
 
 
-def _workspaces(rows: Sequence[_Row], limit: int | None) -> _Chart:
-    arms = list(_arms(rows))
+def _workspaces(rows: Sequence[_Row], plan: Plan) -> _Chart:
+    arms, limit = list(_arms(rows)), plan.config.limit_bytes
     sizes = [timing.workspace_bytes for _, _, timed in arms for _, timing in timed]
-    axis, zero = _byte_axis(sizes if limit is None else [*sizes, limit])
+    left = [] if plan.memory is None else [plan.limit_bytes(row.kernel) or 0 for row in rows]
+    axis, zero = _byte_axis([*sizes, *left, *([] if limit is None else [limit])])
     traces = [_dots(*arm, zero) for arm in arms]
     if limit is not None:
         ends = {"x": [limit or zero] * 2, "y": [-0.5, len(rows) - 0.5]}
         name, line = f"workspace limit {format_bytes(limit)}", {"color": "#d55e00", "dash": "dash"}
         traces.append({"type": "scatter", "mode": "lines", "name": name, **ends, "line": line})
+    if left:
+        mark = {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": "#d55e00"}}
+        name = "left by the memory budget"
+        at = {"x": [size or zero for size in left], "y": [row.place for row in rows]}
+        traces.append({"type": "scatter", "mode": "markers", "name": name, **at, "marker": mark})
     caption = "Workspace of one call, on a logarithmic axis; 0 B stands at its left end."
     return _Chart("Workspaces", caption, traces, _layout(rows, 20, axis))
 

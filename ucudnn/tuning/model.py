@@ -69,7 +69,8 @@ def tune(
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution.
-        PlanError: no plan of some kernel fits the workspace limit.
+        PlanError: no plan of some kernel fits the workspace limit, or what the memory budget
+            leaves it.
     """
     config, began = config or Config(), monotonic()
     traced = trace_layers(model, example_inputs, config.ops, real=real)
