@@ -1,12 +1,13 @@
 """Whole steps within memory budgets: the allocator's peak, the process's, and the time.
 
-    python benchmarks/memory_budget.py --out memory_budget.json            # all four cases
+    python benchmarks/memory_budget.py --out memory_budget.json            # all six cases
     python benchmarks/memory_budget.py resnet18-training --effort quick --rounds 3
     python benchmarks/memory_budget.py --tiny                              # a minute, to try it
 
-ResNet-18 (N=64, 224x224) and a 3-D U-Net (N=1, 64x64x64), training and inference. Each case is
-tuned without a limit, with "+0" (as little memory as possible) and with three budgets between the
-least possible and what torch takes. Then each plan, and torch without one, takes steps in a process
+ResNet-18 (N=64, 224x224), a 3-D U-Net (N=1, 64x64x64) and SRCNN (N=4, 512x512; Dong et al., ECCV
+2014), in which workspace is much of the peak; training and inference. Each case is tuned without a
+limit, with "+0" (as little memory as possible) and with three budgets between the least possible
+and what torch takes. Then each plan, and torch without one, takes steps in a process
 of its own: what torch's allocator handed out at its peak, with parameters, momentum and inputs, and
 the high-water mark of the process. Times are of steps in turn, in one more process. A training step
 is forward, loss, backward and SGD with momentum.
@@ -36,7 +37,7 @@ import ucudnn
 from ucudnn.backends.torch_cpu.workspace import allocated_spans
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.execution.stepping import tensors_of
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.units import format_ns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import resnet18
@@ -55,15 +56,26 @@ class Case(NamedTuple):
 
 def cases(tiny: bool) -> dict[str, Case]:
     """All cases by name, or small ones of the same names."""
-    image, volume = (64, 3, 224, 224), (1, 1, 64, 64, 64)
+    image, volume, large = (64, 3, 224, 224), (1, 1, 64, 64, 64), (4, 3, 512, 512)
     widths: tuple[int, ...] = (32, 64, 128, 256, 320)
     if tiny:
-        image, volume, widths = (8, 3, 64, 64), (1, 1, 16, 16, 16), (8, 16)
+        image, volume, large = (8, 3, 64, 64), (1, 1, 16, 16, 16), (4, 3, 48, 48)
+        widths = (8, 16)
     found = {}
     for kind in ("training", "inference"):
         found[f"resnet18-{kind}"] = Case(resnet18, image, kind == "training")
         found[f"unet3d-{kind}"] = Case(lambda: UNet3d(widths), volume, kind == "training")
+        found[f"srcnn-{kind}"] = Case(srcnn, large, kind == "training")
     return found
+
+
+def srcnn() -> nn.Module:
+    """Three wide convolutions of a large image: the 9-5-5 variant."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 9, padding=4), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(64, 32, 5, padding=2), nn.ReLU(inplace=True)),
+        nn.Conv2d(32, 3, 5, padding=2),
+    )
 
 
 class Loop:
@@ -162,11 +174,9 @@ def tuned(case: Case, options: argparse.Namespace, folder: Path) -> list[dict[st
 
     least, most = tune("+0"), tune("1024GiB")
     low, high = (one.memory for one in (least, most) if one.memory)
-    between = [
-        low.budget_bytes + (high.torch_peak_bytes - low.budget_bytes) * part // 4
-        for part in (1, 2, 3)
-    ]
-    plans = {"+0": least, **{format_bytes(one): tune(one) for one in between}, "unlimited": most}
+    room = max(0, high.torch_peak_bytes - low.budget_bytes)
+    between = {f"{part}/4": tune(low.budget_bytes + room * part // 4) for part in (1, 2, 3)}
+    plans = {"+0": least, **between, "unlimited": most}
     found = []
     for number, (budget, plan) in enumerate(plans.items()):
         path = folder / f"{number}.plan.json"
@@ -211,6 +221,11 @@ def raced(case: Case, paths: Sequence[str], rounds: int) -> dict[str, list[int]]
     return samples
 
 
+def mebibytes(size: int) -> str:
+    """So that budgets of a GiB that differ by a little are told apart."""
+    return f"{size / 2**20:.1f} MiB"
+
+
 def report(found: dict[str, Any]) -> None:
     """Print one case."""
     table = Table(title=found["case"])
@@ -222,10 +237,10 @@ def report(found: dict[str, Any]) -> None:
         memory = row.get("memory")
         table.add_row(
             row["budget"],
-            format_bytes(memory["budget_bytes"]) if memory else "",
+            mebibytes(memory["budget_bytes"]) if memory else "",
             f"{row['changed']} of {row['kernels']}" if memory else "",
-            format_bytes(row["allocated_bytes"]),
-            format_bytes(row["process_bytes"]),
+            mebibytes(row["allocated_bytes"]),
+            mebibytes(row["process_bytes"]),
             format_ns(median_ns(row["samples_ns"])),
             f"{ratio:.2f} ({low:.2f} to {high:.2f})",
         )
