@@ -100,7 +100,8 @@ class KernelPlan:
     def __post_init__(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
         _require_count("predicted_time_ns", self.predicted_time_ns)
-        _require_count("live_bytes", self.live_bytes or 0)
+        if self.live_bytes is not None:
+            _require_count("live_bytes", self.live_bytes)
         for name in ("layers", "algorithms", "notes"):
             _require_strings(name, getattr(self, name))
         for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):

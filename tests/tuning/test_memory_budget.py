@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -359,12 +360,18 @@ def test_without_a_step_there_is_no_budget():
 
 
 def test_a_model_that_follows_a_plan_is_refused(random_plan):
-    import random
-
     model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
     ucudnn.convert_(model, random_plan(model, x, random.Random(0)))
     with pytest.raises(PlanError, match="call ucudnn.revert_"):
         ucudnn.tune(model, x, Config(memory_budget="1GiB"))
+
+
+@pytest.mark.parametrize("value", [-1, "", False, 2.0, "9"])
+def test_what_is_live_in_a_plan_file_is_checked(value, random_plan):
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
+    kernel = random_plan(model, x, random.Random(0)).kernels[0]
+    with pytest.raises(PlanError, match="live_bytes must be an int"):
+        replace(kernel, live_bytes=value)
 
 
 @pytest.mark.parametrize("values", [{"budget_bytes": -1}, {"is_training": 1}, {"forced_by": None}])
