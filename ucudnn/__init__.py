@@ -1,14 +1,19 @@
 """Micro-batching convolution autotuner for PyTorch.
 
-Names resolve on first use (PEP 562): importing this package loads no framework, and no part of it.
+Names are resolved at their first use (PEP 562), so importing this package imports neither torch nor
+any of its own modules.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+# As type checkers know it; loading `typing` takes longer than all other work of this import.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from ucudnn.config import Config as Config
     from ucudnn.convert import convert_ as convert_
     from ucudnn.convert import installed as installed
@@ -63,7 +68,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    # Reading the metadata of a distribution takes longer than all other work of this import.
+    # Not at import: finding and reading the metadata of a distribution takes a while.
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""Errors: one base class, few subclasses; a message is a sentence with rule, value, remedy."""
+"""Errors: one base class; each message is a sentence with the rule, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class UnsupportedError(UcudnnError):
 
 
 class BusyError(UcudnnError):
-    """Nothing can be measured at the moment, for a reason that passes; nothing is noted of it."""
+    """Nothing can be measured now, for a temporary reason; the cache records no failure."""
 
 
 class CacheError(UcudnnError):
@@ -47,27 +47,22 @@ class PlanError(UcudnnError):
     """No plan fits, or a plan does not belong to this model or device.
 
     Attributes:
-        smallest_bytes: the smallest workspace (bytes) that would fit, or None where no limit helps.
+        smallest_bytes: the smallest workspace limit in bytes with which a plan exists; None if
+            there is none.
     """
 
     def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
-    def __reduce__(self) -> tuple[type[PlanError], tuple[str, int | None]]:
-        return type(self), (str(self), self.smallest_bytes)
-
 
 class RankError(UcudnnError):
     """Ranks of one job that do not agree, or do not answer; the message names them.
 
     Attributes:
-        ranks: those that are named, in the numbers of the default process group.
+        ranks: numbers of the named ranks in the default process group.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-
-    def __reduce__(self) -> tuple[type[RankError], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)

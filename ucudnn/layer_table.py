@@ -35,8 +35,8 @@ def read_layers(
         layout: of all problems.
 
     Raises:
-        ConfigError: the file cannot be read, lacks a column, or a line is impossible; the message
-            names the line.
+        ConfigError: the file cannot be read, lacks a column, or has an impossible line, which the
+            message names.
     """
     try:
         # Spreadsheets begin UTF-8 files with a byte order mark, which would be part of the first
@@ -66,15 +66,7 @@ def read_layers(
 def _problem(
     path: object, line: int, row: Mapping[str, str], op: str, dtype: str, layout: str
 ) -> Problem:
-    try:
-        value = {name: int(row[name]) for name in COLUMNS if name != "name"}
-    # A row with too few fields has None for the others, hence TypeError.
-    except (TypeError, ValueError):
-        bad = [name for name in COLUMNS[1:] if not _is_int(row[name])]
-        raise ConfigError(
-            f"{path} line {line}: every column but name holds an int; "
-            f"{shortened(f'{bad[0]} is {row[bad[0]]!r}')}"
-        ) from None
+    value = _ints(path, line, row)
     axes = _AXES if value["d"] > 1 or value["kd"] > 1 else _AXES[1:]
     try:
         return Problem(
@@ -96,10 +88,16 @@ def _problem(
         raise ConfigError(f"{path} line {line}, layer {reason}") from error
 
 
-def _is_int(text: str | None) -> bool:
-    try:
-        # None, of a row that is too short, is no int either.
-        int(text or "")
-    except ValueError:
-        return False
-    return True
+def _ints(path: object, line: int, row: Mapping[str, str]) -> dict[str, int]:
+    """The columns of a row but its name, which are ints."""
+    value = {}
+    for column in COLUMNS[1:]:
+        try:
+            value[column] = int(row[column])
+        # A row with too few fields has None for the others, hence TypeError.
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{path} line {line}: every column but name holds an int; "
+                f"{shortened(f'{column} is {row[column]!r}')}"
+            ) from None
+    return value

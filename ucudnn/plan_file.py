@@ -1,16 +1,17 @@
-"""The JSON document of a plan: its text, its checksum and its version."""
+"""The JSON document of a plan: its text, its checksum, its version and the types of its values."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ucudnn.errors import PlanError, shortened
 from ucudnn.system.files import parse_json
+from ucudnn.units import TOO_LARGE
 
 FORMAT = "ucudnn-plan"
 # A plan is written in the first version that can hold it: 2 has slabs, 3 a memory format.
@@ -45,10 +46,10 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def require_checksum(document: Mapping[str, Any]) -> None:
-    """Refuse a document that is not what was written.
+    """Refuse a document that differs from what was written.
 
     Raises:
-        PlanError: its checksum says so.
+        PlanError: its checksum is wrong.
     """
     rest = {name: value for name, value in document.items() if name != "checksum"}
     if document["checksum"] != sha256_of(rest):
@@ -61,9 +62,64 @@ def sha256_of(value: Any) -> str:
 
 
 def canonical(value: Any) -> str:
-    """One text for equal values, whoever writes them: hash and checksum depend on it.
+    """Canonical JSON text: equal values have equal texts, on which hash and checksum rely.
 
     >>> canonical({"b": 1, "a": [2, 3]})
     '{"a":[2,3],"b":1}'
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def pairs_in(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+    """Pairs of a JSON list as tuples.
+
+    >>> pairs_in([[4, 0]])
+    ((4, 0),)
+    """
+    return tuple((size, index) for size, index in rows)
+
+
+def strings_in(values: object) -> tuple[str, ...]:
+    """A JSON list of names as a tuple.
+
+    Raises:
+        PlanError: it is no list.
+    """
+    # `tuple` would take a string apart into its characters.
+    if not isinstance(values, list):
+        raise PlanError(f"names must be a list, got {values!r}")
+    return tuple(values)
+
+
+def require_count(name: str, value: object) -> None:
+    """Refuse what is no int from 0 to 2^63 - 1.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if type(value) is not int or not 0 <= value < TOO_LARGE:
+        raise PlanError(f"{name} must be an int from 0 to 2^63 - 1, got {value!r}")
+
+
+def require_ints(name: str, rows: Iterable[Iterable[int]]) -> None:
+    """Refuse rows that hold anything but ints.
+
+    Raises:
+        PlanError: they do.
+    """
+    for row in rows:
+        for value in row:
+            # a float or a bool that equals an int would pass comparisons and fail as an index
+            if type(value) is not int:
+                raise PlanError(f"{name} must hold ints, got {value!r}")
+
+
+def require_strings(name: str, values: Iterable[str]) -> None:
+    """Refuse values that are no strings.
+
+    Raises:
+        PlanError: one is not.
+    """
+    for value in values:
+        if not isinstance(value, str):
+            raise PlanError(f"{name} must hold strings, got {value!r}")

@@ -15,7 +15,8 @@ from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back
 from ucudnn.tuning import budget, progress, session
 from ucudnn.tuning.confirmation import Finalist, choose
-from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
+from ucudnn.tuning.progress import TuningInterruptedError
+from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000

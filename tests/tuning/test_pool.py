@@ -15,7 +15,8 @@ from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning import progress
-from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
+from ucudnn.tuning.progress import TuningInterruptedError
+from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000

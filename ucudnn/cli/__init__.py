@@ -1,4 +1,4 @@
-"""The command line: a skin that parses, calls one public function and prints."""
+"""The command line: each command parses, calls one public function and prints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from ucudnn.cli import cache, look
 from ucudnn.cli.advise import advise
+from ucudnn.cli.bench import bench
 from ucudnn.cli.check import check, compare
 from ucudnn.cli.console import (
     ENVIRONMENT,
@@ -20,6 +21,7 @@ from ucudnn.cli.console import (
     fail,
     show_warning,
 )
+from ucudnn.cli.launch import launch
 from ucudnn.cli.tune import tune
 from ucudnn.errors import ConfigError, PlanError, ProblemError, UcudnnError
 
@@ -33,17 +35,20 @@ app = typer.Typer(
 )
 app.command()(tune)
 app.command()(advise)
+app.command()(bench)
 app.command("enumerate")(look.enumerate_)
 app.command()(look.show)
 app.command()(look.report)
 app.command()(look.doctor)
 app.command()(check)
 app.command()(compare)
+# What follows the script's name are the script's options.
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Run the command line; every error is one sentence and an exit status.
+    """Run the command line; an error prints one sentence and sets the exit status.
 
     Exit status: 0 done, 1 the answer is no, 2 wrong usage, 3 the environment does not allow it,
     130 interrupted.

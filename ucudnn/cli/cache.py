@@ -1,4 +1,4 @@
-"""`ucudnn cache`: look at and look after the measurement cache."""
+"""`ucudnn cache`: inspect and maintain the measurement cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WhereOption = Annotated[
 
 @app.command()
 def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
-    """Say what the cache holds: devices, measurements, versions.
+    """Print the contents of the cache: devices, measurements, versions.
 
     Example: ucudnn cache info --json
     """
@@ -46,7 +46,7 @@ def check(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every file of the cache and say what is wrong; exit status 1 if something is.
+    """Read every file of the cache and report errors; exit status 1 if there are any.
 
     Example: ucudnn cache check --fix
     """
@@ -70,7 +70,7 @@ def merge(
     others: Annotated[list[Path], typer.Argument(help="Folders of other caches, only read.")],
     cache: CacheOption = None,
 ) -> None:
-    """Add everything that other caches hold.
+    """Add the entries of other caches.
 
     Example: ucudnn cache merge /mnt/fleet/ucudnn
     """
@@ -116,7 +116,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     cache: CacheOption = None,
 ) -> None:
-    """Remove measurements that match, such as those of versions that are gone.
+    """Remove measurements that match, such as those of old versions.
 
     Example: ucudnn cache prune --where software.torch=2.12.0
     """
@@ -126,9 +126,9 @@ def prune(
 
 @app.command()
 def explain(where: WhereOption = None, cache: CacheOption = None) -> None:
-    """Say whether a measurement is there, and if not, in what the nearest one differs.
+    """Say whether a measurement is in the cache, and if not, how the nearest one differs.
 
-    Exit status 1 where there is none. Example: ucudnn cache explain --where problem.batch=32
+    Exit status 1 if there is none. Example: ucudnn cache explain --where problem.batch=32
     """
     found = _cache_commands().explain(where or (), cache)
     say(str(found))

@@ -23,14 +23,14 @@ class InterruptedCommandError(Exception):
 
 
 def say(line: str) -> None:
-    """Print a line as it is."""
+    """Print a line without markup."""
     # Names of layers may hold brackets, which rich would take for markup. With `soft_wrap` the
     # terminal breaks lines, so that a sentence can be copied whole.
     out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def say_error(line: str) -> None:
-    """Print a line as it is, where progress is shown."""
+    """Print a line without markup, to stderr, where progress is shown."""
     err.print(f"ucudnn: {line}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`ucudnn enumerate`, `show`, `report`, `doctor`: what could run, what is planned, what is here."""
+"""`ucudnn enumerate`, `show`, `report`, `doctor`: engines, plans, and facts of this machine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def show(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a plan: per kernel torch's default, the split, times and workspaces.
+    """Print a plan: for each kernel torch's default, the split, times and workspaces.
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
@@ -144,7 +144,7 @@ def _show_kernels(plan: Plan, wanted: str) -> None:
         if plan.memory is not None and kernel.live_bytes is not None:
             live, left = format_bytes(kernel.live_bytes), plan.limit_bytes(kernel) or 0
             say(f"memory: {live} beside its workspace, which may take {format_bytes(left)}")
-        for note in kernel.notes:
+        for note in kernel.remarks:
             say(f"note: {note}")
 
 
@@ -192,7 +192,7 @@ def doctor(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what tuning depends on here: device, versions, threads, malloc, cache.
+    """Print what tuning depends on here: device, versions, threads, malloc, cache.
 
     Example: ucudnn doctor --json
     """

@@ -1,4 +1,4 @@
-"""Arguments of a command line: a model, the shapes of its inputs, a file with settings."""
+"""Arguments of commands: a model, the shapes of its inputs, a file with settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NamedModel(NamedTuple):
 
     Args:
         module: in the layout and mode asked for.
-        inputs: one per positional input; memory is taken when they are filled.
+        inputs: one per positional input; their memory is allocated by `fill`.
         autocast: to trace and run it under bfloat16 autocast.
     """
 
@@ -52,7 +52,7 @@ class NamedModel(NamedTuple):
     autocast: bool
 
     def fill(self) -> None:
-        """Give the inputs random values, which a step that is really run needs."""
+        """Give the inputs random values, for running steps."""
         for tensor in self.inputs:
             tensor.normal_()
 
@@ -64,7 +64,7 @@ class NamedModel(NamedTuple):
             return trace_layers(self.module, self.inputs, ops, device_type=device_type)
 
     def context(self) -> AbstractContextManager[object]:
-        """Context to trace and run it in."""
+        """Context in which it is traced and run."""
         import torch
 
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
@@ -73,14 +73,14 @@ class NamedModel(NamedTuple):
 def name_model(
     model: str, inputs: list[str], channels_last: bool, autocast: bool, infer: bool
 ) -> NamedModel:
-    """Make the model that a name stands for.
+    """Make the model of a name.
 
     Args:
         model: `module:callable` or `file.py:callable`.
         inputs: shapes such as "64x3x224x224", one per positional input.
         channels_last: convert the model and its inputs to channels-last.
         autocast: run it under bfloat16 autocast.
-        infer: without gradients, in evaluation mode.
+        infer: run it without gradients, in evaluation mode.
 
     Raises:
         ConfigError: there is no such model.
@@ -112,7 +112,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     (64, 3, 224, 224)
 
     Raises:
-        ConfigError: it is not three to five positive integers joined by x.
+        ConfigError: the text is not three to five positive integers joined by x.
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", text):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`ucudnn tune`: measure, or replay what was measured, and write a plan."""
+"""`ucudnn tune`: measure, or replay measurements, and write a plan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tune(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure convolutions on this machine, or replay what was measured, and write a plan.
+    """Measure convolutions on this machine, or replay measurements, and write a plan.
 
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
@@ -100,7 +100,7 @@ def _require_sense(config: Config, solver: str | None, output: Path | None) -> N
 
 
 def _layouts(layout: str | None, is_table: bool) -> tuple[str, str | None]:
-    """The layout of a table's layers, and the setting for a model: one flag has both."""
+    """The layout of a table's layers, and the setting for a model, from one flag."""
     allowed = ("nchw", "nhwc") if is_table else LAYOUTS
     if layout is not None and layout not in allowed:
         what = "the layers of a CSV" if is_table else "a model"
@@ -139,7 +139,7 @@ def _tune(
     as_json: bool,
     remeasure: bool,
 ) -> Plan:
-    from ucudnn.tuning.tuner import TuningInterruptedError
+    from ucudnn.tuning.progress import TuningInterruptedError
 
     start = time.monotonic()
     try:
@@ -161,9 +161,9 @@ def _plan(
     on_progress: Callable[[Progress], None],
     remeasure: bool,
 ) -> Plan:
-    """Tune, and judge the plan by whole steps where there is a model to run."""
+    """Tune, and judge the plan by whole steps if there is a model to run."""
     from ucudnn.tuning.model import tune_traced
-    from ucudnn.tuning.tuner import device_type, is_replayed, tune_problems
+    from ucudnn.tuning.tuner import device_type, tune_problems
 
     # The layers of a CSV come without a model whose steps could be run.
     if named is None:
@@ -171,7 +171,7 @@ def _plan(
             traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
         )
     # Only whole steps need values in the inputs, and a replay runs nothing.
-    if (config.step_race or config.memory_budget is not None) and not is_replayed(config):
+    if (config.step_race or config.memory_budget is not None) and not config.is_replayed:
         named.fill()
     with named.context():
         return tune_traced(
@@ -186,7 +186,7 @@ def _plan(
 
 
 def _keep(plan: Plan, calls: int, output: Path | None) -> str:
-    """Write the plan of an interrupted run, and say what is in it."""
+    """Write the plan of an interrupted run, and print a summary."""
     sentence = "interrupted; measurements taken so far are in the cache"
     if output is None or not plan.kernels:
         return sentence

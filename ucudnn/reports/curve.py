@@ -19,7 +19,7 @@ _LEAST_STEP = 0.01
 
 
 class Place(NamedTuple):
-    """Where something lies beside a curve.
+    """A point to draw beside a curve.
 
     Args:
         name: what it is.

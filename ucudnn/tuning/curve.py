@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from ucudnn.problem import Problem
 from ucudnn.races import Curve
 from ucudnn.solvers import CurveKernel, network_curve
+from ucudnn.tuning.fronts import Front
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.planner import KernelPlanner, survey
-from ucudnn.tuning.solve import Front
 
 
 def kernel_front(planner_within: Callable[[int | None], KernelPlanner]) -> Front:
@@ -34,7 +34,7 @@ def plan_curve(
 ) -> Curve | None:
     """The curve of a network, None where a kernel was not measured in time.
 
-    >>> from ucudnn.tuning.solve import Point
+    >>> from ucudnn.tuning.fronts import Point
     >>> problem = Problem("fprop", 4, 4, 4, (9,), (3,))
     >>> fronts = {problem: (Point(0, 9), Point(8, 5))}
     >>> plan_curve(fronts, {problem: ("first", "second")}, Limits(None)).by_workspace

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps
@@ -19,7 +19,6 @@ from ucudnn.races import StepMemory
 from ucudnn.tracing import Traced
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.step_profile import StepProfile, StepProfiler
-from ucudnn.tuning.tuner import is_replayed
 from ucudnn.units import format_bytes
 
 
@@ -45,7 +44,7 @@ class MemoryBudget:
     """
 
     def __init__(self, model: nn.Module, inputs: Any, config: Config) -> None:
-        if is_replayed(config):
+        if config.is_replayed:
             raise ConfigError(
                 "memory_budget is of a step that is run here, and the settings name a recording; "
                 "leave out backend='recorded' and device_profile, or set workspace_limit instead"
@@ -88,7 +87,7 @@ class MemoryBudget:
         # A model that was traced on fake tensors may still fail on real ones.
         except STEP_ERRORS as error:
             raise PlanError(
-                f"memory_budget is of a step, and none could be computed ({failure_of(error)})"
+                f"memory_budget is of a step, and none could be computed ({first_line(error)})"
             ) from error
         for name, problem in traced.layers:
             if problem not in profile.live_bytes:

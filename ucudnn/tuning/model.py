@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.layout import memory_format_of
@@ -18,12 +18,14 @@ from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import judged, judged_in_layouts
 from ucudnn.tuning.memory_budget import MemoryBudget
-from ucudnn.tuning.progress import Progress
-from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
+from ucudnn.tuning.progress import Progress, TuningInterruptedError
+from ucudnn.tuning.tuner import tune_problems
 
 # Steps to leave time for in the budget: five rounds of both contestants, two more than decide a
 # clear race.
 RESERVED_STEPS = 10
+# The same for a hint on what channels_last promises.
+_HINT_STEPS = 5
 # The same for two layouts: four contestants in four rounds, and the steps that come before a race
 # (see `judging`).
 _LAYOUT_STEPS = 25
@@ -46,9 +48,9 @@ def tune(
 ) -> Plan:
     """Measure the convolutions of a model's training step and plan each; the model is unchanged.
 
-    The plan is then judged by whole steps of the model on the example inputs, without touching its
-    parameters, gradients, buffers or random state: see `Config.step_race`. `Config.layout` asks for
-    the better of two layouts.
+    The plan is then judged by whole steps of the model on the example inputs (see
+    `Config.step_race`). Parameters, gradients, buffers and random states do not change.
+    `Config.layout` can ask for the better of two layouts.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
@@ -59,13 +61,14 @@ def tune(
 
     Args:
         model: any module.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
-            of such for several input sizes. Their batch is the largest planned, every smaller one
-            is planned with it.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
+            list of these for several input sizes. Their batch is the largest one planned; every
+            smaller one is planned with it.
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
-        real: compute one step to find the convolutions, for a model whose course depends on values.
-        remeasure: take every time anew, whatever the cache has.
+        real: compute one step to find the convolutions, for a model whose control flow depends on
+            values.
+        remeasure: measure everything anew, even if it is in the cache.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution.
@@ -88,7 +91,7 @@ def tune_traced(
     device_type: str | None = None,
     remeasure: bool = False,
 ) -> Plan:
-    """The same for a model that was traced.
+    """Like `tune`, for a model that was traced.
 
     Args:
         model: any module.
@@ -97,7 +100,7 @@ def tune_traced(
         config: the settings.
         on_progress: called after every measurement.
         device_type: for which it was traced.
-        remeasure: take every time anew.
+        remeasure: measure everything anew.
 
     Raises:
         ConfigError: as for `tune`.
@@ -113,7 +116,7 @@ class _Tuning:
     Args:
         config: the settings.
         on_progress: called after every measurement.
-        remeasure: take every time anew.
+        remeasure: measure everything anew.
         began: the `time.monotonic` from which the budget counts.
     """
 
@@ -163,7 +166,7 @@ class _Tuning:
         # A model that cannot be computed in channels_last keeps its layout. The error of its own
         # code is the cause; the one around it is about inputs, which were traced before.
         except ConfigError as error:
-            reason = f"it fails in channels_last ({failure_of(error.__cause__ or error)})"
+            reason = f"it fails in channels_last ({first_line(error.__cause__ or error)})"
         else:
             reason = ""
             # As in 1-D, or for a model that is in channels_last already: there is nothing to
@@ -176,9 +179,11 @@ class _Tuning:
         return self._in_layouts(model, inputs, {"keep": traced, "channels_last": last})
 
     def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
+        has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
+        steps = RESERVED_STEPS + (_HINT_STEPS if has_other else 0)
         # A model that was converted by a plan for channels_last is traced in that layout.
         layout = memory_format_of(model)
-        plan = self._tuned(traced, self._config, RESERVED_STEPS, self._on_progress, layout)
+        plan = self._tuned(traced, self._config, steps, self._on_progress, layout)
         return judged(model, inputs, plan, self._config, self._began)
 
     def _in_layouts(self, model: nn.Module, inputs: Any, traced: Mapping[str, Traced]) -> Plan:
@@ -206,7 +211,7 @@ class _Tuning:
         return judged_in_layouts(model, inputs, plans, calls, self._config, self._began)
 
     def _seconds_for_the_second(self, own: Plan) -> float | None:
-        """Seconds that the budget leaves for the second layout, without the race."""
+        """Seconds that the budget leaves for tuning the second layout."""
         if self._config.time_budget_s is None:
             return None
         left_s = self._began + self._config.time_budget_s - monotonic()
@@ -224,7 +229,7 @@ class _Tuning:
         report: Report | None,
         memory_format: str,
     ) -> Plan:
-        """A plan for one layout, not judged yet, with the settings of all of this."""
+        """A plan for one layout, before it is judged."""
         races = reserved_steps if config.step_race else 0
         budget = self._budget
         while True:
@@ -252,11 +257,11 @@ class _Tuning:
 
 
 class _Joined:
-    """Progress of two tunings as that of one.
+    """Reports the progress of two tunings as that of one.
 
     Args:
-        report: called with it.
-        more: kernels of the second.
+        report: called with the progress.
+        more: number of kernels of the second tuning.
     """
 
     def __init__(self, report: Report | None, more: int) -> None:
@@ -265,12 +270,12 @@ class _Joined:
         self._last = self._before = Progress("", 0, 0, 0, 0)
 
     def go_on(self) -> None:
-        """Begin the second."""
+        """Begin the second tuning."""
         # From now on the kernels of the second are in the totals that it reports.
         self._more, self._before = 0, self._last
 
     def __call__(self, event: Progress) -> None:
-        """Report the sums of both."""
+        """Report the sums of both tunings."""
         before = self._before
         self._last = replace(
             event,

@@ -1,9 +1,13 @@
-"""Progress of tuning, and the warning where it could not finish."""
+"""Progress of tuning, and the warning or the error where it could not finish."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ucudnn.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,12 +15,12 @@ class Progress:
     """Progress of tuning.
 
     Args:
-        kernel: the kernel at work.
+        kernel: the kernel that is tuned now.
         done: kernels finished.
         total: kernels in all.
         measured: candidates timed so far.
         reused: candidates found in the cache so far.
-        seconds_left: estimated; None before there is anything to go by.
+        seconds_left: estimated; None before the first kernel is finished.
         budget_s: the time budget in seconds; None: there is none, or it is not known yet.
     """
 
@@ -29,15 +33,28 @@ class Progress:
     budget_s: float | None = None
 
 
+class TuningInterruptedError(KeyboardInterrupt):
+    """Ctrl-C during tuning; the measurements so far are in the cache.
+
+    Attributes:
+        plan: the best plan so far. Kernels that were never run are not in it, and those that were
+            not finished run torch's own convolution.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("tuning was interrupted")
+        self.plan = plan
+
+
 class UntunedWarning(UserWarning):
-    """The time was over before some kernels were looked at, so the plan leaves them out."""
+    """The time ran out before some kernels were run once, so the plan leaves them out."""
 
 
 def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
     """Warn of kernels that are not in the plan.
 
     Args:
-        left_out: how many they are.
+        left_out: number of these kernels.
         total: kernels in all.
         budget_s: the time budget in seconds, None without one.
     """

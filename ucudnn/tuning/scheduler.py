@@ -1,8 +1,7 @@
-"""Tune many kernels: the costliest first, on several devices, in a time budget.
+"""Tune many kernels on one or several devices, by possible gain, within a time budget.
 
-At any moment there is a plan: finished kernels have theirs, the others run torch's own convolution.
-Where kernels divide one pool of workspace, the front of time over workspace of each is measured
-first.
+There is a plan at any moment: finished kernels have theirs, and the others run torch's own
+convolution. If kernels divide one pool of workspace, the front of each kernel is measured first.
 """
 
 from __future__ import annotations
@@ -20,20 +19,18 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
-from ucudnn.races import Curve
 from ucudnn.tuning.budget import Budget
-from ucudnn.tuning.curve import kernel_front, plan_curve
+from ucudnn.tuning.curve import kernel_front
 from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS, Effort
-from ucudnn.tuning.fallback import plan_by_torch
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, warn_of_untuned
+from ucudnn.tuning.results import Results
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import Front
-from ucudnn.tuning.sources import Bounds, Kernel
+from ucudnn.tuning.sources import Bounds, Kernel, source_of
 from ucudnn.tuning.step_shares import StepShares
 
 
@@ -83,7 +80,7 @@ class _Planners:
         if self.step_ns and default is not None:
             tolerance = shares.stakes[problem].tolerance(self.step_ns, self._effort)
         bounds = Bounds(limit, limit, tolerance)
-        planner = KernelPlanner(session, self._config, kernel, bounds, default)
+        planner = KernelPlanner(source_of(session, self._config, kernel, bounds, default))
         # A recording says what torch's own convolution takes without a first run.
         if planner.default is not None:
             shares.defaults[problem] = planner.default
@@ -91,20 +88,20 @@ class _Planners:
 
 
 class TuningScheduler:
-    """The tuning of the kernels of one model.
+    """Tunes the kernels of one model.
 
     Args:
         backends: one per device, all of one kind; several measure in processes of their own.
         cache: where measurements are kept.
         config: the settings.
-        layers_by_problem: what to tune, and the names of the layers that run it.
+        layers_by_problem: the problems to tune, with the names of the layers that run them.
         limits: workspace that each kernel may use.
         on_progress: called after every measurement.
-        biased: of the problems those to whose result a layer adds a bias.
-        is_whole_step: the problems are all convolutions of a step, so that each is worth measuring
-            by its share of it.
-        reserved_steps: time to leave of the budget, in steps.
-        remeasure: take every time anew, whatever the cache has.
+        biased: problems to whose result a layer adds a bias.
+        is_whole_step: the problems are all convolutions of a step, so that each is measured as
+            carefully as its part of the step is worth.
+        reserved_steps: time of the budget to leave unused, in steps.
+        remeasure: measure everything anew, even if it is in the cache.
 
     Raises:
         ConfigError: the devices are of several kinds, or the solver is not installed.
@@ -142,26 +139,25 @@ class TuningScheduler:
             backends, cache, effort, self._budget.deadline, remeasure, self._report
         )
         self._limits = limits
-        # Kernels that have no plan within a memory budget: all are tried, to name the worst one.
-        self._refusals: dict[Problem, PlanError] = {}
         self._shares = StepShares(self.devices.first, layers_by_problem, self._limits)
-        self._planners = _Planners(
-            config, layers_by_problem, biased, self._limit_of, self._shares, self._effort
+        self.results = Results(
+            layers_by_problem, limits, self._shares.defaults, self.devices.first.kernel_of
         )
-        self._pool: Pool | None = None
+        self._planners = _Planners(
+            config, layers_by_problem, biased, self.results.limit_of, self._shares, self._effort
+        )
         if config.total_bytes is not None:
             parts = (self.devices, self._shares, self._planners, self._budget, self._begin)
-            self._pool = Pool(config, layers_by_problem, *parts)
-        self._plans: dict[Problem, KernelPlan] = {}
-        self._fronts: dict[Problem, Front] = {}
+            self.results.pool = Pool(config, layers_by_problem, *parts)
         self._at_work = ""
         self._total_ns = 0
 
     def run(self) -> None:
-        """Tune everything, or until the time is over.
+        """Tune everything, or as much as the time allows.
 
         Raises:
-            PlanError: no plan of some kernel fits the workspace limit, or all plans the pool.
+            PlanError: no plan of some kernel fits the workspace limit, or the plans do not fit the
+                pool.
         """
         try:
             # Function modes of the caller, as `with torch.device("meta")`, would change where
@@ -180,22 +176,12 @@ class TuningScheduler:
         finally:
             self.devices.close()
         self._begin("")
-        left_out = len(self._layers) - len(self.kernels)
+        left_out = len(self._layers) - len(self.results.kernels)
         if left_out:
             warn_of_untuned(left_out, len(self._layers), self._budget.seconds)
 
-    @property
-    def kernels(self) -> tuple[KernelPlan, ...]:
-        """The best plan so far, of each kernel that has one within the limit."""
-        return tuple(filter(None, (self._plans.get(p) or self._by_torch(p) for p in self._layers)))
-
-    @property
-    def curve(self) -> Curve | None:
-        """Time over memory of all kernels; None where it was not asked for, or time was over."""
-        return plan_curve(self._fronts, self._layers, self._limits) if self._fronts else None
-
     def _begin_tuning(self) -> None:
-        """Derive the time budget from the step, where none is set, and say so."""
+        """Derive the time budget from the step if none is set, and report it."""
         shares, seconds = self._shares, self._budget.seconds
         self._total_ns = shares.cost_ns(self._layers)
         self._planners.step_ns = self._total_ns if self._by_share else 0
@@ -211,13 +197,13 @@ class TuningScheduler:
         self._report()
 
     def _tune_all(self) -> None:
-        pool = self._pool
+        pool = self.results.pool
         if pool is not None:
             pool.divide()
         # The curve has all kernels, however little each of them could gain.
         if self._by_share and not self._config.curve:
             self._keep_defaults()
-        left = [problem for problem in self._layers if problem not in self._plans]
+        left = [problem for problem in self._layers if problem not in self.results.plans]
         groups = self._shares.by_gain(left) if self._by_share else self._shares.by_geometry()
         self.devices.spread(map(self._tune, groups))
         # Whole calls showed that they need more than their chunks: divide again, knowing that.
@@ -227,41 +213,34 @@ class TuningScheduler:
         # A budget that the user set for the time holds; the plan is checked against that of memory.
         if self._limits.budget_bytes is not None and self._config.time_budget_s is None:
             self._tune_missing()
-        if self._refusals:
-            raise self._limits.refusal(self._refusals, self._layers)
+        self.results.require_plans()
 
     def _tune_missing(self) -> None:
         """Tune kernels that would break the memory budget without a plan, however long it takes."""
-        missing = [
-            problem
-            for problem in self._layers
-            if problem not in self._plans
-            and problem not in self._refusals
-            and self._by_torch(problem) is None
-        ]
+        missing = self.results.missing
         if missing:
             self._budget.lift()
             self.devices.stop_at(None)
             self.devices.spread(map(self._tune, self._shares.by_gain(missing)))
 
     def _keep_defaults(self) -> None:
-        """Decide the kernels that are not worth measuring anything of."""
+        """Leave kernels to torch that are not worth measuring."""
         for problem, reason in self._shares.ignored(self._total_ns, self._effort):
-            plan = self._by_torch(problem, reason)
+            plan = self.results.by_torch(problem, reason)
             if plan is not None:
-                self._plans[problem] = plan
+                self.results.plans[problem] = plan
 
     def _allot(self, session: Session, problems: Sequence[Problem]) -> None:
-        """Give a group its part of the time that is left, by what it could gain."""
+        """Give a group its part of the remaining time, by its possible gain."""
         if self._by_share:
             # Devices work at the same time, so that a group may take as many times its part of the
             # time as there are of them.
-            waiting = self._shares.gain_ns(p for p in self._layers if p not in self._plans)
+            waiting = self._shares.gain_ns(p for p in self._layers if p not in self.results.plans)
             part = self._shares.gain_ns(problems) / waiting if waiting else 1.0
             self._budget.allot(session, part * len(self.devices))
 
     def _look(self, problem: Problem) -> Task:
-        """Run torch's own convolution once: a plan to fall back to, and a time to weigh it by."""
+        """Run torch's own convolution once, for a plan to fall back to and for its time."""
 
         def task(session: Session) -> None:
             # Kernels that are left out here are named in a warning at the end.
@@ -276,32 +255,27 @@ class TuningScheduler:
         return task
 
     def _tune(self, problems: Sequence[Problem]) -> Task:
-        """Measure and plan kernels of one geometry, until none of them wants to know more."""
+        """Measure and plan kernels of one geometry."""
 
         def task(session: Session) -> None:
             if self._budget.is_over:
                 return
             self._begin(problems[0])
             self._allot(session, problems)
-            parts = None if self._pool is None else self._pool.parts
+            parts = None if self.results.pool is None else self.results.pool.parts
             planners = [self._planners(session, p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
                 measure(session, planners)
                 # Races come last: kernels of one geometry may measure what another of them needs.
                 plans = [self._decided(planner) for planner in planners]
-                self._plans |= {plan.problem: plan for plan in plans if plan is not None}
+                self.results.plans |= {plan.problem: plan for plan in plans if plan is not None}
                 if self._config.curve:
-                    self._fronts |= {
+                    self.results.fronts |= {
                         p: kernel_front(partial(self._planners.within, session, p))
                         for p in problems
                     }
 
         return task
-
-    def _limit_of(self, problem: Problem) -> int | None:
-        """Workspace that a kernel may use: its part of the pool, or what the settings leave it."""
-        parts = {} if self._pool is None else self._pool.parts
-        return parts.get(problem, self._limits.of(problem))
 
     def _begin(self, problem: Problem | str) -> None:
         self._at_work = str(problem)
@@ -311,34 +285,17 @@ class TuningScheduler:
         try:
             return planner.decide()
         except PlanError as error:
-            if self._limits.decides(planner.problem):
-                self._refusals[planner.problem] = error
-                return None
-            # A limit of the user holds. A part of the pool is our own decision, which the next
-            # division may correct.
-            if self._pool is None or planner.limit == self._config.limit_bytes:
+            if not self.results.refuse(planner.problem, error):
                 raise
-            self._pool.refuse(planner.problem, error)
             return None
-
-    def _by_torch(
-        self, problem: Problem, note: str = "not tuned: the time was over"
-    ) -> KernelPlan | None:
-        """Torch's own convolution, where it is within the limit."""
-        limit = self._limits.of(problem)
-        if self._pool is not None:
-            # A kernel that has no part of the pool may not even take 0 bytes of it.
-            limit = self._pool.parts.get(problem, -1)
-        entry, layers = self._shares.defaults.get(problem), self._layers[problem]
-        return plan_by_torch(problem, layers, entry, limit, self.devices.first.kernel_of, note)
 
     def _report(self) -> None:
         if self._on_progress is not None:
-            done_ns = self._shares.cost_ns(self._plans)
+            done_ns = self._shares.cost_ns(self.results.plans)
             self._on_progress(
                 Progress(
                     self._at_work,
-                    len(self._plans),
+                    len(self.results.plans),
                     len(self._layers),
                     self.devices.measured,
                     self.devices.reused,

@@ -20,7 +20,7 @@ from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.noise import NoiseWarning, noise_of
-from ucudnn.tuning.progress import Progress
+from ucudnn.tuning.progress import Progress, TuningInterruptedError
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
 from ucudnn.tuning.scheduler import TuningScheduler
 
@@ -32,19 +32,6 @@ _BUSY = (
 # Two tunings at once would perturb each other's times, and torch has one profiler per process, by
 # which workspace is measured.
 _measuring = ForkSafeLock()
-
-
-class TuningInterruptedError(KeyboardInterrupt):
-    """Ctrl-C while tuning; what was measured is in the cache.
-
-    Attributes:
-        plan: the best one so far; kernels that were not looked at are not in it, and those that
-            were not finished run torch's own convolution.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__("tuning was interrupted")
-        self.plan = plan
 
 
 def tune_problems(
@@ -62,18 +49,19 @@ def tune_problems(
     """Measure and plan a list of problems; equal ones are measured once.
 
     Args:
-        layers: the name of a layer and its problem, once per call; all of them, whatever
-            `config.ops` says: that is what to trace.
+        layers: the name of a layer and its problem, once per call. All of them are planned;
+            `config.ops` matters only for tracing.
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
-        measurements: an open cache to use, which stays open; None: that of the config.
-        backends: one per device, all of one kind, each of which measures a part of the kernels in
-            a process of its own; None: the device of the config.
-        biased: of the problems those to whose result a layer adds a bias, which is timed with them.
-        is_whole_step: they are all convolutions of a training step: each is measured as carefully
-            as its share of the step is worth, within the default time budget of the effort.
-        reserved_steps: time to leave of the budget, in steps.
-        remeasure: take every time anew, whatever the cache has.
+        measurements: an open cache to use, which stays open; None: the cache of the config.
+        backends: one per device, all of one kind. Each measures some of the kernels in a process of
+            its own. None: the device of the config.
+        biased: problems to whose result a layer adds a bias, which is timed with them.
+        is_whole_step: the problems are all convolutions of a training step. Then each is measured
+            as carefully as its part of the step is worth, within the default time budget of the
+            effort.
+        reserved_steps: time of the budget to leave unused, in steps.
+        remeasure: measure everything anew, even if it is in the cache.
         limits: workspace that each kernel may use; None: the limit of the settings.
 
     Raises:
@@ -151,16 +139,16 @@ def _warn(sentence: str) -> None:
 
 def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) -> Plan:
     return Plan(
-        kernels=scheduler.kernels,
+        kernels=scheduler.results.kernels,
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),
         # A plan from a recording is for the backend that runs it, not for the one that replays.
         config=replace(config, backend=backend.name, device=None, device_profile=None)
-        if is_replayed(config)
+        if config.is_replayed
         else config,
         backend=backend.name,
-        curve=scheduler.curve,
+        curve=scheduler.results.curve,
     )
 
 
@@ -171,7 +159,7 @@ def device_type(config: Config) -> str:
     'cpu'
 
     Raises:
-        ConfigError: as for `tune_problems`, where a recording says it.
+        ConfigError: as for `tune_problems`, if it depends on a recording.
     """
     # Only the measurements say what device they are of.
     if config.backend == "recorded":
@@ -180,17 +168,8 @@ def device_type(config: Config) -> str:
     return backend_entry(config.backend).device_type
 
 
-def is_replayed(config: Config) -> bool:
-    """True where nothing is measured: a recording says what a device would.
-
-    >>> is_replayed(Config(backend="recorded"))
-    True
-    """
-    return config.backend == "recorded" or config.device_profile is not None
-
-
 def _open_cache(config: Config) -> AbstractContextManager[AbstractCache]:
-    if is_replayed(config):
+    if config.is_replayed:
         # Read only, and a file that was exported from a cache serves as well.
         return open_recording(config.cache)
     return cache_room.open(config.cache)
