@@ -198,7 +198,7 @@ class Bound:
     def _torchs_gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients that no plan computes; that of the bias is a sum if no weight's is here."""
+        """Gradients that no plan computes; torch is asked for the bias only with the weight."""
         dx = dw = db = None
         # For the bias gradient oneDNN computes that of the weight, too, though nobody asked for it.
         if mask[0] or mask[1]:
