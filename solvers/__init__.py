@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ucudnn.solvers._base import Division as Division
 from ucudnn.solvers._base import Item as Item
+from ucudnn.solvers.curve import CurveKernel as CurveKernel
+from ucudnn.solvers.curve import network_curve as network_curve
 from ucudnn.solvers.division import divide as divide
 from ucudnn.solvers.load_balancing import balance as balance
 from ucudnn.solvers.load_balancing import device_times as device_times
@@ -12,6 +14,7 @@ from ucudnn.solvers.table import ReuseTable as ReuseTable
 from ucudnn.solvers.table import WalkEntry as WalkEntry
 
 __all__ = [
+    "CurveKernel",
     "Division",
     "Item",
     "ReuseTable",
@@ -19,5 +22,6 @@ __all__ = [
     "balance",
     "device_times",
     "divide",
+    "network_curve",
     "reuse",
 ]

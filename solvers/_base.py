@@ -116,7 +116,7 @@ class Pool:
         if not self.fronts:
             raise ConfigError("fronts must not be empty; pass one front per kernel")
         for kernel, front in enumerate(self.fronts):
-            _require_front(kernel, front)
+            require_front(kernel, front)
         # Without this no solver could find a division, and each would have to report it.
         if self.smallest_bytes > self.total_bytes:
             raise PlanError(
@@ -146,7 +146,12 @@ class Pool:
         )
 
 
-def _require_front(kernel: int, front: Front) -> None:
+def require_front(kernel: int, front: Front) -> None:
+    """Refuse a front that is empty or holds anything but pairs of ints in range.
+
+    Raises:
+        ConfigError: it is one.
+    """
     if not front:
         raise ConfigError(f"front {kernel} must have at least one (workspace_bytes, time_ns)")
     # Tuples only: `Choices.of` puts fronts into a set, for which they must be hashable.

@@ -6,7 +6,9 @@ import gc
 import importlib
 import os
 import random
+import shutil
 import signal
+import subprocess
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -374,6 +376,18 @@ def _exact(problem: Problem, a: Tensor, b: Tensor) -> Tensor:
         return torch.autograd.grad(forward(x, b), x, a)[0]
     w = torch.zeros(problem.w_shape, dtype=torch.float64, requires_grad=True)
     return torch.autograd.grad(forward(a, w), w, b)[0]
+
+
+@pytest.fixture(scope="session")
+def counting_malloc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A malloc that counts live bytes, to be loaded by LD_PRELOAD."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the counting malloc")
+    library = tmp_path_factory.mktemp("malloc") / "counting_malloc.so"
+    source = Path(__file__).parent / "backend" / "counting_malloc.c"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
         return Finding(
             about, False, f"{kernel.problem} cannot be run: {ours.result.failure.reason}"
         )
-    limit = plan.config.limit_bytes
+    limit = plan.limit_bytes(kernel)
     if plan.config.total_bytes is not None:  # what it has of the pool, and what is left of that
         left = plan.config.total_bytes - plan.workspace_bytes
         limit = kernel.timing.workspace_bytes + left // len(kernel.layers)

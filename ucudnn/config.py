@@ -45,6 +45,7 @@ _MUCUDNN_REFUSED = {
 _FALLBACKS: dict[str, Any] = {
     "workspace_limit": None,
     "total_workspace": None,
+    "memory_budget": None,
     "solver": "auto",
     "policy": "powers-of-two",
     "ops": OPS,
@@ -61,10 +62,11 @@ _FALLBACKS: dict[str, Any] = {
     "effort": "normal",
     "time_budget_s": None,
     "step_race": True,
+    "curve": False,
 }
 # Fields that say where a process looks and what tuning may cost there, not what a plan is.
 _OF_THE_PROCESS = frozenset(
-    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race"}
+    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "curve"}
 )
 # Left out of a plan's file and hash where they are not set, as before there were these fields.
 _SWITCHES = ("frozen", "deterministic", "batch_invariant")
@@ -94,6 +96,11 @@ class Config:
         total_workspace: bytes of one pool, for kernels that overlap or keep their workspace: every
             call of every kernel owns a part of it. None: kernels run one after the other and share
             one workspace.
+        memory_budget: bytes that a whole step may have allocated at any moment: parameters,
+            gradients, optimiser state, activations and workspace together, as an int or "8GiB"; or
+            "+64MiB": so much more than a step needs without any workspace, or what the smallest
+            plan needs if that is more. Each kernel may use what is left at its moment. None: no
+            limit.
         solver: solver that divides the pool: "auto", "exact", "highs" or "cbc" (by PuLP).
         policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
         ops: which passes to plan: "fprop" (forward), "dgrad" (gradients of inputs), "wgrad" (of
@@ -127,6 +134,8 @@ class Config:
             own convolution. None: the budget of the effort.
         step_race: at the end, time whole training steps with the plan and without it, and give
             kernels that do not pay back to torch.
+        curve: measure every kernel for every workspace limit, too, so that the plan says what the
+            network would take within any memory (`plan.curve`).
 
     Raises:
         ConfigError: a value is not allowed; the message lists the allowed ones.
@@ -134,6 +143,7 @@ class Config:
 
     workspace_limit: int | str | None = _default("workspace_limit")
     total_workspace: int | str | None = _default("total_workspace")
+    memory_budget: int | str | None = _default("memory_budget")
     solver: str = _default("solver")
     policy: str = _default("policy")
     ops: tuple[str, ...] = _default("ops")
@@ -150,11 +160,13 @@ class Config:
     effort: str = _default("effort", compare=False)
     time_budget_s: float | None = _default("time_budget_s", compare=False)
     step_race: bool = _default("step_race", compare=False)
+    curve: bool = _default("curve", compare=False)
 
     def __post_init__(self) -> None:
         values = {
             "workspace_limit": _bytes("workspace_limit", self.workspace_limit),
             "total_workspace": _bytes("total_workspace", self.total_workspace),
+            "memory_budget": _budget(self.memory_budget),
             "solver": _choice("solver", self.solver, SOLVERS),
             "policy": _choice("policy", self.policy, POLICIES),
             "ops": _passes(self.ops),
@@ -170,6 +182,7 @@ class Config:
             "effort": _choice("effort", self.effort, EFFORT_NAMES),
             "time_budget_s": _positive("time_budget_s", self.time_budget_s),
             "step_race": _switch("step_race", self.step_race),
+            "curve": _switch("curve", self.curve),
         }
         for name, value in values.items():
             # The dataclass is frozen; this replaces what was given by its checked form.
@@ -190,8 +203,51 @@ class Config:
                 "unplanned='tune' plans shapes while the model runs, and frozen=True runs only "
                 "what was planned before; set unplanned='torch' or 'error', or leave frozen out"
             )
+        if self.curve and self.total_workspace is not None:
+            raise ConfigError(
+                "curve is of kernels that share their workspace, and total_workspace of kernels "
+                "that each own a part; set one of them"
+            )
+        if self.memory_budget is not None:
+            self._require_budget()
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
+
+    def _require_budget(self) -> None:
+        """Refuse settings that a memory budget cannot be kept with.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if self.total_workspace is not None:
+            raise ConfigError(
+                "memory_budget is for kernels that run one after the other and total_workspace for "
+                "kernels that overlap; set one of them"
+            )
+        if self.unplanned == "tune":
+            raise ConfigError(
+                "unplanned='tune' tunes one shape at a time, and memory_budget is of a whole step; "
+                "set unplanned='torch' or 'error', or workspace_limit instead"
+            )
+        # What no plan covers takes as much workspace as torch likes.
+        if self.ops not in (OPS, ("fprop",)):
+            raise ConfigError(
+                f"memory_budget needs a plan for every pass: ops must be {','.join(OPS)}, or fprop "
+                f"for inference, got {','.join(self.ops)}"
+            )
+
+    def budget_bytes(self, own_peak_bytes: int) -> int | None:
+        """The memory budget in bytes, None for none.
+
+        >>> [Config(memory_budget=one).budget_bytes(5000) for one in ("+1KiB", 7, None)]
+        [6024, 7, None]
+
+        Args:
+            own_peak_bytes: what a step needs without any workspace.
+        """
+        if isinstance(self.memory_budget, str):
+            return own_peak_bytes + int(self.memory_budget)
+        return self.memory_budget
 
     @property
     def limit_bytes(self) -> int | None:
@@ -226,11 +282,12 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values; without the cache folder."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        # plans without a pool, or for a model as it is, hash as they did before these fields
+        # plans without a pool or budget, or for a model as it is, hash as before these fields
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
         layout = ("layout",) if self.layout == "keep" else ()
         off = (name for name in _SWITCHES if getattr(self, name) == _FALLBACKS[name])
-        for name in (*_OF_THE_PROCESS, *pool, *layout, *off):
+        budget = ("memory_budget",) if self.memory_budget is None else ()
+        for name in (*_OF_THE_PROCESS, *pool, *layout, *budget, *off):
             del values[name]
         return {**values, "ops": list(self.ops)}
 
@@ -252,6 +309,13 @@ class Config:
 
 def _bytes(name: str, value: Any) -> int | None:
     return None if value is None else parse_bytes(value, name)
+
+
+def _budget(value: Any) -> int | str | None:
+    """A number of bytes, or "+" and one: what a step needs, and so much more."""
+    if isinstance(value, str) and value.strip().startswith("+"):
+        return f"+{parse_bytes(value.strip()[1:], 'memory_budget, after the +,')}"
+    return _bytes("memory_budget", value)
 
 
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ucudnn import plan_file
@@ -12,9 +12,16 @@ from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.problem import Problem
-from ucudnn.races import MEMORY_FORMATS, LayoutHint, LayoutRace, StepRace
+from ucudnn.races import (
+    MEMORY_FORMATS,
+    Curve,
+    LayoutHint,
+    LayoutRace,
+    StepMemory,
+    StepRace,
+)
 from ucudnn.slabs import row_count
-from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.split import DEFAULT_ALGORITHM, Split, Step, Timing
 from ucudnn.system.files import write
 from ucudnn.system.forking import cached_property
 
@@ -24,38 +31,14 @@ __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 BY_BATCH, BY_SLABS = -1, -2
 # Also the note by which alone plan files of ucudnn before 0.1.0 tell what `is_perturbed` is.
 _PERTURBED = "timed while others used the processors"
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """A time with its spread and workspace, measured or predicted.
-
-    Args:
-        time_ns: median; if predicted, the sum of parts that were timed one by one.
-        spread_ns: interquartile range.
-        workspace_bytes: peak that the allocator saw beyond the result.
-        samples: number of samples; 0: the time is predicted.
-
-    Raises:
-        PlanError: a value is not an int of at least 0.
-    """
-
-    time_ns: int
-    spread_ns: int
-    workspace_bytes: int
-    samples: int
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            plan_file.require_count(item.name, getattr(self, item.name))
-        # Reports and checks divide by it.
-        if self.time_ns == 0:
-            raise PlanError("time_ns must be at least 1, got 0")
-
-    @property
-    def is_predicted(self) -> bool:
-        """True if the call as a whole was never run."""
-        return self.samples == 0
+# Fields of a plan that only say what whole steps showed; the hash leaves them out.
+_OUTCOMES: dict[str, type[StepRace | LayoutRace | LayoutHint | StepMemory | Curve]] = {
+    "step_race": StepRace,
+    "layout_race": LayoutRace,
+    "layout_hint": LayoutHint,
+    "memory": StepMemory,
+    "curve": Curve,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +67,8 @@ class KernelPlan:
         micro_batch: samples that every chunk of a batch-invariant kernel is computed as, else 0.
         free: fastest split without that demand in the same race; None if there was none.
         default_is_deterministic: whether torch's own convolution computes the same bits each time.
+        live_bytes: the most that a step has allocated beside the workspace of any call of it; None
+            if there was no memory budget.
 
     Raises:
         PlanError: the fields do not describe a split of every batch.
@@ -103,16 +88,10 @@ class KernelPlan:
     micro_batch: int = 0
     free: Timing | None = None
     default_is_deterministic: bool = True
+    live_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        plan_file.require_count("predicted_time_ns", self.predicted_time_ns)
-        for name in ("layers", "algorithms", "notes"):
-            plan_file.require_strings(name, getattr(self, name))
-        for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
-            plan_file.require_ints(name, rows)
-        for name in ("is_perturbed", "default_is_deterministic"):
-            plan_file.require_bool(name, getattr(self, name))
+        self._require_types()
         self._require_slabs()
         self._require_invariant()
         if not len(self.alone) == len(self.last) == self.problem.batch:
@@ -131,6 +110,18 @@ class KernelPlan:
     def remarks(self) -> tuple[str, ...]:
         """The notes, and that the times were perturbed where they were."""
         return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
+
+    def _require_types(self) -> None:
+        # Plan files hold what anybody wrote, so types are checked before anything is compared.
+        plan_file.require_count("predicted_time_ns", self.predicted_time_ns)
+        if self.live_bytes is not None:
+            plan_file.require_count("live_bytes", self.live_bytes)
+        for name in ("layers", "algorithms", "notes"):
+            plan_file.require_strings(name, getattr(self, name))
+        for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
+            plan_file.require_ints(name, rows)
+        for name in ("is_perturbed", "default_is_deterministic"):
+            plan_file.require_bool(name, getattr(self, name))
 
     def _require_slabs(self) -> None:
         if not self.slabs and BY_SLABS not in self.alone:
@@ -220,6 +211,19 @@ class KernelPlan:
         more = [*([slabs] if slabs else []), *([self.micro_batch] if self.micro_batch else [])]
         return [self.problem.to_dict(), alone, last, *more]
 
+    def to_dict(self) -> dict[str, Any]:
+        """The kernel as JSON values."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in KernelPlan.__slots__}
+        for name in ("timing", "default", "free"):
+            values[name] = asdict(values[name]) if values[name] else None
+        # Plans without a memory budget have the same file as before there was any.
+        if self.live_bytes is None:
+            del values["live_bytes"]
+        # Versions before 4 have none of these.
+        if not self.micro_batch:
+            del values["micro_batch"], values["free"]
+        return {**values, "problem": self.problem.to_dict()}
+
     def covers(self, batch: int) -> bool:
         """True if there is a split of this batch: nearly always for 1 to `problem.batch`."""
         if not 1 <= batch <= self.problem.batch:
@@ -258,6 +262,8 @@ class Plan:
         layout_race: how the memory format was decided; None if the settings did not ask for it.
         layout_hint: gain to expect of channels_last, if the settings did not ask for it; None if it
             would change nothing, or if no steps were run.
+        memory: memory of a whole step; None if there was no memory budget.
+        curve: time over memory of the network; None if the settings did not ask for it.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -273,6 +279,8 @@ class Plan:
     memory_format: str = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
     layout_hint: LayoutHint | None = field(default=None, compare=False)
+    memory: StepMemory | None = field(default=None, compare=False)
+    curve: Curve | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         plan_file.require_strings("backend", (self.backend,))
@@ -325,6 +333,14 @@ class Plan:
         for kernel in sorted(self.kernels, key=lambda kernel: kernel.problem.batch):
             by_geometry.setdefault(kernel.problem.with_batch(1), []).append(kernel)
         return by_geometry
+
+    def limit_bytes(self, kernel: KernelPlan) -> int | None:
+        """Workspace that a call of a kernel may use: the limit, or what the budget leaves it."""
+        limit = self.config.limit_bytes
+        if self.memory is None or kernel.live_bytes is None:
+            return limit
+        left = max(0, self.memory.budget_bytes - kernel.live_bytes)
+        return left if limit is None else min(left, limit)
 
     @property
     def workspace_bytes(self) -> int:
@@ -386,12 +402,11 @@ class Plan:
             "device": asdict(self.device),
             "software": asdict(self.software),
             "conditions": asdict(self.conditions),
-            "kernels": [_kernel_to_dict(kernel) for kernel in self.kernels],
+            "kernels": [kernel.to_dict() for kernel in self.kernels],
         }
-        for name in ("step_race", "layout_race", "layout_hint"):
-            race = getattr(self, name)
-            if race is not None:
-                document[name] = race.to_dict()
+        for name in _OUTCOMES:
+            if getattr(self, name) is not None:
+                document[name] = getattr(self, name).to_dict()
         # Unlike the hash it covers times and names, so that any damage shows.
         return {**document, "checksum": plan_file.sha256_of(document)}
 
@@ -417,8 +432,11 @@ class Plan:
             PlanError: the values are not those of a plan.
         """
         plan_file.require_checksum(document)
-        race, layouts = document.get("step_race"), document.get("layout_race")
-        hint = document.get("layout_hint")
+        outcomes: dict[str, Any] = {
+            name: kind.from_dict(document[name])
+            for name, kind in _OUTCOMES.items()
+            if document.get(name) is not None
+        }
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
@@ -426,21 +444,9 @@ class Plan:
             conditions=Conditions(**document["conditions"]),
             config=Config.from_dict(document["config"]),
             backend=document["backend"],
-            step_race=None if race is None else StepRace.from_dict(race),
             memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
-            layout_race=None if layouts is None else LayoutRace.from_dict(layouts),
-            layout_hint=None if hint is None else LayoutHint.from_dict(hint),
+            **outcomes,
         )
-
-
-def _kernel_to_dict(kernel: KernelPlan) -> dict[str, Any]:
-    values = {name: getattr(kernel, name) for name in KernelPlan.__slots__}
-    for name in ("timing", "default", "free"):
-        values[name] = asdict(values[name]) if values[name] else None
-    # Versions before 4 have none of these.
-    if not kernel.micro_batch:
-        del values["micro_batch"], values["free"]
-    return {**values, "problem": kernel.problem.to_dict()}
 
 
 def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
@@ -460,4 +466,5 @@ def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
         micro_batch=fields.get("micro_batch", 0),
         free=Timing(**fields["free"]) if fields.get("free") else None,
         default_is_deterministic=fields.get("default_is_deterministic", True),
+        live_bytes=fields.get("live_bytes"),  # only with a memory budget
     )

@@ -1,8 +1,11 @@
-"""The steps of one call: their extents along an axis, and their algorithms."""
+"""The steps of one call - their extents along an axis, and their algorithms - and its time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from ucudnn.errors import PlanError
+from ucudnn.plan_file import require_count
 
 # Torch's own convolution, by whichever implementation torch chooses for the shape.
 DEFAULT_ALGORITHM = "torch_default"
@@ -73,3 +76,35 @@ class Split:
         if self.micro_batch:
             described += f", padded to {self.micro_batch}"
         return f"slabs of {described}" if self.axis == "spatial" else described
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A time with its spread and workspace, measured or predicted.
+
+    Args:
+        time_ns: median; if predicted, the sum of parts that were timed one by one.
+        spread_ns: interquartile range.
+        workspace_bytes: peak that the allocator saw beyond the result.
+        samples: number of samples; 0: the time is predicted.
+
+    Raises:
+        PlanError: a value is not an int of at least 0.
+    """
+
+    time_ns: int
+    spread_ns: int
+    workspace_bytes: int
+    samples: int
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            require_count(item.name, getattr(self, item.name))
+        # Reports and checks divide by it.
+        if self.time_ns == 0:
+            raise PlanError("time_ns must be at least 1, got 0")
+
+    @property
+    def is_predicted(self) -> bool:
+        """True if the call as a whole was never run."""
+        return self.samples == 0

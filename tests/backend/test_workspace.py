@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -17,17 +16,6 @@ from ucudnn.problem import BYTES_BY_DTYPE, Problem
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def counting_malloc(tmp_path_factory):
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the counting malloc")
-    library = tmp_path_factory.mktemp("malloc") / "counting_malloc.so"
-    source = HERE / "counting_malloc.c"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
-    return library
 
 
 def truth(counting_malloc, environment, *dtypes):

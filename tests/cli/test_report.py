@@ -16,6 +16,7 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
+from ucudnn.races import Curve, StepMemory
 from ucudnn.reports.html import report, write_report
 
 EVIL = "<script>alert(1)</script>"
@@ -356,3 +357,34 @@ def test_an_existing_report_survives_a_failed_write(drawn, tmp_path, monkeypatch
 def test_half_a_character_in_a_name_is_written(drawn, tmp_path):
     write_report(plan_of(kernel(layers=("\ud800",))), tmp_path / "report.html")
     assert "All kernels" in (tmp_path / "report.html").read_text()
+
+
+def test_the_curve_is_drawn_beside_what_was_timed(drawn):
+    plan = plan_of(kernel(layers=("a", "b")))
+    assert "Curve" not in drawn(plan).figures
+    curve = Curve(((1 << 20, 50 * MS), (4 << 20, 30 * MS)))
+    figure = drawn(replace(plan, curve=curve)).figures["Curve"]
+    line = trace(figure, "least predicted time")
+    # up to torch's own workspace, which is larger than that of any point
+    assert line["x"] == [1 << 20, 4 << 20, 24 << 20]
+    assert line["y"] == [0.05, 0.03, 0.03]
+    assert line["line"]["shape"] == "hv"
+    assert trace(figure, "this plan, timed")["x"] == [3 << 20]
+    assert trace(figure, "torch's own, timed")["y"] == [0.06]
+    assert figure[1]["xaxis"]["title"]["text"] == "workspace of each kernel"
+
+
+def test_the_curve_over_the_memory_of_a_step(drawn):
+    memory = StepMemory(80 << 20, 4 << 20, 0, 0, 1 << 20, 60 << 20, 90 << 20, 70 << 20)
+    curve = Curve(((0, 9 * MS),), ((64 << 20, 9 * MS), (70 << 20, 8 * MS)))
+    page = drawn(replace(plan_of(kernel(live_bytes=62 << 20)), curve=curve, memory=memory))
+    # 80 MiB less what is live
+    left = trace(page.figures["Workspaces"], "left by the memory budget")
+    assert (left["x"], left["y"]) == ([18 << 20], [0])
+    figure = page.figures["Curve"]
+    assert trace(figure, "least predicted time")["x"] == [64 << 20, 70 << 20, 90 << 20]
+    assert trace(figure, "this plan, timed")["x"] == [70 << 20]
+    assert trace(figure, "torch's own, timed")["x"] == [90 << 20]
+    facts = dict(zip(page.facts[::2], page.facts[1::2], strict=True))
+    assert facts["memory budget"] == "80 MiB"
+    assert "of which workspace is 33%" in facts["memory"]

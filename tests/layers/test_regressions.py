@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import nn
 
 import ucudnn
+from ucudnn.backends import aten
 from ucudnn.config import Config
 from ucudnn.measurement import Subject
 from ucudnn.tracing import trace_layers
@@ -163,3 +164,29 @@ def test_what_is_tuned_on_the_way_is_tuned_with_its_bias(tmp_path):
             if entry.subject == Subject.CALL and entry.key.problem.op == "fprop"
         }
     assert races == {5: True, 4: False}
+
+
+@pytest.mark.parametrize("planned", [("dgrad",), ("wgrad",), ("dgrad", "wgrad")])
+def test_torch_computes_no_gradient_that_is_planned(plan_by_hand, monkeypatch, planned):
+    """oneDNN computes the weight gradient where only that of the bias is asked for."""
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(4, 4, 9, 9, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight, layer.bias))
+    plan = plan_by_hand(layer, x)
+    kernels = tuple(
+        one if one.problem.op in planned else one.by_default(every_batch=True)
+        for one in plan.kernels
+    )
+    masks, computed = [], aten.convolution_backward
+
+    def spy(*arguments):
+        masks.append(list(arguments[-1]))
+        return computed(*arguments)
+
+    with ucudnn.installed(replace(plan, kernels=kernels)):
+        monkeypatch.setattr("ucudnn.execution.autograd.aten.convolution_backward", spy)
+        found = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight, layer.bias))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    is_dgrad_torchs, is_wgrad_torchs = "dgrad" not in planned, "wgrad" not in planned
+    # the bias comes with the weight or from nobody but ourselves
+    asked = [is_dgrad_torchs, is_wgrad_torchs, is_wgrad_torchs]
+    assert masks == ([asked] if any(asked) else [])

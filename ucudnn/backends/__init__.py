@@ -17,5 +17,6 @@ from ucudnn.backends._base import Cost as Cost
 from ucudnn.backends._base import DeviceState as DeviceState
 from ucudnn.backends._base import Executable as Executable
 from ucudnn.backends._base import Roofline as Roofline
+from ucudnn.backends._base import Span as Span
 from ucudnn.backends.registry import open_backend as open_backend
 from ucudnn.backends.registry import sees_a_gpu as sees_a_gpu

@@ -138,6 +138,18 @@ class Roofline(NamedTuple):
         return int(1e9 * max(computing, moving))
 
 
+class Span(NamedTuple):
+    """Allocated memory between two marks of a run, beyond what was allocated when the run began.
+
+    Args:
+        peak_bytes: the most at any moment of the span.
+        end_bytes: at its end; negative where memory of before the run was freed.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+
+
 class AbstractBackend(ABC):
     """Convolution algorithms of one kind of device.
 
@@ -246,6 +258,20 @@ class AbstractBackend(ABC):
             run: the call.
             parts: each (problem at its chunk's batch, algorithm) that the call runs.
         """
+
+    # A memory budget for whole steps needs it; nothing else does.
+    def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span] | None:
+        """Run once and return the memory between its marks; None if the allocator cannot say.
+
+        Args:
+            run: called with a function that makes a mark; n marks make n + 1 spans.
+        """
+        del run
+        return None
+
+    def allocated_bytes(self) -> int:
+        """Bytes that this process has allocated on the device now; 0 if they are not counted."""
+        return 0
 
     @abstractmethod
     def elapsed_ns(self, run: Callable[[], object]) -> int:

@@ -80,6 +80,9 @@ def show(
         typer.Option(help="Every batch of one kernel, and what was rejected: its number or layer."),
     ] = None,
     cache: CacheOption = None,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Time of all convolutions over the memory.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a plan: for each kernel torch's default, the split, times and workspaces.
@@ -87,52 +90,70 @@ def show(
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
     loaded = Plan.load(plan)
+    if curve:
+        _show_curve(loaded, as_json)
+        return
     if as_json:
         print(json.dumps(loaded.to_dict()))
         return
-    from ucudnn.reports.text import (
-        as_sentence,
-        kernel_table,
-        layout_table,
-        plan_summary,
-        plan_table,
-    )
+    if kernel is None:
+        _show_all(loaded)
+    else:
+        _show_kernels(loaded, kernel, cache)
+
+
+def _show_all(plan: Plan) -> None:
+    """Print one row per kernel, and what is known of the whole step."""
+    from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
     from ucudnn.tuning.noise import noise_of
 
-    if kernel is None:
-        # The width decides which columns the table has.
-        out.print(plan_table(loaded, out.width))
-        out.print(plan_summary(loaded), highlight=False)
-        if loaded.layout_race is not None:
-            if loaded.layout_race.contestants:
-                out.print(layout_table(loaded.layout_race))
-            say(as_sentence(str(loaded.layout_race)))
-        out.print(f"Noise: {noise_of(loaded)}.", highlight=False)
-        return
+    # The width decides which columns the table has.
+    out.print(plan_table(plan, out.width))
+    out.print(plan_summary(plan), highlight=False)
+    if plan.layout_race is not None:
+        if plan.layout_race.contestants:
+            out.print(layout_table(plan.layout_race))
+        say(as_sentence(str(plan.layout_race)))
+    if plan.memory is not None:
+        say(as_sentence(str(plan.memory)))
+    out.print(f"Noise: {noise_of(plan)}.", highlight=False)
+
+
+def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
+    """Print every batch of the kernels of one number or layer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from ucudnn.reports.text import kernel_table
+
     # A layer has several kernels, one per pass, so its name may choose more than one.
     chosen = [
-        entry
-        for index, entry in enumerate(loaded.kernels)
-        if kernel == str(index) or kernel in entry.layers
+        kernel
+        for index, kernel in enumerate(plan.kernels)
+        if wanted == str(index) or wanted in kernel.layers
     ]
     if not chosen:
         raise ConfigError(
-            f"--kernel must be a number from 0 to {len(loaded.kernels) - 1} or the name of a layer "
-            f"of the plan, got {kernel!r}"
+            f"--kernel must be a number from 0 to {len(plan.kernels) - 1} or the name of a layer "
+            f"of the plan, got {wanted!r}"
         )
-    for entry in chosen:
-        out.print(kernel_table(entry))
-        say(f"layers: {', '.join(entry.layers)}")
-        measured = "predicted" if entry.timing.is_predicted else "measured"
+    for kernel in chosen:
+        out.print(kernel_table(kernel))
+        say(f"layers: {', '.join(kernel.layers)}")
+        measured = "predicted" if kernel.timing.is_predicted else "measured"
         say(
-            f"time: {format_ns(entry.timing.time_ns)} {measured}, the parts add up to "
-            f"{format_ns(entry.predicted_time_ns)}"
+            f"time: {format_ns(kernel.timing.time_ns)} {measured}, the parts add up to "
+            f"{format_ns(kernel.predicted_time_ns)}"
         )
-        if entry.free is not None:
-            say(f"without batch_invariant: {format_ns(entry.free.time_ns)}")
-        for note in entry.remarks:
+        if kernel.free is not None:
+            say(f"without batch_invariant: {format_ns(kernel.free.time_ns)}")
+        if plan.memory is not None and kernel.live_bytes is not None:
+            live, left = format_bytes(kernel.live_bytes), plan.limit_bytes(kernel) or 0
+            say(f"memory: {live} beside its workspace, which may take {format_bytes(left)}")
+        for note in kernel.remarks:
             say(f"note: {note}")
-        _explain(loaded, entry, cache)
+        _explain(plan, kernel, cache)
 
 
 def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
@@ -161,6 +182,28 @@ def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
             one.reason,
         )
     out.print(table)
+
+
+def _show_curve(plan: Plan, as_json: bool) -> None:
+    """Print the curve of a plan.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    from ucudnn.reports.curve import curve_tables
+
+    if plan.curve is None:
+        raise ConfigError(
+            "--curve needs a plan that was tuned with it (`ucudnn tune MODEL --curve`), with time "
+            "enough for all kernels; this one has no curve"
+        )
+    if as_json:
+        print(json.dumps(plan.curve.to_dict()))
+        return
+    for shown in curve_tables(plan, plan.curve):
+        say(shown.heading)
+        out.print(shown.table)
+        say(shown.note)
 
 
 def report(

@@ -27,6 +27,13 @@ WorkspaceLimitOption = Annotated[
 TotalWorkspaceOption = Annotated[
     str | None, typer.Option(help="One pool of which every call owns a part, such as 512MiB.")
 ]
+MemoryBudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of a whole step, such as 8GiB; +64MiB: so much more than it needs without "
+        "workspace."
+    ),
+]
 SolverOption = Annotated[
     str | None, typer.Option(help="Divides the pool: auto, exact, highs or cbc.")
 ]
@@ -99,6 +106,14 @@ StepRaceOption = Annotated[
     bool | None,
     typer.Option(
         "--step-race/--no-step-race", help="End by timing whole steps of the model. Default: yes."
+    ),
+]
+
+# None if neither form is given, so that the config file or the environment decides.
+CurveOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--curve/--no-curve", help="Measure for every memory, for `show --curve`. Default: no."
     ),
 ]
 

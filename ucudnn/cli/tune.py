@@ -31,6 +31,7 @@ def tune(
     output: options.OutputOption = None,
     workspace_limit: options.WorkspaceLimitOption = None,
     total_workspace: options.TotalWorkspaceOption = None,
+    memory_budget: options.MemoryBudgetOption = None,
     solver: options.SolverOption = None,
     policy: options.PolicyOption = None,
     ops: options.OpsOption = None,
@@ -49,6 +50,7 @@ def tune(
     step_race: options.StepRaceOption = None,
     deterministic: options.DeterministicOption = None,
     batch_invariant: options.BatchInvariantOption = None,
+    curve: options.CurveOption = None,
     remeasure: options.RemeasureOption = False,
     fail_if_noisy: options.FailIfNoisyOption = False,
     cache: CacheOption = None,
@@ -61,13 +63,14 @@ def tune(
     # Settings by name, None where a flag was not given.
     given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
-    given |= {"device_profile": device_profile, "total_workspace": total_workspace}
-    given |= {"solver": solver, "effort": effort, "step_race": step_race}
+    given |= {"device_profile": device_profile, "total_workspace": total_workspace, "curve": curve}
+    given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort}
+    given |= {"step_race": step_race}
     given |= {"deterministic": deterministic, "batch_invariant": batch_invariant}
     table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
     # --infer comes last, so that it wins over --ops.
     config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
-    _require_possible(solver, config, output)
+    _require_sense(config, solver, output)
     # torch is imported only now that the command line is known to be right.
     from ucudnn.tracing import Traced
     from ucudnn.tuning.tuner import device_type
@@ -86,7 +89,12 @@ def tune(
     _judge_noise(plan, fail_if_noisy)
 
 
-def _require_possible(solver: str | None, config: Config, output: Path | None) -> None:
+def _require_sense(config: Config, solver: str | None, output: Path | None) -> None:
+    """Refuse what would have no effect, or be lost.
+
+    Raises:
+        ConfigError: a flag is one of these.
+    """
     if solver is not None and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
     # Now, because a plan that cannot be written after minutes of measuring would be lost.
@@ -166,7 +174,7 @@ def _plan(
             traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
         )
     # Only whole steps need values in the inputs, and a replay runs nothing.
-    if config.step_race and not config.is_replayed:
+    if (config.step_race or config.memory_budget is not None) and not config.is_replayed:
         named.fill()
     with named.context():
         return tune_traced(
@@ -219,6 +227,7 @@ def _print_tuned(
             "step_race": plan.step_race.to_dict() if plan.step_race else None,
             "memory_format": plan.memory_format,
             "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
+            "memory": plan.memory.to_dict() if plan.memory else None,
             "output": None if output is None else str(output),
         }
         # Not through rich, which breaks long lines.

@@ -184,6 +184,11 @@ def _require_shareable(config: Config) -> None:
             "total_workspace is one pool of all kernels, which ranks that measure a part of them "
             "cannot divide; tune in one process and load its plan, or set workspace_limit"
         )
+    if config.memory_budget is not None:
+        raise ConfigError(
+            "memory_budget is of a whole step, which ranks that measure a part of its kernels do "
+            "not take; tune in one process and load its plan, or set workspace_limit"
+        )
     if config.layout != "keep":
         raise ConfigError(
             f"layout={config.layout!r} is decided by whole steps of a model, which ranks that "

@@ -198,10 +198,15 @@ class Bound:
     def _torchs_gradients(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients that no plan computes; that of the bias alone is a sum."""
+        """Gradients that no plan computes; torch is asked for the bias only with the weight."""
+        dx = dw = db = None
+        # For the bias gradient oneDNN computes that of the weight, too, though nobody asked for it.
         if mask[0] or mask[1]:
-            return aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
-        return None, None, dy.sum((0, *range(2, dy.dim()))) if mask[2] else None
+            asked = [*mask[:2], mask[1] and mask[2]]
+            dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, asked)
+        if mask[2] and not mask[1]:
+            db = dy.sum((0, *range(2, dy.dim())))
+        return dx, dw, db
 
     def _gradients(
         self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor

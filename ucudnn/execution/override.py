@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Container
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.library import Library
@@ -11,13 +12,40 @@ from torch.library import Library
 from ucudnn.backends import aten
 from ucudnn.backends.registry import entry_for_device
 from ucudnn.execution.autograd import Geometry
-from ucudnn.execution.runner import Runner
 from ucudnn.execution.untraced import untraced
 from ucudnn.system.closing import AbstractClosable
 from ucudnn.system.forking import ForkSafeLock
 
 # Guards the lists of open plans: threads may install and close plans at the same time.
 _lock = ForkSafeLock()
+
+
+class Convolution(Protocol):
+    """A convolution of operands of certain shapes, below autograd."""
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """The output."""
+        ...
+
+    def backward(
+        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of x, w and bias that the mask asks for."""
+        ...
+
+
+class StandIn(Protocol):
+    """Computes the convolutions of this process, or those of some filters."""
+
+    # Any other convolution is told apart by its filter alone, at next to no cost.
+    @property
+    def filter_shapes(self) -> Container[Any]:
+        """Shapes of the filters of all convolutions that it computes."""
+        ...
+
+    def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
+        """The convolution of operands of these shapes."""
+        ...
 
 
 class Installation(AbstractClosable):
@@ -28,7 +56,7 @@ class Installation(AbstractClosable):
         runner: runs them by the plan; one of an earlier installation keeps the calls it looked up.
     """
 
-    def __init__(self, device_type: str, runner: Runner) -> None:
+    def __init__(self, device_type: str, runner: StandIn) -> None:
         self.runner = runner
         self._override = _overrides.setdefault(device_type, _Override(device_type))
         self._override.add(self)
@@ -51,7 +79,7 @@ class _Override:
         self._device_type = device_type
         self._open: list[Installation] = []
         self._library: Library | None = None
-        self._runner: Runner | None = None
+        self._runner: StandIn | None = None
 
     def add(self, installation: Installation) -> None:
         with _lock:

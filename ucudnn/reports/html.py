@@ -21,6 +21,8 @@ from rich.table import Table
 
 from ucudnn.errors import UcudnnError
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
+from ucudnn.races import Curve
+from ucudnn.reports.curve import curve_traces
 from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
 from ucudnn.system.files import write
 from ucudnn.units import format_bytes, format_ns
@@ -118,7 +120,8 @@ def _charts(plan: Plan) -> tuple[_Chart, ...]:
         label = f"{index}  {kernel.problem}".replace(" at batch ", " N=")
         label += ", slabs" if split.axis == "spatial" else ""
         rows.append(_Row(place, _text(label), kernel, split, len(kernel.layers)))
-    return _times(rows), _workspaces(rows, plan.config.limit_bytes), _splits(rows)
+    charts = [_times(rows), _workspaces(rows, plan), _splits(rows)]
+    return tuple(charts if plan.curve is None else [*charts, _curve(plan, plan.curve)])
 
 
 def _arms(rows: Sequence[_Row]) -> Iterator[tuple[str, bool, Timed]]:
@@ -190,15 +193,21 @@ def _details(row: _Row, timing: Timing, arm: str) -> str:
     return "<br>".join([f"<b>{row.label}</b>", *wrapped])
 
 
-def _workspaces(rows: Sequence[_Row], limit: int | None) -> _Chart:
-    arms = list(_arms(rows))
+def _workspaces(rows: Sequence[_Row], plan: Plan) -> _Chart:
+    arms, limit = list(_arms(rows)), plan.config.limit_bytes
     sizes = [timing.workspace_bytes for _, _, timed in arms for _, timing in timed]
-    axis, zero = _byte_axis(sizes if limit is None else [*sizes, limit])
+    left = [] if plan.memory is None else [plan.limit_bytes(row.kernel) or 0 for row in rows]
+    axis, zero = _byte_axis([*sizes, *left, *([] if limit is None else [limit])])
     traces = [_dots(*arm, zero) for arm in arms]
     if limit is not None:
         ends = {"x": [limit or zero] * 2, "y": [-0.5, len(rows) - 0.5]}
         name, line = f"workspace limit {format_bytes(limit)}", {"color": "#d55e00", "dash": "dash"}
         traces.append({"type": "scatter", "mode": "lines", "name": name, **ends, "line": line})
+    if left:
+        mark = {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": "#d55e00"}}
+        name = "left by the memory budget"
+        at = {"x": [size or zero for size in left], "y": [row.place for row in rows]}
+        traces.append({"type": "scatter", "mode": "markers", "name": name, **at, "marker": mark})
     caption = "Workspace of one call, on a logarithmic axis; 0 B stands at its left end."
     return _Chart("Workspaces", caption, traces, _layout(rows, 20, axis))
 
@@ -225,6 +234,46 @@ def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     ends = [log10(min(ticks)) - 0.15, log10(2**high) + 0.3]
     axis = {"type": "log", "range": ends, "title": {"text": "workspace of one call"}}
     return {**axis, "tickvals": list(ticks), "ticktext": list(ticks.values())}, zero
+
+
+def _curve(plan: Plan, curve: Curve) -> _Chart:
+    traces = curve_traces(plan, curve)
+    sizes = [size for trace in traces for size in trace["x"]]
+    what = "memory of the whole step" if curve.by_peak else "workspace of each kernel"
+    caption = (
+        f"Least time of all convolutions of a step over the {what}: predicted, from chunks that "
+        "were timed one by one. The marks are whole calls."
+    )
+    ticks = _linear_ticks(max(sizes))
+    xaxis = {"title": {"text": what}, "tickvals": ticks, "ticktext": [*map(format_bytes, ticks)]}
+    # Not from zero: what is live all along would be most of the chart.
+    room = (max(sizes) - min(sizes)) * 0.05 or 1
+    xaxis["range"] = [min(sizes) - room, max(sizes) + room]
+    look = {"gridcolor": "#e4e4e4", "zeroline": False}
+    yaxis = {
+        "title": {"text": "time"},
+        "tickformat": "~s",
+        "ticksuffix": "s",
+        "rangemode": "tozero",
+    }
+    return _Chart(
+        "Curve",
+        caption,
+        traces,
+        {
+            "height": 420,
+            "margin": {"l": 70, "r": 20, "t": 50, "b": 50},
+            "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+            "xaxis": {**look, **xaxis},
+            "yaxis": {**look, **yaxis},
+        },
+    )
+
+
+def _linear_ticks(most: int) -> list[int]:
+    """About ten multiples of a power of two up to some bytes."""
+    step = 2 ** max(0, ceil(log2(max(most, 10) / 10)))
+    return list(range(0, most + step, step))
 
 
 def _splits(rows: Sequence[_Row]) -> _Chart:
@@ -306,7 +355,7 @@ def _page(plan: Plan, charts: Sequence[str]) -> str:
 
 
 def _facts(plan: Plan) -> dict[str, str]:
-    limit, total = plan.config.limit_bytes, plan.config.total_bytes
+    limit, total, memory = plan.config.limit_bytes, plan.config.total_bytes, plan.memory
     return {
         "device": str(plan.device),
         "threads": str(plan.conditions.threads or ""),
@@ -315,6 +364,8 @@ def _facts(plan: Plan) -> dict[str, str]:
         "backend": plan.backend,
         "memory format": "" if plan.memory_format == "keep" else plan.memory_format,
         "workspace limit": "none" if limit is None else f"{format_bytes(limit)} for each kernel",
+        "memory budget": "" if memory is None else format_bytes(memory.budget_bytes),
+        "memory": "" if memory is None else as_sentence(str(memory)),
         "pool": "" if total is None else f"{format_bytes(total)}, every call owns its part",
         "policy": plan.config.policy,
         "ops": ", ".join(plan.config.ops),

@@ -65,6 +65,8 @@ def _limits(plan: Plan) -> str:
     limit, total = plan.config.limit_bytes, plan.config.total_bytes
     layout = "" if plan.memory_format == "keep" else f"{plan.memory_format}, "
     said = f"{layout}workspace limit {'none' if limit is None else format_bytes(limit)}"
+    if plan.memory is not None:
+        said += f", memory budget {format_bytes(plan.memory.budget_bytes)}"
     pool = [] if total is None else [f"pool of {format_bytes(total)}"]
     return ", ".join([said, *pool, *plan.config.switches])
 
@@ -151,6 +153,8 @@ def plan_verdict(plan: Plan) -> list[str]:
     if limits:
         offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
         sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
+    if plan.memory is not None:
+        sentences.append(as_sentence(str(plan.memory)))
     if plan.layout_race is not None:
         sentences.append(as_sentence(str(plan.layout_race)))
     if plan.layout_hint is not None:
@@ -173,9 +177,10 @@ def _kernel_verdict(plan: Plan) -> list[str]:
     if faster:
         sentences.append(f"Faster kernels: {len(faster)}, by {format_ns(sum(faster))} in all.")
     if slower:
+        limit = "the workspace limit" if plan.memory is None else "what the memory budget leaves it"
         sentences.append(
             f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's "
-            f"own convolution exceeds the workspace limit."
+            f"own convolution exceeds {limit}."
         )
     return sentences
 
@@ -230,6 +235,9 @@ def larger_limits(plan: Plan) -> list[tuple[float, int]]:
     Args:
         plan: with the default and the plan of every kernel, each measured.
     """
+    # What a memory budget leaves differs from kernel to kernel: no one limit stands for it.
+    if plan.memory is not None:
+        return []
     # Where torch cannot compute the problem there is nothing to compare with.
     known = [(kernel, kernel.default) for kernel in plan.kernels if kernel.default]
     default_ns = sum(default.time_ns * len(kernel.layers) for kernel, default in known)

@@ -39,6 +39,10 @@ class Budget:
             # A third at most, or the race would leave a small budget nothing to measure in.
             self.deadline = self._began + seconds - min(seconds / 3, reserved_s)
 
+    def lift(self) -> None:
+        """Go on without a limit."""
+        self.seconds = self.deadline = None
+
     @property
     def is_over(self) -> bool:
         """True after the deadline."""

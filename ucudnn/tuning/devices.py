@@ -70,8 +70,8 @@ class Devices:
         for session in self._sessions:
             session.close()
 
-    def stop_at(self, deadline: float) -> None:
-        """Measure nothing after a `time.monotonic`."""
+    def stop_at(self, deadline: float | None) -> None:
+        """Measure nothing after a `time.monotonic`, None for no limit."""
         for session in self._sessions:
             session.until = session.race_until = deadline
 

@@ -17,6 +17,7 @@ from ucudnn.plan import Plan
 from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import judged, judged_in_layouts
+from ucudnn.tuning.memory_budget import MemoryBudget
 from ucudnn.tuning.progress import Progress, TuningInterruptedError
 from ucudnn.tuning.tuner import tune_problems
 
@@ -28,6 +29,8 @@ _HINT_STEPS = 5
 # The same for two layouts: four contestants in four rounds, and the steps that come before a race
 # (see `judging`).
 _LAYOUT_STEPS = 25
+# A step may need more than its kernels did alone; each pass leaves them so much less.
+_MOST_PASSES = 4
 # A budget must be above 0; within this one not even torch's own convolutions are run.
 _LEAST_BUDGET_S = 1e-3
 
@@ -69,7 +72,8 @@ def tune(
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution.
-        PlanError: no plan of some kernel fits the workspace limit.
+        PlanError: no plan of some kernel fits the workspace limit, or what the memory budget
+            leaves it.
     """
     config, began = config or Config(), monotonic()
     traced = trace_layers(model, example_inputs, config.ops, real=real)
@@ -123,6 +127,7 @@ class _Tuning:
         self._on_progress = on_progress
         self._remeasure = remeasure
         self._began = began
+        self._budget: MemoryBudget | None = None
 
     def run(
         self,
@@ -133,7 +138,25 @@ class _Tuning:
         real: bool = False,
         device_type: str | None = None,
     ) -> Plan:
-        """Tune and judge."""
+        """Tune and judge, until a step keeps the memory budget."""
+        if self._config.memory_budget is None:
+            return self._run(model, inputs, traced, real, device_type)
+        self._budget = MemoryBudget(model, inputs, self._config)
+        for _ in range(_MOST_PASSES):
+            plan = self._run(model, inputs, traced, real, device_type)
+            checked = self._budget.checked(plan)
+            if checked is not None:
+                return checked
+        raise self._budget.refusal(plan)
+
+    def _run(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        traced: Traced,
+        real: bool,
+        device_type: str | None,
+    ) -> Plan:
         config = self._config
         if config.layout == "keep":
             return self._as_it_is(model, inputs, traced)
@@ -158,9 +181,9 @@ class _Tuning:
     def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
         has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
         steps = RESERVED_STEPS + (_HINT_STEPS if has_other else 0)
-        plan = self._tuned(traced, self._config, steps, self._on_progress)
         # A model that was converted by a plan for channels_last is traced in that layout.
-        plan = replace(plan, memory_format=memory_format_of(model))
+        layout = memory_format_of(model)
+        plan = self._tuned(traced, self._config, steps, self._on_progress, layout)
         return judged(model, inputs, plan, self._config, self._began)
 
     def _in_layouts(self, model: nn.Module, inputs: Any, traced: Mapping[str, Traced]) -> Plan:
@@ -168,13 +191,13 @@ class _Tuning:
         # A budget that is set is for both layouts, default ones are for each.
         half = replace(self._config, time_budget_s=budget_s and budget_s / 2)
         report = _Joined(self._on_progress, len(set(_problems(traced["channels_last"]))))
-        own = self._tuned(traced["keep"], half, _LAYOUT_STEPS // 2, report)
+        own = self._tuned(traced["keep"], half, _LAYOUT_STEPS // 2, report, "keep")
         report.go_on()
         rest = replace(self._config, time_budget_s=self._seconds_for_the_second(own))
         try:
             # A budget that was set: the time of the race is not in the second's part of it.
             reserved = _LAYOUT_STEPS // 2 if rest.time_budget_s is None else 0
-            last = self._tuned(traced["channels_last"], rest, reserved, report)
+            last = self._tuned(traced["channels_last"], rest, reserved, report, "channels_last")
         # The plan of the second layout is not complete, and that of the first is.
         except TuningInterruptedError:
             raise TuningInterruptedError(own) from None
@@ -183,7 +206,7 @@ class _Tuning:
             plan = judged(model, inputs, own, self._config, self._began)
             reason = f"it has no plan in channels_last ({error})"
             return replace(plan, layout_race=LayoutRace(reason=reason))
-        plans = {"keep": own, "channels_last": replace(last, memory_format="channels_last")}
+        plans = {"keep": own, "channels_last": last}
         calls = {which: len(one.layers) for which, one in traced.items()}
         return judged_in_layouts(model, inputs, plans, calls, self._config, self._began)
 
@@ -199,21 +222,38 @@ class _Tuning:
         return max(_LEAST_BUDGET_S, left_s - race_s if self._config.step_race else left_s)
 
     def _tuned(
-        self, traced: Traced, config: Config, reserved_steps: int, report: Report | None
+        self,
+        traced: Traced,
+        config: Config,
+        reserved_steps: int,
+        report: Report | None,
+        memory_format: str,
     ) -> Plan:
         """A plan for one layout, before it is judged."""
         races = reserved_steps if config.step_race else 0
-        plan = tune_problems(
-            traced.layers,
-            config,
-            report,
-            biased=traced.biased,
-            reserved_steps=races,
-            remeasure=self._remeasure,
-        )
+        budget = self._budget
+        while True:
+            limits = None if budget is None else budget.limits(memory_format, traced)
+            try:
+                plan = tune_problems(
+                    traced.layers,
+                    config,
+                    report,
+                    biased=traced.biased,
+                    reserved_steps=races,
+                    remeasure=self._remeasure,
+                    limits=limits,
+                )
+                break
+            # A budget that is to be as small as possible; all that was measured is in the cache.
+            except PlanError as error:
+                if budget is None or not budget.grows(memory_format, error):
+                    raise
         # The plan states the budget that the user set, not the part of it that this layout had.
         budget_s = self._config.time_budget_s
-        return replace(plan, config=replace(plan.config, time_budget_s=budget_s))
+        plan = replace(plan, config=replace(plan.config, time_budget_s=budget_s))
+        plan = replace(plan, memory_format=memory_format)
+        return plan if budget is None else budget.noted(plan)
 
 
 class _Joined:

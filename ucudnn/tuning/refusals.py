@@ -38,6 +38,10 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
     # A limit that suffices must hold the whole call, not only its largest chunk.
     least += call_overhead_bytes
     more = "" if config.policy == "all" else " or allow more sizes by policy"
+    # What the budget leaves a kernel is not a limit of the user's: the caller, who knows what else
+    # is allocated then, says what to raise.
+    if config.memory_budget is not None and source.bounds.limit != config.limit_bytes:
+        return PlanError(f"its smallest plan needs {format_bytes(least)} ({what})", least)
     limit, total, calls = source.bounds.limit, config.total_bytes, len(source.kernel.layers)
     if total is None or limit == config.limit_bytes:
         return PlanError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,17 +20,71 @@ from ucudnn.errors import PlanError
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import Budget
+from ucudnn.tuning.curve import kernel_front
 from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
-from ucudnn.tuning.effort import EFFORTS
-from ucudnn.tuning.fallback import plan_by_torch
-from ucudnn.tuning.invariant import invariant_by_torch
+from ucudnn.tuning.effort import EFFORTS, Effort
+from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, warn_of_untuned
+from ucudnn.tuning.results import Results
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import Bounds, Kernel, source_of
 from ucudnn.tuning.step_shares import StepShares
+
+
+class _Planners:
+    """Makes the planners of kernels.
+
+    Args:
+        config: the settings.
+        layers_by_problem: the names of the layers that run each kernel.
+        biased: of the problems those to whose result a layer adds a bias.
+        limit_of: workspace that each kernel may use now.
+        shares: times of torch's own convolutions, which planners of a recording add to.
+        effort: which gains are too small to look for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layers_by_problem: Mapping[Problem, tuple[str, ...]],
+        biased: Collection[Problem],
+        limit_of: Callable[[Problem], int | None],
+        shares: StepShares,
+        effort: Effort,
+    ) -> None:
+        self._config = config
+        self._layers = layers_by_problem
+        self._biased = frozenset(biased)
+        self._limit_of = limit_of
+        self._shares = shares
+        self._effort = effort
+        # Time of a step by torch's own convolutions, once it is known and where kernels are
+        # measured by their share of it.
+        self.step_ns = 0
+
+    def __call__(
+        self, session: Session, problem: Problem, limit: int | None = None
+    ) -> KernelPlanner:
+        """Within a limit of its own, or within that of now."""
+        return self.within(session, problem, self._limit_of(problem) if limit is None else limit)
+
+    def within(self, session: Session, problem: Problem, limit: int | None) -> KernelPlanner:
+        """Within exactly this limit, None for any workspace."""
+        shares = self._shares
+        kernel = Kernel(problem, self._layers[problem], problem in self._biased)
+        default = shares.defaults.get(problem)
+        tolerance = 0.0
+        if self.step_ns and default is not None:
+            tolerance = shares.stakes[problem].tolerance(self.step_ns, self._effort)
+        bounds = Bounds(limit, limit, tolerance)
+        planner = KernelPlanner(source_of(session, self._config, kernel, bounds, default))
+        # A recording says what torch's own convolution takes without a first run.
+        if planner.default is not None:
+            shares.defaults[problem] = planner.default
+        return planner
 
 
 class TuningScheduler:
@@ -40,6 +95,7 @@ class TuningScheduler:
         cache: where measurements are kept.
         config: the settings.
         layers_by_problem: the problems to tune, with the names of the layers that run them.
+        limits: workspace that each kernel may use.
         on_progress: called after every measurement.
         biased: problems to whose result a layer adds a bias.
         is_whole_step: the problems are all convolutions of a step, so that each is measured as
@@ -57,6 +113,7 @@ class TuningScheduler:
         cache: AbstractCache,
         config: Config,
         layers_by_problem: Mapping[Problem, tuple[str, ...]],
+        limits: Limits,
         on_progress: Callable[[Progress], None] | None = None,
         biased: Collection[Problem] = (),
         is_whole_step: bool = True,
@@ -68,7 +125,6 @@ class TuningScheduler:
             require_solver(config.solver)
         self._config = config
         self._layers = layers_by_problem
-        self._biased = frozenset(biased)
         self._on_progress = on_progress
         self._effort = EFFORTS[config.effort]
         self._reserved_steps = reserved_steps
@@ -82,12 +138,17 @@ class TuningScheduler:
         self.devices = open_devices(
             backends, cache, effort, self._budget.deadline, remeasure, self._report
         )
-        self._shares = StepShares(self.devices.first, layers_by_problem, config.limit_bytes)
-        self._pool: Pool | None = None
+        self._limits = limits
+        self._shares = StepShares(self.devices.first, layers_by_problem, self._limits)
+        self.results = Results(
+            layers_by_problem, limits, self._shares.defaults, self.devices.first.kernel_of, config
+        )
+        self._planners = _Planners(
+            config, layers_by_problem, biased, self.results.limit_of, self._shares, self._effort
+        )
         if config.total_bytes is not None:
-            parts = (self.devices, self._shares, self._planner, self._budget, self._begin)
-            self._pool = Pool(config, layers_by_problem, *parts)
-        self._plans: dict[Problem, KernelPlan] = {}
+            parts = (self.devices, self._shares, self._planners, self._budget, self._begin)
+            self.results.pool = Pool(config, layers_by_problem, *parts)
         self._at_work = ""
         self._total_ns = 0
 
@@ -115,19 +176,15 @@ class TuningScheduler:
         finally:
             self.devices.close()
         self._begin("")
-        left_out = len(self._layers) - len(self.kernels)
+        left_out = len(self._layers) - len(self.results.kernels)
         if left_out:
             warn_of_untuned(left_out, len(self._layers), self._budget.seconds)
-
-    @property
-    def kernels(self) -> tuple[KernelPlan, ...]:
-        """The best plan so far of each kernel that has one within the limit."""
-        return tuple(filter(None, (self._plans.get(p) or self._by_torch(p) for p in self._layers)))
 
     def _begin_tuning(self) -> None:
         """Derive the time budget from the step if none is set, and report it."""
         shares, seconds = self._shares, self._budget.seconds
         self._total_ns = shares.cost_ns(self._layers)
+        self._planners.step_ns = self._total_ns if self._by_share else 0
         if seconds is None and self._by_share:
             # A kernel whose default exceeds the limit must get a plan, so the budget has no upper
             # end.
@@ -140,32 +197,45 @@ class TuningScheduler:
         self._report()
 
     def _tune_all(self) -> None:
-        pool = self._pool
+        pool = self.results.pool
         if pool is not None:
             pool.divide()
-        if self._by_share:
+        # The curve has all kernels, however little each of them could gain.
+        if self._by_share and not self._config.curve:
             self._keep_defaults()
-        left = [problem for problem in self._layers if problem not in self._plans]
+        left = [problem for problem in self._layers if problem not in self.results.plans]
         groups = self._shares.by_gain(left) if self._by_share else self._shares.by_geometry()
         self.devices.spread(map(self._tune, groups))
         # Whole calls showed that they need more than their chunks: divide again, knowing that.
         while pool is not None and pool.learn():
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
+        # A budget that the user set for the time holds; the plan is checked against that of memory.
+        if self._limits.budget_bytes is not None and self._config.time_budget_s is None:
+            self._tune_missing()
+        self.results.require_plans()
+
+    def _tune_missing(self) -> None:
+        """Tune kernels that would break the memory budget without a plan, however long it takes."""
+        missing = self.results.missing
+        if missing:
+            self._budget.lift()
+            self.devices.stop_at(None)
+            self.devices.spread(map(self._tune, self._shares.by_gain(missing)))
 
     def _keep_defaults(self) -> None:
         """Leave kernels to torch that are not worth measuring."""
         for problem, reason in self._shares.ignored(self._total_ns, self._effort):
-            plan = self._by_torch(problem, reason)
+            plan = self.results.by_torch(problem, reason)
             if plan is not None:
-                self._plans[problem] = plan
+                self.results.plans[problem] = plan
 
     def _allot(self, session: Session, problems: Sequence[Problem]) -> None:
         """Give a group its part of the remaining time, by its possible gain."""
         if self._by_share:
             # Devices work at the same time, so that a group may take as many times its part of the
             # time as there are of them.
-            waiting = self._shares.gain_ns(p for p in self._layers if p not in self._plans)
+            waiting = self._shares.gain_ns(p for p in self._layers if p not in self.results.plans)
             part = self._shares.gain_ns(problems) / waiting if waiting else 1.0
             self._budget.allot(session, part * len(self.devices))
 
@@ -175,7 +245,7 @@ class TuningScheduler:
         def task(session: Session) -> None:
             # Kernels that are left out here are named in a warning at the end.
             if not session.is_over:
-                planner = self._planner(session, problem)
+                planner = self._planners(session, problem)
                 with torch.autocast("cpu", enabled=False):
                     found = planner.look_at_default()
                 planner.release()
@@ -192,13 +262,18 @@ class TuningScheduler:
                 return
             self._begin(problems[0])
             self._allot(session, problems)
-            parts = None if self._pool is None else self._pool.parts
-            planners = [self._planner(session, p) for p in problems if parts is None or p in parts]
+            parts = None if self.results.pool is None else self.results.pool.parts
+            planners = [self._planners(session, p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
                 measure(session, planners)
                 # Races come last: kernels of one geometry may measure what another of them needs.
                 plans = [self._decided(planner) for planner in planners]
-            self._plans |= {plan.problem: plan for plan in plans if plan is not None}
+                self.results.plans |= {plan.problem: plan for plan in plans if plan is not None}
+                if self._config.curve:
+                    self.results.fronts |= {
+                        p: kernel_front(partial(self._planners.within, session, p))
+                        for p in problems
+                    }
 
         return task
 
@@ -210,54 +285,17 @@ class TuningScheduler:
         try:
             return planner.decide()
         except PlanError as error:
-            # A limit of the user holds. A part of the pool is our own decision, which the next
-            # division may correct.
-            if self._pool is None or planner.limit == self._config.limit_bytes:
+            if not self.results.refuse(planner.problem, error):
                 raise
-            self._pool.refuse(planner.problem, error)
             return None
-
-    def _planner(
-        self, session: Session, problem: Problem, limit: int | None = None
-    ) -> KernelPlanner:
-        shares, config = self._shares, self._config
-        if limit is None:
-            parts = {} if self._pool is None else self._pool.parts
-            limit = parts.get(problem, config.limit_bytes)
-        kernel = Kernel(problem, self._layers[problem], problem in self._biased)
-        default = shares.defaults.get(problem)
-        tolerance = 0.0
-        if self._total_ns and default is not None and self._by_share:
-            tolerance = shares.stakes[problem].tolerance(self._total_ns, self._effort)
-        bounds = Bounds(limit, limit, tolerance)
-        planner = KernelPlanner(source_of(session, config, kernel, bounds, default))
-        # A recording says what torch's own convolution takes without a first run.
-        if planner.default is not None:
-            shares.defaults[problem] = planner.default
-        return planner
-
-    def _by_torch(
-        self, problem: Problem, note: str = "not tuned: the time was over"
-    ) -> KernelPlan | None:
-        """The plan by torch's own convolution, if it is within the limit."""
-        limit = self._config.limit_bytes
-        if self._pool is not None:
-            # A kernel that has no part of the pool may not even take 0 bytes of it.
-            limit = self._pool.parts.get(problem, -1)
-        entry, layers = self._shares.defaults.get(problem), self._layers[problem]
-        kernel_of, deterministic = self.devices.first.kernel_of, bool(self._config.deterministic)
-        plan = plan_by_torch(problem, layers, entry, limit, kernel_of, note, deterministic)
-        if plan is not None and self._config.batch_invariant:
-            return invariant_by_torch(plan, limit)
-        return plan
 
     def _report(self) -> None:
         if self._on_progress is not None:
-            done_ns = self._shares.cost_ns(self._plans)
+            done_ns = self._shares.cost_ns(self.results.plans)
             self._on_progress(
                 Progress(
                     self._at_work,
-                    len(self._plans),
+                    len(self.results.plans),
                     len(self._layers),
                     self.devices.measured,
                     self.devices.reused,

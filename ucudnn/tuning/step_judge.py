@@ -245,7 +245,7 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
         return False
     if kernel.micro_batch:
         return False
-    limit = plan.config.limit_bytes
+    limit = plan.limit_bytes(kernel)
     # The other calls of the step own the rest of the pool.
     if plan.config.total_bytes is not None:
         limit = kernel.timing.workspace_bytes
@@ -256,7 +256,9 @@ def _without(plan: Plan, dropped: Sequence[KernelPlan]) -> Plan:
     """The plan with torch's own convolution for some kernels."""
     # Within a limit smaller batches keep their splits, because whether their defaults fit was not
     # measured.
-    every_batch = plan.config.limit_bytes is None and plan.config.total_bytes is None
+    settings = plan.config
+    limits = (settings.limit_bytes, settings.total_bytes, plan.memory)
+    every_batch = all(limit is None for limit in limits)
     kernels = (
         kernel.by_default(every_batch) if kernel in dropped else kernel for kernel in plan.kernels
     )

@@ -8,6 +8,7 @@ from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.effort import Effort
+from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.worth import Stake, least_ns
 
@@ -18,18 +19,18 @@ class StepShares:
     Args:
         session: of a device, with the algorithms that it has and its roofline.
         layers_by_problem: the names of the layers that run each kernel.
-        limit: workspace limit in bytes, None for any.
+        limits: workspace that each kernel may use.
     """
 
     def __init__(
         self,
         session: Session,
         layers_by_problem: Mapping[Problem, tuple[str, ...]],
-        limit: int | None,
+        limits: Limits,
     ) -> None:
         self._session = session
         self._layers = layers_by_problem
-        self._limit = limit
+        self._limits = limits
         self.defaults: dict[Problem, Measurement] = {}  # filled while kernels are looked at
 
     @cached_property
@@ -38,7 +39,8 @@ class StepShares:
         found = {}
         for problem, entry in self.defaults.items():
             calls = len(self._layers[problem])
-            is_forced = self._limit is not None and (entry.workspace_bytes or 0) > self._limit
+            limit = self._limits.of(problem)
+            is_forced = limit is not None and (entry.workspace_bytes or 0) > limit
             time_ns, bound_ns = entry.time_ns or 0, self._least_ns(problem)
             # A time below the bound disproves it: the machine was busy when its speed was taken.
             if bound_ns > time_ns:

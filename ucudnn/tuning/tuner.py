@@ -20,6 +20,7 @@ from ucudnn.errors import ConfigError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
+from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.noise import NoiseWarning, noise_of
 from ucudnn.tuning.progress import Progress, TuningInterruptedError
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
@@ -45,6 +46,7 @@ def tune_problems(
     is_whole_step: bool = True,
     reserved_steps: int = 0,
     remeasure: bool = False,
+    limits: Limits | None = None,
 ) -> Plan:
     """Measure and plan a list of problems; equal ones are measured once.
 
@@ -62,6 +64,7 @@ def tune_problems(
             effort.
         reserved_steps: time of the budget to leave unused, in steps.
         remeasure: measure everything anew, even if it is in the cache.
+        limits: workspace that each kernel may use; None: the limit of the settings.
 
     Raises:
         ConfigError: there is no problem to plan, or the devices are of several kinds.
@@ -70,12 +73,13 @@ def tune_problems(
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
     config = _resolved(config or Config())
+    limits = limits or _common_limit(config)
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
         devices = list(backends) if backends else [_open_backend(config, cache)]
         how = (on_progress, biased, is_whole_step, reserved_steps, remeasure)
-        scheduler = TuningScheduler(devices, cache, config, by_problem, *how)
+        scheduler = TuningScheduler(devices, cache, config, by_problem, limits, *how)
         if scheduler.devices.is_busy:
             _warn(_BUSY)
         try:
@@ -97,6 +101,20 @@ def _resolved(config: Config) -> Config:
     if config.deterministic is None and torch.are_deterministic_algorithms_enabled():
         return replace(config, deterministic=True)
     return config
+
+
+def _common_limit(config: Config) -> Limits:
+    """The workspace limit of the settings, for all kernels.
+
+    Raises:
+        ConfigError: the settings have a memory budget, which says nothing about a kernel alone.
+    """
+    if config.memory_budget is not None:
+        raise ConfigError(
+            "memory_budget is of a model's step, and there is no model to run here; tune a model, "
+            "or set workspace_limit instead"
+        )
+    return Limits(config.limit_bytes)
 
 
 def layers_by_problem(
@@ -130,7 +148,7 @@ def _warn(sentence: str) -> None:
 
 def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) -> Plan:
     return Plan(
-        kernels=scheduler.kernels,
+        kernels=scheduler.results.kernels,
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),
@@ -139,6 +157,7 @@ def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) 
         if config.is_replayed
         else config,
         backend=backend.name,
+        curve=scheduler.results.curve,
     )
 
 

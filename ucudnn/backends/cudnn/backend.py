@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import AbstractBackend, DeviceState, Executable
+from ucudnn.backends._base import AbstractBackend, DeviceState, Executable, Span
 from ucudnn.backends.cudnn import identity
 from ucudnn.backends.cudnn.api import Cudnn
 from ucudnn.backends.cudnn.engine import parse_identity
@@ -258,6 +258,25 @@ class CudnnBackend(AbstractBackend):
         peak = torch.cuda.memory_stats(self._index)[f"{count}.all.peak"]
         kept = 0 if result is None else result.untyped_storage().nbytes()
         return max(int(peak) - int(before) - kept, 0)
+
+    def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span]:
+        """Run once and return what torch's allocator handed out between its marks."""
+        found, before = list[Span](), self.allocated_bytes()
+
+        # The allocator counts when the host calls it, so that nothing need be waited for.
+        def mark() -> None:
+            peak = torch.cuda.max_memory_allocated(self._index)
+            found.append(Span(peak - before, self.allocated_bytes() - before))
+            torch.cuda.reset_peak_memory_stats(self._index)
+
+        torch.cuda.reset_peak_memory_stats(self._index)
+        run(mark)
+        mark()
+        return found
+
+    def allocated_bytes(self) -> int:
+        """Bytes that torch's allocator has handed out on this GPU."""
+        return int(torch.cuda.memory_allocated(self._index))
 
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time between two events on the stream."""

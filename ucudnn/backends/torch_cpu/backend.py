@@ -10,7 +10,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import AbstractBackend, Activity, Cost, DeviceState, Executable, Roofline
+from ucudnn.backends._base import (
+    AbstractBackend,
+    Activity,
+    Cost,
+    DeviceState,
+    Executable,
+    Roofline,
+    Span,
+)
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu import identity
 from ucudnn.backends.torch_cpu._base import ONEDNN_KERNELS, empty
@@ -29,7 +37,11 @@ from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
 from ucudnn.backends.torch_cpu.load import LoadMeter
 from ucudnn.backends.torch_cpu.phases import Phases
 from ucudnn.backends.torch_cpu.speed import roofline
-from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, unseen_bytes
+from ucudnn.backends.torch_cpu.workspace import (
+    allocated_peak_bytes,
+    allocated_spans,
+    unseen_bytes,
+)
 from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
@@ -179,6 +191,10 @@ class TorchCpuBackend(AbstractBackend):
             for computed, kernel in _ALGORITHMS[algorithm].kernels(problem)
         )
         return max(unseen, default=0) + allocated_peak_bytes(run)
+
+    def spans(self, run: Callable[[Callable[[], None]], object]) -> list[Span]:
+        """Run once and return what torch's allocator handed out between its marks."""
+        return allocated_spans(run)
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
         """Name of the implementation: aten's choice for torch's own, else the algorithm's name."""

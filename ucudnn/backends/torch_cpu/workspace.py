@@ -10,19 +10,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from math import prod
+from typing import TypeVar
 
 # Kineto is read when the profiler is first loaded; it warns about GPUs that are not there.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import profile
+from torch.autograd.profiler import profile, record_function
 
+from ucudnn.backends._base import Span
 from ucudnn.backends.torch_cpu._base import COLUMN_KERNELS, ONEDNN_KERNELS
 from ucudnn.backends.torch_cpu.instructions import has_instructions
 from ucudnn.errors import BusyError
 from ucudnn.problem import OPS, Problem
 
+R = TypeVar("R")
+# Name of the events of torch's profiler that stand between two spans.
+_MARK = "ucudnn::mark"
 _PADDING = 64  # rows and columns that packing may add to a matrix
 
 
@@ -36,6 +41,61 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
     Raises:
         BusyError: torch's profiler is in use.
     """
+    result, changes = _changes(run)
+    allocated = peak = 0
+    for change in changes:
+        allocated += change or 0
+        peak = max(peak, allocated)
+    kept = 0 if result is None else result.untyped_storage().nbytes()
+    # Negative where the returned tensor existed before the call.
+    return max(peak - kept, 0)
+
+
+def allocated_spans(run: Callable[[Callable[[], None]], object]) -> list[Span]:
+    """Run once and return the allocated memory between its marks.
+
+    >>> import torch
+    >>> def work(mark):
+    ...     kept = torch.ones(1 << 20)
+    ...     mark()
+    ...     return kept.add(1).sum()
+    >>> [span.peak_bytes >> 20 for span in allocated_spans(work)]
+    [4, 8]
+
+    Args:
+        run: called with a function that makes a mark.
+
+    Raises:
+        BusyError: torch's profiler is in use.
+    """
+
+    def marked() -> None:
+        run(_mark)
+
+    _, changes = _changes(marked)
+    spans, allocated, peak = list[Span](), 0, 0
+    for change in changes:
+        if change is None:
+            spans.append(Span(peak, allocated))
+            peak = allocated
+        else:
+            allocated += change
+            peak = max(peak, allocated)
+    return [*spans, Span(peak, allocated)]
+
+
+def _mark() -> None:
+    # An event of the profiler's, which has the same clock as its events of the allocator.
+    with record_function(_MARK):
+        pass
+
+
+def _changes(run: Callable[[], R]) -> tuple[R, list[int | None]]:
+    """Run once; what was allocated (negative: freed) in the order of time, None for a mark.
+
+    Raises:
+        BusyError: torch's profiler is in use.
+    """
     if torch._C._autograd._profiler_enabled():  # there is one per process, and it is the user's
         raise BusyError(
             "workspace is measured with torch's profiler, which is in use; tune outside it"
@@ -44,18 +104,12 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
         result = run()
     assert profiler.kineto_results is not None
     events = [
-        (event.start_ns(), event.nbytes())
+        (event.start_ns(), event.nbytes() if event.name() == "[memory]" else None)
         for event in profiler.kineto_results.events()
-        if event.name() == "[memory]"
+        if event.name() in ("[memory]", _MARK)
     ]
-    allocated = peak = 0
-    # Freed blocks have negative sizes: the running sum is what is allocated at each moment.
-    for _, change in sorted(events, key=lambda event: event[0]):
-        allocated += change
-        peak = max(peak, allocated)
-    kept = 0 if result is None else result.untyped_storage().nbytes()
-    # Negative where the returned tensor existed before the call.
-    return max(peak - kept, 0)
+    # Events of one kind are listed together, not in the order of time.
+    return result, [change for _, change in sorted(events, key=lambda event: event[0])]
 
 
 def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:

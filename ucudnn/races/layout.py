@@ -1,4 +1,4 @@
-"""Races of whole training steps: a plan against torch, and a model's own layout against another."""
+"""Steps of a model in its own layout and in channels_last: a hint, and the race of both."""
 
 from __future__ import annotations
 
@@ -8,93 +8,12 @@ from math import isfinite
 from typing import Any
 
 from ucudnn.errors import PlanError
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.units import TOO_LARGE, format_ns
 
-# As a fraction of a step's time: a smaller difference, either way, decides nothing.
-TOLERATED = 0.01
-# The same for the few rounds of a hint, whose medians vary by more.
-_HINTED = 0.05
 MEMORY_FORMATS = ("keep", "channels_last")
-# Numbers in plan files stay below this, so that 64-bit readers can hold them.
-_LARGEST = 1 << 63
-
-
-@dataclass(frozen=True, slots=True)
-class StepRace:
-    """The outcome of a race of whole training steps, or the reason why there was none.
-
-    >>> print(StepRace(110, 100, 0.91, 0.9, 0.92, 5))
-    a step takes 0.91 (0.90 to 0.92) times as long as by torch's own: 100 ns against 110 ns
-
-    Args:
-        torch_ns: median time of a step by torch's own convolutions.
-        plan_ns: median time of a step by the plan.
-        ratio: median over the rounds of the plan's time over torch's.
-        low: lower end of its 95 % interval.
-        high: upper end.
-        rounds: pairs of steps that were timed.
-        torch_peak_bytes: peak of allocated memory in a step by torch's own convolutions.
-        plan_peak_bytes: peak of allocated memory in a step by the plan.
-        dropped: kernels given back to torch, because steps were not faster with their plans.
-        reason: why no step was run; "" if steps were run.
-
-    Raises:
-        PlanError: a value is of another type or out of range.
-    """
-
-    torch_ns: int = 0
-    plan_ns: int = 0
-    ratio: float = 1.0
-    low: float = 1.0
-    high: float = 1.0
-    rounds: int = 0
-    torch_peak_bytes: int = 0
-    plan_peak_bytes: int = 0
-    dropped: tuple[str, ...] = ()
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        # Values may come from a plan file that anybody wrote. Exact types, because True passes for
-        # an int; Python's JSON reader accepts NaN and Infinity.
-        peaks = (self.torch_peak_bytes, self.plan_peak_bytes)
-        counts = (self.torch_ns, self.plan_ns, self.rounds, *peaks)
-        if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
-            raise PlanError(f"counts of a race of steps must be ints from 0, got {counts}")
-        ratios = (self.ratio, self.low, self.high)
-        if not all(type(ratio) is float and isfinite(ratio) and ratio > 0 for ratio in ratios):
-            raise PlanError(f"ratios of a race of steps must be above 0, got {ratios}")
-        if not all(isinstance(text, str) for text in (*self.dropped, self.reason)):
-            raise PlanError("names and reasons of a race of steps must be strings")
-
-    @property
-    def is_loss(self) -> bool:
-        """True if steps are slower by the plan, beyond the noise."""
-        # The whole interval must lie above: noise is no reason to give a plan up.
-        return self.rounds > 0 and self.low > 1 + TOLERATED
-
-    def __str__(self) -> str:
-        if self.reason:
-            return f"the plan was not judged by whole steps: {self.reason}"
-        text = (
-            f"a step takes {self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}) times as long as "
-            f"by torch's own: {format_ns(self.plan_ns)} against {format_ns(self.torch_ns)}"
-        )
-        if self.plan_peak_bytes:
-            planned, default = format_bytes(self.plan_peak_bytes), self.torch_peak_bytes
-            text += f", and allocates {planned} at its peak against {format_bytes(default)}"
-        if self.dropped:
-            text += f"; {len(self.dropped)} kernels did not pay there and are torch's own"
-        return text
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {**asdict(self), "dropped": list(self.dropped)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StepRace:
-        """Build one from JSON values; fields of later versions are left out."""
-        known = {name: values[name] for name in cls.__slots__ if name in values}
-        return cls(**{**known, "dropped": tuple(values["dropped"])})
+# As a fraction of a step's time: a smaller difference of the medians of a hint's few rounds is
+# noise.
+_HINTED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +44,7 @@ class LayoutHint:
         # Values may come from a plan file that anybody wrote. Exact types, because True passes for
         # an int.
         counts = (self.channels_last_ns, self.plan_ns, self.rounds)
-        if not all(type(count) is int and 0 <= count < _LARGEST for count in counts):
+        if not all(type(count) is int and 0 <= count < TOO_LARGE for count in counts):
             raise PlanError(f"counts of a layout hint must be ints from 0, got {counts}")
         if not isinstance(self.reason, str) or (not self.reason and 0 in counts):
             raise PlanError(f"a layout hint has times or a reason, got {counts}, {self.reason!r}")
@@ -197,7 +116,7 @@ class Contestant:
         # Values may come from a plan file that anybody wrote. Exact types, because True passes for
         # an int; Python's JSON reader accepts NaN and Infinity.
         counts = (self.time_ns, self.peak_bytes)
-        if not all(type(count) is int and 0 <= count < _LARGEST for count in counts):
+        if not all(type(count) is int and 0 <= count < TOO_LARGE for count in counts):
             raise PlanError(f"counts of a contestant must be ints from 0, got {counts}")
         ratios = (self.ratio, self.low, self.high)
         if not all(type(ratio) is float and isfinite(ratio) and ratio > 0 for ratio in ratios):
@@ -239,7 +158,7 @@ class LayoutRace:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if type(self.rounds) is not int or not 0 <= self.rounds < _LARGEST:
+        if type(self.rounds) is not int or not 0 <= self.rounds < TOO_LARGE:
             raise PlanError(f"rounds of a race of layouts must be an int from 0, got {self.rounds}")
         # Without contestants the index is 0, its default.
         most = max(1, len(self.contestants))

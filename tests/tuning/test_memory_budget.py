@@ -1,0 +1,394 @@
+"""A memory budget for the whole step: what is live at each kernel, what is left, and peaks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ucudnn
+from ucudnn.backends import open_backend
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
+from ucudnn.races import StepMemory
+from ucudnn.tuning import memory_budget
+from ucudnn.tuning.limits import Limits
+from ucudnn.tuning.step_profile import StepProfiler
+from ucudnn.tuning.tuner import tune_problems
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning"),
+]
+MIB = 1 << 20
+HERE = Path(__file__).parent
+QUICK = {"effort": "quick", "step_race": False}
+# Sizes in bytes of a step of `small`, by hand.
+BATCH, SIDE = 4, 16
+IMAGE = BATCH * SIDE * SIDE * 4
+X, Y, Z = 3 * IMAGE, 8 * IMAGE, 5 * IMAGE
+FIRST, SECOND = 8 * 3 * 9 * 4, 5 * 8 * 9 * 4
+
+
+def small():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.ReLU(),
+        nn.Conv2d(8, 5, 3, padding=1, bias=False),
+    )
+
+
+def profile(model, x, is_training=True, plan=None):
+    return StepProfiler(model, x, open_backend("torch_cpu"), is_training).profile(plan)
+
+
+def by_op(found):
+    return {(p.op, p.in_channels): size for p, size in found.items()}
+
+
+def test_what_is_live_at_each_kernel_of_a_training_step():
+    found = profile(small(), torch.randn(BATCH, 3, SIDE, SIDE))
+    held = X + FIRST + SECOND
+    assert found.held.total == held
+    assert found.held.parameters == FIRST + SECOND
+    live = by_op(found.live_bytes)
+    assert live["fprop", 3] == held + Y
+    # what ReLU returned is saved, what it was given is not
+    assert live["fprop", 8] == held + Y + Z
+    # the output, its gradient, and the results of both passes; the rest are scalars of the loss
+    loss = live["dgrad", 8] - (held + Y + 2 * Z + Y + SECOND)
+    assert 0 <= loss <= 64
+    assert live["wgrad", 8] == live["dgrad", 8]
+    # of the first layer only the weight has a gradient
+    assert live["wgrad", 3] == held + Z + Y + SECOND + FIRST + loss
+    assert found.own_peak_bytes <= found.peak_bytes
+    assert all(found.call_peaks[problem] >= size for problem, size in found.live_bytes.items())
+
+
+def test_an_inference_keeps_nothing_for_a_backward_pass():
+    found = profile(small(), torch.randn(BATCH, 3, SIDE, SIDE), is_training=False)
+    held = X + FIRST + SECOND
+    assert by_op(found.live_bytes) == {("fprop", 3): held + Y, ("fprop", 8): held + Y + Z}
+    # ReLU has its input and its output
+    assert found.own_peak_bytes == held + 2 * Y
+
+
+def test_operands_that_are_copied_first_count_beside_the_workspace():
+    x = torch.randn(BATCH, SIDE, SIDE, 3).permute(0, 3, 2, 1)
+    found = profile(nn.Conv2d(3, 8, 3, padding=1, bias=False), x, is_training=False)
+    assert by_op(found.live_bytes) == {("fprop", 3): X + FIRST + X + Y}
+
+
+def test_gradients_and_the_state_of_optimisers_are_named():
+    model, x = small(), torch.randn(BATCH, 3, SIDE, SIDE)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(x).sum().backward()
+    optimizer.step()
+    held = profile(model, x).held
+    assert (held.gradients, held.optimizers) == (FIRST + SECOND, FIRST + SECOND)
+    optimizer.zero_grad()
+    assert profile(model, x).held.gradients == 0
+    # of another model's optimiser nothing counts
+    assert profile(copy.deepcopy(model), x).held.optimizers == 0
+
+
+def test_a_profile_leaves_no_trace_and_is_the_same_twice():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), torch.randn(2, 3, 9, 9)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    first = profile(model, x)
+    assert profile(model, x) == first
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(one.grad is None for one in model.parameters())
+
+
+EARLY, LATE = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
+LAYERS = {EARLY: ("first",), LATE: ("last", "again")}
+
+
+def test_the_worst_kernel_is_named_with_what_it_lacks():
+    limits = Limits(None, 100 * MIB, {EARLY: 10 * MIB, LATE: 90 * MIB})
+    errors = {
+        EARLY: PlanError("its smallest plan needs 95 MiB (gemm)", 95 * MIB),
+        LATE: PlanError("its smallest plan needs 13 MiB (gemm)", 13 * MIB),
+    }
+    error = limits.refusal({EARLY: errors[EARLY]}, LAYERS)
+    assert error.smallest_bytes == 105 * MIB
+    error = limits.refusal(errors, LAYERS)
+    assert "5 MiB are missing" in str(error)
+    assert f"{EARLY} (first)" in str(error)
+    assert error.smallest_bytes == 105 * MIB
+    hopeless = PlanError("no algorithm could be run")
+    assert limits.refusal({EARLY: hopeless, LATE: errors[LATE]}, LAYERS) is hopeless
+
+
+def test_a_kernel_that_was_not_seen_gets_what_the_most_crowded_one_does():
+    limits = Limits(50, 100, {EARLY: 10, LATE: 90})
+    other = Problem("fprop", 3, 4, 4, (9,), (3,))
+    assert [limits.of(one) for one in (EARLY, LATE, other)] == [50, 10, 10]
+    assert [limits.decides(one) for one in (EARLY, LATE)] == [False, True]
+    assert Limits(50).of(other) == 50
+    assert not Limits(50).decides(other)
+
+
+def network():
+    """The network of step_peaks.py, which runs in a process of its own."""
+    sys.path.insert(0, str(HERE))
+    try:
+        import step_peaks
+    finally:
+        sys.path.pop(0)
+    return step_peaks.net(), torch.randn(step_peaks.SHAPE)
+
+
+def tuned(model, x, budget, kind="training", **more):
+    ops = {"ops": "fprop"} if kind == "inference" else {}
+    return ucudnn.tune(model, x, Config(memory_budget=budget, **QUICK, **ops, **more))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["training", "inference"])
+def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, counting_malloc):
+    model, x = network()
+    unlimited = tuned(model, x, "1GiB", kind)
+    least = tuned(model, x, "+0", kind)
+    low, high = least.memory.budget_bytes, unlimited.memory.torch_peak_bytes
+    assert low < high
+    budgets = [low + (high - low) * part // 4 for part in range(1, 5)]
+    plans = [least, *(tuned(model, x, budget, kind) for budget in budgets)]
+    for number, plan in enumerate(plans):
+        plan.save(tmp_path / f"{number}.json")
+    peaks = counted(counting_malloc, kind, ["-", *sorted(tmp_path.glob("*.json"))])
+    # blocks below 4 KiB and what the allocator rounds up to; scratch of a matrix product
+    slack = MIB // 4 + torch.get_num_threads() * MIB // 5
+    assert peaks[0] == pytest.approx(high, abs=slack)
+    for plan, budget, peak in zip(plans, [low, *budgets], peaks[1:], strict=True):
+        assert plan.memory.plan_peak_bytes <= budget
+        assert peak <= budget + slack
+        assert peak == pytest.approx(plan.memory.plan_peak_bytes, abs=slack)
+        for kernel in plan.kernels:
+            assert kernel.live_bytes + kernel.timing.workspace_bytes <= budget
+
+
+def counted(counting_malloc, kind, plans):
+    child = subprocess.run(
+        [sys.executable, HERE / "step_peaks.py", counting_malloc, kind, *map(str, plans)],
+        env={**os.environ, "LD_PRELOAD": str(counting_malloc), "OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_smallest_budget_is_forced_by_a_kernel_that_is_named(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(16, 16, 3, padding=1, bias=False), torch.randn(1, 16, 24, 24)
+    settings = {"policy": "undivided", "cache": str(tmp_path), "kind": "inference"}
+    plan = tuned(model, x, "+0", **settings)
+    memory = plan.memory
+    # one sample, undivided: the smallest workspace of any algorithm is more than none
+    assert memory.forced_by == "fprop conv2d(16->16, k3, 24x24) at batch 1"
+    (kernel,) = plan.kernels
+    assert memory.budget_bytes == memory.own_peak_bytes + kernel.timing.workspace_bytes
+    assert memory.plan_peak_bytes <= memory.budget_bytes
+    assert "because the smallest plan of fprop conv2d(16->16" in str(memory)
+    # a budget in bytes is kept or refused
+    with pytest.raises(PlanError, match=r"are missing at fprop conv2d\(16->16.*beside its") as info:
+        tuned(model, x, memory.budget_bytes - 1, **settings)
+    assert info.value.smallest_bytes == memory.budget_bytes
+    again = tuned(model, x, memory.budget_bytes, **settings)
+    assert (again.memory.budget_bytes, again.memory.forced_by) == (memory.budget_bytes, "")
+    with pytest.raises(PlanError, match="is too small by .*: without any workspace") as info:
+        tuned(model, x, memory.own_peak_bytes - 1, **settings)
+    assert info.value.smallest_bytes == memory.own_peak_bytes
+
+
+@pytest.mark.slow
+def test_a_step_that_needs_more_than_its_kernels_did_alone_is_planned_again(monkeypatch):
+    model, x = network()
+    seen, taken = [], StepProfiler.profile
+
+    def profiled(self, plan=None):
+        found = taken(self, plan)
+        if plan is None:
+            return found
+        seen.append({kernel.problem: kernel for kernel in plan.kernels})
+        if len(seen) > 1:
+            return found
+        # as if something were allocated at one kernel that tuning did not see
+        worst = max(found.live_bytes, key=lambda problem: found.live_bytes[problem])
+        excess = plan.memory.budget_bytes + 7
+        return replace(found, call_peaks={worst: excess}, peak_bytes=excess)
+
+    monkeypatch.setattr(StepProfiler, "profile", profiled)
+    plan = tuned(model, x, "+4MiB", policy="undivided")
+    first, second = seen
+    (changed,) = (one for one in first if first[one].live_bytes != second[one].live_bytes)
+    assert second[changed].live_bytes == first[changed].live_bytes + 7
+    assert (
+        plan.limit_bytes(second[changed]) == plan.memory.budget_bytes - second[changed].live_bytes
+    )
+
+
+@pytest.mark.slow
+def test_steps_that_exceed_the_budget_again_and_again_are_refused(monkeypatch):
+    taken = StepProfiler.profile
+
+    def profiled(self, plan=None):
+        found = taken(self, plan)
+        return found if plan is None else replace(found, peak_bytes=1 << 40)
+
+    monkeypatch.setattr(StepProfiler, "profile", profiled)
+    with pytest.raises(PlanError, match="exceed memory_budget=1 GiB, by workspace that"):
+        tuned(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9), "1GiB", policy="undivided")
+
+
+def test_what_has_no_plan_and_does_not_fit_is_refused(monkeypatch):
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
+    config = Config(memory_budget="1GiB")
+    budget = memory_budget.MemoryBudget(model, x, config)
+    traced = ucudnn.tracing.trace_layers(model, x)
+    budget.limits("keep", traced)
+    backend = open_backend("torch_cpu")
+    plan = Plan((), backend.device(), backend.software(), backend.conditions(), config)
+    assert budget.checked(budget.noted(plan)).memory.plan_peak_bytes > 0
+    tight = replace(budget.noted(plan).memory, budget_bytes=1)
+    with pytest.raises(PlanError, match="has no plan and exceeds memory_budget=1 B by"):
+        budget.checked(replace(plan, memory=tight))
+
+
+@pytest.mark.slow
+def test_both_layouts_stay_within_the_budget():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    x = torch.randn(4, 8, 20, 20)
+    config = Config(memory_budget="+1MiB", layout="auto", policy="undivided", effort="quick")
+    plan = ucudnn.tune(model, x, config)
+    assert plan.layout_race is not None
+    memory = plan.memory
+    assert 0 < memory.plan_peak_bytes <= memory.budget_bytes == memory.own_peak_bytes + MIB
+
+
+@pytest.mark.slow
+def test_the_plan_is_in_the_file_with_its_memory_and_its_curve(tmp_path):
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
+    plan = tuned(model, x, "1GiB", curve=True)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert (loaded.memory, loaded.curve) == (plan.memory, plan.curve)
+    assert loaded.kernels == plan.kernels
+    assert loaded.hash == plan.hash
+    # what is live depends on the step, and decides nothing that the splits do not say
+    bare = replace(plan, memory=None, curve=None)
+    bare = replace(bare, kernels=tuple(replace(one, live_bytes=None) for one in plan.kernels))
+    assert bare.hash == plan.hash
+    document = bare.to_dict()
+    assert not {"memory", "curve"} & set(document)
+    assert "live_bytes" not in document["kernels"][0]
+
+
+@pytest.mark.slow
+def test_the_curve_of_a_real_network(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 5))
+    x = torch.randn(8, 8, 24, 24)
+    settings = {**QUICK, "cache": str(tmp_path), "ops": "fprop"}
+    plan = ucudnn.tune(model, x, Config(curve=True, memory_budget="1GiB", **settings))
+    curve = plan.curve
+    # what each point needs beside workspace is at least what one of the kernels has live
+    least = min(kernel.live_bytes for kernel in plan.kernels)
+    assert all(size >= least for size, _ in curve.by_peak)
+    assert curve.by_peak[-1][1] == curve.by_workspace[-1][1]
+    for (size, time_ns), (more, _) in itertools.pairwise(curve.by_workspace):
+        for limit in (size, more - 1):
+            assert curve.time_ns(limit) == time_ns
+    # below the first point nothing fits
+    limit = curve.by_workspace[0][0] - 1
+    with pytest.raises(PlanError, match="workspace_limit"):
+        ucudnn.tune(model, x, Config(workspace_limit=limit, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"memory_budget": "-1"}, "memory_budget must be a number of bytes"),
+        ({"memory_budget": "+lots"}, "memory_budget, after the \\+, must be"),
+        ({"memory_budget": 1, "total_workspace": 1}, "set one of them"),
+        ({"memory_budget": 1, "unplanned": "tune"}, "one shape at a time"),
+        ({"memory_budget": 1, "ops": "fprop,dgrad"}, "a plan for every pass"),
+        ({"curve": True, "total_workspace": 1}, "set one of them"),
+    ],
+)
+def test_settings_that_no_budget_can_be_kept_with(settings, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Config(**settings)
+
+
+def test_a_budget_in_the_settings():
+    assert Config(memory_budget="2KiB").memory_budget == 2048
+    relative = Config(memory_budget=" +2KiB")
+    assert (relative.memory_budget, relative.budget_bytes(100)) == ("+2048", 2148)
+    assert Config.from_dict(relative.to_dict()) == relative
+    assert "memory_budget" not in Config().to_dict()
+
+
+def test_without_a_step_there_is_no_budget():
+    problem = Problem("fprop", 2, 4, 4, (9,), (3,))
+    with pytest.raises(ConfigError, match="no model to run here"):
+        tune_problems([("layer", problem)], Config(memory_budget="1GiB"))
+    model = nn.Conv2d(3, 4, 3)
+    replayed = Config(memory_budget="1GiB", backend="recorded")
+    with pytest.raises(ConfigError, match="the settings name a recording"):
+        memory_budget.MemoryBudget(model, torch.randn(2, 3, 9, 9), replayed)
+    with pytest.raises(ConfigError, match="none can be run: .* tensors are on cpu, meta"):
+        ucudnn.tune(model, torch.empty(2, 3, 9, 9, device="meta"), Config(memory_budget="1GiB"))
+
+
+def test_a_model_that_follows_a_plan_is_refused(random_plan):
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
+    ucudnn.convert_(model, random_plan(model, x, random.Random(0)))
+    with pytest.raises(PlanError, match="call ucudnn.revert_"):
+        ucudnn.tune(model, x, Config(memory_budget="1GiB"))
+
+
+@pytest.mark.parametrize("value", [-1, "", False, 2.0, "9"])
+def test_what_is_live_in_a_plan_file_is_checked(value, random_plan):
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
+    kernel = random_plan(model, x, random.Random(0)).kernels[0]
+    with pytest.raises(PlanError, match="live_bytes must be an int"):
+        replace(kernel, live_bytes=value)
+
+
+@pytest.mark.parametrize("values", [{"budget_bytes": -1}, {"is_training": 1}, {"forced_by": None}])
+def test_the_memory_of_a_plan_file_is_checked(values):
+    with pytest.raises(PlanError, match="step's memory"):
+        StepMemory(**{**dict.fromkeys(StepMemory.__slots__[:7], 1), **values})
+
+
+def test_ranks_that_share_the_work_refuse_a_budget():
+    from ucudnn import distributed
+
+    with pytest.raises(ConfigError, match="memory_budget is of a whole step, which ranks"):
+        distributed.tune(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9), Config(memory_budget="1GiB"))
+
+
+def test_the_code_in_the_document_runs(repository, capsys):
+    text = (repository / "docs" / "memory.md").read_text()
+    (code,) = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("a training step has at most")

@@ -1,0 +1,137 @@
+"""Memory of whole steps: of one step, and the time of a network over its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from ucudnn.errors import PlanError
+from ucudnn.units import TOO_LARGE, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Memory of a whole step: the budget, what is live all along, and peaks.
+
+    >>> memory = StepMemory(100, 20, 0, 40, 10, 90, 130, 98, is_training=True)
+    >>> memory.workspace_share  # of torch's peak
+    0.3076923076923077
+
+    Args:
+        budget_bytes: that the step may have allocated at any moment.
+        parameters_bytes: parameters of the model.
+        gradients_bytes: gradients that existed when tuning began.
+        optimizer_bytes: state of the optimisers that existed then.
+        other_bytes: buffers and inputs; on a GPU also what else the process had allocated.
+        own_peak_bytes: peak of a step without any workspace of its convolutions.
+        torch_peak_bytes: peak by torch's own convolutions.
+        plan_peak_bytes: peak by the plan; 0 where it was not taken yet.
+        is_training: of forward and backward; else of forward without a graph.
+        forced_by: the kernel whose smallest plan decided the budget, where the settings asked for
+            less than is possible; "" elsewhere.
+
+    Raises:
+        PlanError: a value is of another type or out of range.
+    """
+
+    budget_bytes: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    other_bytes: int
+    own_peak_bytes: int
+    torch_peak_bytes: int
+    plan_peak_bytes: int = 0
+    is_training: bool = True
+    forced_by: str = ""
+
+    def __post_init__(self) -> None:
+        # Values may come from a plan file that anybody wrote.
+        sizes = [value for name, value in asdict(self).items() if name.endswith("_bytes")]
+        if not all(type(size) is int and 0 <= size < TOO_LARGE for size in sizes):
+            raise PlanError(f"sizes of a step's memory must be ints from 0, got {sizes}")
+        if type(self.is_training) is not bool or not isinstance(self.forced_by, str):
+            raise PlanError("is_training of a step's memory must be a bool, forced_by a string")
+
+    @property
+    def workspace_share(self) -> float:
+        """Fraction of torch's peak that is there because of workspace."""
+        if not self.torch_peak_bytes:
+            return 0.0
+        return max(0, self.torch_peak_bytes - self.own_peak_bytes) / self.torch_peak_bytes
+
+    def __str__(self) -> str:
+        parts = {
+            "parameters": self.parameters_bytes,
+            "gradients": self.gradients_bytes,
+            "optimiser state": self.optimizer_bytes,
+            "buffers, inputs and others": self.other_bytes,
+        }
+        held = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
+        kind = "a training step" if self.is_training else "an inference"
+        text = (
+            f"{kind} has at most {format_bytes(self.own_peak_bytes)} allocated without any "
+            f"workspace ({held or 'nothing'} all along), {format_bytes(self.torch_peak_bytes)} by "
+            f"torch's own convolutions, of which workspace is {self.workspace_share:.0%}"
+        )
+        if self.plan_peak_bytes:
+            text += f", and {format_bytes(self.plan_peak_bytes)} by the plan"
+        text += f"; the budget is {format_bytes(self.budget_bytes)}"
+        if self.forced_by:
+            text += f", because the smallest plan of {self.forced_by} needs as much"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepMemory:
+        """Build one from JSON values; fields of later versions are left out."""
+        return cls(**{name: values[name] for name in cls.__slots__ if name in values})
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The least predicted time of all convolutions of a step, for every size of the memory.
+
+    >>> Curve(((0, 90), (8, 50))).time_ns(7)
+    90
+
+    Args:
+        by_workspace: (bytes that each kernel may use, ns) of all points that no other one beats.
+        by_peak: (bytes that the whole step may have allocated, ns), where there is a memory budget.
+
+    Raises:
+        PlanError: the points are no pairs of ints, or neither fall nor rise as they must.
+    """
+
+    by_workspace: tuple[tuple[int, int], ...]
+    by_peak: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        # Values may come from a plan file that anybody wrote.
+        for points in (self.by_workspace, self.by_peak):
+            numbers = [number for point in points for number in point]
+            if not all(type(number) is int and 0 <= number < TOO_LARGE for number in numbers):
+                raise PlanError(f"points of a curve must be pairs of ints from 0, got {points}")
+            for one, other in pairwise(points):
+                if not (one[0] < other[0] and one[1] > other[1]):
+                    raise PlanError("along a curve the memory must rise and the time fall")
+
+    def time_ns(self, workspace_bytes: int) -> int | None:
+        """The least time within a workspace limit for every kernel; None where nothing fits."""
+        fitting = [time_ns for size, time_ns in self.by_workspace if size <= workspace_bytes]
+        return min(fitting, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Curve:
+        """Build one from JSON values; fields of later versions are left out."""
+        known = {name: values.get(name, ()) for name in cls.__slots__}
+        return cls(**{name: tuple((x, y) for x, y in points) for name, points in known.items()})

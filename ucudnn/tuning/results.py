@@ -1,0 +1,115 @@
+"""Results of a tuning so far: plans, fronts, and kernels that cannot have a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ucudnn.config import Config
+from ucudnn.errors import PlanError
+from ucudnn.measurement import Measurement
+from ucudnn.plan import KernelPlan
+from ucudnn.problem import Problem
+from ucudnn.races import Curve
+from ucudnn.tuning.curve import plan_curve
+from ucudnn.tuning.fallback import plan_by_torch
+from ucudnn.tuning.fronts import Front
+from ucudnn.tuning.invariant import invariant_by_torch
+from ucudnn.tuning.limits import Limits
+from ucudnn.tuning.pool import Pool
+
+
+class Results:
+    """Plans of the kernels of one model so far; the others run torch's own convolution.
+
+    Attributes:
+        plans: the plans that were found.
+        fronts: fronts of time over workspace, if the settings ask for the curve of the network.
+        refusals: errors of kernels that have no plan within the memory budget. All kernels are
+            tried, to name the worst one.
+        pool: the pool that the kernels divide; None: there is none.
+
+    Args:
+        layers_by_problem: the names of the layers that run each kernel.
+        limits: workspace that each kernel may use without a pool.
+        defaults: torch's own convolutions, as far as they were measured.
+        kernel_of: name of the implementation by which an algorithm runs a problem.
+        config: the settings.
+    """
+
+    def __init__(
+        self,
+        layers_by_problem: Mapping[Problem, tuple[str, ...]],
+        limits: Limits,
+        defaults: Mapping[Problem, Measurement],
+        kernel_of: Callable[[Problem, str], str | None],
+        config: Config,
+    ) -> None:
+        self._layers = layers_by_problem
+        self._limits = limits
+        self._defaults = defaults
+        self._kernel_of = kernel_of
+        self._config = config
+        self.plans: dict[Problem, KernelPlan] = {}
+        self.fronts: dict[Problem, Front] = {}
+        self.refusals: dict[Problem, PlanError] = {}
+        self.pool: Pool | None = None
+
+    @property
+    def kernels(self) -> tuple[KernelPlan, ...]:
+        """The best plan so far of each kernel that has one within the limit."""
+        return tuple(filter(None, (self.plans.get(p) or self.by_torch(p) for p in self._layers)))
+
+    @property
+    def curve(self) -> Curve | None:
+        """Time over memory of all kernels; None if not asked for, or if the time was over."""
+        return plan_curve(self.fronts, self._layers, self._limits) if self.fronts else None
+
+    @property
+    def missing(self) -> list[Problem]:
+        """Kernels without any plan so far, of which a plan may still be found."""
+        done = {kernel.problem for kernel in self.kernels}
+        return [p for p in self._layers if p not in done and p not in self.refusals]
+
+    def limit_of(self, problem: Problem) -> int | None:
+        """Workspace that a call may use: its part of the pool, or what the settings leave it."""
+        parts = {} if self.pool is None else self.pool.parts
+        return parts.get(problem, self._limits.of(problem))
+
+    def by_torch(
+        self, problem: Problem, note: str = "not tuned: the time was over"
+    ) -> KernelPlan | None:
+        """The plan by torch's own convolution, if it is within the limit."""
+        limit = self._limits.of(problem)
+        if self.pool is not None:
+            # A kernel that has no part of the pool may not even take 0 bytes of it.
+            limit = self.pool.parts.get(problem, -1)
+        entry, layers = self._defaults.get(problem), self._layers[problem]
+        deterministic = bool(self._config.deterministic)
+        plan = plan_by_torch(problem, layers, entry, limit, self._kernel_of, note, deterministic)
+        if plan is not None and self._config.batch_invariant:
+            return invariant_by_torch(plan, limit)
+        return plan
+
+    def refuse(self, problem: Problem, error: PlanError) -> bool:
+        """Record that a kernel has no plan within the memory budget, or within its part of a pool.
+
+        Returns:
+            False if a limit of the user decided, which holds.
+        """
+        if self._limits.decides(problem):
+            self.refusals[problem] = error
+            return True
+        # A part of the pool is our own decision, which the next division may correct.
+        if self.pool is None or self.limit_of(problem) == self._limits.common:
+            return False
+        self.pool.refuse(problem, error)
+        return True
+
+    def require_plans(self) -> None:
+        """Refuse a memory budget within which a kernel has no plan.
+
+        Raises:
+            PlanError: there is such a kernel.
+        """
+        if self.refusals:
+            raise self._limits.refusal(self.refusals, self._layers)

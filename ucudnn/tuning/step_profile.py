@@ -1,0 +1,190 @@
+"""Profile of the memory of a step: what is allocated at each of its convolutions."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ucudnn.backends import AbstractBackend, Span
+from ucudnn.execution.override import Installation
+from ucudnn.execution.runner import Runner
+from ucudnn.execution.stepping import Steps, undisturbed
+from ucudnn.execution.watching import Watcher
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
+from ucudnn.races import StepMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory that is allocated all through a step.
+
+    Args:
+        parameters: of the model, in bytes, as is all that follows.
+        gradients: of its parameters, where they have some before the step.
+        optimizers: state of the optimisers of its parameters.
+        others: buffers and inputs, and what else the allocator knows of.
+    """
+
+    parameters: int
+    gradients: int
+    optimizers: int
+    others: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizers + self.others
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Allocated memory at the convolutions of a step, with what is held all through it.
+
+    Args:
+        held: all through the step.
+        live_bytes: for each kernel the most that is allocated beside the workspace of a call.
+        call_peaks: for each kernel the most that is allocated in any of its calls.
+        own_peak_bytes: the most at any moment, without the workspace of convolutions.
+        peak_bytes: the most at any moment.
+    """
+
+    held: Held
+    live_bytes: Mapping[Problem, int]
+    call_peaks: Mapping[Problem, int]
+    own_peak_bytes: int
+    peak_bytes: int
+
+    def memory(self, budget_bytes: int, is_training: bool) -> StepMemory:
+        """The profile, of a step by torch's own convolutions, as a plan keeps it."""
+        held = self.held
+        return StepMemory(
+            budget_bytes=budget_bytes,
+            parameters_bytes=held.parameters,
+            gradients_bytes=held.gradients,
+            optimizer_bytes=held.optimizers,
+            other_bytes=held.others,
+            own_peak_bytes=self.own_peak_bytes,
+            torch_peak_bytes=self.peak_bytes,
+            is_training=is_training,
+        )
+
+
+class StepProfiler:
+    """Runs steps of a model and profiles their memory.
+
+    Args:
+        model: any module.
+        inputs: example inputs.
+        backend: of the device that it runs on; one that can say what is allocated.
+        is_training: forward and backward; else forward without a graph, as for inference.
+        memory_format: as for `Stepper`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        backend: AbstractBackend,
+        is_training: bool,
+        memory_format: str = "keep",
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._backend = backend
+        self._is_training = is_training
+        self._memory_format = memory_format
+
+    def profile(self, plan: Plan | None = None) -> StepProfile:
+        """Profile a step by a plan, or by torch's own convolutions."""
+        before = self._backend.allocated_bytes()
+        runner = None if plan is None else Runner(plan)
+        with undisturbed(self._model):
+            step = Steps(self._model, self._inputs, self._is_training, self._memory_format)
+            with self._mode():
+                # The first step finds kernels and fills caches, which later ones have.
+                self._watched(step, runner, _no_mark)
+                watcher, spans = self._spans(step, runner)
+        return _profile(self._held(before), watcher, spans)
+
+    def _spans(self, step: Steps, runner: Runner | None) -> tuple[Watcher, list[Span]]:
+        watchers: list[Watcher] = []
+        # What a cycle of references holds is freed at an arbitrary moment.
+        gc.collect()
+        spans = self._backend.spans(lambda mark: watchers.append(self._watched(step, runner, mark)))
+        assert spans is not None
+        return watchers[0], spans
+
+    def _watched(self, step: Steps, runner: Runner | None, mark: Callable[[], None]) -> Watcher:
+        watcher = Watcher(mark, runner)
+        with Installation(self._backend.device().type, watcher):
+            step()
+        return watcher
+
+    def _mode(self) -> AbstractContextManager[object]:
+        # An inference keeps nothing for a backward pass.
+        return nullcontext() if self._is_training else torch.no_grad()
+
+    def _held(self, allocated: int) -> Held:
+        """Memory held before a step, of which so many bytes were seen by the allocator."""
+        parameters = list(self._model.parameters())
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        inputs = [leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor)]
+        named = Held(
+            _bytes_of(parameters),
+            _bytes_of(gradients),
+            _bytes_of(_optimizer_state(parameters)),
+            _bytes_of([*self._model.buffers(), *inputs]),
+        )
+        rest = max(0, allocated - named.total)
+        return Held(named.parameters, named.gradients, named.optimizers, named.others + rest)
+
+
+def _no_mark() -> None:
+    pass
+
+
+def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
+    live: dict[Problem, int] = {}
+    call_peaks: dict[Problem, int] = {}
+    # Three marks for each call: the span before it, that of looking it up, and the call itself.
+    before, running = spans[0::3], spans[2::3]
+    own_peak, peak = (max(span.peak_bytes for span in before) for _ in range(2))
+    for copied, span in zip(watcher.calls, running, strict=True):
+        peak = max(peak, span.peak_bytes)
+        # A call that no plan can be made for is, with its workspace, part of the rest of the step.
+        if not copied:
+            own_peak = max(own_peak, span.peak_bytes)
+        for problem, copied_bytes in copied.items():
+            # At its end the results of all kernels of the call are there. A little more than what
+            # is live while the first of two runs, whichever that is.
+            beside = held.total + span.end_bytes + copied_bytes
+            live[problem] = max(live.get(problem, 0), beside)
+            call_peaks[problem] = max(call_peaks.get(problem, 0), held.total + span.peak_bytes)
+            own_peak = max(own_peak, span.end_bytes + copied_bytes)
+    return StepProfile(held, live, call_peaks, held.total + own_peak, held.total + peak)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory that tensors lie in, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _optimizer_state(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors in the state of all optimisers of these parameters."""
+    ids, found = set(map(id, parameters)), list[Tensor]()
+    # Nothing leads from a parameter to its optimiser.
+    for one in gc.get_objects():
+        # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
+        if issubclass(type(one), torch.optim.Optimizer):
+            states = (state for parameter, state in one.state.items() if id(parameter) in ids)
+            found += [leaf for state in states for leaf in tree_leaves(state)]
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]
