@@ -5,7 +5,10 @@ Names resolve on first use (PEP 562): importing this package loads no framework,
 
 from __future__ import annotations
 
+import sys
+import warnings
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,6 +63,30 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_MODULE_BY_NAME, *_SUBMODULES, "__version__"])
+
+
+def _autoload() -> None:
+    """Follow UCUDNN_PLAN or UCUDNN_RECORD: torch calls this at the end of its import.
+
+    It is the entry point `torch.backends` of the distribution.
+    """
+    files = import_module("ucudnn.config").startup()
+    if not files:
+        return
+    # A module of ucudnn that imports torch is not ready now, and others cannot import it.
+    if any(getattr(module.__spec__, "_initializing", False) for module in _own_modules()):
+        warnings.warn(
+            "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "
+            "ucudnn before torch; import torch first",
+            UserWarning,
+            stacklevel=2,
+        )
+        return
+    import_module("ucudnn.convert").follow_startup(files)
+
+
+def _own_modules() -> list[ModuleType]:
+    return [module for name, module in sys.modules.items() if name.startswith("ucudnn.")]
 
 
 def _version() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ucudnn.errors import ConfigError
 from ucudnn.problem import OPS
@@ -36,6 +36,9 @@ _MUCUDNN_REFUSED = {
     "set UCUDNN_CACHE to a folder instead",
 }
 
+
+# Files that an unchanged script is run with: no settings of tuning, and no fields of `Config`.
+_PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 # Defaults where the environment sets nothing. A plan file gets the same for fields that it lacks.
 _FALLBACKS: dict[str, Any] = {
@@ -272,6 +275,49 @@ def check_environment() -> None:
     _settings()
 
 
+class Startup(NamedTuple):
+    """Files that a process takes part in from its start, without a line of code.
+
+    Args:
+        plan: plan to follow, None for none.
+        record: table of layers to write the convolutions of the process to, None for none.
+    """
+
+    plan: str | None = None
+    record: str | None = None
+
+    def __bool__(self) -> bool:
+        """True if there is one."""
+        return self.plan is not None or self.record is not None
+
+
+def startup() -> Startup:
+    """The files that UCUDNN_PLAN and UCUDNN_RECORD name.
+
+    >>> startup()
+    Startup(plan=None, record=None)
+    """
+    # Empty counts as unset, as for settings.
+    return Startup(os.environ.get(_PLAN) or None, os.environ.get(_RECORD) or None)
+
+
+def set_startup(files: Startup) -> None:
+    """Hand files down to the processes that this one starts, and take others away from them."""
+    for name, value in ((_PLAN, files.plan), (_RECORD, files.record)):
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def environment_without_startup() -> dict[str, str]:
+    """The environment for a process that measures: what it times must be torch's own.
+
+    >>> "UCUDNN_PLAN" in environment_without_startup()
+    False
+    """
+    return {name: value for name, value in os.environ.items() if name not in (_PLAN, _RECORD)}
+
+
 def _settings() -> dict[str, Any]:
     # A sorted tuple is the same key of the cache below as long as no variable changes.
     variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
@@ -285,6 +331,7 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     environment = dict(variables)
     settings = read_environment(environment)
     known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
+    known |= {_PLAN, _RECORD}
     for name in environment:
         if name not in known:
             warnings.warn(

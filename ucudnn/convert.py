@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from ucudnn import nn as planned_nn
-from ucudnn.config import Config
+from ucudnn.config import Config, Startup
 from ucudnn.errors import PlanError
 from ucudnn.execution.layout import lay_out_, restore_layout_
 from ucudnn.execution.override import Installation
+from ucudnn.execution.recording import Recorder
 from ucudnn.execution.runner import Layer, Runner, require_same_device
 from ucudnn.execution.untraced import untraced
 from ucudnn.nn import planned_runner
@@ -262,3 +266,35 @@ def installed(plan: Plan) -> Installation:
     """
     require_same_device(plan)
     return Installation(plan.device.type, planned_runner(plan))
+
+
+# What `follow_startup` has begun in this process: it lasts as long as the process does.
+_started: list[Installation] = []
+
+
+@untraced
+def follow_startup(files: Startup) -> None:
+    """Install a plan, or record convolutions, until this process ends.
+
+    A plan is held against the device at the first convolution that it may be for: a script sets
+    its threads and picks its GPU after it has imported torch.
+
+    Args:
+        files: the plan, or the table to write; where there are both, convolutions are recorded.
+
+    Raises:
+        PlanError: the plan cannot be read.
+    """
+    if _started:
+        return
+    if files.record is None:
+        if files.plan is not None:
+            plan = Plan.load(files.plan)
+            runner = planned_runner(plan, is_checked=False)
+            _started.append(Installation(plan.device.type, runner))
+        return
+    recorder = Recorder()
+    kinds = [kind for kind in ("cpu", "cuda") if kind == "cpu" or torch.version.cuda]
+    _started.extend(Installation(kind, recorder) for kind in kinds)
+    os.register_at_fork(after_in_child=recorder.clear)
+    atexit.register(recorder.save, files.record)

@@ -29,13 +29,20 @@ else:
     _Convolution = object
 
 
-def planned_runner(plan: Plan | None, config: Config | None = None) -> Runner:
+def planned_runner(
+    plan: Plan | None, config: Config | None = None, *, is_checked: bool = True
+) -> Runner:
     """A runner that tunes a shape without a plan, where its settings ask for that.
 
     >>> planned_runner(None, Config(unplanned="error")).config.unplanned
     'error'
+
+    Args:
+        plan: as for `Runner`.
+        config: as for `Runner`.
+        is_checked: as for `Runner`.
     """
-    return Runner(plan, config, _tune_unplanned)
+    return Runner(plan, config, _tune_unplanned, is_checked)
 
 
 def _tune_unplanned(problem: Problem, config: Config, has_bias: bool) -> Plan:

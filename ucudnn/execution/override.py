@@ -11,6 +11,7 @@ from torch.library import Library
 from ucudnn.backends import aten
 from ucudnn.backends.registry import entry_for_device
 from ucudnn.execution.autograd import Geometry
+from ucudnn.execution.recording import Recorder
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.untraced import untraced
 from ucudnn.system.closing import AbstractClosable
@@ -25,10 +26,11 @@ class Installation(AbstractClosable):
 
     Args:
         device_type: the kind of device whose convolutions follow it, "cpu" or "cuda".
-        runner: runs them by the plan; of an earlier installation, what it found then stays found.
+        runner: runs them by the plan, or records them; of an earlier installation, what it found
+            then stays found.
     """
 
-    def __init__(self, device_type: str, runner: Runner) -> None:
+    def __init__(self, device_type: str, runner: Runner | Recorder) -> None:
         self.runner = runner
         self._override = _overrides.setdefault(device_type, _Override(device_type))
         self._override.add(self)
@@ -50,7 +52,7 @@ class _Override:
         self._device_type = device_type
         self._open: list[Installation] = []
         self._library: Library | None = None
-        self._runner: Runner | None = None
+        self._runner: Runner | Recorder | None = None
 
     def add(self, installation: Installation) -> None:
         with _lock:

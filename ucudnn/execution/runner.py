@@ -54,12 +54,19 @@ class Runner(AbstractRunner):
         config: what to do with unplanned shapes, and how to tune them; default: the plan's.
         tuner: plans a shape that has no plan, where the settings ask for that; None: such shapes
             stay torch's own.
+        is_checked: the plan is known to be for this device; False: look when the first planned
+            shape comes.
     """
 
     def __init__(
-        self, plan: Plan | None, config: Config | None = None, tuner: Tuner | None = None
+        self,
+        plan: Plan | None,
+        config: Config | None = None,
+        tuner: Tuner | None = None,
+        is_checked: bool = True,
     ) -> None:
         super().__init__()
+        self._is_checked = is_checked
         self.config = config or (plan.config if plan else Config())
         self._tuner = tuner
         self._backend: AbstractBackend | None = None
@@ -77,8 +84,8 @@ class Runner(AbstractRunner):
         self.filter_shapes = {kernel.problem.w_shape for kernel in kernels}
 
     # The backend and the bound calls hold handles of this process; a copy makes its own.
-    def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config, Tuner | None]]:
-        return type(self), (self.plan, self.config, self._tuner)
+    def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config, Tuner | None, bool]]:
+        return type(self), (self.plan, self.config, self._tuner, self._is_checked)
 
     def __deepcopy__(self, memo: object) -> Runner:
         return self  # plans are values: copies of a model may share one
@@ -130,6 +137,9 @@ class Runner(AbstractRunner):
         return bound.planned(which)
 
     def _bind(self, problem: Problem, has_bias: bool) -> Call | None:
+        if not self._is_checked and self.plan is not None:
+            require_same_device(self.plan)
+            self._is_checked = True
         if self.plan is None or not self.plan.covers(problem):
             # May tune and extend the plan, so what the plan covers is asked a second time below.
             self._unplanned(problem, has_bias)

@@ -6,14 +6,14 @@ import csv
 import os
 from codecs import getwriter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ucudnn.backends.cudnn.deviceless import Listing, list_configurations
 from ucudnn.backends.cudnn.library import find_library
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import ConfigError
-from ucudnn.layer_table import read_layers
+from ucudnn.layer_table import read_rows
 from ucudnn.problem import OPS, Problem
 from ucudnn.system.files import replacing
 
@@ -59,22 +59,22 @@ def enumerate_table(
     output: str | os.PathLike[str],
     *,
     ops: Iterable[str] = OPS,
-    dtype: str = "float32",
-    layout: str = "nchw",
-    math: str = "tf32",
+    dtype: str | None = None,
+    layout: str | None = None,
+    math: str | None = None,
     batches: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Enumeration:
     """`enumerate_candidates` of the files of a table of layers and of a device profile.
 
     Args:
-        table: a CSV file for `read_layers`.
+        table: a CSV file for `read_rows`.
         device_profile: a JSON file for `DeviceProfile.load`.
         output: file to write.
         ops: which of "fprop", "dgrad", "wgrad".
-        dtype: of all layers.
-        layout: of all layers.
-        math: "tf32" or "strict", of float32.
+        dtype: of all layers; default: the table's, or float32.
+        layout: of all layers; default: the table's, or nchw.
+        math: "tf32" or "strict", of float32; default: the table's, or tf32.
         batches: micro-batches such as "1,32".
         on_progress: called with the problems done and all of them.
 
@@ -83,14 +83,11 @@ def enumerate_table(
         ProblemError: `math` is neither.
         UnsupportedError: as for `enumerate_candidates`.
     """
-    layers = [
-        # A table of layers says nothing of TF32, so all its rows get the same setting.
-        (name, replace(problem, math=math))
-        for name, problem in read_layers(table, ops, dtype, layout)
-    ]
+    rows = read_rows(table, ops, dtype, layout, math, has_tf32=True)
     # Before the profile is loaded and a child started, so that a typing error is found at once.
     sizes = None if batches is None else parse_batches(batches)
     profile = DeviceProfile.load(device_profile)
+    layers = [(row.name, row.problem) for row in rows]
     return enumerate_candidates(layers, profile, output, sizes, on_progress)
 
 
@@ -107,7 +104,7 @@ def enumerate_candidates(
     PyTorch's rules on float32 rule out (`Configuration.is_allowed`) is left out.
 
     Args:
-        layers: name and problem, as `read_layers` returns them.
+        layers: name and problem, as of `read_layers`, or of a trace of a model.
         profile: the device.
         output: file to write; it appears when it is complete.
         batches: micro-batches; None: each layer's own and every power of two below it.
