@@ -6,7 +6,6 @@ Names resolve on first use (PEP 562): importing this package loads no framework,
 from __future__ import annotations
 
 import sys
-import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -75,11 +74,9 @@ def _autoload() -> None:
         return
     # A module of ucudnn that imports torch is not ready now, and others cannot import it.
     if any(getattr(module.__spec__, "_initializing", False) for module in _own_modules()):
-        warnings.warn(
+        import_module("ucudnn.errors").warn(
             "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "
-            "ucudnn before torch; import torch first",
-            UserWarning,
-            stacklevel=2,
+            "ucudnn before torch; import torch first"
         )
         return
     import_module("ucudnn.convert").follow_startup(files)

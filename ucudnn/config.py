@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, warn
 from ucudnn.problem import OPS
 from ucudnn.units import parse_bytes
 
@@ -334,13 +333,9 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     known |= {_PLAN, _RECORD}
     for name in environment:
         if name not in known:
-            warnings.warn(
+            warn(
                 f"environment variable {name} is no setting of ucudnn and has no effect; settings "
                 f"are {', '.join(sorted(known))}",
-                UserWarning,
-                # who makes the Config: beyond this function, `_settings`, the field's default and
-                # the generated __init__
-                stacklevel=5,
             )
     return settings
 

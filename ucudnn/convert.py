@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from ucudnn import nn as planned_nn
 from ucudnn.config import Config, Startup
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, warn
 from ucudnn.execution.layout import lay_out_, restore_layout_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.recording import Recorder
@@ -160,12 +159,9 @@ def _require_some(
             + (f", or ucudnn.installed(plan) for {listed}" if otherwise else "")
         )
     if otherwise:
-        # The stack level is that of the caller of `convert_`.
-        warnings.warn(
+        warn(
             f"planned, but no torch.nn convolution that could be swapped: {listed}; torch's own "
             f"computes them; use ucudnn.installed(plan), or leave them out by filter_fn",
-            UserWarning,
-            stacklevel=3,
         )
 
 

@@ -31,13 +31,13 @@ class Row(NamedTuple):
     Args:
         name: of its layer.
         problem: to compute.
-        count: calls of it, relative to the counts of other rows.
+        calls: how often it is computed, relative to other rows.
         has_bias: a bias is added to its result.
     """
 
     name: str
     problem: Problem
-    count: int = 1
+    calls: int = 1
     has_bias: bool = False
 
 
@@ -98,9 +98,7 @@ def read_rows(
     fallbacks |= {name: value for name, value in given.items() if value is not None}
     wanted = tuple(ops)
     return [
-        found
-        for line, row in lines
-        for found in _rows(path, line, {**fallbacks, **row}, wanted)
+        found for line, row in lines for found in _rows(path, line, {**fallbacks, **row}, wanted)
     ]
 
 
@@ -127,9 +125,7 @@ def _lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, str]]]:
     return rows
 
 
-def _refuse_twice(
-    path: object, columns: Collection[str], given: Mapping[str, str | None]
-) -> None:
+def _refuse_twice(path: object, columns: Collection[str], given: Mapping[str, str | None]) -> None:
     for name, value in given.items():
         if value is not None and name in columns:
             raise ConfigError(
@@ -224,20 +220,18 @@ def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
     ['a', 'b', 'b', 'c', 'last']
     """
     kept = list(rows)
-    frequency = Counter(row.count for row in kept)
+    frequency = Counter(row.calls for row in kept)
     # Of counts that are equally frequent the smaller one: rounding loses least by it.
     unit = min(frequency, key=lambda count: (-frequency[count], count), default=1)
     return [
         (row.name, row.problem)
         for row in kept
         # In integers, because counts may be larger than any float.
-        for _ in range(min(max(1, (2 * row.count + unit) // (2 * unit)), _MOST_CALLS))
+        for _ in range(min(max(1, (2 * row.calls + unit) // (2 * unit)), _MOST_CALLS))
     ]
 
 
-def counted(
-    layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] = ()
-) -> list[Row]:
+def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] = ()) -> list[Row]:
     """Rows of a list of calls: equal ones are one row with their count.
 
     Args:
@@ -261,7 +255,7 @@ def format_rows(rows: Iterable[Row]) -> str:
     lines: dict[tuple[str, Problem, int], list[Row]] = {}
     for row in rows:
         geometry = replace(row.problem, op="fprop")
-        lines.setdefault((row.name, geometry, row.count), []).append(row)
+        lines.setdefault((row.name, geometry, row.calls), []).append(row)
     text = StringIO()
     writer = csv.DictWriter(text, (*COLUMNS, *OPTIONAL_COLUMNS), lineterminator="\n")
     writer.writeheader()
@@ -280,9 +274,14 @@ def _cells(problem: Problem) -> dict[str, object]:
             f"{problem.padding}"
         )
     cells: dict[str, object] = {
-        **{"n": problem.batch, "c": problem.in_channels, "k": problem.out_channels},
-        **{"groups": problem.groups, "rank": problem.rank, "dtype": problem.dtype},
-        **{"layout": problem.layout, "math": problem.math},
+        "n": problem.batch,
+        "c": problem.in_channels,
+        "k": problem.out_channels,
+        "groups": problem.groups,
+        "rank": problem.rank,
+        "dtype": problem.dtype,
+        "layout": problem.layout,
+        "math": problem.math,
     }
     # Axes that the problem does not have are of one element.
     absent = 3 - problem.rank

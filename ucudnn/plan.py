@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ucudnn.config import Config, check_environment
-from ucudnn.errors import PlanError, UcudnnError, shortened
+from ucudnn.errors import PlanError, PlanFileError, UcudnnError, shortened
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan_file import FORMAT, canonical, read_document, require_checksum, sha256_of
 from ucudnn.problem import Problem
@@ -344,7 +344,7 @@ class Plan:
         """Write the plan to a JSON file; a reader sees the old file or the new one, never half.
 
         Raises:
-            PlanError: the file cannot be written.
+            OutputError: the file cannot be written.
         """
         write(path, f"{canonical(self.to_dict())}\n".encode(), "the plan")
 
@@ -383,7 +383,7 @@ class Plan:
         """Read a plan from a JSON file.
 
         Raises:
-            PlanError: it cannot be read, is not a plan, is damaged, or is of a later version.
+            PlanFileError: it cannot be read, is not a plan, is damaged, or is of a later version.
             ConfigError: an environment variable is refused, which is not the file's fault.
         """
         # First: a refused variable must not be reported as damage of the file.
@@ -394,7 +394,7 @@ class Plan:
         # A file that was cut or edited may raise any of these while its values are built.
         except (KeyError, TypeError, AttributeError, ValueError, UcudnnError) as error:
             detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise PlanError(
+            raise PlanFileError(
                 f"{path} is a damaged plan: {shortened(detail)}; make it anew"
             ) from error
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ucudnn.errors import PlanError, shortened
+from ucudnn.errors import PlanFileError, shortened
 from ucudnn.system.files import parse_json
 
 FORMAT = "ucudnn-plan"
@@ -21,22 +21,22 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the document of a plan's file.
 
     Raises:
-        PlanError: it cannot be read, is not a plan, or is of a later version.
+        PlanFileError: it cannot be read, is not a plan, or is of a later version.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlanError(f"cannot read the plan {path}: {reason}") from error
+        raise PlanFileError(f"cannot read the plan {path}: {reason}") from error
     try:
         document = parse_json(text)
     except ValueError as error:
-        raise PlanError(f"{path} is not a plan: it is not valid JSON ({error})") from error
+        raise PlanFileError(f"{path} is not a plan: it is not valid JSON ({error})") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise PlanError(f"{path} is not a plan: it has no field format={FORMAT!r}")
+        raise PlanFileError(f"{path} is not a plan: it has no field format={FORMAT!r}")
     version = document.get("version")
     if version not in VERSIONS:
-        raise PlanError(
+        raise PlanFileError(
             f"{path} is a plan of format version {shortened(repr(version))}, "
             f"this ucudnn reads {VERSIONS[0]} to {VERSIONS[-1]}; "
             f"make it anew with `ucudnn tune` or use the ucudnn that wrote it"
@@ -48,11 +48,11 @@ def require_checksum(document: Mapping[str, Any]) -> None:
     """Refuse a document that is not what was written.
 
     Raises:
-        PlanError: its checksum says so.
+        PlanFileError: its checksum says so.
     """
     rest = {name: value for name, value in document.items() if name != "checksum"}
     if document["checksum"] != sha256_of(rest):
-        raise PlanError("its checksum does not agree with its contents")
+        raise PlanFileError("its checksum does not agree with its contents")
 
 
 def sha256_of(value: Any) -> str:

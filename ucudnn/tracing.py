@@ -6,7 +6,6 @@ functional calls alike, in the dtype and the layout that they would be computed 
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,7 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, warn
 from ucudnn.execution.randomness import same_random_states
 from ucudnn.execution.snapshot import unchanged
 from ucudnn.execution.stepping import Stepper, tensors_of
@@ -167,11 +166,9 @@ def _lenient(hook: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return hook(*args, **kwargs)
         except _MODEL_ERRORS as error:
-            warnings.warn(
+            warn(
                 f"a hook of {type(args[0]).__name__} was left out of tracing, because it does not "
                 f"run on fake tensors ({error}); use real=True if it computes convolutions",
-                UserWarning,
-                stacklevel=2,
             )
             return None
 

@@ -16,11 +16,10 @@ from torch import nn
 
 import ucudnn
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.layout import lay_out_
 from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.tuning.layout_check import reason_against_layout
-from ucudnn.tuning.tuner import TuningInterruptedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning"),

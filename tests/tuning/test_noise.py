@@ -11,11 +11,12 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn.backends.torch_cpu.load import LoadMeter
 from ucudnn.config import Config
+from ucudnn.errors import NoiseWarning
 from ucudnn.measurement import Conditions, Device, Software, is_perturbation
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_table
-from ucudnn.tuning.noise import PERTURBED, Noise, NoiseWarning, noise_of
+from ucudnn.tuning.noise import PERTURBED, Noise, noise_of
 from ucudnn.tuning.tuner import tune_problems
 
 MS = 1_000_000

@@ -10,12 +10,12 @@ import warnings
 import pytest
 
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning import progress
-from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
+from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
 MS = 1_000_000

@@ -15,13 +15,12 @@ from torch import nn
 
 import ucudnn
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.races import StepRace
 from ucudnn.tuning.step_judge import StepJudge
-from ucudnn.tuning.tuner import TuningInterruptedError
 
 MIB = 1 << 20
 STEP_NS = 1_000_000

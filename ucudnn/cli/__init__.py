@@ -7,15 +7,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
+from traceback import print_exception
+from types import TracebackType
 from typing import Annotated
 
 import typer
 
 from ucudnn import __version__
-from ucudnn.cli import cache, look, script
+from ucudnn.cli import cache, look, script, tables
 from ucudnn.cli.advise import advise
 from ucudnn.cli.check import check, compare
 from ucudnn.cli.console import (
+    CRASHED,
     ENVIRONMENT,
     INTERRUPTED,
     SAYS_NO,
@@ -25,9 +28,21 @@ from ucudnn.cli.console import (
     say,
     show_warning,
 )
+from ucudnn.cli.options import common
 from ucudnn.cli.tune import tune
 from ucudnn.config import Startup, set_startup
-from ucudnn.errors import ConfigError, PlanError, ProblemError, UcudnnError
+from ucudnn.errors import (
+    ConfigError,
+    OutputError,
+    PlanError,
+    PlanFileError,
+    ProblemError,
+    TableError,
+    UcudnnError,
+)
+
+# Errors that a command ends with on purpose.
+_EXPECTED = (UcudnnError, InterruptedCommandError)
 
 app = typer.Typer(
     name="ucudnn",
@@ -48,9 +63,7 @@ def _print_version(wanted: bool) -> None:
 
 VersionOption = Annotated[
     bool,
-    typer.Option(
-        "--version", help="Print the version.", is_eager=True, callback=_print_version
-    ),
+    typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
 ]
 
 
@@ -62,24 +75,26 @@ def _before(context: typer.Context, version: VersionOption = False) -> None:
         set_startup(Startup())
 
 
-app.command()(tune)
-app.command()(advise)
-app.command("enumerate")(look.enumerate_)
+app.command()(common(tune))
+app.command()(common(advise))
+app.command()(common(tables.trace))
+app.command("enumerate")(common(tables.enumerate_))
 app.command(context_settings=script.SETTINGS)(script.run)
 app.command(context_settings=script.SETTINGS)(script.record)
-app.command()(look.show)
-app.command()(look.report)
-app.command()(look.doctor)
-app.command()(check)
-app.command()(compare)
+app.command()(common(look.show))
+app.command()(common(look.report))
+app.command()(common(look.doctor))
+app.command()(common(check))
+app.command()(common(compare))
 app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
     """Run the command line; every error is one sentence and an exit status.
 
-    Exit status: 0 done, 1 the answer is no, 2 wrong usage, 3 the environment does not allow it,
-    130 interrupted. A script that `run` or `record` runs has its own.
+    Exit status: 0 done, 1 the answer is no, 2 wrong usage or a file that cannot be read, 3 the
+    environment does not allow it, 4 an error of ucudnn itself, 130 interrupted. A script that `run`
+    or `record` runs has its own.
     """
     call = _command()
     # Outside of everything that the commands changed in this process, and of any exception.
@@ -92,21 +107,41 @@ def _command() -> script.ScriptCall | None:
     with _printable_names():
         try:
             # It puts `showwarning` back at the end, for a caller that goes on after `main`.
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _OwnErrors():
                 warnings.showwarning = show_warning
                 app()
         except script.ScriptCall as call:
             return call
         except InterruptedCommandError as error:
             fail(str(error), INTERRUPTED)
-        # The subclasses come first: the first clause that matches sets the exit status.
-        except (ConfigError, ProblemError) as error:
-            fail(str(error), USAGE)
-        except PlanError as error:
-            fail(str(error), SAYS_NO)
         except UcudnnError as error:
-            fail(str(error), ENVIRONMENT)
+            fail(str(error), _status(error))
     return None
+
+
+def _status(error: UcudnnError) -> int:
+    """The exit status of an error that a command ends with."""
+    # A full disk is no fault of whoever named the file.
+    if isinstance(error, (ConfigError, ProblemError, PlanFileError, TableError)):
+        return USAGE
+    if isinstance(error, PlanError) and not isinstance(error, OutputError):
+        return SAYS_NO
+    return ENVIRONMENT
+
+
+class _OwnErrors:
+    """Tell errors of ucudnn itself from the answer no, which Python's own exit status is."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del kind, traceback
+        if isinstance(error, Exception) and not isinstance(error, _EXPECTED):
+            print_exception(error)
+            sys.exit(CRASHED)
 
 
 @contextmanager

@@ -1,8 +1,11 @@
-"""`ucudnn cache`: look at and look after the measurement cache."""
+"""`ucudnn cache`: inspect and maintain the measurement cache."""
 
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from ucudnn.cli.console import SAYS_NO, say
-from ucudnn.cli.options import CacheOption, JsonOption
+from ucudnn.cli.options import CacheOption, JsonOption, common
+from ucudnn.errors import CacheError, CacheWarning
 from ucudnn.units import format_bytes
 
-app = typer.Typer(help="Look at and look after the measurement cache.", no_args_is_help=True)
+app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is_help=True)
 
 WhereOption = Annotated[
     list[str] | None,
@@ -22,6 +26,7 @@ WhereOption = Annotated[
 
 
 @app.command()
+@common
 def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
     """Say what the cache holds: devices, measurements, versions.
 
@@ -41,6 +46,7 @@ def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+@common
 def check(
     fix: Annotated[bool, typer.Option("--fix", help="Put right what can be.")] = False,
     cache: CacheOption = None,
@@ -66,6 +72,7 @@ def check(
 
 
 @app.command()
+@common
 def merge(
     others: Annotated[list[Path], typer.Argument(help="Folders of other caches, only read.")],
     cache: CacheOption = None,
@@ -74,11 +81,13 @@ def merge(
 
     Example: ucudnn cache merge /mnt/fleet/ucudnn
     """
-    report = _cache_commands().merge(others, cache)
+    with _kept():
+        report = _cache_commands().merge(others, cache)
     say(f"read {report.read} measurements, {report.added} of them new here")
 
 
 @app.command()
+@common
 def export(
     file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.")],
     where: WhereOption = None,
@@ -94,6 +103,7 @@ def export(
 
 # The name is given, because `import` itself cannot be the name of a function.
 @app.command("import")
+@common
 def import_(
     file: Annotated[Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.")],
     layers: Annotated[
@@ -105,11 +115,13 @@ def import_(
 
     Example: ucudnn cache import timings.csv
     """
-    count = _cache_commands().import_(file, cache, layers or ())
+    with _kept():
+        count = _cache_commands().import_(file, cache, layers or ())
     say(f"read {count} measurements from {file}")
 
 
 @app.command()
+@common
 def prune(
     where: WhereOption = None,
     older_than_days: Annotated[float | None, typer.Option(help="Only what is older.")] = None,
@@ -125,6 +137,7 @@ def prune(
 
 
 @app.command()
+@common
 def explain(where: WhereOption = None, cache: CacheOption = None) -> None:
     """Say whether a measurement is there, and if not, in what the nearest one differs.
 
@@ -135,6 +148,21 @@ def explain(where: WhereOption = None, cache: CacheOption = None) -> None:
     # The answer is no, which is the exit status that scripts test for.
     if not found.found:
         raise typer.Exit(SAYS_NO)
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Fail where the cache cannot be written, which tuning only warns of: this is all there is.
+
+    Raises:
+        CacheError: what was to be added is only in memory.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        try:
+            yield
+        except CacheWarning as warning:
+            raise CacheError(str(warning)) from warning
 
 
 def _cache_commands() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import asdict
@@ -9,9 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 
-from ucudnn.cli.console import SAYS_NO, err, out, say
+from ucudnn.cli.console import SAYS_NO, bar, out, say
 from ucudnn.cli.options import JsonOption
 from ucudnn.plan import Plan
 
@@ -34,10 +34,10 @@ def check(
     # It imports torch, for which a wrong path need not wait.
     from ucudnn.check import check as check_plan
 
-    with Progress(console=err, transient=True) as bar:
-        # One finding each for device, versions, conditions and build, then the canaries.
-        task = bar.add_task("checking", total=4 + canaries)
-        findings = check_plan(loaded, canaries, lambda _: bar.advance(task))
+    # One finding each for device, versions, conditions and build, then the canaries.
+    numbers = itertools.count(1)
+    with bar("checking") as update:
+        findings = check_plan(loaded, canaries, lambda _: update(next(numbers), 4 + canaries))
     # What was not looked at is no reason to say no.
     is_true = all(finding.is_true is not False for finding in findings)
     if as_json:

@@ -1,73 +1,20 @@
-"""`ucudnn enumerate`, `show`, `report`, `doctor`: what could run, what is planned, what is here."""
+"""`ucudnn show`, `report`, `doctor`: what is planned, what is here."""
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 
-from ucudnn.cli.console import err, out, say
-from ucudnn.cli.options import CacheOption, JsonOption, settings
+from ucudnn.cli.console import out, say
+from ucudnn.cli.options import CacheOption, JsonOption
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.plan import Plan
 from ucudnn.units import format_ns
-
-
-def enumerate_(
-    problems: Annotated[Path, typer.Argument(help="A CSV table of layers.")],
-    device_profile: Annotated[
-        Path, typer.Option(help="JSON file that `doctor` wrote on the device.", metavar="FILE")
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="CSV file to write.")],
-    ops: Annotated[
-        str | None, typer.Option(help="Some of fprop,dgrad,wgrad, separated by commas.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of all layers.")] = "float32",
-    layout: Annotated[str, typer.Option(help="Of all layers: nchw or nhwc.")] = "nchw",
-    math: Annotated[
-        str, typer.Option(help="For float32: tf32 allows it, strict does not.")
-    ] = "tf32",
-    batches: Annotated[
-        str | None, typer.Option(help="Micro-batches such as 1,32; default: powers of two.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """List every cuDNN engine configuration that could run each layer; needs no GPU.
-
-    Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
-    --device-profile benchmarks/devices/h200.json -o candidates.csv
-    """
-    # Imports the cuDNN backend, for which --help need not wait.
-    from ucudnn.backends.cudnn.enumeration import enumerate_table
-
-    start = time.monotonic()
-    with Progress(console=err, transient=True) as bar:
-        task = bar.add_task("asking cuDNN", total=None)
-        found = enumerate_table(
-            problems,
-            device_profile,
-            output,
-            # Through `Config`, which checks the names and has the default.
-            ops=settings(None, {"ops": ops}).ops,
-            dtype=dtype,
-            layout=layout,
-            math=math,
-            batches=batches,
-            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    seconds = round(time.monotonic() - start, 3)
-    if as_json:
-        # Not through rich, which breaks long lines.
-        print(json.dumps({**asdict(found), "seconds": seconds, "output": str(output)}))
-        return
-    for sentence in (*found.refused, f"{found} in {seconds:.1f} s; written to {output}."):
-        say(sentence)
 
 
 def show(
@@ -97,12 +44,12 @@ def show(
     if kernel is None:
         # The width decides which columns the table has.
         out.print(plan_table(loaded, out.width))
-        out.print(plan_summary(loaded), highlight=False)
+        out.print(plan_summary(loaded))
         if loaded.layout_race is not None:
             if loaded.layout_race.contestants:
                 out.print(layout_table(loaded.layout_race))
             say(as_sentence(str(loaded.layout_race)))
-        out.print(f"Noise: {noise_of(loaded)}.", highlight=False)
+        out.print(f"Noise: {noise_of(loaded)}.")
         return
     # A layer has several kernels, one per pass, so its name may choose more than one.
     chosen = [

@@ -29,11 +29,15 @@ from ucudnn.plan import Plan
 # Everything from the script on is the script's own, also without `--` before it.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 ScriptArgument = Annotated[
-    list[str], typer.Argument(help="-- SCRIPT ARGUMENTS ..., or -- -m MODULE ARGUMENTS ...")
+    list[str],
+    typer.Argument(
+        help="After --: a script, or -m and a module, with its arguments.",
+        metavar="SCRIPT [ARGUMENT]...",
+    ),
 ]
 
 
-class ScriptCall(BaseException):  # noqa: N818 - no error, and nothing but `main` may catch it
+class ScriptCall(BaseException):
     """Request to run a script; raised through typer, which has its own ways with exceptions.
 
     Args:
@@ -112,7 +116,7 @@ def _tell(path: Path, process: int) -> None:
     if not rows:
         say_error(f"no convolution was computed, and {path.name} was not written")
         return
-    calls = sum(row.count for row in rows)
+    calls = sum(row.calls for row in rows)
     say_error(f"recorded {calls} calls of {len(rows)} convolutions; written to {path}")
 
 
@@ -121,7 +125,7 @@ def execute(call: ScriptCall) -> None:
     set_startup(call.files)
     if not _torch_calls_us():
         # From a checkout that was never installed: the same, earlier than it need be.
-        import torch  # noqa: F401, I001 - ucudnn's modules are imported after torch
+        import torch  # noqa: F401 - ucudnn's modules are imported after torch
 
         from ucudnn.convert import follow_startup
 
@@ -172,8 +176,9 @@ def _set_first_path(folder: str) -> None:
 
 def _own(traceback: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first frame on."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap_external>")
-    ours += ("<frozen importlib._bootstrap>",)  # of a script with a syntax error
+    # The last ones are of a module or of a script with a syntax error.
+    importing = ("<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>")
+    ours = (__file__, runpy.__file__, "<frozen runpy>", *importing)
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
     return traceback

@@ -5,45 +5,41 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ucudnn.cli import options
-from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, err, out, progress, say
-from ucudnn.cli.options import CacheOption, JsonOption, settings
-from ucudnn.cli.targets import NamedModel, name_model
-from ucudnn.config import LAYOUTS, Config
-from ucudnn.errors import ConfigError
+from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, out, progress, say, say_error
+from ucudnn.cli.options import CacheOption, JsonOption, passes, settings
+from ucudnn.cli.tables import TableFlags, read_traced
+from ucudnn.cli.targets import NamedModel, Recipe, name_model
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, TuningInterruptedError
 from ucudnn.plan import Plan
-from ucudnn.problem import Problem
 
 if TYPE_CHECKING:
     from ucudnn.tracing import Traced
     from ucudnn.tuning.progress import Progress
 
 
+@options.takes_model(options.ModelOrTableArgument)
 def tune(
-    model: Annotated[str, typer.Argument(help="module:callable that returns a model, or a CSV.")],
-    input: options.InputOption = None,
+    recipe: Recipe,
     output: options.OutputOption = None,
     workspace_limit: options.WorkspaceLimitOption = None,
     total_workspace: options.TotalWorkspaceOption = None,
     solver: options.SolverOption = None,
     policy: options.PolicyOption = None,
     ops: options.OpsOption = None,
-    dtype: options.DtypeOption = "float32",
+    dtype: options.DtypeOption = None,
     layout: options.LayoutOption = None,
-    channels_last: options.ChannelsLastOption = False,
-    autocast: options.AutocastOption = False,
-    infer: options.InferOption = False,
     config_file: options.ConfigFileOption = None,
     backend: options.BackendOption = None,
     device: options.DeviceOption = None,
     device_profile: options.DeviceProfileOption = None,
-    math: options.MathOption = "tf32",
+    math: options.MathOption = None,
     effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
     step_race: options.StepRaceOption = None,
@@ -57,45 +53,34 @@ def tune(
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
     # Settings by name, None where a flag was not given.
-    given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
+    given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy}
     given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace}
     given |= {"solver": solver, "effort": effort, "step_race": step_race}
-    table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
-    # --infer comes last, so that it wins over --ops.
-    config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
+    of_table = TableFlags(dtype, layout, math)
+    of_table.require_right(recipe)
+    given |= {"ops": passes(ops, recipe.infer), "layout": None if recipe.is_table else layout}
+    config = settings(config_file, given)
     if solver is not None and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
+    # Only what is given as a flag: a file or the environment may be for models, too.
+    if recipe.is_table and step_race:
+        raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
     # Now, because a plan that cannot be written after minutes of measuring would be lost.
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
     # torch is imported only now that the command line is known to be right.
-    from ucudnn.tracing import Traced
     from ucudnn.tuning.tuner import device_type
 
     where = device_type(config)
-    if model.endswith(".csv"):
-        # TF32 exists on GPUs only; elsewhere every problem is strict.
-        layers = _read_table(model, config, dtype, table_layout, math if where == "cuda" else None)
-        plan = _tune(Traced(layers), None, config, output, as_json, remeasure)
-        # After the plan was written and printed: noise is no reason to lose it.
-        _judge_noise(plan, fail_if_noisy)
-        return
-    named = name_model(model, input or [], channels_last, autocast, infer)
-    traced = named.trace(config.ops, where)
+    named = None if recipe.is_table else name_model(recipe)
+    if named is None:
+        traced = read_traced(recipe.model, of_table, config.ops, where)
+    else:
+        traced = named.trace(config.ops, where)
     plan = _tune(traced, named, config, output, as_json, remeasure)
+    # After the plan was written and printed: noise is no reason to lose it.
     _judge_noise(plan, fail_if_noisy)
-
-
-def _layouts(layout: str | None, is_table: bool) -> tuple[str, str | None]:
-    """The layout of a table's layers, and the setting for a model: one flag has both."""
-    allowed = ("nchw", "nhwc") if is_table else LAYOUTS
-    if layout is not None and layout not in allowed:
-        what = "the layers of a CSV" if is_table else "a model"
-        raise ConfigError(
-            f"--layout must be one of {', '.join(allowed)} for {what}, got {layout!r}"
-        )
-    return (layout or "nchw", None) if is_table else ("nchw", layout)
 
 
 def _judge_noise(plan: Plan, fail_if_noisy: bool) -> None:
@@ -103,20 +88,8 @@ def _judge_noise(plan: Plan, fail_if_noisy: bool) -> None:
 
     noise = noise_of(plan)
     if fail_if_noisy and noise.is_noisy:
-        err.print(f"ucudnn: --fail-if-noisy: {noise}", highlight=False, soft_wrap=True)
+        say_error(f"--fail-if-noisy: {noise}")
         raise typer.Exit(SAYS_NO)
-
-
-def _read_table(
-    path: str, config: Config, dtype: str, layout: str, math: str | None
-) -> list[tuple[str, Problem]]:
-    from ucudnn.layer_table import read_layers
-
-    layers = read_layers(path, config.ops, dtype, layout)
-    # TF32 is a way to multiply float32, and no other dtype.
-    if math is None or dtype != "float32":
-        return layers
-    return [(name, replace(problem, math=math)) for name, problem in layers]
 
 
 def _tune(
@@ -127,8 +100,6 @@ def _tune(
     as_json: bool,
     remeasure: bool,
 ) -> Plan:
-    from ucudnn.tuning.tuner import TuningInterruptedError
-
     start = time.monotonic()
     try:
         with progress() as (on_progress, counts):
@@ -164,7 +135,7 @@ def _plan(
     with named.context():
         return tune_traced(
             named.module,
-            named.inputs,
+            named.examples,
             traced,
             config,
             on_progress,
@@ -218,7 +189,7 @@ def _print_tuned(
         print(json.dumps(summary))
         return
     out.print(plan_table(plan, out.width))
-    out.print(plan_summary(plan), highlight=False)
+    out.print(plan_summary(plan))
     if plan.layout_race is not None and plan.layout_race.contestants:
         out.print(layout_table(plan.layout_race))
     for sentence in plan_verdict(plan):

@@ -34,7 +34,7 @@ class Recorder(AbstractRunner):
     >>> recorder, geometry = Recorder(), Geometry((1,), (0,), (1,), False, (0,), 1)
     >>> x, w = torch.ones(2, 3, 9), torch.ones(4, 3, 3)
     >>> _ = [recorder.bound(x, w, geometry).forward(x, w, None) for _ in range(2)]
-    >>> [(row.name, str(row.problem), row.count) for row in recorder.rows()]
+    >>> [(row.name, str(row.problem), row.calls) for row in recorder.rows()]
     [('conv1', 'fprop conv1d(3->4, k3, 9) at batch 2', 2)]
     """
 
@@ -69,7 +69,7 @@ class Recorder(AbstractRunner):
 
         Raises:
             ConfigError: the file is no table of layers.
-            PlanError: it cannot be written.
+            OutputError: it cannot be written.
         """
         # DataLoader's workers and launchers compute none.
         if not self._counts:
@@ -78,7 +78,7 @@ class Recorder(AbstractRunner):
         with FileLock(lock_of(path)):
             counts: Counter[tuple[Problem, bool]] = Counter()
             for row in read_rows(path) if Path(path).exists() else ():
-                counts[row.problem, row.has_bias] += row.count
+                counts[row.problem, row.has_bias] += row.calls
             # Those of the file first, which keep their names so.
             write(path, format_rows(_rows(counts + self._counts)).encode(), "the table of layers")
         self.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +12,15 @@ from torch import Tensor
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.tensors import memory_format, problem_of
 from ucudnn.config import Config
-from ucudnn.errors import BusyError, PlanError, UcudnnError, UnsupportedError
+from ucudnn.errors import (
+    BusyError,
+    MismatchWarning,
+    PlanError,
+    UcudnnError,
+    UnplannedWarning,
+    UnsupportedError,
+    warn,
+)
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
 from ucudnn.execution.execute import Call, as_kernel, build
 from ucudnn.plan import Plan
@@ -165,7 +172,7 @@ class Runner(AbstractRunner):
         self._warned.add(same)
         last = len(self._warned) == _MOST_WARNINGS
         rest = " (there may be more of these, which are not reported)" if last else ""
-        warnings.warn(sentence + rest, UserWarning, stacklevel=4)
+        warn(sentence + rest, UnplannedWarning)
 
     def _unplanned(self, problem: Problem, has_bias: bool) -> None:
         if self.plan is not None and Layer.of(problem) not in self._layers:
@@ -196,13 +203,12 @@ class Runner(AbstractRunner):
     def _say_layout(self) -> None:
         if not self._said_layout:
             self._said_layout = True
-            warnings.warn(
+            warn(
                 "the plan is for a model in channels_last, and this one is not: torch's own "
                 "convolutions compute it; use ucudnn.convert_(model, plan), or "
                 "model.to(memory_format=torch.channels_last) and its inputs likewise (in 3-D "
                 "channels_last_3d)",
-                UserWarning,
-                stacklevel=4,
+                MismatchWarning,
             )
 
     def _tune(self, tuner: Tuner, problem: Problem, has_bias: bool) -> None:
@@ -259,16 +265,14 @@ def require_same_device(plan: Plan) -> None:
         )
     # Algorithms compute the same sums in every version, so this is a warning and not an error.
     if plan.software != software:
-        warnings.warn(
+        warn(
             f"the plan was made with {plan.software}, this process runs {software}: its results "
             f"are right, its times may not be; tune again to renew it",
-            UserWarning,
-            stacklevel=3,
+            MismatchWarning,
         )
     if plan.conditions.threads != threads:
-        warnings.warn(
+        warn(
             f"the plan was made for {plan.conditions.threads} threads, this process has {threads}: "
             f"its results are right, its times may not be; set torch.set_num_threads or tune again",
-            UserWarning,
-            stacklevel=3,
+            MismatchWarning,
         )

@@ -12,6 +12,7 @@ from torch import nn
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.rounds import failure_of
 from ucudnn.config import Config
+from ucudnn.errors import TuningInterruptedError
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
@@ -22,7 +23,7 @@ from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
 from ucudnn.tuning.step_judge import StepJudge, has_default
-from ucudnn.tuning.tuner import TuningInterruptedError, is_replayed
+from ucudnn.tuning.tuner import is_replayed
 
 # Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
 # results are compared, and one for the peak and one round of each of four contestants.

@@ -6,7 +6,6 @@ decisions, and a second tune measures nothing.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from ucudnn.benchmark.bench import AbstractBench, Arm, Look
 from ucudnn.benchmark.rounds import Result, failure_of
 from ucudnn.benchmark.statistics import median_ns, spread_ns
 from ucudnn.benchmark.worker import LostError
+from ucudnn.errors import WrongResultWarning, warn
 from ucudnn.measurement import Candidate, Measurement, MeasurementKey, is_perturbation
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.solvers.lazy import Outlook
@@ -27,10 +27,6 @@ from ucudnn.tuning.requests import TOLERANCE, Requests
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.trials import Trials
 from ucudnn.tuning.workspace_model import must_be_known
-
-
-class WrongResultWarning(UserWarning):
-    """A candidate computed something else than the convolution, and is out."""
 
 
 class KernelMeasurer:
@@ -227,11 +223,10 @@ def _looked_at(key: MeasurementKey, candidate: Candidate, look: Look) -> Measure
             else f"is wrong by {error:.2g} relative to float64, at most {allowed:.2g} is rounding"
         )
         reason = f"its result {what}"
-        warnings.warn(
+        warn(
             f"{key.algorithm} is disqualified for {key.problem}, role {key.conditions.role}: "
             f"{reason}",
             WrongResultWarning,
-            stacklevel=2,
         )
         workspace = look.workspace_bytes
         return Measurement(

@@ -11,14 +11,14 @@ from torch import nn
 
 from ucudnn.benchmark.rounds import failure_of
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.layout import memory_format_of
 from ucudnn.plan import Plan
 from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import judged, judged_in_layouts
 from ucudnn.tuning.progress import Progress
-from ucudnn.tuning.tuner import TuningInterruptedError, tune_problems
+from ucudnn.tuning.tuner import tune_problems
 
 # Steps to leave time for in the budget: five rounds of both contestants, two more than decide a
 # clear race.

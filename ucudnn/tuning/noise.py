@@ -17,10 +17,6 @@ _OFF = 0.25
 _MOST_PERTURBED, _MOST_WIDE, _MOST_OFF = 0.1, 0.25, 0.25
 
 
-class NoiseWarning(UserWarning):
-    """Others use the machine while it is measured, or times of a plan are not to be trusted."""
-
-
 @dataclass(frozen=True, slots=True)
 class Noise:
     """Counts of kernels, of those whose times were measured.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
+
+from ucudnn.errors import UntunedWarning, warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,6 @@ class Progress:
     budget_s: float | None = None
 
 
-class UntunedWarning(UserWarning):
-    """The time was over before some kernels were looked at, so the plan leaves them out."""
-
-
 def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
     """Warn of kernels that are not in the plan.
 
@@ -42,13 +39,10 @@ def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
         budget_s: the time budget in seconds, None without one.
     """
     budget = "" if budget_s is None else f" of {budget_s:g} s"
-    # The warning shows the line that called `tune_problems`, from which `TuningScheduler.run` and
-    # then this function are called.
-    warnings.warn(
+    warn(
         f"{left_out} of {total} kernels are not in the plan: "
         f"the time budget{budget} was over before they were looked at, or torch's own "
         f"convolution exceeds the workspace limit; raise it by time_budget_s, "
         f"or tune again and go on from what is in the cache",
         UntunedWarning,
-        stacklevel=4,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,11 +13,11 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.registry import backend_entry
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, warn
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
-from ucudnn.tuning.noise import NoiseWarning, noise_of
+from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
 from ucudnn.tuning.scheduler import TuningScheduler
@@ -31,19 +30,6 @@ _BUSY = (
 # Two tunings at once would perturb each other's times, and torch has one profiler per process, by
 # which workspace is measured.
 _measuring = ForkSafeLock()
-
-
-class TuningInterruptedError(KeyboardInterrupt):
-    """Ctrl-C while tuning; what was measured is in the cache.
-
-    Attributes:
-        plan: the best one so far; kernels that were not looked at are not in it, and those that
-            were not finished run torch's own convolution.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__("tuning was interrupted")
-        self.plan = plan
 
 
 def tune_problems(
@@ -87,7 +73,7 @@ def tune_problems(
         how = (on_progress, biased, is_whole_step, reserved_steps, remeasure)
         scheduler = TuningScheduler(devices, cache, config, by_problem, *how)
         if scheduler.devices.is_busy:
-            _warn(_BUSY)
+            warn(_BUSY, NoiseWarning)
         try:
             scheduler.run()
         # Whoever interrupts tuning gets what it has found so far.
@@ -98,7 +84,10 @@ def tune_problems(
     plan = _plan(scheduler, devices[0], config)
     # A plan wholly from the cache is not warned of again.
     if measured and (noise := noise_of(plan)).is_noisy:
-        _warn(f"the times of this plan are noisy: {noise}; tune again when the machine is quiet")
+        sentence = (
+            f"the times of this plan are noisy: {noise}; tune again when the machine is quiet"
+        )
+        warn(sentence, NoiseWarning)
     return plan
 
 
@@ -124,11 +113,6 @@ def layers_by_problem(
             f"for ops={','.join(config.ops)}"
         )
     return {problem: tuple(found) for problem, found in names.items()}
-
-
-def _warn(sentence: str) -> None:
-    # The warning shows the line that called `tune_problems`, which calls this function.
-    warnings.warn(sentence, NoiseWarning, stacklevel=3)
 
 
 def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) -> Plan:

@@ -13,8 +13,7 @@ from ucudnn.backends.cudnn.deviceless import Listing, list_configurations
 from ucudnn.backends.cudnn.library import find_library
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import ConfigError
-from ucudnn.layer_table import read_rows
-from ucudnn.problem import OPS, Problem
+from ucudnn.problem import Problem
 from ucudnn.system.files import replacing
 
 # A file format that users read: names and order must stay.
@@ -53,44 +52,6 @@ class Enumeration:
         )
 
 
-def enumerate_table(
-    table: str | os.PathLike[str],
-    device_profile: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    *,
-    ops: Iterable[str] = OPS,
-    dtype: str | None = None,
-    layout: str | None = None,
-    math: str | None = None,
-    batches: str | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Enumeration:
-    """`enumerate_candidates` of the files of a table of layers and of a device profile.
-
-    Args:
-        table: a CSV file for `read_rows`.
-        device_profile: a JSON file for `DeviceProfile.load`.
-        output: file to write.
-        ops: which of "fprop", "dgrad", "wgrad".
-        dtype: of all layers; default: the table's, or float32.
-        layout: of all layers; default: the table's, or nchw.
-        math: "tf32" or "strict", of float32; default: the table's, or tf32.
-        batches: micro-batches such as "1,32".
-        on_progress: called with the problems done and all of them.
-
-    Raises:
-        ConfigError: a file or a value is not as it must be.
-        ProblemError: `math` is neither.
-        UnsupportedError: as for `enumerate_candidates`.
-    """
-    rows = read_rows(table, ops, dtype, layout, math, has_tf32=True)
-    # Before the profile is loaded and a child started, so that a typing error is found at once.
-    sizes = None if batches is None else parse_batches(batches)
-    profile = DeviceProfile.load(device_profile)
-    layers = [(row.name, row.problem) for row in rows]
-    return enumerate_candidates(layers, profile, output, sizes, on_progress)
-
-
 def enumerate_candidates(
     layers: Sequence[tuple[str, Problem]],
     profile: DeviceProfile,
@@ -104,7 +65,7 @@ def enumerate_candidates(
     PyTorch's rules on float32 rule out (`Configuration.is_allowed`) is left out.
 
     Args:
-        layers: name and problem, as of `read_layers`, or of a trace of a model.
+        layers: name and problem, as of `read_layers` or a trace.
         profile: the device.
         output: file to write; it appears when it is complete.
         batches: micro-batches; None: each layer's own and every power of two below it.
