@@ -10,11 +10,11 @@ from typing import Any
 from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError, PlanFileError, UcudnnError, shortened
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.plan_file import FORMAT, canonical, read_document, require_checksum, sha256_of
 from ucudnn.problem import Problem
 from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.system.documents import FORMAT, canonical, read_document, require_checksum, sha256_of
 from ucudnn.system.files import write
 from ucudnn.system.forking import cached_property
 from ucudnn.units import TOO_LARGE

@@ -103,7 +103,7 @@ def plan(train: Path, one_thread: None) -> Path:
     for kernel in document["kernels"]:
         kernel["algorithms"] = ["slow_conv2d"] * len(kernel["algorithms"])
     del document["checksum"], document["hash"]
-    from ucudnn.plan_file import sha256_of
+    from ucudnn.system.documents import sha256_of
 
     path = train.with_name("plan.json")
     path.write_text(json.dumps({**document, "checksum": sha256_of(document)}))
@@ -220,7 +220,7 @@ def test_a_plan_that_is_not_there_or_for_another_device(run: Run, train: Path, p
     document = json.loads(plan.read_text())
     document["device"]["name"] = "another processor"
     del document["checksum"]
-    from ucudnn.plan_file import sha256_of
+    from ucudnn.system.documents import sha256_of
 
     plan.write_text(json.dumps({**document, "checksum": sha256_of(document)}))
     other = run("-m", "ucudnn", "run", "--plan", plan, "--", train)

@@ -51,7 +51,7 @@ def test_the_answer_is_no(ucudnn, model, plan, tmp_path):
     loaded = Plan.load(plan)
     Plan((), loaded.device, loaded.software, loaded.conditions, loaded.config).save(other)
     assert ucudnn("compare", plan, other).status == 1
-    from ucudnn.plan_file import sha256_of
+    from ucudnn.system.documents import sha256_of
 
     document["device"]["name"] = "another"
     del document["checksum"]
