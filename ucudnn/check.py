@@ -24,7 +24,8 @@ class Finding:
     """One statement of a plan, checked on this machine.
 
     Args:
-        about: "device", "versions", "conditions", "build", or "canary" with the kernel's number.
+        about: "device", "complete", "versions", "conditions", "build", or "canary" with the
+            kernel's number.
         is_true: whether it still holds; None where it was not looked at.
         said: a sentence with what was found.
     """
@@ -75,6 +76,10 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
         yield Finding("device", False, f"{said}; tune here, or load a plan made for this device")
         return
     yield Finding("device", True, str(plan.device))
+    if plan.left_out:
+        count = len(plan.left_out)
+        said = f"{count} of {count + len(plan.kernels)} kernels are not in it, tune again to go on"
+        yield Finding("complete", None, said)
     there, here = asdict(plan.software), asdict(backend.software())
     yield _compared("versions", there, here)
     conditions = asdict(plan.conditions), asdict(backend.conditions())
@@ -168,7 +173,10 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     ratio, low, high = ratio_interval(theirs.result.samples, ours.result.samples)
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
-    said += f"; the plan says {kernel.default.time_ns / kernel.timing.time_ns:.2f}"
+    then = kernel.default.time_ns / kernel.timing.time_ns
+    # The plan may be right to split all the same, so this is no reason to say no.
+    outside = "" if low <= then <= high else ", which is outside of that interval"
+    said += f"; the plan says {then:.2f}{outside}"
     # Beyond the noise, and only where the plan's own limit would have let torch's run.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")

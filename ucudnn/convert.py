@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,9 +22,11 @@ from ucudnn.execution.runner import Layer, Runner, require_same_device
 from ucudnn.execution.untraced import untraced
 from ucudnn.nn import planned_runner
 from ucudnn.plan import KernelPlan, Plan
+from ucudnn.system.markup import html_table
 from ucudnn.tuning.model import tune
 from ucudnn.tuning.progress import Progress
 
+Model = TypeVar("Model", bound=nn.Module)
 # By exact class: a subclass may have a forward of its own, which a change of class would drop.
 _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: planned_nn.Conv1d,
@@ -39,7 +41,7 @@ _TORCH_BY_PLANNED = {planned: torch for torch, planned in _PLANNED_BY_TORCH.item
 _SLOTS = ("__dict__", "__weakref__")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Conversion:
     """Result of `convert_`.
 
@@ -60,6 +62,24 @@ class Conversion:
     unplanned: tuple[str, ...]
     not_swappable: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        # The generated one would print the whole model and the whole plan.
+        return f"<Conversion of {type(self.model).__name__}: {self}>"
+
+    def _repr_html_(self) -> str:
+        """A table of the layers, for notebooks."""
+        rows = {
+            "follow the plan": self.swapped,
+            "torch's own by plan": self.left,
+            "not planned": self.unplanned,
+            "planned, but not swappable": self.not_swappable,
+        }
+        return html_table(
+            f"Conversion of {type(self.model).__name__}",
+            ("", "layers", "names"),
+            [(what, str(len(names)), ", ".join(names)) for what, names in rows.items()],
+        )
+
     def __str__(self) -> str:
         return (
             f"{len(self.swapped)} layers follow the plan, {len(self.left)} stay torch's own by "
@@ -70,7 +90,7 @@ class Conversion:
 
 def convert_(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | os.PathLike[str],
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     *,
     parameters: bool = True,
@@ -90,14 +110,16 @@ def convert_(
 
     Args:
         model: any module, also a convolution itself.
-        plan: made for this model, or for layers of the same shapes.
+        plan: made for this model, or for layers of the same shapes; or the path of its file.
         filter_fn: called with (module, name); False leaves the layer out.
         parameters: False leaves their strides as they are, for what takes contiguous ones alone,
             such as FSDP2; of a plan for channels_last each convolution lays its input out then.
 
     Raises:
-        PlanError: the plan was made for another device, or covers no convolution of the model.
+        PlanError: the plan was made for another device, or covers no convolution of the model, or
+            its file cannot be read.
     """
+    plan = _loaded(plan)
     require_same_device(plan)
     modules = dict(model.named_modules())
     swappable: dict[str, Any] = {
@@ -127,6 +149,10 @@ def convert_(
     swapped = tuple(name for name, layer in matched.items() if layer in changed)
     left = tuple(name for name, layer in matched.items() if layer not in changed)
     return Conversion(model, plan, swapped, left, unplanned, otherwise)
+
+
+def _loaded(plan: Plan | str | os.PathLike[str]) -> Plan:
+    return Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
 
 
 def _swap(
@@ -165,7 +191,7 @@ def _require_some(
         )
 
 
-def revert_(model: nn.Module) -> nn.Module:
+def revert_(model: Model) -> Model:
     """Turn every planned convolution of a model back into torch.nn's, in place.
 
     What `convert_` laid out has the strides again that it had.
@@ -233,7 +259,7 @@ def _planned_otherwise(
 
 
 @untraced
-def installed(plan: Plan) -> Installation:
+def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
     """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
 
     Works from the call until the context ends or `close` is called, in all threads, autograd's
@@ -255,11 +281,12 @@ def installed(plan: Plan) -> Installation:
     True
 
     Args:
-        plan: made for this device.
+        plan: made for this device, or the path of its file.
 
     Raises:
-        PlanError: the plan was made for another device.
+        PlanError: the plan was made for another device, or its file cannot be read.
     """
+    plan = _loaded(plan)
     require_same_device(plan)
     return Installation(plan.device.type, planned_runner(plan))
 

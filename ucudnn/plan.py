@@ -9,15 +9,25 @@ from typing import Any
 
 from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError, PlanFileError, UcudnnError, shortened
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.measurement import Conditions, Device, Origin, Software
 from ucudnn.problem import Problem
 from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
-from ucudnn.system.documents import FORMAT, canonical, read_document, require_checksum, sha256_of
+from ucudnn.system.documents import (
+    FORMAT,
+    canonical,
+    read_document,
+    require_checksum,
+    require_count,
+    require_ints,
+    require_strings,
+    sha256_of,
+)
 from ucudnn.system.files import write
 from ucudnn.system.forking import cached_property
-from ucudnn.units import TOO_LARGE
+from ucudnn.system.markup import html_table
+from ucudnn.units import format_bytes
 
 __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
@@ -46,7 +56,7 @@ class Timing:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            _require_count(item.name, getattr(self, item.name))
+            require_count(item.name, getattr(self, item.name))
         # Reports and checks divide by it.
         if self.time_ns == 0:
             raise PlanError("time_ns must be at least 1, got 0")
@@ -96,11 +106,11 @@ class KernelPlan:
 
     def __post_init__(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        _require_count("predicted_time_ns", self.predicted_time_ns)
+        require_count("predicted_time_ns", self.predicted_time_ns)
         for name in ("layers", "algorithms", "notes"):
-            _require_strings(name, getattr(self, name))
+            require_strings(name, getattr(self, name))
         for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
-            _require_ints(name, rows)
+            require_ints(name, rows)
         self._require_slabs()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
@@ -215,7 +225,7 @@ class KernelPlan:
         return self.split(self.problem.batch).is_default
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """For every kernel of a model the split of every batch, and what it was made from and for.
 
@@ -235,6 +245,7 @@ class Plan:
         memory_format: layout of the model that it was made for: "keep", as the model was, or
             "channels_last" (of 5-D tensors channels_last_3d).
         layout_race: how that was decided; None where the settings did not ask for it.
+        origin: how it came about; None in files of versions that did not note it.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -249,14 +260,40 @@ class Plan:
     step_race: StepRace | None = field(default=None, compare=False)
     memory_format: str = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
+    origin: Origin | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        _require_strings("backend", (self.backend,))
+        require_strings("backend", (self.backend,))
         if self.memory_format not in MEMORY_FORMATS:
             raise PlanError(
                 f"memory_format must be one of {', '.join(MEMORY_FORMATS)}, "
                 f"got {self.memory_format!r}"
             )
+
+    def __repr__(self) -> str:
+        # The generated one would print every table of every kernel.
+        return f"<Plan {self.hash[:8]}: {self}>"
+
+    def __str__(self) -> str:
+        changed = sum(not kernel.is_default for kernel in self.kernels)
+        partial = f", {len(self.left_out)} left out" if self.left_out else ""
+        return (
+            f"{len(self.kernels)} kernels{partial}, {changed} not torch's own, up to "
+            f"{format_bytes(self.workspace_bytes)} of workspace, for {self.device}"
+        )
+
+    def _repr_html_(self) -> str:
+        """A table of the kernels, for notebooks."""
+        rows = [
+            (str(kernel.problem), ", ".join(kernel.layers), str(kernel.split(kernel.problem.batch)))
+            for kernel in self.kernels
+        ]
+        return html_table(repr(self), ("kernel", "layers", "split"), rows)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Kernels that the plan lacks, because the time was over before they had one."""
+        return () if self.origin is None else self.origin.left_out
 
     def split(self, problem: Problem) -> Split:
         """The split of a problem at its own batch, which may be any up to the planned one.
@@ -375,6 +412,8 @@ class Plan:
             document["step_race"] = self.step_race.to_dict()
         if self.layout_race is not None:
             document["layout_race"] = self.layout_race.to_dict()
+        if self.origin is not None:
+            document["origin"] = asdict(self.origin)
         # Unlike the hash it covers times and names, so that any damage shows.
         return {**document, "checksum": sha256_of(document)}
 
@@ -407,6 +446,7 @@ class Plan:
         """
         require_checksum(document)
         race, layouts = document.get("step_race"), document.get("layout_race")
+        origin = document.get("origin")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
             device=Device(**document["device"]),
@@ -417,6 +457,7 @@ class Plan:
             step_race=None if race is None else StepRace.from_dict(race),
             memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
             layout_race=None if layouts is None else LayoutRace.from_dict(layouts),
+            origin=None if origin is None else Origin.from_dict(origin),
         )
 
 
@@ -444,22 +485,3 @@ def _strings(values: object) -> tuple[str, ...]:
     if not isinstance(values, list):
         raise PlanError(f"names must be a list, got {values!r}")
     return tuple(values)
-
-
-def _require_count(name: str, value: object) -> None:
-    if type(value) is not int or not 0 <= value < TOO_LARGE:
-        raise PlanError(f"{name} must be an int from 0 to 2^63 - 1, got {value!r}")
-
-
-def _require_ints(name: str, rows: Iterable[Iterable[int]]) -> None:
-    for row in rows:
-        for value in row:
-            # a float or a bool that equals an int would pass comparisons and fail as an index
-            if type(value) is not int:
-                raise PlanError(f"{name} must hold ints, got {value!r}")
-
-
-def _require_strings(name: str, values: Iterable[str]) -> None:
-    for value in values:
-        if not isinstance(value, str):
-            raise PlanError(f"{name} must hold strings, got {value!r}")

@@ -64,7 +64,7 @@ def test_canaries_are_timed(ucudnn, model, tmp_path, planned, one_thread):
 
 @pytest.mark.slow
 def test_bad_calls_of_check(ucudnn, tmp_path, planned):
-    assert ucudnn("check", tmp_path / "nowhere.json").status == 1
+    assert ucudnn("check", tmp_path / "nowhere.json").status == 2
     done = ucudnn("check", planned("plan"), "--canaries", "-1")
     assert done.status == 2
     assert "canaries must be at least 0, got -1" in done.err

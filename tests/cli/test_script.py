@@ -216,7 +216,7 @@ def test_a_plan_that_is_not_there_or_for_another_device(run: Run, train: Path, p
     assert missing.stderr.startswith("ucudnn: cannot read the plan none.json")
     by_variable = run(train, UCUDNN_PLAN="none.json")
     assert by_variable.returncode == 1
-    assert "PlanError: cannot read the plan none.json" in by_variable.stderr
+    assert "PlanFileError: cannot read the plan none.json" in by_variable.stderr
     document = json.loads(plan.read_text())
     document["device"]["name"] = "another processor"
     del document["checksum"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 
@@ -113,7 +115,28 @@ def test_show_one_kernel_every_batch(ucudnn, table, tmp_path):
 def test_show_json_is_the_plan(ucudnn, table, tmp_path):
     output = tmp_path / "plan.json"
     ucudnn("tune", table(), "--policy", "undivided", "-o", output)
-    assert json.loads(ucudnn("show", output, "--json").out) == json.loads(output.read_text())
+    shown, kept = json.loads(ucudnn("show", output, "--json").out), json.loads(output.read_text())
+    summaries = [kernel.pop("summary") for kernel in shown["kernels"]]
+    assert shown.pop("left_out") == []
+    del kept["checksum"]
+    assert shown == kept
+    assert shown["origin"]["protocol"] == PROTOCOL
+    assert shown["origin"]["made"].startswith("20")
+    rows = list(csv.DictReader(ucudnn("show", output, "--csv").out.splitlines()))
+    assert [list(row.values()) for row in rows] == [
+        ["" if value is None else str(value) for value in one.values()] for one in summaries
+    ]
+    plan = Plan.load(output)
+    for row, kernel in zip(rows, plan.kernels, strict=True):
+        assert int(row["plan_ns"]) == kernel.timing.time_ns
+        assert row["split"] == str(kernel.split(8))
+        assert float(row["gain"]) == pytest.approx(
+            1 if kernel.is_default else kernel.default.time_ns / kernel.timing.time_ns, rel=1e-3
+        )
+    markdown = ucudnn("show", output, "--markdown").out.splitlines()
+    assert len(markdown) == 2 + len(rows)
+    assert {line.count("|") for line in markdown} == {10}
+    assert ucudnn("show", output, "--markdown", "--csv").status == 2
 
 
 def test_settings_from_a_file_and_from_flags(ucudnn, table, tmp_path):
@@ -287,7 +310,7 @@ def test_show_what_is_no_plan(ucudnn, tmp_path):
         path = tmp_path / "some.json"
         path.write_text(text)
         done = ucudnn("show", path)
-        assert done.status == 1
+        assert done.status == 2
         assert said in done.err
     assert "No such file" in ucudnn("show", tmp_path / "none.json").err
 

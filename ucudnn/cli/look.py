@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ucudnn import __version__
 from ucudnn.cli.console import out, say
 from ucudnn.cli.options import CacheOption, JsonOption
 from ucudnn.config import Config
@@ -22,35 +23,52 @@ def show(
     kernel: Annotated[
         str | None, typer.Option(help="Every batch of one kernel: its number or layer name.")
     ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one row per kernel.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a plan: per kernel torch's default, the split, times and workspaces.
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
+    forms = [as_csv, as_markdown, as_json, kernel is not None]
+    if sum(forms) > 1:
+        raise ConfigError("--csv, --markdown, --json and --kernel exclude each other; leave one")
     loaded = Plan.load(plan)
-    if as_json:
-        print(json.dumps(loaded.to_dict()))
+    if any(forms[:3]):
+        from ucudnn.reports.rows import plan_csv, plan_document, plan_markdown
+
+        # Not through rich, which breaks long lines.
+        if as_json:
+            print(json.dumps(plan_document(loaded)))
+        else:
+            print(plan_csv(loaded) if as_csv else plan_markdown(loaded), end="")
         return
-    from ucudnn.reports.text import (
-        as_sentence,
-        kernel_table,
-        layout_table,
-        plan_summary,
-        plan_table,
-    )
+    if kernel is None:
+        _print_plan(loaded)
+    else:
+        _print_kernels(loaded, kernel)
+
+
+def _print_plan(loaded: Plan) -> None:
+    from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
     from ucudnn.tuning.noise import noise_of
 
-    if kernel is None:
-        # The width decides which columns the table has.
-        out.print(plan_table(loaded, out.width))
-        out.print(plan_summary(loaded))
-        if loaded.layout_race is not None:
-            if loaded.layout_race.contestants:
-                out.print(layout_table(loaded.layout_race))
-            say(as_sentence(str(loaded.layout_race)))
-        out.print(f"Noise: {noise_of(loaded)}.")
-        return
+    if loaded.origin is not None:
+        out.print(str(loaded.origin))
+    # The width decides which columns the table has.
+    out.print(plan_table(loaded, out.width))
+    out.print(plan_summary(loaded))
+    if loaded.layout_race is not None:
+        if loaded.layout_race.contestants:
+            out.print(layout_table(loaded.layout_race))
+        say(as_sentence(str(loaded.layout_race)))
+    out.print(f"Noise: {noise_of(loaded)}.")
+
+
+def _print_kernels(loaded: Plan, kernel: str) -> None:
+    from ucudnn.reports.text import kernel_table
+
     # A layer has several kernels, one per pass, so its name may choose more than one.
     chosen = [
         entry
@@ -111,9 +129,10 @@ def doctor(
     found = room.diagnose(cache or Config().cache)
     if as_json:
         # A property, which `asdict` leaves out.
-        print(json.dumps({**asdict(found), "advice": found.advice}))
+        print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": __version__}))
         return
     rows = {
+        "ucudnn": __version__,
         "device": str(found.device),
         "torch": found.software.torch,
         "oneDNN": found.software.onednn or "not in this torch",

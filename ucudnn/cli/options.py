@@ -155,6 +155,9 @@ RemeasureOption = Annotated[
 FailIfNoisyOption = Annotated[
     bool, typer.Option("--fail-if-noisy", help="Exit with 1 where times are not to be trusted.")
 ]
+FailIfPartialOption = Annotated[
+    bool, typer.Option("--fail-if-partial", help="Exit with 1 where kernels have no plan.")
+]
 # None if neither form is given, so that the config file or the environment decides.
 StepRaceOption = Annotated[
     bool | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from ucudnn.cli.tables import TableFlags, read_traced
 from ucudnn.cli.targets import NamedModel, Recipe, name_model
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, TuningInterruptedError
+from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def tune(
     step_race: options.StepRaceOption = None,
     remeasure: options.RemeasureOption = False,
     fail_if_noisy: options.FailIfNoisyOption = False,
+    fail_if_partial: options.FailIfPartialOption = False,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -70,6 +73,7 @@ def tune(
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
     # torch is imported only now that the command line is known to be right.
+    from ucudnn.reports.text import left_out_sentence
     from ucudnn.tuning.tuner import device_type
 
     where = device_type(config)
@@ -81,6 +85,9 @@ def tune(
     plan = _tune(traced, named, config, output, as_json, remeasure)
     # After the plan was written and printed: noise is no reason to lose it.
     _judge_noise(plan, fail_if_noisy)
+    if fail_if_partial and plan.left_out:
+        say_error(f"--fail-if-partial: {left_out_sentence(plan)}")
+        raise typer.Exit(SAYS_NO)
 
 
 def _judge_noise(plan: Plan, fail_if_noisy: bool) -> None:
@@ -133,7 +140,7 @@ def _plan(
     if config.step_race and not is_replayed(config):
         named.fill()
     with named.context():
-        return tune_traced(
+        plan = tune_traced(
             named.module,
             named.examples,
             traced,
@@ -142,6 +149,8 @@ def _plan(
             device_type=device_type(config),
             remeasure=remeasure,
         )
+    # By the name under which it can be made again.
+    return replace(plan, origin=replace(plan.origin or Origin(), model=named.recipe.model))
 
 
 def _keep(plan: Plan, calls: int, output: Path | None) -> str:
@@ -176,6 +185,7 @@ def _print_tuned(
             "seconds": round(seconds, 3),
             "kernels": len(plan.kernels),
             "hash": plan.hash,
+            "left_out": list(plan.left_out),
             "workspace_bytes": plan.workspace_bytes,
             "predicted_time_ns": plan.predicted_time_ns,
             "noise": noise_of(plan).to_dict(),

@@ -209,6 +209,10 @@ def _decide(
     # Deciding measures nothing; a budget would only let a slow rank decide otherwise.
     untimed = replace(config, time_budget_s=None)
     plan = tuner.tune_problems(tuned, untimed, None, sealed, biased=biased, is_whole_step=False)
+    left_out = [layer for layer in layers if layer not in tuned]
+    missing = dict.fromkeys(str(problem) for _, problem in left_out)
+    if missing and plan.origin is not None:
+        plan = replace(plan, origin=replace(plan.origin, left_out=tuple(missing)))
     return replace(plan, config=config), sealed
 
 

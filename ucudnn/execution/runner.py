@@ -186,6 +186,13 @@ class Runner(AbstractRunner):
                 f"{problem} has no plan and unplanned='error'; tune with an example input of this "
                 f"shape and at least this batch, or set unplanned='torch'"
             )
+        if self.plan is not None and str(problem) in self.plan.left_out:
+            self._warn(
+                problem,
+                f"{problem} was left out of the plan, because the time was over: torch's own "
+                f"convolution computes it; tune again, which goes on from what is in the cache",
+            )
+            return
         if self.config.unplanned == "torch" or self._tuner is None:
             self._warn(
                 problem,

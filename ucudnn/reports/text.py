@@ -24,7 +24,7 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         width: characters in a line; below 110 a workspace stands under its time.
     """
     table = Table(
-        title=f"{_limits(plan)}, {plan.device}, {plan.conditions.threads} threads, "
+        title=f"{_limits(plan)}, {plan.device}, {counted(plan.conditions.threads, 'thread')}, "
         f"torch {plan.software.torch}",
         caption=_caption(plan),
         box=box.SIMPLE_HEAD,
@@ -52,6 +52,15 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         cells = (*default, *planned, _gain(kernel), *predicted)
         table.add_row(str(index), name, calls, *cells, str(split))
     return table
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "thread"), counted(2, "thread")
+    ('1 thread', '2 threads')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _caption(plan: Plan) -> str:
@@ -116,10 +125,21 @@ def plan_summary(plan: Plan) -> str:
     timed = "timed one by one"
     if any(kernel.timing.is_predicted for kernel in plan.kernels):
         timed = "of which some are predicted, not timed"
+    partial = f"{left_out_sentence(plan)} " if plan.left_out else ""
     return (
-        f"{split} of {len(plan.kernels)} kernels leave torch's default. All convolutions: default "
-        f"{format_ns(default)} {most}, plan {format_ns(planned)} {planned_in} (sums of kernels "
-        f"{timed}; the solver predicted {format_ns(plan.predicted_time_ns)})."
+        f"{partial}{split} of {len(plan.kernels)} kernels leave torch's default. "
+        f"All convolutions: default {format_ns(default)} {most}, plan {format_ns(planned)} "
+        f"{planned_in} (sums of kernels {timed}; the solver predicted "
+        f"{format_ns(plan.predicted_time_ns)})."
+    )
+
+
+def left_out_sentence(plan: Plan) -> str:
+    """Sentence on the kernels that a partial plan lacks."""
+    count = len(plan.left_out)
+    return (
+        f"The plan is partial: {count} of {count + len(plan.kernels)} kernels are not in it, "
+        f"because the time was over; tune again to go on."
     )
 
 

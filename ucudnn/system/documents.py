@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ucudnn.errors import PlanFileError, shortened
+from ucudnn.errors import PlanError, PlanFileError, shortened
 from ucudnn.system.files import parse_json
+from ucudnn.units import TOO_LARGE
 
 FORMAT = "ucudnn-plan"
 # A plan is written in the first version that can hold it: 2 has slabs, 3 a memory format.
@@ -67,3 +68,37 @@ def canonical(value: Any) -> str:
     '{"a":[2,3],"b":1}'
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def require_count(name: str, value: object) -> None:
+    """Refuse what is no 64-bit int of at least 0.
+
+    Raises:
+        PlanError: it is none.
+    """
+    if type(value) is not int or not 0 <= value < TOO_LARGE:
+        raise PlanError(f"{name} must be an int from 0 to 2^63 - 1, got {value!r}")
+
+
+def require_ints(name: str, rows: Iterable[Iterable[int]]) -> None:
+    """Refuse rows that hold something else than ints.
+
+    Raises:
+        PlanError: they do.
+    """
+    for row in rows:
+        for value in row:
+            # a float or a bool that equals an int would pass comparisons and fail as an index
+            if type(value) is not int:
+                raise PlanError(f"{name} must hold ints, got {value!r}")
+
+
+def require_strings(name: str, values: Iterable[str]) -> None:
+    """Refuse values that are no strings.
+
+    Raises:
+        PlanError: one is none.
+    """
+    for value in values:
+        if not isinstance(value, str):
+            raise PlanError(f"{name} must hold strings, got {value!r}")

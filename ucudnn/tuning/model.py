@@ -13,6 +13,8 @@ from ucudnn.benchmark.rounds import failure_of
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.layout import memory_format_of
+from ucudnn.execution.stepping import tensors_of
+from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
 from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
@@ -131,11 +133,17 @@ class _Tuning:
         device_type: str | None = None,
     ) -> Plan:
         """Tune and judge."""
+        how: dict[str, Any] = {"real": real, "device_type": device_type}
+        plan = self._tuned_and_judged(model, inputs, traced, how)
+        return _described(plan, model, inputs, self._began)
+
+    def _tuned_and_judged(
+        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
+    ) -> Plan:
         config = self._config
         if config.layout == "keep":
             return self._as_it_is(model, inputs, traced)
         try:
-            how: dict[str, Any] = {"real": real, "device_type": device_type}
             last = trace_layers(model, inputs, config.ops, **how, memory_format="channels_last")
         # A model that cannot be computed in channels_last keeps its layout. The error of its own
         # code is the cause; the one around it is about inputs, which were traced before.
@@ -241,6 +249,20 @@ class _Joined:
         )
         if self._report is not None:
             self._report(self._last)
+
+
+def _described(plan: Plan, model: nn.Module, inputs: Any, began: float) -> Plan:
+    """The plan with the name of its model and inputs, and the time of all of tuning."""
+    origin = replace(
+        plan.origin or Origin(),
+        model=type(model).__name__,
+        inputs=tuple(
+            f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+            for tensor in tensors_of(tuple(inputs) if isinstance(inputs, list) else inputs)
+        ),
+        seconds=round(monotonic() - began),
+    )
+    return replace(plan, origin=origin)
 
 
 def _problems(traced: Traced) -> list[Any]:

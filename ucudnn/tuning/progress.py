@@ -41,8 +41,8 @@ def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
     budget = "" if budget_s is None else f" of {budget_s:g} s"
     warn(
         f"{left_out} of {total} kernels are not in the plan: "
-        f"the time budget{budget} was over before they were looked at, or torch's own "
-        f"convolution exceeds the workspace limit; raise it by time_budget_s, "
-        f"or tune again and go on from what is in the cache",
+        f"the time budget{budget} was over before they had a plan, and torch's own convolution, "
+        f"which serves the others, was not run yet or exceeds a workspace limit; give "
+        f"a larger time_budget_s, or tune again, which goes on from what is in the cache",
         UntunedWarning,
     )

@@ -114,14 +114,24 @@ class TuningScheduler:
         finally:
             self.devices.close()
         self._begin("")
-        left_out = len(self._layers) - len(self.kernels)
-        if left_out:
-            warn_of_untuned(left_out, len(self._layers), self._budget.seconds)
+        if self.left_out:
+            warn_of_untuned(len(self.left_out), len(self._layers), self._budget.seconds)
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """The best plan so far, of each kernel that has one within the limit."""
         return tuple(filter(None, (self._plans.get(p) or self._by_torch(p) for p in self._layers)))
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Kernels without a plan so far."""
+        planned = {kernel.problem for kernel in self.kernels}
+        return tuple(str(problem) for problem in self._layers if problem not in planned)
+
+    @property
+    def budget_s(self) -> float | None:
+        """Seconds that tuning may take; None: without an end, or not known yet."""
+        return self._budget.seconds
 
     def _begin_tuning(self) -> None:
         """Derive the time budget from the step, where none is set, and say so."""

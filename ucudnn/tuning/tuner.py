@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import UTC, datetime
+from time import monotonic
 
+from ucudnn import __version__
 from ucudnn import cache as cache_room
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.registry import backend_entry
+from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, warn
+from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
@@ -65,7 +71,7 @@ def tune_problems(
         BusyError: workspace must be measured, and torch's profiler is in use.
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
-    config = config or Config()
+    config, began = config or Config(), monotonic()
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
@@ -78,10 +84,10 @@ def tune_problems(
             scheduler.run()
         # Whoever interrupts tuning gets what it has found so far.
         except KeyboardInterrupt:
-            raise TuningInterruptedError(_plan(scheduler, devices[0], config)) from None
+            raise TuningInterruptedError(_plan(scheduler, devices[0], config, began)) from None
     measured = scheduler.devices.measured
     _log.info("measured %d candidates, reused %d", measured, scheduler.devices.reused)
-    plan = _plan(scheduler, devices[0], config)
+    plan = _plan(scheduler, devices[0], config, began)
     # A plan wholly from the cache is not warned of again.
     if measured and (noise := noise_of(plan)).is_noisy:
         sentence = (
@@ -115,9 +121,22 @@ def layers_by_problem(
     return {problem: tuple(found) for problem, found in names.items()}
 
 
-def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) -> Plan:
+def _plan(
+    scheduler: TuningScheduler, backend: AbstractBackend, config: Config, began: float
+) -> Plan:
+    budget_s = scheduler.budget_s
     return Plan(
         kernels=scheduler.kernels,
+        origin=Origin(
+            made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            ucudnn=__version__,
+            protocol=PROTOCOL,
+            effort=config.effort,
+            budget="" if budget_s is None else f"{budget_s:g}",
+            seconds=round(monotonic() - began),
+            load=f"{os.getloadavg()[0]:.1f}",
+            left_out=scheduler.left_out,
+        ),
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),

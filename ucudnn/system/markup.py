@@ -23,12 +23,12 @@ def _html_row(cells: Iterable[str], tag: str) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as Markdown.
+    r"""A table as Markdown.
 
     >>> print(markdown_table(("a", "b"), [("1|2", "3")]), end="")
     | a | b |
     |---|---|
-    | 1\\|2 | 3 |
+    | 1\|2 | 3 |
     """
     lines = [head, ["---"] * len(head), *rows]
     text = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
@@ -39,10 +39,10 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def csv_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table as CSV.
+    r"""A table as CSV.
 
     >>> csv_table(("a", "b"), [("x, y", 3)])
-    'a,b\\n"x, y",3\\n'
+    'a,b\n"x, y",3\n'
     """
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows([head, *rows])
