@@ -29,6 +29,7 @@ ROLE_BY_ROOM = {
     "distributed": "one plan for all ranks of a job",
     "doctor": "describes this machine",
     "testing": "laws that every cache must keep",
+    "types": "names of types, for annotations",
     "nn": "layers that follow a plan",
     "tuning": "many candidates become one plan: what to measure next, which splits, "
     "who wins, what a whole step gains",

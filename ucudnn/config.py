@@ -7,19 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ucudnn.errors import ConfigError, warn
 from ucudnn.problem import OPS
 from ucudnn.units import parse_bytes
 
-POLICIES = ("undivided", "powers-of-two", "all")
-UNPLANNED = ("torch", "tune", "error")
+Policy = Literal["undivided", "powers-of-two", "all"]
+Unplanned = Literal["torch", "tune", "error"]
 # The names in backends/registry.py, which this module must not import, and two more.
-BACKENDS = ("auto", "torch_cpu", "cudnn", "recorded")
-SOLVERS = ("auto", "exact", "highs", "cbc")
-EFFORT_NAMES = ("quick", "normal", "thorough")
-LAYOUTS = ("keep", "auto")
+Backend = Literal["auto", "torch_cpu", "cudnn", "recorded"]
+Solver = Literal["auto", "exact", "highs", "cbc"]
+Effort = Literal["quick", "normal", "thorough"]
+Layout = Literal["keep", "auto"]
+# The same at run time, for which type checkers are no help.
+POLICIES: tuple[str, ...] = get_args(Policy)
+UNPLANNED: tuple[str, ...] = get_args(Unplanned)
+BACKENDS: tuple[str, ...] = get_args(Backend)
+SOLVERS: tuple[str, ...] = get_args(Solver)
+EFFORT_NAMES: tuple[str, ...] = get_args(Effort)
+LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
@@ -56,10 +63,11 @@ _FALLBACKS: dict[str, Any] = {
     "effort": "normal",
     "time_budget_s": None,
     "step_race": True,
+    "exceed": False,
 }
 # Fields that say where a process looks and what tuning may cost there, not what a plan is.
 _OF_THE_PROCESS = frozenset(
-    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race"}
+    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "exceed"}
 )
 
 
@@ -109,6 +117,8 @@ class Config:
             convolution. None: the budget of the effort.
         step_race: end by timing whole steps of the model against torch's own, and leave out the
             kernels that do not pay there.
+        exceed: leave kernels of which nothing fits the workspace limit to torch's own convolution,
+            whatever that needs, and plan the others; else they are an error.
 
     Raises:
         ConfigError: a value that is not allowed; the message lists those that are.
@@ -116,19 +126,20 @@ class Config:
 
     workspace_limit: int | str | None = _default("workspace_limit")
     total_workspace: int | str | None = _default("total_workspace")
-    solver: str = _default("solver")
-    policy: str = _default("policy")
+    solver: Solver = _default("solver")
+    policy: Policy = _default("policy")
     ops: tuple[str, ...] = _default("ops")
-    unplanned: str = _default("unplanned")
+    unplanned: Unplanned = _default("unplanned")
     cache: str | None = _default("cache", compare=False)
-    backend: str = _default("backend")
+    backend: Backend = _default("backend")
     device: str | None = _default("device", compare=False)
     device_profile: str | None = _default("device_profile", compare=False)
     max_error: float | None = _default("max_error")
-    layout: str = _default("layout")
-    effort: str = _default("effort", compare=False)
+    layout: Layout = _default("layout")
+    effort: Effort = _default("effort", compare=False)
     time_budget_s: float | None = _default("time_budget_s", compare=False)
     step_race: bool = _default("step_race", compare=False)
+    exceed: bool = _default("exceed", compare=False)
 
     def __post_init__(self) -> None:
         values = {
@@ -146,6 +157,7 @@ class Config:
             "effort": _choice("effort", self.effort, EFFORT_NAMES),
             "time_budget_s": _positive("time_budget_s", self.time_budget_s),
             "step_race": _switch("step_race", self.step_race),
+            "exceed": _switch("exceed", self.exceed),
         }
         for name, value in values.items():
             # The dataclass is frozen; this replaces what was given by its checked form.
@@ -154,6 +166,11 @@ class Config:
             raise ConfigError(
                 "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "
                 "among all; set unplanned='torch' or 'error', or workspace_limit instead"
+            )
+        if self.exceed and self.total_workspace is not None:
+            raise ConfigError(
+                "exceed=True leaves kernels out of workspace_limit, and every kernel needs a part "
+                "of total_workspace; leave one of the two out"
             )
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")

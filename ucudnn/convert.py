@@ -116,8 +116,7 @@ def convert_(
             such as FSDP2; of a plan for channels_last each convolution lays its input out then.
 
     Raises:
-        PlanError: the plan was made for another device, or covers no convolution of the model, or
-            its file cannot be read.
+        PlanError: it was made for another device, covers nothing here, or cannot be read.
     """
     plan = _loaded(plan)
     require_same_device(plan)

@@ -241,6 +241,7 @@ class Origin:
         seconds: that it took, rounded.
         load: of the machine at the end: processes that were ready to run, on average of a minute.
         left_out: kernels without a plan, because the time was over before they had one.
+        over_limit: kernels without a plan, because nothing fits the workspace limit.
 
     Raises:
         UcudnnError: a value of another type.
@@ -256,6 +257,7 @@ class Origin:
     seconds: int = 0
     load: str = ""
     left_out: tuple[str, ...] = ()
+    over_limit: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -292,8 +292,8 @@ class Plan:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Kernels that the plan lacks, because the time was over before they had one."""
-        return () if self.origin is None else self.origin.left_out
+        """Kernels that the plan lacks: the time was over, or nothing fits the workspace limit."""
+        return () if self.origin is None else (*self.origin.left_out, *self.origin.over_limit)
 
     def split(self, problem: Problem) -> Split:
         """The split of a problem at its own batch, which may be any up to the planned one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -388,3 +389,36 @@ def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, tmp_pat
     noise = json.loads(ucudnn(*arguments, "--json", "--remeasure").out)["noise"]
     assert noise["perturbed"] == 5
     assert noise["is_noisy"] is True
+
+
+def test_all_kernels_over_the_limit_are_named_with_the_one_that_fits(ucudnn, model, tmp_path):
+    output = tmp_path / "plan.json"
+    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided")
+    done = ucudnn(*arguments, "--workspace-limit", "1")
+    assert done.status == 1
+    named = re.findall(r"([\d.]+) KiB for (\w+ conv2d\(.*?\) at batch 8)", done.err)
+    assert len(named) > 1
+    suffices = re.search(r"raise the limit to (\S+) (\w+), which fits all", done.err)
+    assert float(suffices[1]) == max(float(need) for need, _ in named)
+    enough = "".join(suffices.groups())
+    fitting = ucudnn(*arguments, "--workspace-limit", enough, "-o", output)
+    assert fitting.status == 0, fitting.err
+    assert len(Plan.load(output).kernels) == 5
+
+
+@pytest.mark.filterwarnings("always:.*exceed the workspace limit")
+def test_the_limit_may_be_exceeded(ucudnn, model, tmp_path):
+    output = tmp_path / "plan.json"
+    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided", "--exceed")
+    done = ucudnn(*arguments, "--workspace-limit", "3KiB", "-o", output)
+    assert done.status == 0, done.err
+    plan = Plan.load(output)
+    assert "kernels exceed the workspace limit and run torch's own convolution" in done.err
+    assert plan.origin.over_limit == plan.left_out
+    assert len(plan.kernels) + len(plan.left_out) == 5
+    assert plan.left_out
+    assert all(kernel.timing.workspace_bytes <= 3 << 10 for kernel in plan.kernels)
+    assert "nothing fits the workspace limit for " in ucudnn("show", output).out
+    partial = ucudnn(*arguments, "--workspace-limit", "3KiB", "--fail-if-partial")
+    assert partial.status == 1
+    assert "The plan is partial" in partial.err

@@ -155,6 +155,14 @@ RemeasureOption = Annotated[
 FailIfNoisyOption = Annotated[
     bool, typer.Option("--fail-if-noisy", help="Exit with 1 where times are not to be trusted.")
 ]
+ExceedOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--exceed/--no-exceed",
+        help="Leave kernels of which nothing fits the limit to torch's own convolution, and plan "
+        "the others. Default: no.",
+    ),
+]
 FailIfPartialOption = Annotated[
     bool, typer.Option("--fail-if-partial", help="Exit with 1 where kernels have no plan.")
 ]

@@ -46,6 +46,7 @@ def tune(
     time_budget: options.TimeBudgetOption = None,
     step_race: options.StepRaceOption = None,
     remeasure: options.RemeasureOption = False,
+    exceed: options.ExceedOption = None,
     fail_if_noisy: options.FailIfNoisyOption = False,
     fail_if_partial: options.FailIfPartialOption = False,
     cache: CacheOption = None,
@@ -56,10 +57,10 @@ def tune(
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
     # Settings by name, None where a flag was not given.
-    given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy}
-    given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
+    given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "cache": cache}
+    given |= {"backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace}
-    given |= {"solver": solver, "effort": effort, "step_race": step_race}
+    given |= {"solver": solver, "effort": effort, "step_race": step_race, "exceed": exceed}
     of_table = TableFlags(dtype, layout, math)
     of_table.require_right(recipe)
     given |= {"ops": passes(ops, recipe.infer), "layout": None if recipe.is_table else layout}
@@ -73,7 +74,6 @@ def tune(
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
     # torch is imported only now that the command line is known to be right.
-    from ucudnn.reports.text import left_out_sentence
     from ucudnn.tuning.tuner import device_type
 
     where = device_type(config)
@@ -84,18 +84,22 @@ def tune(
         traced = named.trace(config.ops, where)
     plan = _tune(traced, named, config, output, as_json, remeasure)
     # After the plan was written and printed: noise is no reason to lose it.
-    _judge_noise(plan, fail_if_noisy)
-    if fail_if_partial and plan.left_out:
-        say_error(f"--fail-if-partial: {left_out_sentence(plan)}")
-        raise typer.Exit(SAYS_NO)
+    _judge(plan, fail_if_noisy, fail_if_partial)
 
 
-def _judge_noise(plan: Plan, fail_if_noisy: bool) -> None:
+def _judge(plan: Plan, fail_if_noisy: bool, fail_if_partial: bool) -> None:
+    from ucudnn.reports.text import left_out_sentence
     from ucudnn.tuning.noise import noise_of
 
     noise = noise_of(plan)
+    reasons = {}
     if fail_if_noisy and noise.is_noisy:
-        say_error(f"--fail-if-noisy: {noise}")
+        reasons["--fail-if-noisy"] = str(noise)
+    if fail_if_partial and plan.left_out:
+        reasons["--fail-if-partial"] = left_out_sentence(plan)
+    for flag, reason in reasons.items():
+        say_error(f"{flag}: {reason}")
+    if reasons:
         raise typer.Exit(SAYS_NO)
 
 

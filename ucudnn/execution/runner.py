@@ -189,8 +189,9 @@ class Runner(AbstractRunner):
         if self.plan is not None and str(problem) in self.plan.left_out:
             self._warn(
                 problem,
-                f"{problem} was left out of the plan, because the time was over: torch's own "
-                f"convolution computes it; tune again, which goes on from what is in the cache",
+                f"{problem} was left out of the plan, because the time was over or nothing fits "
+                f"the workspace limit: torch's own convolution computes it; tune again, which goes "
+                f"on from what is in the cache, or with a larger limit",
             )
             return
         if self.config.unplanned == "torch" or self._tuner is None:

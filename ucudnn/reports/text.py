@@ -137,9 +137,16 @@ def plan_summary(plan: Plan) -> str:
 def left_out_sentence(plan: Plan) -> str:
     """Sentence on the kernels that a partial plan lacks."""
     count = len(plan.left_out)
+    assert plan.origin is not None
+    reasons = []
+    if plan.origin.left_out:
+        reasons.append("the time was over; tune again to go on")
+    if plan.origin.over_limit:
+        over = ", ".join(plan.origin.over_limit)
+        reasons.append(f"nothing fits the workspace limit for {over}")
     return (
         f"The plan is partial: {count} of {count + len(plan.kernels)} kernels are not in it, "
-        f"because the time was over; tune again to go on."
+        f"because {'; and '.join(reasons)}."
     )
 
 
@@ -259,6 +266,8 @@ def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
 
 def payback(plan: Plan, seconds: float) -> str:
     """Cost of tuning, and the number of steps after which it is paid back."""
+    if all(kernel.is_default for kernel in plan.kernels):
+        return f"Tuning cost {seconds:.1f} s: nothing is gained, all stays torch's own convolution."
     steps = steps_to_pay_back(plan, seconds)
     earned = (
         "the plan saves memory or nothing, no time that would pay it back"

@@ -16,7 +16,7 @@ from ucudnn.backends import AbstractBackend
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, UntunedWarning, warn
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import Budget
@@ -27,6 +27,7 @@ from ucudnn.tuning.fallback import plan_by_torch
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, warn_of_untuned
+from ucudnn.tuning.refusals import all_over_limit
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import Bounds, Kernel
 from ucudnn.tuning.step_shares import StepShares
@@ -88,6 +89,8 @@ class TuningScheduler:
             parts = (self.devices, self._shares, self._planner, self._budget, self._begin)
             self._pool = Pool(config, layers_by_problem, *parts)
         self._plans: dict[Problem, KernelPlan] = {}
+        # Of kernels of which nothing fits the limit of the user.
+        self._refused: dict[Problem, PlanError] = {}
         self._at_work = ""
         self._total_ns = 0
 
@@ -114,6 +117,7 @@ class TuningScheduler:
         finally:
             self.devices.close()
         self._begin("")
+        self._judge_refused()
         if self.left_out:
             warn_of_untuned(len(self.left_out), len(self._layers), self._budget.seconds)
 
@@ -126,7 +130,30 @@ class TuningScheduler:
     def left_out(self) -> tuple[str, ...]:
         """Kernels without a plan so far."""
         planned = {kernel.problem for kernel in self.kernels}
+        planned |= set(self._refused)
         return tuple(str(problem) for problem in self._layers if problem not in planned)
+
+    @property
+    def over_limit(self) -> tuple[str, ...]:
+        """Kernels of which nothing fits the workspace limit."""
+        return tuple(map(str, self._refused))
+
+    def _judge_refused(self) -> None:
+        """Name all kernels of which nothing fits the limit, in an error or in a warning.
+
+        Raises:
+            PlanError: there are some, and the settings do not allow to exceed the limit.
+        """
+        if not self._refused:
+            return
+        error = all_over_limit(self._refused, self._config.limit_bytes or 0, len(self.left_out))
+        if not self._config.exceed:
+            raise error
+        warn(
+            f"{len(self._refused)} of {len(self._layers)} kernels exceed the workspace limit and "
+            f"run torch's own convolution: {error}",
+            UntunedWarning,
+        )
 
     @property
     def budget_s(self) -> float | None:
@@ -221,6 +248,10 @@ class TuningScheduler:
         except PlanError as error:
             # A limit of the user holds. A part of the pool is our own decision, which the next
             # division may correct.
+            if self._pool is None and error.smallest_bytes is not None:
+                # All of them are named at the end, so that a limit can be raised once.
+                self._refused[planner.problem] = error
+                return None
             if self._pool is None or planner.limit == self._config.limit_bytes:
                 raise
             self._pool.refuse(planner.problem, error)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
+from typing import cast
 
 from ucudnn import __version__
 from ucudnn import cache as cache_room
@@ -17,7 +18,7 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.registry import backend_entry
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.cache import AbstractCache
-from ucudnn.config import Config
+from ucudnn.config import Backend, Config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, warn
 from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
@@ -136,12 +137,15 @@ def _plan(
             seconds=round(monotonic() - began),
             load=f"{os.getloadavg()[0]:.1f}",
             left_out=scheduler.left_out,
+            over_limit=scheduler.over_limit,
         ),
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),
         # A plan from a recording is for the backend that runs it, not for the one that replays.
-        config=replace(config, backend=backend.name, device=None, device_profile=None)
+        config=replace(
+            config, backend=cast(Backend, backend.name), device=None, device_profile=None
+        )
         if is_replayed(config)
         else config,
         backend=backend.name,
