@@ -142,23 +142,26 @@ class Config:
     exceed: bool = _default("exceed", compare=False)
 
     def __post_init__(self) -> None:
-        values = {
-            "workspace_limit": _bytes("workspace_limit", self.workspace_limit),
-            "total_workspace": _bytes("total_workspace", self.total_workspace),
-            "solver": _choice("solver", self.solver, SOLVERS),
-            "policy": _choice("policy", self.policy, POLICIES),
-            "ops": _passes(self.ops),
-            "unplanned": _choice("unplanned", self.unplanned, UNPLANNED),
-            "cache": _path("cache", self.cache, "a folder's path"),
-            "backend": _choice("backend", self.backend, BACKENDS),
-            "device_profile": _path("device_profile", self.device_profile, "a file's path"),
-            "max_error": _positive("max_error", self.max_error),
-            "layout": _choice("layout", self.layout, LAYOUTS),
-            "effort": _choice("effort", self.effort, EFFORT_NAMES),
-            "time_budget_s": _positive("time_budget_s", self.time_budget_s),
-            "step_race": _switch("step_race", self.step_race),
-            "exceed": _switch("exceed", self.exceed),
-        }
+        try:
+            values = {
+                "workspace_limit": _bytes("workspace_limit", self.workspace_limit),
+                "total_workspace": _bytes("total_workspace", self.total_workspace),
+                "solver": _choice("solver", self.solver, SOLVERS),
+                "policy": _choice("policy", self.policy, POLICIES),
+                "ops": _passes(self.ops),
+                "unplanned": _choice("unplanned", self.unplanned, UNPLANNED),
+                "cache": _path("cache", self.cache, "a folder's path"),
+                "backend": _choice("backend", self.backend, BACKENDS),
+                "device_profile": _path("device_profile", self.device_profile, "a file's path"),
+                "max_error": _positive("max_error", self.max_error),
+                "layout": _choice("layout", self.layout, LAYOUTS),
+                "effort": _choice("effort", self.effort, EFFORT_NAMES),
+                "time_budget_s": _positive("time_budget_s", self.time_budget_s),
+                "step_race": _switch("step_race", self.step_race),
+                "exceed": _switch("exceed", self.exceed),
+            }
+        except ConfigError as error:
+            raise self._with_source(error) from error
         for name, value in values.items():
             # The dataclass is frozen; this replaces what was given by its checked form.
             object.__setattr__(self, name, value)
@@ -174,6 +177,15 @@ class Config:
             )
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
+
+    def _with_source(self, error: ConfigError) -> ConfigError:
+        """The error of a field with the variable that its value is from, if it is from one."""
+        # Every message begins with the name of the field.
+        name = str(error).partition(" ")[0]
+        given = _settings().get(name)
+        if given is None or given != getattr(self, name, None):
+            return error
+        return ConfigError(f"{error}; it is from the environment variable UCUDNN_{name.upper()}")
 
     @property
     def limit_bytes(self) -> int | None:
@@ -211,6 +223,25 @@ class Config:
         given = {name: value for name, value in values.items() if name in known}
         # Every field is passed, so that no default reads this process's environment.
         return cls(**{**_FALLBACKS, **given})
+
+
+def require_config(config: object) -> Config:
+    """The settings that a public function was given, or the default ones.
+
+    >>> require_config(None) == Config()
+    True
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    if config is None:
+        return Config()
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config must be a ucudnn.Config, such as Config(workspace_limit='64MiB'), got "
+            f"{type(config).__name__}"
+        )
+    return config
 
 
 def _bytes(name: str, value: Any) -> int | None:

@@ -111,11 +111,22 @@ def trace_layers(
     names = {id(module): name for name, module in model.named_modules()}
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     for inputs in several:
+        _require_tensors(inputs)
         # tensors that a model keeps outside its parameters and buffers are made fake on the way
         fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
         with unchanged(model, fake_mode), _module_names(recorder, names):
             _trace_one(model, inputs, recorder, fake_mode, memory_format)
     return Traced(recorder.layers, frozenset(recorder.biased))
+
+
+def _require_tensors(inputs: Any) -> None:
+    # A shape is the most likely slip, and torch's error for it names no argument.
+    is_shape = isinstance(inputs, (tuple, torch.Size)) and inputs
+    if is_shape and all(isinstance(size, int) for size in inputs):
+        raise ConfigError(
+            f"example_inputs must hold tensors, got the numbers {tuple(inputs)}; for a shape give "
+            f"torch.empty{tuple(inputs)}"
+        )
 
 
 def _trace_one(

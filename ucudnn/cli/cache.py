@@ -14,7 +14,7 @@ import typer
 
 from ucudnn.cli.console import SAYS_NO, say
 from ucudnn.cli.options import CacheOption, JsonOption, common
-from ucudnn.errors import CacheError, CacheWarning
+from ucudnn.errors import CacheError, CacheWarning, ConfigError
 from ucudnn.units import format_bytes
 
 app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is_help=True)
@@ -76,6 +76,7 @@ def check(
 def merge(
     others: Annotated[list[Path], typer.Argument(help="Folders of other caches, only read.")],
     cache: CacheOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Add everything that other caches hold.
 
@@ -83,7 +84,9 @@ def merge(
     """
     with _kept():
         report = _cache_commands().merge(others, cache)
-    say(f"read {report.read} measurements, {report.added} of them new here")
+    _tell(
+        f"read {report.read} measurements, {report.added} of them new here", asdict(report), as_json
+    )
 
 
 @app.command()
@@ -92,13 +95,14 @@ def export(
     file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.")],
     where: WhereOption = None,
     cache: CacheOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write measurements to a CSV or JSON file, without loss.
 
     Example: ucudnn cache export timings.csv --where problem.op=fprop
     """
     count = _cache_commands().export(file, cache, where or ())
-    say(f"wrote {count} measurements to {file}")
+    _tell(f"wrote {count} measurements to {file}", {"measurements": count}, as_json)
 
 
 # The name is given, because `import` itself cannot be the name of a function.
@@ -110,6 +114,7 @@ def import_(
         list[Path] | None, typer.Option(help="A layer table that the probe was given.")
     ] = None,
     cache: CacheOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Add the measurements of a file; all of them, or none.
 
@@ -117,7 +122,7 @@ def import_(
     """
     with _kept():
         count = _cache_commands().import_(file, cache, layers or ())
-    say(f"read {count} measurements from {file}")
+    _tell(f"read {count} measurements from {file}", {"measurements": count}, as_json)
 
 
 @app.command()
@@ -127,27 +132,47 @@ def prune(
     older_than_days: Annotated[float | None, typer.Option(help="Only what is older.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     cache: CacheOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove measurements that match, such as those of versions that are gone.
 
     Example: ucudnn cache prune --where software.torch=2.12.0
     """
     count = _cache_commands().prune(cache, where or (), older_than_days, dry_run)
-    say(f"{'would remove' if dry_run else 'removed'} {count} measurements")
+    _tell(
+        f"{'would remove' if dry_run else 'removed'} {count} measurements",
+        {"measurements": count, "dry_run": dry_run},
+        as_json,
+    )
 
 
 @app.command()
 @common
-def explain(where: WhereOption = None, cache: CacheOption = None) -> None:
+def explain(
+    where: WhereOption = None, cache: CacheOption = None, as_json: JsonOption = False
+) -> None:
     """Say whether a measurement is there, and if not, in what the nearest one differs.
 
     Exit status 1 where there is none. Example: ucudnn cache explain --where problem.batch=32
     """
-    found = _cache_commands().explain(where or (), cache)
-    say(str(found))
+    if not where:
+        raise ConfigError(
+            "explain looks for a measurement and was given no field of it; name one or more, such "
+            "as --where problem.batch=32"
+        )
+    found = _cache_commands().explain(where, cache)
+    if as_json:
+        print(json.dumps({"found": found.found, "entries": found.entries, "said": str(found)}))
+    else:
+        say(str(found))
     # The answer is no, which is the exit status that scripts test for.
     if not found.found:
         raise typer.Exit(SAYS_NO)
+
+
+def _tell(sentence: str, document: dict[str, Any], as_json: bool) -> None:
+    # Not through rich, which breaks long lines.
+    print(json.dumps(document)) if as_json else say(sentence)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`ucudnn check` and `ucudnn compare`: is a plan still true here, and is it the same as another."""
+"""`ucudnn check` and `ucudnn compare`: is a plan still valid here, and the same as another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(
     ] = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a plan is still true here: device, versions, builds, some times; exit 1 if not.
+    """Say whether a plan is still valid here: device, versions, builds, some times; exit 1 if not.
 
     Example: ucudnn check resnet18.plan.json
     """
@@ -46,7 +46,7 @@ def check(
     else:
         for finding in findings:
             say(f"{_WORDS[finding.is_true]:>7}  {finding.about}: {finding.said}")
-        say("The plan is true here." if is_true else "The plan is not true here any more.")
+        say("The plan is valid here." if is_true else "The plan is not valid here any more.")
     sys.exit(0 if is_true else SAYS_NO)
 
 
@@ -55,7 +55,7 @@ def compare(
     other: Annotated[Path, typer.Argument(help="Another one.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Print in what two plans differ, kernel by kernel; exit 1 if they decide differently.
+    """Compare two plans, kernel by kernel; exit 1 if they decide differently.
 
     Example: ucudnn compare before.plan.json after.plan.json
     """
@@ -63,12 +63,14 @@ def compare(
     from ucudnn.reports.text import comparison_summary, comparison_table
 
     found = compare_plans(Plan.load(one), Plan.load(other))
+    names = (str(one), str(other))
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
         for difference in found.differences:
             say(f"{difference.name}: {difference.one} | {difference.other}")
         if found.changed:
-            out.print(comparison_table(found))
-        say(comparison_summary(found))
+            out.print(comparison_table(found, names))
+        for sentence in comparison_summary(found, names):
+            say(sentence)
     sys.exit(0 if found.is_same else SAYS_NO)

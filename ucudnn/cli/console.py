@@ -61,9 +61,30 @@ def say_error(line: str) -> None:
     err.print(f"ucudnn: {line}", soft_wrap=True)
 
 
+# Settings in messages of the package, as they are called on a command line.
+_FLAGS = {
+    "real=True": "--real",
+    "exceed=True": "--exceed",
+    "backend='recorded'": "--backend recorded",
+    "backend='cudnn'": "--backend cudnn",
+    "time_budget_s": "--time-budget",
+}
+
+
+def as_flags(message: str) -> str:
+    """A message with flags in the place of Python's keyword arguments.
+
+    >>> as_flags("if it needs values, use real=True")
+    'if it needs values, use --real'
+    """
+    for setting, flag in _FLAGS.items():
+        message = message.replace(setting, flag)
+    return message
+
+
 def fail(message: str, status: int) -> None:
     """End the command with one sentence."""
-    err.print(f"ucudnn: {message}", style="red", soft_wrap=True)
+    err.print(f"ucudnn: {as_flags(message)}", style="red", soft_wrap=True)
     sys.exit(status)
 
 
@@ -77,7 +98,7 @@ def show_warning(
 ) -> None:
     """Print the sentence of a warning alone; called as `warnings.showwarning` is."""
     del category, filename, lineno, file, line
-    say_error(f"warning: {message}")
+    say_error(f"warning: {as_flags(str(message))}")
 
 
 class Update(Protocol):

@@ -305,8 +305,17 @@ def _lone_algorithm(kernel: KernelPlan, batch: int) -> str | None:
     return split.steps[0].algorithm
 
 
-def comparison_table(found: Comparison) -> Table:
-    """One row per kernel that two plans compute differently; times are of different runs."""
+# Names of two plans that have none.
+_PAIR = ("the one", "the other")
+
+
+def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table:
+    """One row per kernel that two plans compute differently; times are of different runs.
+
+    Args:
+        found: the two plans.
+        names: of both, such as their files.
+    """
     table = Table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
         "a faster or slower day; gain: over torch's default in the same run; -: not planned",
@@ -316,8 +325,8 @@ def comparison_table(found: Comparison) -> Table:
     table.add_column("kernel", overflow="fold", min_width=16)
     for heading in ("time", "workspace", "gain"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("split of the one", "split of the other"):
-        table.add_column(heading, overflow="fold", min_width=14)
+    for name in names:
+        table.add_column(f"split of {name}", overflow="fold", min_width=14)
     for pair in found.changed:
         kernels = (pair.one, pair.other)
         # A cell has two lines, one per plan.
@@ -335,8 +344,13 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
     return _time(kernel.timing), workspace, _gain(kernel) or "-"
 
 
-def comparison_summary(found: Comparison) -> str:
-    """Sentences on how many kernels two plans decide alike, and on the totals of each plan."""
+def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> list[str]:
+    """Sentences on how many kernels two plans decide alike, and on the totals of each plan.
+
+    Args:
+        found: the two plans.
+        names: of both, such as their files.
+    """
     same = len(found.pairs) - len(found.changed)
     if not found.changed:
         verdict = f"Both compute all {same} kernels alike"
@@ -345,9 +359,9 @@ def comparison_summary(found: Comparison) -> str:
         )
     else:
         verdict = f"{len(found.changed)} of {len(found.pairs)} kernels differ."
-    totals = " ".join(
-        f"The {name}: {plan_summary(plan)}"
+    totals = [
+        f"{name}: {plan_summary(plan)}"
         + (f" {as_sentence(str(plan.layout_race))}" if plan.layout_race else "")
-        for name, plan in (("one", found.one), ("other", found.other))
-    )
-    return f"{verdict} {totals}"
+        for name, plan in zip(names, (found.one, found.other), strict=True)
+    ]
+    return [verdict, *totals]

@@ -143,14 +143,16 @@ class KernelMeasurer:
 
     def certificate(self) -> tuple[str, ...]:
         """Counts of timed candidates and the gap that is left, for the notes of a plan."""
-        timed = sum(entry.time_ns is not None for entry in self.measurements)
+        # Those that only tell about others are no candidates, whether they were timed or not.
+        options = [arm for arm in self._listed.by_arm if self._listed.lists(arm)]
+        entries = [self._records.by_arm.get(arm) for arm in options]
+        timed = sum(entry is not None and entry.time_ns is not None for entry in entries)
         gap = (
             f"no split along the {self._axis.name} axis is faster by more than "
             f"{self.outlook().gap:.1%} if the assumptions of lazy measuring hold"
         )
-        options = sum(bool(self._listed.lists(arm)) for arm in self._listed.by_arm)
         ruled_out = self._elimination.reasons().values()
-        return f"timed {timed} of {options} candidates", *ruled_out, gap
+        return f"timed {timed} of {len(options)} candidates", *ruled_out, gap
 
     def _measure(self, arms: Sequence[Arm]) -> None:
         """Look at what was never run, then race what is not hopeless."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ucudnn.benchmark.rounds import failure_of
-from ucudnn.config import Config
+from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.layout import memory_format_of
 from ucudnn.execution.stepping import tensors_of
@@ -70,7 +70,7 @@ def tune(
         ConfigError: the model does not accept the inputs or computes no convolution.
         PlanError: no plan of some kernel fits the workspace limit.
     """
-    config, began = config or Config(), monotonic()
+    config, began = require_config(config), monotonic()
     traced = trace_layers(model, example_inputs, config.ops, real=real)
     tuning = _Tuning(config, on_progress, remeasure, began)
     return tuning.run(model, example_inputs, traced, real=real)

@@ -18,7 +18,7 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.registry import backend_entry
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.cache import AbstractCache
-from ucudnn.config import Backend, Config
+from ucudnn.config import Backend, Config, require_config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, warn
 from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
@@ -72,7 +72,7 @@ def tune_problems(
         BusyError: workspace must be measured, and torch's profiler is in use.
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
-    config, began = config or Config(), monotonic()
+    config, began = require_config(config), monotonic()
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
