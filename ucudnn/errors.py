@@ -144,6 +144,7 @@ def warn(sentence: str, category: type[UcudnnWarning] = UcudnnWarning) -> None:
     """Warn at the line of the user's code from which ucudnn, or torch, was called.
 
     >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
     ...     warn("the machine is busy", NoiseWarning)
     >>> caught[0].category.__name__, str(caught[0].message)
     ('NoiseWarning', 'the machine is busy')
