@@ -22,8 +22,8 @@ from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.tuning.layout_check import reason_against_layout
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning"),
-    pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
 ]
 AUTO = {"layout": "auto", "policy": "undivided", "effort": "quick"}
 SHAPE = (4, 3, 12, 12)

@@ -191,7 +191,7 @@ def state_of(model):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning")
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
 def test_judging_leaves_a_model_as_it_was():
     torch.manual_seed(0)
     model, x = Model(), torch.randn(4, 3, 12, 12)
