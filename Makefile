@@ -41,7 +41,8 @@ COLON_LIST = $(subst $(NOTHING) $(NOTHING),:,$(1))
 # Per environment: extras of the package, and tools beside it.
 EXTRAS.venv :=
 EXTRAS.venv-test := [test,report]
-TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist
+# MPICH's mpiexec, and mpi4py, which finds its library and that of an Open MPI of the system.
+TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist mpich mpi4py
 EXTRAS.venv-bare :=
 TOOLS.venv-bare := pytest pytest-xdist hypothesis
 

@@ -33,8 +33,8 @@ from ucudnn.benchmark.protocol import (
 from ucudnn.benchmark.rounds import Entrant, run_rounds
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.execution.execute import bind
+from ucudnn.measurement import positions, role_of
 from ucudnn.plan import KernelPlan, Plan, Split
-from ucudnn.tuning.items import role_of_first
 from ucudnn.units import format_ns
 
 NEAR = (0.95, 1.05)
@@ -64,9 +64,7 @@ class Additivity:
 
 def chunks(axis: AbstractAxis, split: Split) -> Counter[Arm]:
     """The chunks of a split as tuning times them, and how many there are of each."""
-    roles = [role_of_first(axis.problem), *["later"] * (len(split.steps) - 1)]
-    if len(split.steps) == 1:
-        roles = ["alone"]
+    roles = [role_of(axis.problem, position) for position in positions(len(split.steps))]
     return Counter(
         Arm(axis.size_of(step), step.algorithm, role)
         for step, role in zip(split.steps, roles, strict=True)

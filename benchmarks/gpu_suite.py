@@ -232,13 +232,13 @@ def provenance(suite: Suite) -> Iterator[None]:
         "device": asdict(suite.backend.device()),
         "software": asdict(suite.backend.software()),
         "python": sys.version.split()[0],
-        "before": suite.backend.state(),
+        "before": suite.backend.state().notes,
     }
     suite.save("provenance.json", [*runs, record])  # a process that is replaced leaves this
     try:
         yield
     finally:
-        record.update(after=suite.backend.state(), ended=now())
+        record.update(after=suite.backend.state().notes, ended=now())
         suite.save("provenance.json", [*runs, record])
         suite.save_answers()
 

@@ -41,14 +41,14 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.cache import MemoryCache
 from ucudnn.config import Config
 from ucudnn.execution.execute import bind
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
+from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.confirmation import race
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import solve
 from ucudnn.tuning.tuner import tune_problems
 from ucudnn.units import format_ns
 
@@ -215,11 +215,10 @@ def best_split(
     problem: Problem, entries: Sequence[Measurement], session: Session, limit: int | None
 ) -> Split:
     """The fastest split by what was timed."""
-    solved = solve(problem, entries, session.kernel_of, limit)
-    applies = session.kernel_of(problem, DEFAULT_ALGORITHM) is not None
-    return min(
-        (split for split in solved.finalists(applies)), key=lambda split: cost_ns(split, entries)
-    )
+    splits = BatchSplits.of(BatchAxis(problem), (), entries, session.kernel_of, limit).splits()
+    if session.kernel_of(problem, DEFAULT_ALGORITHM) is not None:
+        splits.insert(0, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),)))
+    return min(splits, key=lambda split: cost_ns(split, entries))
 
 
 def cost_ns(split: Split, entries: Iterable[Measurement]) -> float:
@@ -230,11 +229,11 @@ def cost_ns(split: Split, entries: Iterable[Measurement]) -> float:
     }
     total = 0.0
     for place, step in enumerate(split.steps):
-        roles = ("later",) if place else ("first", "alone", "later")
+        roles = (Role.LATER,) if place else (Role.FIRST, Role.ALONE, Role.LATER)
         if len(split.steps) == 1:
-            roles = ("alone",)
+            roles = (Role.ALONE,)
         elif not place and not any((step.size, step.algorithm, r) in times for r in roles[:2]):
-            roles = ("later",)
+            roles = (Role.LATER,)
         found = [times.get((step.size, step.algorithm, role)) for role in roles]
         total += next((time_ns for time_ns in found if time_ns), float("inf"))
     return total
@@ -244,11 +243,11 @@ def exhaustive(session: Session, problem: Problem) -> list[Measurement]:
     """Time every candidate of a kernel in the same rounds."""
     backend, axis = session.backend, BatchAxis(problem)
     bench = LocalBench(backend, axis, how=How(chunks=EXHAUSTIVE))
-    roles = ("later",) if problem.op != "wgrad" else ("alone", "later")
+    roles = (Role.LATER,) if problem.op != "wgrad" else (Role.ALONE, Role.LATER)
     looks: dict[Arm, Measurement] = {}
     for size in range(1, problem.batch + 1):
         for candidate in backend.candidates(problem.with_batch(size)):
-            for role in roles if size < problem.batch else ("alone",):
+            for role in roles if size < problem.batch else (Role.ALONE,):
                 arm = Arm(size, candidate.algorithm, role)
                 look = bench.look(arm, None)
                 key = session.key(candidate.problem, arm.algorithm, role)
@@ -259,6 +258,8 @@ def exhaustive(session: Session, problem: Problem) -> list[Measurement]:
                     workspace_bytes=look.workspace_bytes,
                     error=look.accuracy.error,
                     notes=candidate.notes,
+                    implementation=candidate.implementation,
+                    is_deterministic=candidate.is_deterministic,
                 )
     results = bench.rounds(list(looks), {})
     return [

@@ -21,11 +21,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from networks import NETWORKS
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -40,128 +40,7 @@ from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.tuning.noise import noise_of
 from ucudnn.units import format_ns
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 console = Console(width=130, soft_wrap=True, highlight=False)
-
-
-class Network(NamedTuple):
-    """How a network is made, and the shape of its input."""
-
-    make: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-
-
-class Shortcut(nn.Sequential):
-    """Adds its input to its output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The sum."""
-        result: Tensor = super().forward(x)
-        return x + result
-
-
-class Gated(nn.Module):
-    """A layer of WaveNet: a gated dilated convolution of two taps, and a shortcut.
-
-    Args:
-        width: channels.
-        dilation: between the taps.
-    """
-
-    def __init__(self, width: int, dilation: int) -> None:
-        super().__init__()
-        self.taps = nn.Conv1d(width, 2 * width, 2, dilation=dilation)
-        self.mix = nn.Conv1d(width, width, 1)
-        self.pad = nn.ConstantPad1d((dilation, 0), 0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
-        gated = nn.functional.glu(self.taps(self.pad(x)), 1)
-        result: Tensor = x + self.mix(gated)
-        return result
-
-
-def conformer(width: int = 512, blocks: int = 4) -> nn.Module:
-    """Convolution modules of a conformer: pointwise, gated, depthwise of 31 taps, pointwise."""
-    return nn.Sequential(
-        *(
-            Shortcut(
-                nn.Conv1d(width, 2 * width, 1),
-                nn.GLU(1),
-                nn.Conv1d(width, width, 31, padding=15, groups=width),
-                nn.BatchNorm1d(width),
-                nn.SiLU(),
-                nn.Conv1d(width, width, 1),
-            )
-            for _ in range(blocks)
-        )
-    )
-
-
-def large_kernels(width: int = 128, blocks: int = 2) -> nn.Module:
-    """Depthwise 31x31 convolutions between 1x1 ones."""
-    return nn.Sequential(
-        nn.Conv2d(3, width, 4, 4),
-        *(
-            Shortcut(
-                nn.Conv2d(width, width, 31, padding=15, groups=width),
-                nn.BatchNorm2d(width),
-                nn.Conv2d(width, width, 1),
-                nn.GELU(),
-            )
-            for _ in range(blocks)
-        ),
-    )
-
-
-def wavenet(width: int = 64) -> nn.Module:
-    """Ten layers whose dilation doubles."""
-    layers = (Gated(width, 2**power) for power in range(10))
-    return nn.Sequential(nn.Conv1d(1, width, 1), *layers, nn.Conv1d(width, 1, 1))
-
-
-def hugging_face(name: str, **settings: Any) -> nn.Module:
-    """A network of transformers with random weights."""
-    import transformers
-
-    made = getattr(transformers, name)
-    network: nn.Module = made(made.config_class(**settings))
-    return network
-
-
-def unet3d() -> nn.Module:
-    """A U-Net for volumes with 3x3x3 convolutions."""
-    from monai.networks.nets import DynUNet
-
-    sizes = [[3, 3, 3]] * 5
-    strides = [[1, 1, 1], *[[2, 2, 2]] * 4]
-    network: nn.Module = DynUNet(3, 1, 3, sizes, strides, strides[1:])
-    return network
-
-
-def resnet(name: str) -> nn.Module:
-    """One of the examples'."""
-    import models
-
-    network: nn.Module = getattr(models, name)()
-    return network
-
-
-NETWORKS = {
-    "resnet18": Network(partial(resnet, "resnet18"), (32, 3, 224, 224)),
-    "resnet50": Network(partial(resnet, "resnet50"), (16, 3, 224, 224)),
-    "mobilenetv2": Network(partial(hugging_face, "MobileNetV2Model"), (8, 3, 224, 224)),
-    "convnext": Network(partial(hugging_face, "ConvNextModel"), (4, 3, 224, 224)),
-    "depthwise31": Network(large_kernels, (4, 3, 112, 112)),
-    "unet3d": Network(unet3d, (1, 1, 64, 64, 64)),
-    "wav2vec2": Network(
-        partial(hugging_face, "Wav2Vec2Model", apply_spec_augment=False, layerdrop=0.0), (2, 32000)
-    ),
-    "hifigan": Network(partial(hugging_face, "SpeechT5HifiGan"), (2, 64, 80)),
-    "conformer": Network(conformer, (8, 512, 200)),
-    "wavenet": Network(wavenet, (4, 1, 4096)),
-    "conv1d": Network(lambda: nn.Conv1d(512, 512, 3, 2), (4, 512, 6400)),
-}
 
 
 def main() -> None:

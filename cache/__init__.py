@@ -1,8 +1,9 @@
-"""Cache of measurements, shared by all processes and kept per device, whatever crashes.
+"""Cache of measurements, shared by all processes, kept per device, and safe against crashes.
 
     base.py       the contract, with what every cache does the same way
     memory.py     a cache in a dictionary
     overlay.py    a writable cache over read-only ones
+    wrapper.py    a base for caches that change some calls of another one
     hdf5/         a cache in a folder of HDF5 files
     entries.py    entries, and results of operations
     summary.py    counts by device
@@ -64,7 +65,7 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
         path: a folder, or several as in PATH ("mine:/fleet/image"): the first is written, the
             others only read; None: UCUDNN_CACHE, else the user's cache directory.
         mode: "a": read and add, the folder is made by the first `put`; "r": only read.
-        use_locks: False: never try a file lock. Nothing is lost then; work may be done twice.
+        use_locks: False: use no file locks. Nothing is lost then, but work may be done twice.
 
     Raises:
         ConfigError: another mode.

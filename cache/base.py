@@ -17,10 +17,10 @@ from ucudnn.system.closing import AbstractClosable
 class AbstractCache(AbstractClosable):
     """Measurements by key; `ucudnn.testing` checks the laws that every cache keeps.
 
-    When `put` returns, `get` finds the measurements, in this process and in every later one. Of two
-    with one key the later one counts, and nothing else changes the result of `get`. Putting raises
-    only where the cache was opened for reading. Where the disk cannot be written, one warning says
-    so, and the measurements are kept in memory.
+    When `put` returns, `get` finds the measurements, in this process and in every later one. If two
+    have the same key, the later one counts; nothing else changes the result of `get`. `put` raises
+    an error only if the cache was opened for reading. If the disk cannot be written, one warning
+    says so, and the measurements are kept in memory.
     """
 
     @abstractmethod
@@ -70,11 +70,11 @@ class AbstractCache(AbstractClosable):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Read what other processes have put since."""
+        """Read entries that other processes have put since."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what could not be written so far, and compact. Reading still works afterwards."""
+        """Write entries that could not be written so far, and compact. Reading works afterwards."""
 
     def put(self, measurements: Iterable[Measurement], device_uuid: str = "") -> None:
         """Keep measurements: all or none, and durable when this returns.

@@ -86,7 +86,7 @@ def export(target: PathLike, path: PathLike | None = None, where: Iterable[str] 
 
 
 def import_(source: PathLike, path: PathLike | None = None, layers: Iterable[PathLike] = ()) -> int:
-    """Add the entries of a file, and count them: all of them, or none where one is bad.
+    """Add the entries of a file, and count them: all of them, or none if one is bad.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()

@@ -19,7 +19,7 @@ class Entry:
         measurement: the key and the numbers.
         stored_ns: time of storage in ns since 1970 (UTC); of two for one key the later counts. 0:
             not stored yet, `put_entries` sets it to the present.
-        device_uuid: product UUID of the GPU it was taken on, "" where unknown; not in the key.
+        device_uuid: product UUID of the GPU it was taken on, "" if unknown; not in the key.
 
     Raises:
         CacheError: the time is before 1970 or after 2116.
@@ -61,7 +61,7 @@ class CacheInfo:
 
     Args:
         location: its folder, or "memory".
-        writable: True where measurements can be added.
+        writable: True if measurements can be added.
         files: number of files with measurements.
         file_bytes: their size in bytes.
         devices: one per device, by name.
@@ -100,7 +100,7 @@ class CheckReport:
 
     @property
     def clean(self) -> bool:
-        """True where there is no error, or every one was repaired."""
+        """True if there is no error, or every one was repaired."""
         return not self.problems
 
 
@@ -148,7 +148,7 @@ class Explanation:
 
     @property
     def found(self) -> bool:
-        """True where an entry has every value that was asked for."""
+        """True if an entry has every value that was asked for."""
         return self.nearest is not None and not self.differences
 
     def __str__(self) -> str:

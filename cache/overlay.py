@@ -82,7 +82,7 @@ class LayeredCache(AbstractCache):
         )
 
     def refresh(self) -> None:
-        """Read what other processes have put since, in every cache."""
+        """Read entries that other processes have put since, in every cache."""
         for layer in (self._top, *self._below):
             layer.refresh()
 

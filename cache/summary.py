@@ -17,7 +17,7 @@ def info_of(
 
     Args:
         location: the cache's folder, or "memory".
-        writable: True where measurements can be added.
+        writable: True if measurements can be added.
         file_bytes: size of each file.
         entries: one per key.
     """

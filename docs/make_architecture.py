@@ -28,6 +28,7 @@ ROLE_BY_ROOM = {
     "convert": "swaps the layers of a model",
     "distributed": "one plan for all ranks of a job",
     "doctor": "describes this machine",
+    "steps": "whole steps by a plan beside torch's own ways",
     "testing": "laws that every cache must keep",
     "types": "names of types, for annotations",
     "nn": "layers that follow a plan",
@@ -41,7 +42,7 @@ ROLE_BY_ROOM = {
     "cache": "measurements on disk",
     "reports": "plans as text and HTML",
     "solvers": "exact search over integers",
-    VALUES: "frozen values that every room may use: ",
+    VALUES: "frozen values that every part may use: ",
 }
 # The way of the data: what happens, and in which room.
 WAY = (
@@ -175,7 +176,7 @@ def draw(package: Path) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 18 * len(WAY)}">',
         '<g font-family="sans-serif" font-size="11" fill="#222">',
-        "<title>Rooms of ucudnn: each imports only rooms below it</title>",
+        "<title>Parts of ucudnn: each imports only parts below it</title>",
         '<rect width="100%" height="100%" fill="#fff"/>',
         *(line for room, place in boxes.items() for line in box(room, uses[room], place)),
         *legend,

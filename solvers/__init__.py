@@ -1,4 +1,4 @@
-"""Solvers: which micro-batches, and which share of the memory. Pure, over integers (ns, bytes)."""
+"""Solvers: the best split of a batch and the best division of memory, over integers (ns, bytes)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs and results of solvers, validated here so that no solver need check again."""
+"""Inputs and results of solvers, validated when they are made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Item:
     Args:
         batch: samples in the chunk.
         workspace_bytes: temporary memory that it needs.
-        time_ns: what it takes.
+        time_ns: its time.
         algorithm: name of the algorithm.
         rank: breaks ties, lower first; 0 for a deterministic algorithm, 1 for any other.
 
@@ -53,10 +53,10 @@ class Item:
 
 
 def require_int(name: str, value: object, least: int) -> None:
-    """Refuse what is not an int of at least some value: floats, bools, strings, arrays.
+    """Refuse everything but an int of at least some value: floats, bools, strings, arrays.
 
     Raises:
-        ConfigError: it is none; the message has the name, the rule and the value.
+        ConfigError: it is not such an int; the message has the name, the rule and the value.
     """
     # `isinstance` would accept True, which as a number is a mistake of the caller.
     if type(value) is not int or value < least:
@@ -64,17 +64,17 @@ def require_int(name: str, value: object, least: int) -> None:
 
 
 def require_limit(name: str, value: object) -> None:
-    """Refuse what is neither None (no limit) nor an int of at least 0.
+    """Refuse everything but None (no limit) and an int of at least 0.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is something else.
     """
     if value is not None:
         require_int(f"{name}, unless None for no limit,", value, 0)
 
 
 def require_items(name: str, items: Iterable[Item]) -> tuple[Item, ...]:
-    """The items as a tuple, after a look at each one's type.
+    """The items as a tuple, after a check of each one's type.
 
     Raises:
         ConfigError: one is not an `Item`.
@@ -101,11 +101,11 @@ class Pool:
 
     Args:
         fronts: per kernel its choices, as (workspace in bytes, time in ns).
-        total_bytes: what all parts together may be.
+        total_bytes: size of the pool, which is the most that all parts may add up to.
 
     Raises:
-        ConfigError: no kernel, a kernel without a choice, or a number that is no int in range.
-        PlanError: the pool is too small; it carries the smallest one that is not.
+        ConfigError: no kernel, a kernel without a choice, or a number that is not an int in range.
+        PlanError: the pool is too small; the error carries the smallest sufficient one.
     """
 
     fronts: tuple[Front, ...]
@@ -133,7 +133,7 @@ class Pool:
         return sum(min(front)[0] for front in self.fronts)
 
     def divided(self, choice: Iterable[int], lower_bound_ns: int, solver: str) -> Division:
-        """The division that picks one choice per kernel, summed up anew."""
+        """The division with one choice per kernel, with its sums of time and workspace."""
         picked = tuple(choice)
         # Summed from the points as Python ints: a solver's own sums may be scaled, or floats.
         points = [front[place] for front, place in zip(self.fronts, picked, strict=True)]
@@ -161,7 +161,7 @@ def _require_front(kernel: int, front: Front) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """One choice per kernel, and how far from the best one it can be at most.
+    """One choice per kernel, with a lower bound of the time of any division.
 
     >>> Division((0, 2), 100, 64, 98, "exact").gap_ns
     2
@@ -169,8 +169,9 @@ class Division:
     Args:
         choice: index into each kernel's front.
         time_ns: sum of the kernels' times.
-        workspace_bytes: what the pool must hold.
-        lower_bound_ns: no division is faster; equal to the time where that is proven optimal.
+        workspace_bytes: sum of the kernels' workspaces, which the pool must hold.
+        lower_bound_ns: lower bound of the time of any division; equal to `time_ns` if this one is
+            proven optimal.
         solver: name of the solver that found it.
     """
 
@@ -182,12 +183,12 @@ class Division:
 
     @property
     def gap_ns(self) -> int:
-        """Upper bound of the time that another division could save; 0 where this one is optimal."""
+        """Upper bound of the time that another division could save; 0 if this one is optimal."""
         return self.time_ns - self.lower_bound_ns
 
     @property
     def is_optimal(self) -> bool:
-        """True where the lower bound proves that no division is faster."""
+        """True if the lower bound proves that no division is faster."""
         return self.gap_ns == 0
 
 
@@ -195,7 +196,7 @@ class AbstractDivider(ABC):
     """A solver of the division problem, a multiple-choice knapsack.
 
     The law: one choice per kernel, the workspaces sum up to at most the pool, the time is the sum
-    of the kernels' times, and no division whatever is faster than the lower bound.
+    of the kernels' times, and no division is faster than the lower bound.
     """
 
     @abstractmethod
@@ -203,6 +204,6 @@ class AbstractDivider(ABC):
         """Divide one pool among the kernels that overlap.
 
         Raises:
-            PlanError: the solver ended without an answer that it stands for.
+            PlanError: the solver ended without a proven answer.
             ConfigError: the solver is not installed.
         """

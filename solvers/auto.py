@@ -1,4 +1,4 @@
-"""The solver that chooses a solver, and says which and why."""
+"""The solver that chooses between solvers, and gives the reason."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Auto(AbstractDivider):
-    """Divides a pool by this table.
+    """Divides a pool with the solver that this table names.
 
     | instance | solver | why |
     |---|---|---|
-    | `exact` proves its division | exact | it does for every network we know, sooner than HiGHS |
-    | it had to drop states, HiGHS proves one | highs | branch and bound closes some such gaps |
-    | HiGHS proves none in time, or is missing | exact | its division still has a certified gap |
+    | `exact` proves its division | exact | it does so for every known network, faster than HiGHS |
+    | it had to drop states, HiGHS proves one | highs | branch and bound closes some such gaps | |
+    HiGHS proves none in time, or is missing | exact | its division still has a certified gap |
 
     >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
     >>> print(Auto().choose(pool).reason)
@@ -39,7 +39,7 @@ class Auto(AbstractDivider):
 
     Args:
         time_limit_s: seconds for HiGHS.
-        state_limit: of `exact`.
+        state_limit: as for `Exact`.
     """
 
     time_limit_s: float = 10.0
@@ -50,7 +50,7 @@ class Auto(AbstractDivider):
         return self._decide(pool)[1]
 
     def choose(self, pool: Pool) -> Choice:
-        """The solver whose answer `divide` returns for this pool, and why; takes as long as it."""
+        """The solver that `divide` takes for this pool, and the reason; it solves the pool."""
         return self._decide(pool)[0]
 
     def _decide(self, pool: Pool) -> tuple[Choice, Division]:

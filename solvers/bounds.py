@@ -1,7 +1,8 @@
-"""Lower bounds that need no search: times that no split and no division of a pool can beat.
+"""Lower bounds without a search, for the time of any split and of any division of a pool.
 
-They cost one pass over the items. Solvers that prove their answers do not need them, but are
-checked by them, and they bound what a plan that was found in any other way leaves to gain.
+They take one pass over the items. Solvers that prove their answers do not need them, but tests
+check the answers with them. For a plan that was found in another way, they bound what is left to
+gain.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ def split_bound_ns(
     accumulate: Iterable[Item] | None = None,
     launch_ns: int = 0,
 ) -> int | None:
-    """A time that no split of batch n within a workspace limit can beat; None where nothing fits.
+    """Lower bound of the time of any split of batch n within a limit; None if nothing fits.
 
-    Every sample is charged the least time per sample of any chunk, the linear relaxation of the
-    split. The bound is met where the size of that chunk divides n.
+    Every sample is charged the smallest time per sample of any chunk: the linear relaxation of the
+    split. The bound is reached if the size of that chunk divides n.
 
     >>> items = [Item(4, 0, 40, "slow"), Item(3, 8, 14, "fast")]
     >>> split_bound_ns(items, 7), split_bound_ns(items, 6), split_bound_ns(items, 7, limit=4)
     (33, 28, 70)
 
     Args:
-        items: ways to compute a chunk; of three lists, ways to compute the batch alone.
+        items: ways to compute a chunk; with `first` and `accumulate`, ways to compute the batch
+            alone.
         n: the batch.
         limit: workspace in bytes, None for any.
         first: ways to compute the first of several chunks.
         accumulate: ways to compute a later chunk.
-        launch_ns: what every chunk costs beside its own time.
+        launch_ns: fixed cost of each chunk, in addition to its time.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -44,13 +46,8 @@ def split_bound_ns(
     require_int("n", n, 1)
     require_limit("limit", limit)
     require_int("launch_ns", launch_ns, 0)
-    # A chunk that is larger than n or over the limit is in no split, so it must not set the rate.
     lone, starts, later = (
-        [
-            (item.batch, item.time_ns + launch_ns)
-            for item in require_items(name, listed or ())
-            if item.batch <= n and (limit is None or item.workspace_bytes <= limit)
-        ]
+        [(item.batch, item.time_ns + launch_ns) for item in _usable(name, listed, n, limit)]
         for name, listed in (("items", items), ("first", first), ("accumulate", accumulate))
     )
     # In one list a chunk costs the same at any position, so one rate holds for all n samples.
@@ -66,8 +63,14 @@ def split_bound_ns(
     return min([*alone, *several], default=None)
 
 
+def _usable(name: str, listed: Iterable[Item] | None, n: int, limit: int | None) -> list[Item]:
+    # A chunk that is larger than n or over the limit is in no split, so it must not set the rate.
+    fitting = (item for item in require_items(name, listed or ()) if item.batch <= n)
+    return [item for item in fitting if limit is None or item.workspace_bytes <= limit]
+
+
 def _charged(samples: int, chunks: Sequence[tuple[int, int]]) -> int | None:
-    """Least time of so many samples, at the rate of the best (size, time) with size <= n."""
+    """Smallest time of so many samples, at the best rate of any (size, time) with size <= n."""
     best: tuple[int, int] | None = None
     for size, time_ns in chunks:
         # Rates are compared crosswise, in integers, so that none is rounded.
@@ -78,7 +81,7 @@ def _charged(samples: int, chunks: Sequence[tuple[int, int]]) -> int | None:
 
 
 def network_bound_ns(fronts: Iterable[Sequence[tuple[int, int]]], total_bytes: int) -> int:
-    """A time that no division of a pool among overlapping kernels can beat.
+    """Lower bound of the time of any division of a pool among overlapping kernels.
 
     It is the linear relaxation of the division, in which a kernel may run at a mixture of points.
 
@@ -90,7 +93,7 @@ def network_bound_ns(fronts: Iterable[Sequence[tuple[int, int]]], total_bytes: i
         total_bytes: the pool.
 
     Raises:
-        PlanError: the pool is too small; it carries the smallest that is not.
+        PlanError: the pool is too small; the error carries the smallest sufficient one.
         ConfigError: an argument is out of range.
     """
     return relax(Pool(tuple(map(tuple, fronts)), total_bytes)).bound_ns

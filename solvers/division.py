@@ -1,9 +1,9 @@
 """Workspace division: every kernel that overlaps with others owns its part of one pool.
 
-Workspaces add up, so kernels are no longer problems of their own: one choice per kernel, the sum of
-the workspaces within the pool, the sum of the times least. This is the WD method of mu-cuDNN (Oyama
-et al., CLUSTER 2018), a multiple-choice knapsack. Only kernels that run at the same
-time need it; for kernels of one stream sharing one workspace is never slower.
+Workspaces add up, so kernels can no longer be solved one by one. The task is to choose one point of
+each kernel's front so that the workspaces fit in the pool and the sum of the times is minimal. This
+is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018), a multiple-choice knapsack. Only kernels
+that run at the same time need it; for kernels of one stream sharing one workspace is never slower.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def divide(
     cliques: Iterable[Iterable[int]] | None = None,
     time_limit_s: float | None = None,
 ) -> Division:
-    """Choose a point of every kernel's front so that the total time is least and the pool suffices.
+    """Choose a point of every kernel's front that minimizes the total time within the pool.
 
     >>> fronts = [[(0, 9), (8, 5)], [(0, 7), (8, 1)]]
     >>> division = divide(fronts, total_bytes=8)
@@ -47,19 +47,19 @@ def divide(
         fronts: per kernel its choices as (workspace in bytes, time in ns), as `front(n)` of a
             table gives them.
         total_bytes: the pool.
-        solver: "auto", "exact" (always there), "highs" or "cbc" (through PuLP).
+        solver: "auto", "exact" (always available), "highs" or "cbc" (through PuLP).
         cliques: kernels, by index, that overlap in time; each kernel is in one clique, and cliques
             follow one another in the same pool. None: all kernels overlap.
         time_limit_s: seconds for HiGHS or CBC; None: no limit, but 10 s for HiGHS in "auto".
-            "exact" needs none.
+            "exact" ignores it.
 
     Returns:
-        The choices, with a lower bound that equals the time where they are proven optimal. The
+        The choices, with a lower bound that equals the time if they are proven optimal. The
         workspace is that of the largest clique.
 
     Raises:
-        PlanError: the pool is too small, and the error carries the smallest that is not; or the
-            solver proved nothing, in time or at all.
+        PlanError: the pool is too small, and the error carries the smallest sufficient one; or the
+            solver did not prove its answer, in time or at all.
         ConfigError: an argument is out of range, or the solver is not installed.
     """
     divider = _divider(solver, time_limit_s)
@@ -94,7 +94,7 @@ def _divider(solver: str, time_limit_s: float | None) -> AbstractDivider:
 
 
 def _point(point: Any) -> Any:
-    """A pair as JSON gives it, as a tuple; anything else is left for the pool to refuse."""
+    """A list of two, as from JSON, as a tuple; anything else is left for the pool to refuse."""
     return tuple(point) if type(point) is list else point
 
 
@@ -122,7 +122,7 @@ def _groups(count: int, cliques: Iterable[Iterable[int]] | None) -> list[tuple[i
 
 
 def _pools(members: Sequence[tuple[Front, ...]], total_bytes: int) -> list[Pool]:
-    """One pool per clique; where some are too small the one that needs most says so."""
+    """One pool per clique; if several are too small, the error is about the one that needs most."""
     pools, errors = [], []
     # All are tried before one is refused: `smallest_bytes` must suffice for every clique.
     for fronts in members:

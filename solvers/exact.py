@@ -1,13 +1,13 @@
 """Exact division of a pool: Lagrangian bound, reduced-cost fixing, then a dynamic program.
 
-A choice whose reduced cost exceeds the gap between the best division known and the bound is in no
-better division, and is left out before anything is enumerated. The kernels that keep a second
-choice are added one by one to the relaxation's base. Of the partial divisions those stay that no
-other dominates and that may still lead to something better, by the bound at several prices of
-memory; what fits with the base for the rest may become the best known, which narrows the gap
+First, choices are removed whose reduced cost exceeds the gap between the best division known and
+the bound: they are in no better division. Then kernels that still have several choices are added
+one by one to the relaxation's base. A partial division is kept if no other dominates it and if it
+may lead to a better one, by the bound at several prices of memory. A partial division that fits
+together with the base choices of the other kernels may become the best known, which narrows the gap
 (Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995). Kernels whose
 workspace changes in large steps come first: they cause the gap that the rest must then close. All
-in integers, so optimal means optimal.
+computations are in integers, so the proof of optimality has no rounding.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Exact(AbstractDivider):
     (0, 1)
 
     Args:
-        state_limit: partial divisions that are kept at once. Where there are more, which takes
-            times and workspaces that rise in proportion and no network that we know, the most
-            promising are followed, and the lower bound tells how good the result is at least.
+        state_limit: number of partial divisions that are kept at once. If there are more, only the
+            most promising ones are followed, and the lower bound says how good the result is at
+            least. This happens if times and workspaces are proportional; no known network reaches
+            it.
     """
 
     state_limit: int = 1 << 18
@@ -62,9 +63,9 @@ class _States:
     """Partial divisions after one more kernel, as differences from the base.
 
     Args:
-        extra: bytes, rising.
-        later: ns, falling.
-        parents: each one's place among the states before.
+        extra: bytes, in ascending order.
+        later: ns, in descending order.
+        parents: position of the preceding state, among those before this kernel.
         options: the choice of this kernel.
     """
 
@@ -74,18 +75,18 @@ class _States:
     options: Integers
 
     def only(self, kept: Integers) -> _States:
-        """Some of them, by place or by mask."""
+        """Some of the states, by position or by mask."""
         return _States(self.extra[kept], self.later[kept], self.parents[kept], self.options[kept])
 
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """Bounds of the contribution of the kernels that come after each turn.
+    """Bounds of what the kernels that are not yet added can contribute, for each turn.
 
     Args:
-        gap: what the choices of a better division may cost beyond the bound.
-        least: the fewest bytes that they can add; negative where they save.
-        cheapest: per price the least that they can add to a cost.
+        gap: cost beyond the bound that the choices of a better division may have.
+        least: the smallest number of bytes that they can add; negative if they save bytes.
+        cheapest: for each price, the least that they can add to a cost.
     """
 
     gap: int
@@ -94,7 +95,7 @@ class _Rest:
 
 
 class _Search:
-    """The dynamic program, with the best division known as it goes."""
+    """The dynamic program, with the best division found so far."""
 
     def __init__(self, pool: Pool, relaxation: Relaxation) -> None:
         choices, base = relaxation.choices, relaxation.base
@@ -116,7 +117,7 @@ class _Search:
         return sum(values[choice].tolist())
 
     def run(self, state_limit: int) -> bool:
-        """Add kernels until nothing better can be left; False where states had to be dropped."""
+        """Add kernels until no better division is possible; False if states had to be dropped."""
         # A zero in the dtype of the pool's numbers, int64 or Python ints.
         none = self._extra[:1] * 0
         layers = [_States(none, none, np.zeros(1, np.int64), self._relaxation.base[:1])]
@@ -148,7 +149,7 @@ class _Search:
         return np.flatnonzero(allowed) + places.start
 
     def _kernels(self) -> list[int]:
-        """Kernels with another choice than the base's, those of the largest steps first."""
+        """Kernels with a choice besides the base's, those with the largest steps first."""
         others = self._relaxation.reduced <= self._gap()
         others[self._relaxation.base] = False
         # More than any step, so that it marks kernels with only their base choice left.
@@ -171,7 +172,7 @@ class _Search:
         return _Rest(gap, _sums_after(least), _sums_after(cheapest))
 
     def _combined(self, states: _States, options: Integers, rest: _Rest, turn: int) -> _States:
-        """All states with all choices of one more kernel, less those that others dominate."""
+        """All states with all choices of one more kernel, without dominated ones."""
         extra = (self._extra[options, None] + states.extra).reshape(-1)
         later = (self._later[options, None] + states.later).reshape(-1)
         # At one price before the sort; `_promising` tests the others on what dominance leaves.
@@ -203,7 +204,7 @@ class _Search:
         return below
 
     def _cheapest(self, states: _States) -> Integers:
-        """Indices of the states that cost least beyond the bound, the most promising ones."""
+        """Indices of the most promising states: those that cost least beyond the bound."""
         cost = self._relaxation.scale * states.later + self._relaxation.price * states.extra
         return np.sort(np.argsort(cost, kind="stable")[:_FOLLOWED])
 
@@ -225,6 +226,6 @@ class _Search:
 
 
 def _sums_after(values: Integers) -> Integers:
-    """Along the last axis the sum of all values after each."""
+    """For each place along the last axis, the sum of all values after it."""
     backwards = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
     return backwards - values

@@ -1,12 +1,13 @@
-"""Every split and every division, one by one: the oracle that other solvers must agree with.
+"""Exhaustive search over all splits and all divisions, with which other solvers are compared.
 
-For tests and tiny problems only. It shares neither code nor ideas with what it checks.
+For tests and tiny problems only. It shares neither code nor methods with what it checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
 
 from ucudnn.errors import ConfigError
@@ -27,7 +28,7 @@ def exhaustive(
     max_chunks: int | None = None,
     align: int = 1,
 ) -> tuple[Item, ...] | None:
-    """The best split of batch n by trying all; None where nothing fits.
+    """The best split of batch n, found by trying all; None if nothing fits.
 
     >>> items = [Item(4, 0, 40, "slow"), Item(1, 8, 5, "fast"), Item(2, 16, 9, "fast")]
     >>> [item.batch for item in exhaustive(items, 3)]
@@ -42,34 +43,40 @@ def exhaustive(
     if first is None or accumulate is None:
         splits = _multisets(_fitting(items, limit), n)
     else:
-        alone = ((item,) for item in _fitting(items, limit) if item.batch == n)
-        later = _fitting(accumulate, limit)
-        several = (
-            (start, *rest)
-            for start in _fitting(first, limit)
-            # The next chunk begins where the first one ends, at a multiple of `align`.
-            if start.batch < n and start.batch % align == 0
-            for rest in _multisets(later, n - start.batch)
-        )
-        splits = (split for group in (alone, several) for split in group)
-    best = None
-    for count, split in enumerate(splits):
-        if count == _MOST:
-            raise ConfigError(f"batch {n} has over {_MOST} splits to try; use reuse")
-        # Chunks begin at multiples of `align`, so only the size of the last may be none.
-        odd = sum(item.batch % align != 0 for item in split)
-        if odd > 1 or (max_chunks is not None and len(split) > max_chunks):
-            continue
-        # In the order in which `reuse` breaks ties.
-        cost = (
-            sum(item.time_ns + launch_ns for item in split),
-            len(split),
-            max(item.workspace_bytes for item in split),
-            sum(item.rank for item in split),
-        )
-        if best is None or cost < best[0]:
-            best = cost, split
-    return None if best is None else best[1]
+        alone, begins, later = (_fitting(some, limit) for some in (items, first, accumulate))
+        splits = _by_position(alone, begins, later, n, align)
+    tried = list(islice(splits, _MOST + 1))
+    if len(tried) > _MOST:
+        raise ConfigError(f"batch {n} has over {_MOST} splits to try; use reuse")
+    # Chunks begin at multiples of `align`, so only the size of the last may be none.
+    valid = (split for split in tried if sum(item.batch % align != 0 for item in split) <= 1)
+    most = n if max_chunks is None else max_chunks
+    short = (split for split in valid if len(split) <= most)
+    return min(short, default=None, key=partial(_cost, launch_ns))
+
+
+def _by_position(
+    alone: list[Item], first: list[Item], later: list[Item], n: int, align: int
+) -> Iterator[tuple[Item, ...]]:
+    """Every split into one chunk alone, or into a first one and later ones."""
+    for item in alone:
+        if item.batch == n:
+            yield (item,)
+    for item in first:
+        # The next chunk begins where the first one ends, at a multiple of `align`.
+        if item.batch < n and item.batch % align == 0:
+            for rest in _multisets(later, n - item.batch):
+                yield (item, *rest)
+
+
+def _cost(launch_ns: int, split: tuple[Item, ...]) -> tuple[int, int, int, int]:
+    """Sort key: the order in which `reuse` breaks ties."""
+    return (
+        sum(item.time_ns + launch_ns for item in split),
+        len(split),
+        max(item.workspace_bytes for item in split),
+        sum(item.rank for item in split),
+    )
 
 
 def _fitting(items: Iterable[Item], limit: int | None) -> list[Item]:

@@ -1,4 +1,4 @@
-"""Pareto fronts of (workspace in bytes, time in ns): what is dominated, and how kernels combine."""
+"""Pareto fronts of (workspace in bytes, time in ns): removal of dominated points, combination."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Point = tuple[int, int]
 
 
 def undominated(points: Sequence[Point]) -> list[int]:
-    """Indices of the points that no other one matches in both, by rising workspace.
+    """Indices of the points that no other point dominates, by ascending workspace.
 
     >>> undominated([(8, 5), (0, 9), (8, 7), (16, 5)])
     [1, 0]
 
-    Of equal points the first is kept.
+    If points are equal, the first is kept.
     """
     kept: list[int] = []
     # By workspace, then time: a point is dominated unless it is faster than all before it.
@@ -27,8 +27,8 @@ def undominated(points: Sequence[Point]) -> list[int]:
 def shared(fronts: Iterable[Sequence[Point]]) -> list[Point]:
     """The front of kernels that run one after the other and share one workspace.
 
-    Under every limit each kernel takes its own best point, so times add up and the workspace is
-    the largest.
+    Under every limit each kernel takes its own best point. Times add up, and the workspace is the
+    largest one.
 
     >>> shared([[(0, 9), (8, 5)], [(4, 7), (8, 3)]])
     [(4, 16), (8, 8)]

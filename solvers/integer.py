@@ -1,9 +1,9 @@
 """Division of a pool by integer programming: HiGHS or CBC, through the modeller PuLP.
 
-A second opinion on the exact solver, from other people's code. Solvers compute in floating point
-with absolute tolerances of about 1e-6, so a model in raw bytes and ns makes them call suboptimal
-points optimal (mu-cuDNN's own model did for 23 of 100 limits). Here both rows are scaled to where
-one byte and one ns are far above the tolerance, and what comes back is summed up again in integers.
+It is an independent check of the exact solver. These solvers compute in floating point with
+absolute tolerances of about 1e-6. A model in raw bytes and ns makes them call suboptimal points
+optimal (mu-cuDNN's own model did so for 23 of 100 limits). Here both rows are scaled so that one
+byte and one ns are far above the tolerance, and the answer is summed up again in integers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class IntegerProgram(AbstractDivider):
 
     Args:
         solver: "highs" or "cbc".
-        time_limit_s: seconds after which the solver gives up, None for never.
+        time_limit_s: seconds after which the solver gives up; None: never.
     """
 
     solver: str
@@ -92,7 +92,7 @@ class IntegerProgram(AbstractDivider):
         return np.array([use.value() or 0 for use in uses])
 
     def _backend(self, pulp: Any) -> Any:
-        """The solver with a gap of 0, on one thread so that equal inputs give equal answers."""
+        """The solver, with a gap of 0, on one thread so that equal inputs give equal answers."""
         options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "threads": 1}
         options["timeLimit"] = self.time_limit_s
         if self.solver == "highs":
@@ -108,13 +108,13 @@ class IntegerProgram(AbstractDivider):
 
 @dataclass(frozen=True, eq=False)
 class _Scale:
-    """Coefficients of a program, each kernel's smallest time and workspace taken off.
+    """Scaled coefficients of a program, minus each kernel's smallest time and workspace.
 
     Args:
         times: of every choice.
         workspaces: of every choice.
-        room: what the workspaces may sum up to.
-        doubt_ns: by how much the solver's optimum may miss the true one.
+        room: the most that the workspaces may sum up to.
+        doubt_ns: largest difference between the solver's optimum and the true one.
     """
 
     times: list[float]
@@ -124,7 +124,7 @@ class _Scale:
 
     @classmethod
     def of(cls, choices: Choices, total_bytes: int) -> _Scale:
-        """Scale by powers of two, which round nothing."""
+        """Scale by powers of two, which is exact."""
         starts, sizes = choices.starts[:-1], np.diff(choices.starts)
         fastest = np.minimum.reduceat(choices.times, starts)
         smallest = np.minimum.reduceat(choices.workspaces, starts)

@@ -1,16 +1,17 @@
 """Choice of the chunks to time next, until no untimed one can be part of a faster split.
 
-The solver runs on lower bounds of what was not timed. Where the split that it finds holds only
-timed chunks no split is faster, as every other one costs at least its bound; else it names what to
-time. Bounds rest on two assumptions about the sizes of one curve, whatever the role of the chunk:
+The solver runs on times where they are known, and on lower bounds elsewhere. If the split that it
+finds contains only timed chunks, no split is faster, because every other one costs at least its
+bound. Else the split names what to time. The bounds rest on two assumptions about a curve, the
+times of one implementation over the chunk size, in any role:
 
     grows    no chunk takes less time than a smaller one;
-    economy  no chunk beats, per sample, both timed sizes next to it by more than a tenth for every
-             doubling that lies between them beyond the first.
+    economy  per sample, no chunk is faster than both neighbouring timed sizes by more than a tenth
+             for every doubling between these two beyond the first.
 
-Every timed size is held against what the others promise for it: times that fall are replaced by
-their largest non-falling minorant, and all bounds of a curve are lowered by its worst broken
-promise.
+Every timed size is compared with the bound that the other sizes give for it. Times that fall as the
+size grows are replaced by their largest non-decreasing minorant. All bounds of a curve are lowered
+by the worst ratio of a time to its bound, if that is below 1.
 """
 
 from __future__ import annotations
@@ -22,19 +23,17 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from ucudnn.measurement import Role, positions
 from ucudnn.solvers._base import Item
-from ucudnn.solvers.reuse import reuse
-from ucudnn.solvers.table import ReuseTable
+from ucudnn.solvers.reuse import reuse_by_position
 
-# Positions in a split, which `reuse` takes as three lists.
-LISTS = ("alone", "first", "later")
 # Least factor of the time per sample from one doubling between timed sizes ("economy" above), as a
 # fraction of ints: bounds are ints.
 _KEPT, _OF = 9, 10
 
 
 class Interval(NamedTuple):
-    """A measured time with the interval that it is known to."""
+    """A measured time with its confidence interval."""
 
     low_ns: int
     time_ns: int
@@ -43,32 +42,32 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A chunk that fits the limit and that a split may hold, timed or not.
+    """A chunk within the limit that a split may contain, timed or not.
 
     Args:
         batch: samples in the chunk.
         algorithm: what computes it.
-        curve: options of one curve run the same kernel, so that one size tells about another.
-        lists: positions in a split that it can fill, of "alone", "first" and "later".
-        interval: its time as far as it is known, None where it never ran.
-        is_timed: whether that is good enough to plan with.
+        curve: name of a curve; its options run one implementation, so one size bounds another.
+        lists: positions in a split that it can fill, which `reuse` takes as three lists.
+        interval: its time; None if it never ran.
+        is_timed: whether the time is precise enough to plan with.
         workspace_bytes: breaks ties.
         rank: breaks ties after that.
-        is_seed: whether its size is likely to be an efficient one.
-        role: the caller's name for how it runs.
-        least_ns: a lower bound of its time that the caller knows, for one that never ran.
+        is_seed: whether its size is likely to be efficient.
+        role: the role in which the caller times it.
+        least_ns: a lower bound of its time from the caller, if it never ran.
     """
 
     batch: int
     algorithm: str
     curve: str
-    lists: tuple[str, ...]
+    lists: tuple[Role, ...]
     interval: Interval | None = None
     is_timed: bool = False
     workspace_bytes: int = 0
     rank: int = 0
     is_seed: bool = False
-    role: str = ""
+    role: Role = Role.ALONE
     least_ns: int = 0
 
 
@@ -77,9 +76,9 @@ class Outlook:
     """Gap estimate of the best split of timed chunks, and the chunks to time to narrow it.
 
     Args:
-        time_ns: the best split of timed chunks, None where there is none.
-        bound_ns: no split is faster where the assumptions hold; None where there is none at all.
-        wanted: what to time next; empty when the two are close enough.
+        time_ns: the best split of timed chunks, None if there is none.
+        bound_ns: lower bound of any split, if the assumptions hold; None if no split exists.
+        wanted: chunks to time next; empty if time and bound are close enough.
     """
 
     time_ns: int | None
@@ -88,7 +87,7 @@ class Outlook:
 
     @property
     def gap(self) -> float:
-        """By which fraction of its time a better split could be faster at most.
+        """Upper bound of what a better split could save, as a fraction of the time.
 
         >>> Outlook(100, 75).gap
         0.25
@@ -106,35 +105,27 @@ def outlook(
     tolerance: float = 0.0,
     least_ns: int = 0,
 ) -> Outlook:
-    """Say what to time next for the fastest split of a batch, or that nothing is left to time.
+    """Choose what to time next to find the fastest split of a batch.
 
-    >>> small = Option(1, "gemm", "gemm", ("first", "later"), Interval(5, 5, 5), is_timed=True)
-    >>> outlook([small, Option(4, "gemm", "gemm", ("alone",))], batch=4).wanted[0].batch
+    >>> known = Interval(5, 5, 5)
+    >>> small = Option(1, "gemm", "gemm", (Role.FIRST, Role.LATER), known, is_timed=True)
+    >>> outlook([small, Option(4, "gemm", "gemm", (Role.ALONE,))], batch=4).wanted[0].batch
     4
 
     Args:
         options: all chunks that fit the limit.
-        batch: what to split.
-        launch_ns: what every chunk costs beside its own time.
-        tolerance: a gap that is small enough, as a fraction of the time; a promise broken by less
-            passes for noise.
-        least_ns: chunks that were not timed and turn out to take less will not be options.
+        batch: the batch to split.
+        launch_ns: fixed cost of each chunk, in addition to its time.
+        tolerance: a gap that is small enough, as a fraction of the time; a time that is below its
+            bound by less counts as noise.
+        least_ns: shortest time of a chunk in a split; a shorter one will be no option.
     """
     everything = tuple(options)
     curves = _by_curve(everything)
-    # A curve that was never timed has no bound, so one time of each such curve comes first.
-    unknown = tuple(
-        max(curve, key=_most_telling)
-        for curve in curves.values()
-        if not any(option.interval for option in curve)
-    )
-    bound_by_option = {
-        option: bound
-        for curve in curves.values()
-        for option, bound in zip(curve, _bounds(curve, tolerance, least_ns), strict=True)
-    }
-    timed = [option for option in everything if option.is_timed]
-    known = {option: option.interval.time_ns for option in timed if option.interval}
+    bound_by_option: dict[Option, int] = {}
+    for curve in curves.values():
+        bound_by_option |= zip(curve, _bounds(curve, tolerance, least_ns), strict=True)
+    known = {one: one.interval.time_ns for one in everything if one.is_timed and one.interval}
     # The same problem twice: with times that are known, and with a lower bound for every chunk.
     best = _Solved(known, batch, launch_ns)
     optimistic = _Solved(bound_by_option, batch, launch_ns)
@@ -142,11 +133,14 @@ def outlook(
     # No chunks add up to the batch, timed or not, so nothing is worth timing.
     if bound_ns is None:
         return Outlook(time_ns, bound_ns)
-    if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns and not unknown:
-        return Outlook(time_ns, bound_ns)
+    # A curve that was never timed has no bound, so one time of each such curve comes first.
+    unknown = tuple(max(curve, key=_most_telling) for curve in filter(_is_new, curves.values()))
     if unknown:
         return Outlook(time_ns, bound_ns, unknown)
-    found: dict[tuple[str, int], Option] = {}  # of one size and curve one role tells enough for now
+    if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns:
+        return Outlook(time_ns, bound_ns)
+    # Of one size and curve one role tells enough for now.
+    found: dict[tuple[str, int], Option] = {}
     for option in optimistic.options():
         if not option.is_timed:
             # A size between timed ones tightens the bounds of many sizes, not only of this chunk.
@@ -162,9 +156,13 @@ def _by_curve(options: Sequence[Option]) -> dict[str, list[Option]]:
     return curves
 
 
+def _is_new(curve: Iterable[Option]) -> bool:
+    return not any(option.interval for option in curve)
+
+
 def _most_telling(option: Option) -> tuple[int, bool]:
     """Sort key: the largest size bounds all smaller ones; alone it is a plan by itself."""
-    return option.batch, "alone" in option.lists
+    return option.batch, Role.ALONE in option.lists
 
 
 def _bounds(curve: Sequence[Option], tolerance: float, least_ns: int) -> list[int]:
@@ -176,7 +174,7 @@ def _bounds(curve: Sequence[Option], tolerance: float, least_ns: int) -> list[in
     # A timed chunk costs its time, one that ran too briefly at least the lower end of its interval.
     # `least_ns` does not apply to the undivided batch, which is an option however fast it is.
     return [
-        max(bound, option.least_ns, 0 if option.lists == ("alone",) else least_ns)
+        max(bound, option.least_ns, 0 if option.lists == (Role.ALONE,) else least_ns)
         if option.interval is None
         else option.interval.time_ns
         if option.is_timed
@@ -192,7 +190,7 @@ def _promises(
     points: tuple[tuple[int, Interval], ...],
     tolerance: float,
 ) -> tuple[int, ...]:
-    """Lower bounds of some sizes by what was timed of their curve, repaired where that failed."""
+    """Lower bounds of some sizes from the timed ones of their curve, lowered if they failed."""
     kept, of = 1, 1
     # Leave one out: each time is compared with what all others promise for its size.
     for place, (size, interval) in enumerate(points):
@@ -249,21 +247,17 @@ def _doublings(small: int, large: int) -> int:
 
 
 def _middle(option: Option, curve: Sequence[Option]) -> Option:
-    """The option that best halves the gap between the timed sizes around another."""
-    known = [other.batch for other in curve if other.interval is not None]
-    below = max((size for size in known if size < option.batch), default=None)
-    above = min((size for size in known if size > option.batch), default=None)
+    """The option that best halves the gap between the timed sizes around another option."""
+    timed = sorted({other.batch for other in curve if other.interval is not None})
+    place = bisect_left(timed, option.batch)
     # Only its own time helps: it ran too briefly, its size ran in another role, or no smaller size
     # is timed.
-    if option.interval is not None or option.batch in known or below is None:
+    if option.batch in timed or not place:
         return option
     # Without a larger timed size the option itself is the end of the range.
-    top = above if above is not None else option.batch + 1
-    within = [
-        other
-        for other in curve
-        if other.interval is None and other.lists == option.lists and below < other.batch < top
-    ]
+    below, top = timed[place - 1], (*timed, option.batch + 1)[place]
+    between = [other for other in curve if below < other.batch < top]
+    within = [other for other in between if other.lists == option.lists]
     seeds = [other for other in within if other.is_seed]
     return min(seeds or within, key=lambda other: _imbalance(other.batch, below, top))
 
@@ -279,7 +273,7 @@ class _Solved:
     def __init__(self, time_by_option: Mapping[Option, int], batch: int, launch_ns: int) -> None:
         self._batch = batch
         # under one limit only the fastest way to compute a chunk can be part of the best split
-        self._best: dict[tuple[str, int], Option] = {}
+        self._best: dict[tuple[Role, int], Option] = {}
         for option, time_ns in time_by_option.items():
             for name in option.lists:
                 place = (name, option.batch)
@@ -289,15 +283,15 @@ class _Solved:
                     *_tie(rival),
                 ):
                     self._best[place] = option
-        items: dict[str, list[Item]] = {name: [] for name in LISTS}
+        items: dict[str, list[Item]] = {name: [] for name in Role}
         for (name, size), option in self._best.items():
             # Alone means the whole batch: a smaller chunk alone is no split of it.
-            if size <= batch and not (name == "alone" and size < batch):
+            if size <= batch and not (name == Role.ALONE and size < batch):
                 time_ns = time_by_option[option]
                 items[name].append(
                     Item(size, option.workspace_bytes, time_ns, option.algorithm, option.rank)
                 )
-        self._table = _table(items, batch, launch_ns)
+        self._table = reuse_by_position(items, batch, launch_ns)
 
     @property
     def time_ns(self) -> int | None:
@@ -307,19 +301,8 @@ class _Solved:
         """The chunks of the best split."""
         assert self._table is not None
         steps = self._table.split(self._batch, None)
-        for place, step in enumerate(steps):
-            name = "alone" if len(steps) == 1 else "later" if place else "first"
+        for name, step in zip(positions(len(steps)), steps, strict=True):
             yield self._best[name, step.size]
-
-
-def _table(items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int) -> ReuseTable | None:
-    first, later = items["first"], items["later"]
-    if not later:  # a first chunk by itself is no split
-        first = []
-    # Later chunks need a first one, so without both lists no split exists.
-    if not items["alone"] and not first:
-        return None
-    return reuse(items["alone"], batch, first=first, accumulate=later, launch_ns=launch_ns)
 
 
 def _tie(option: Option) -> tuple[int, int, str]:

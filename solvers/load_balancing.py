@@ -81,7 +81,7 @@ def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
 
     Raises:
         PlanError: the devices together cannot compute the batch.
-        ConfigError: no device, or a value that is no int in range.
+        ConfigError: no device, or a value that is not an int in range.
     """
     require_int("batch", batch, 1)
     if not times:

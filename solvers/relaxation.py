@@ -1,10 +1,11 @@
 """Lagrangian relaxation of the division problem: a price per byte, a bound, and a good division.
 
-With a price on memory every kernel chooses by itself, and what that costs less the price of the
-pool is a lower bound, whatever the price. The best price is the slope at which the pool is
-exhausted when kernels climb down their convex hulls, steepest step first; the division found on the
-way is at most one such step from the bound (Sinha and Zoltners 1979; Pisinger 1995). A rounded
-price gives a valid bound too, so everything is computed in integers.
+With a price per byte, every kernel chooses for itself. The cost of these choices minus the price of
+the pool is a lower bound, for any price. To find the best price, kernels start at their smallest
+workspaces and move down their convex hulls, the steepest step first; the best price is the slope at
+which the pool is exhausted. The division found on the way is at most one such step from the bound
+(Sinha and Zoltners 1979; Pisinger 1995). A rounded price gives a valid bound, too, so everything is
+computed in integers.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Choices:
     """The choices of all kernels that no other dominates, in flat arrays.
 
     Args:
-        starts: where each kernel's choices begin, and the number of all at the end.
+        starts: index of each kernel's first choice, and at the end the number of all choices.
         places: index of each choice into its kernel's front.
-        workspaces: in bytes, rising within a kernel.
-        times: in ns, falling within a kernel.
+        workspaces: in bytes, ascending within a kernel.
+        times: in ns, descending within a kernel.
     """
 
     starts: Integers
@@ -56,7 +57,7 @@ class Choices:
         )
 
     def unlimited(self) -> Choices:
-        """The same with Python's ints, which have no largest one."""
+        """The same choices with Python's ints, which are unlimited."""
         return replace(
             self, workspaces=self.workspaces.astype(object), times=self.times.astype(object)
         )
@@ -68,19 +69,19 @@ class Choices:
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """A price for memory and what follows from it, in units of ns / scale.
+    """A price of memory, and the bound and choices that follow from it, in units of ns / scale.
 
     A division costs scale * time = bound + reduced costs of its choices + price * bytes left over.
 
     Args:
         choices: of all kernels.
-        scale: what one ns is.
+        scale: number of units in one ns.
         price: of one byte.
-        reduced: per choice, what it costs more than its kernel's best at that price.
-        base: per kernel its best choice at that price, but for rounding; fits, with less to spare
-            than one step.
-        bound: no division costs less.
-        greedy: per kernel the choice of a division that fits.
+        reduced: for each choice, its cost at that price minus that of its kernel's best choice.
+        base: for each kernel, its best choice at that price, up to rounding; together they fit, and
+            less than one step is left over.
+        bound: lower bound of the cost of any division.
+        greedy: for each kernel, its choice in a division that fits.
     """
 
     choices: Choices
@@ -93,7 +94,7 @@ class Relaxation:
 
     @property
     def bound_ns(self) -> int:
-        """No division takes less time."""
+        """Lower bound of the time of any division."""
         # Rounded up: times are whole ns, so no division lies between two of them.
         return -(-self.bound // self.scale)
 
@@ -122,9 +123,9 @@ def relax(pool: Pool) -> Relaxation:
 
 
 def _scale(choices: Choices, saved: int, extra: int) -> int | None:
-    """The largest power of two that keeps sums of all costs in 64 bits, None where 1 does not.
+    """The largest power of two that keeps sums of all costs in 64 bits; None if 1 is too large.
 
-    Whoever uses the relaxation may multiply its price by 4.
+    A caller may multiply the price of the relaxation by 4.
     """
     count = len(choices.starts)
     time, workspace = (count * int(max(a)) for a in (choices.times, choices.workspaces))
@@ -137,9 +138,9 @@ def _scale(choices: Choices, saved: int, extra: int) -> int | None:
 def _climb(choices: Choices, total_bytes: int) -> tuple[Integers, Integers, tuple[int, int]]:
     """Take steps down the kernels' hulls, steepest first, while they fit.
 
-    Returns the choices that were reached before the first step that did not fit, those that the
-    steps after it lead to where they fit, and the slope of that step, as the time that it saves and
-    the bytes that it takes; (0, 1) where all steps fit.
+    Returns the choices before the first step that did not fit, the choices after all later steps
+    that fit, and the slope of that first step: the time that it saves and the bytes that it takes,
+    or (0, 1) if all steps fit.
     """
     # Equal slopes keep their order, also with `reverse`: a kernel's steps stay in sequence.
     steps = sorted(_steps(choices), key=lambda step: step[0], reverse=True)
@@ -176,7 +177,7 @@ def _steps(choices: Choices) -> Iterator[tuple[float, int, int, int, int, int]]:
 
 
 def _hull(points: Sequence[Point]) -> list[int]:
-    """Indices of the lower convex hull of points whose x rises and whose y falls."""
+    """Indices of the lower convex hull of points with ascending x and descending y."""
     hull: list[int] = []
     for index, (x, y) in enumerate(points):
         while len(hull) > 1:
@@ -190,7 +191,7 @@ def _hull(points: Sequence[Point]) -> list[int]:
 
 
 def _fill(choices: Choices, reached: Integers, total_bytes: int) -> None:
-    """Spend what the hulls' steps left over: always on the choice that saves most time."""
+    """Use the memory that the steps left over, each time for the choice that saves most time."""
     sizes = np.diff(choices.starts)
     left = total_bytes - sum(choices.workspaces[reached].tolist())
     while True:

@@ -1,15 +1,16 @@
 """Workspace reuse: the best split of every batch under every limit, kernels sharing one workspace.
 
-Kernels of one stream run one after the other, so their chunks use the same memory: times add up,
-workspaces combine by the maximum, and every kernel is a problem of its own. This is the WR method
-of mu-cuDNN (Oyama et al., CLUSTER 2018), solved for all limits and batches at once.
+Kernels of one stream run one after the other, so their chunks use the same memory. Times add up,
+the workspace is the largest one, and every kernel can be solved by itself. This is the WR method of
+mu-cuDNN (Oyama et al., CLUSTER 2018), solved for all limits and batches at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from ucudnn.errors import ConfigError
+from ucudnn.measurement import Role
 from ucudnn.solvers._base import Item, require_int, require_items
 from ucudnn.solvers.sweep import Sweep, order
 from ucudnn.solvers.table import ReuseTable
@@ -35,20 +36,23 @@ def reuse(
     >>> table.split(3, limit=16)
     (Step(size=2, algorithm='fast'), Step(size=1, algorithm='fast'))
 
-    With three lists `items` computes a batch alone; a split of two or more chunks is one of `first`
-    and the rest of `accumulate`. A lone chunk need not be copied or added, a first one not added.
+    With three lists, an item of `items` computes a batch alone. A split of two or more chunks has
+    one chunk of `first`, and all others are of `accumulate`. The lists differ because a chunk alone
+    is neither copied nor added, and a first chunk is not added.
 
-    Of splits that take equally long the one with fewer chunks wins, then the one with less
+    Among splits that take equally long, the one with fewer chunks wins, then the one with less
     workspace, then the one with the lower sum of ranks.
 
     Args:
-        items: ways to compute a chunk; of the three lists, ways to compute a batch alone.
+        items: ways to compute a chunk; with `first` and `accumulate`, ways to compute a batch
+            alone.
         batch: the largest batch N.
         first: ways to compute the first of several chunks; needs `accumulate`.
         accumulate: ways to compute a chunk that is added to those before it; needs `first`.
-        launch_ns: what every chunk costs beside its own time.
-        max_chunks: at most so many chunks in a split, None for any number.
-        align: chunks begin at multiples of it: only the last one's size need not be a multiple.
+        launch_ns: fixed cost of each chunk, in addition to its time.
+        max_chunks: largest number of chunks in a split; None: any number.
+        align: chunks begin at multiples of it, so only the size of the last chunk need not be a
+            multiple.
 
     Raises:
         ConfigError: no items, or an argument that is out of range.
@@ -69,13 +73,39 @@ def reuse(
     return ReuseTable(batch, align, launch_ns, rows, costs, Sweep(rows, costs, batch, align).run())
 
 
+def reuse_by_position(
+    items: Mapping[str, Sequence[Item]], batch: int, launch_ns: int = 0
+) -> ReuseTable | None:
+    """`reuse` of three lists by the position of their chunks; None where they hold no split.
+
+    >>> reuse_by_position({"alone": [], "first": [Item(1, 0, 5, "fast")], "later": []}, 1) is None
+    True
+
+    Args:
+        items: by "alone", "first" and "later".
+        batch: the largest batch N.
+        launch_ns: what every chunk costs beside its own time.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    alone, first, later = items[Role.ALONE], items[Role.FIRST], items[Role.LATER]
+    # A first chunk that no other one can follow is no split.
+    if not later:
+        first = ()
+    # Later chunks need a first one, so without both lists only a lone chunk is a split.
+    if not alone and not first:
+        return None
+    return reuse(alone, batch, first=first, accumulate=later, launch_ns=launch_ns)
+
+
 def _by_role(
     items: Iterable[Item],
     first: Iterable[Item] | None,
     accumulate: Iterable[Item] | None,
     align: int,
 ) -> dict[int, tuple[Item, ...]]:
-    """The lists by the role that their chunks play, without what no split can hold."""
+    """The lists by the role of their chunks, without items that no split can contain."""
     # One without the other would make every split of several chunks impossible without a word.
     if (first is None) != (accumulate is None):
         missing = "first" if first is None else "accumulate"

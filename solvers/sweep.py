@@ -1,12 +1,13 @@
 """Threshold sweep: the lowest cost of every batch under every workspace limit, by item insertion.
 
 Under a limit the problem is an unbounded knapsack over the items that fit, and adding one item to a
-solved knapsack is one pass. Items come in order of their workspace, so after each of them the table
-is exact for the limit it needs, and what the pass lowered is a breakpoint of that batch's front.
+solved knapsack takes one pass. Items are added in the order of their workspace. After each item,
+the table is exact for a limit of its workspace, and every cost that the pass lowered is a
+breakpoint of that batch's front.
 
 A row of the table holds the cost of every batch in one state: "only later chunks", "one first chunk
-and any number of later ones", "at most three chunks". An arc says from which row a chunk of some
-role leads to which. Rows and arcs are all that the variants of the problem differ in.
+and any number of later ones", "at most three chunks". An arc is a transition: a chunk of some role
+leads from one row to another. The variants of the problem differ only in their rows and arcs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class Arc:
-    """A chunk leads from a row to a row, for source batches from `start` up to below `stop`."""
+    """A transition from row to row by a chunk, for source batches from `start` to below `stop`."""
 
     source: int
     target: int
@@ -35,15 +36,16 @@ class Arc:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The states of one variant and how chunks lead from one to another.
+    """The states of one variant, and the transitions between them.
 
     Args:
         count: number of rows.
         start: rows in which batch 0 costs nothing.
-        gate: per role the row whose cost an item must beat to matter at all.
-        arcs: per role, in the order in which a pass follows them.
-        final: the row that answers.
-        chain: the row of one first chunk and any number of later ones; None with a cap.
+        gate: for each role, the row in which an item must lower a cost to be of any use.
+        arcs: transitions by role, in the order in which a pass follows them.
+        final: the row that holds the answer.
+        chain: the row of one first chunk and any number of later ones; None if the number of chunks
+            is limited.
     """
 
     count: int
@@ -56,17 +58,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Costs:
-    """Items in the order of the sweep, with costs that order by time, then chunks, then rank.
+    """Items in the order of the sweep, with costs that compare by time, then chunks, then rank.
 
     Args:
         items: sorted by workspace.
         roles: of each item.
         batches: of each item.
         workspaces: of each item, in bytes.
-        keys: cost of each item in one integer; keys add up as times do.
+        keys: cost of each item as one integer; the cost of a split is their sum.
         infinite: more than any cost.
-        unit_ns: what one nanosecond is in a key.
-        unit_chunk: what one chunk is in a key.
+        unit_ns: value of one nanosecond in a key.
+        unit_chunk: value of one chunk in a key.
     """
 
     items: tuple[Item, ...]
@@ -82,24 +84,19 @@ class Costs:
 def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Costs:
     """Sort items for the sweep and fold time, chunk count and rank into one integer each.
 
-    Any order within one workspace gives the same costs; good ones first makes for fewer passes,
-    and a total order makes equal inputs in another order give equal splits.
+    Any order within one workspace gives the same costs. Efficient items come first, because that
+    saves passes. The order is total, so that the same items in another order give the same splits.
 
     Args:
         lists: items by their role; those beyond the batch are left out.
         batch: the largest batch.
-        launch_ns: what every item costs beside its own time.
+        launch_ns: fixed cost of each item, in addition to its time.
     """
-    fitting = {role: [i for i in ones if i.batch <= batch] for role, ones in lists.items()}
-    items = [item for ones in fitting.values() for item in ones]
-    roles = np.repeat(list(fitting), [len(ones) for ones in fitting.values()])
+    items, roles = _joined(lists, batch)
     batches = np.array([item.batch for item in items], np.int64)
     times = integers([item.time_ns + launch_ns for item in items])
     workspaces = integers([item.workspace_bytes for item in items])
     ranks = integers([item.rank for item in items])
-    # Names as numbers, because `lexsort` below compares arrays of numbers.
-    names = {name: place for place, name in enumerate(sorted({i.algorithm for i in items}))}
-    places = np.array([names[item.algorithm] for item in items], np.int64)
     # A split has at most `batch` chunks, so one chunk outweighs all ranks together, and one ns all
     # chunks and ranks: comparing keys compares time, then chunks, then ranks.
     unit_chunk = batch * int(ranks.max(initial=0)) + 1
@@ -111,6 +108,7 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
     if most > SAFE:
         times, most = times.astype(object), batch * (int(times.max()) + 1) * unit_ns
     keys = times * unit_ns + unit_chunk + ranks
+    places = _ranked([item.algorithm for item in items])
     # `lexsort` sorts by its last key first, here the workspace.
     sweep = np.lexsort((places, roles, keys, batches, rates, workspaces))
     return Costs(
@@ -126,13 +124,26 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
     )
 
 
+def _joined(lists: Mapping[int, Sequence[Item]], batch: int) -> tuple[list[Item], Integers]:
+    """Items up to a batch in one list, and the role of each."""
+    fitting = {role: [i for i in ones if i.batch <= batch] for role, ones in lists.items()}
+    roles = np.repeat(list(fitting), [len(ones) for ones in fitting.values()])
+    return [item for ones in fitting.values() for item in ones], roles
+
+
+def _ranked(names: Sequence[str]) -> Integers:
+    """Names as numbers in alphabetical order, because `lexsort` compares arrays of numbers."""
+    places = {name: place for place, name in enumerate(sorted(set(names)))}
+    return np.array([places[name] for name in names], np.int64)
+
+
 def integers(values: Sequence[int]) -> Integers:
-    """An array of int64, or of Python ints where one is too large."""
+    """An array of int64, or of Python ints if a value is too large."""
     return np.array(values, np.int64 if max(values, default=0) < SAFE else object)
 
 
 class Sweep:
-    """A table under construction, and the log of everything that ever lowered a cost in it."""
+    """A table under construction, with a log of every cost that was lowered in it."""
 
     def __init__(self, rows: Rows, costs: Costs, batch: int, align: int) -> None:
         self._rows = rows
@@ -146,7 +157,7 @@ class Sweep:
         self._log: list[tuple[Integers, Integers, int]] = []
 
     def run(self) -> History:
-        """Insert every item that matters, and sort the log by row and batch."""
+        """Insert every item that lowers a cost, and sort the log by row and batch."""
         costs = self._costs
         # The 0 fills in for roles of the other variant, which no item here has.
         gates = np.array([self._rows.gate.get(role, 0) for role in range(max(self._rows.gate) + 1)])
@@ -178,7 +189,7 @@ class Sweep:
     def _repeated(self, row: int, size: int, key: int) -> Integers:
         """Costs of batches `size` and up with any number of the same chunk added.
 
-        In a residue class modulo the size, the cost of n less the cost of n / size chunks is a
+        In each residue class modulo the size, the cost of n minus the cost of n / size chunks is a
         running minimum.
         """
         # A line per number of copies, a column per residue class.
@@ -213,13 +224,13 @@ class Sweep:
 
 @dataclass(frozen=True)
 class History:
-    """Every cost that a cell (row, batch) ever had, with the item that was its last step.
+    """Every cost that a cell (row, batch) has had, with the item that was its last step.
 
     Args:
-        end: batches are below it.
-        starts: where a cell's entries begin.
-        keys: falling within a cell.
-        steps: places of items in the order of the sweep, rising within a cell.
+        end: upper bound of the batches, exclusive.
+        starts: index of the first entry of each cell.
+        keys: costs, descending within a cell.
+        steps: positions of items in the order of the sweep, ascending within a cell.
     """
 
     end: int

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.plan import Step
 from ucudnn.solvers._base import Item, require_int, require_limit
 from ucudnn.solvers.sweep import Costs, History, Rows
 from ucudnn.solvers.variants import FIRST
+from ucudnn.split import Step
 from ucudnn.system.forking import cached_property
 from ucudnn.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class WalkEntry:
-    """Entry of a plan file for one batch: to compute it alone, or the last step of a chain.
+    """Entry of a plan file for one batch: the item that computes it alone, and a back-pointer.
 
     Args:
-        alone: the item that computes the batch alone, where that is best; None where it is not.
-        last: the last chunk of the best chain of one first chunk and any number of later ones,
-            none included; None where there is no chain.
+        alone: the item that computes the batch alone, if that is best; else None.
+        last: the last chunk of the best sequence of one first chunk and any number of later ones,
+            which may be 0; None if there is no such sequence.
     """
 
     alone: Item | None
@@ -31,7 +31,7 @@ class WalkEntry:
 
 @dataclass(frozen=True, eq=False)
 class ReuseTable:
-    """Fronts and splits of every batch from 1 to N: what `reuse` returns.
+    """Result of `reuse`: fronts and splits of every batch from 1 to N.
 
     >>> from ucudnn.solvers import Item, reuse
     >>> table = reuse([Item(1, 0, 10, "slow"), Item(2, 64, 11, "fast")], batch=5)
@@ -43,10 +43,10 @@ class ReuseTable:
     Args:
         batch: the largest batch N.
         align: chunks begin at multiples of it.
-        launch_ns: what every chunk costs beside its own time.
+        launch_ns: fixed cost of each chunk, in addition to its time.
         rows: the states of the problem's variant.
         costs: the items in the order of the sweep.
-        history: every cost that a batch had in a state.
+        history: every cost that a batch has had in a state.
     """
 
     batch: int
@@ -57,9 +57,9 @@ class ReuseTable:
     history: History
 
     def front(self, n: int) -> list[tuple[int, int]]:
-        """The Pareto front of batch n: workspace in bytes rising, time in ns strictly falling.
+        """Pareto front of batch n: workspace in bytes ascending, time in ns strictly descending.
 
-        Empty where no split of n exists.
+        Empty if no split of n exists.
         """
         self._require_batch(n)
         fastest: dict[int, int] = {}
@@ -75,7 +75,7 @@ class ReuseTable:
         return list(fastest.items())
 
     def time_ns(self, n: int, limit: int | None = None) -> int | None:
-        """Time of the fastest split of batch n within a workspace limit; None where nothing fits.
+        """Time of the fastest split of batch n within a workspace limit; None if nothing fits.
 
         Args:
             n: the batch, from 1 to N.
@@ -87,8 +87,8 @@ class ReuseTable:
     def split(self, n: int, limit: int | None = None) -> tuple[Step, ...]:
         """The fastest split of batch n within a workspace limit.
 
-        The first step is the first chunk, sizes of the rest do not rise. With an alignment the
-        chunk that is no multiple comes last.
+        The first step is the first chunk. The sizes of the others do not increase. With an
+        alignment, a chunk whose size is not a multiple comes last.
 
         Args:
             n: the batch, from 1 to N.
@@ -113,7 +113,7 @@ class ReuseTable:
         return tuple(item for _, item in chunks)
 
     def smallest_bytes(self, n: int) -> int | None:
-        """The smallest workspace in bytes that a split of batch n can do with, None without any."""
+        """The smallest workspace in bytes of any split of batch n; None if there is no split."""
         entries = self.history.entries(self.rows.final, self._require_batch(n))
         # A cell without an entry was never reached; else the first entry needs least workspace.
         if entries.start == entries.stop:
@@ -121,18 +121,19 @@ class ReuseTable:
         return int(self.costs.workspaces[self.history.steps[entries.start]])
 
     def walk(self, limit: int | None = None) -> tuple[WalkEntry, ...]:
-        """For n = 1..N what a plan file stores, so that any split is a walk from n down to 0.
+        """Entries of a plan file for n = 1..N; they trace the split of any n back to 0.
 
-        Where `alone` is None the walk is n -> n - last.batch, and takes as long as `split`. With
-        three lists a chain may be a first chunk by itself, which `split` never is: where that is
-        faster than every split and every single item, so is the walk. Measured times exclude it,
-        for a lone call does no more than a first one.
+        If `alone` is None, the traceback continues at n - last.batch, and its time is that of
+        `split`. With three lists, a traceback may consist of a first chunk by itself, which is no
+        split. If such a chunk is faster than every split and every single item, the traceback is
+        faster than `split`. Measured times exclude this, because a lone call does no more work than
+        a first one.
 
         Args:
             limit: workspace in bytes, None for any.
 
         Raises:
-            ConfigError: the table has a cap on the number of chunks, which a walk cannot keep.
+            ConfigError: the table limits the number of chunks, which a traceback cannot respect.
         """
         chain = self.rows.chain
         # With a cap the best split of n - last.batch may have too many chunks to be continued.
@@ -156,7 +157,7 @@ class ReuseTable:
         return item if item.batch == n else None
 
     def _last(self, chain: int, n: int, count: int) -> Item | None:
-        """Back-pointer of the best chain: a later chunk, the one that is no multiple if any is."""
+        """Back-pointer: the last chunk of the best sequence; with an alignment, its odd chunk."""
         item = None
         # n is no multiple of `align` exactly if one of its chunks is none, and that one runs last.
         for role, item in self._chunks(chain, n, count):
@@ -165,7 +166,7 @@ class ReuseTable:
         return item
 
     def _chunks(self, row: int, n: int, count: int) -> Iterator[tuple[int, Item]]:
-        """Role and item of each chunk of the best split of n, made of the first `count` items."""
+        """Role and item of each chunk of the best split of n by the first `count` items."""
         while n and (entry := self.history.latest(row, n, count)) is not None:
             # The table is exact for the first `count` items: the best split of the rest goes on.
             step = int(self.history.steps[entry])
@@ -190,7 +191,7 @@ class ReuseTable:
     def _settled(self, n: int, limit: int | None) -> int | None:
         """Number of items needed for the best time and number of chunks within the limit.
 
-        More items may lower the rank only, and workspace counts before rank.
+        More items could only lower the rank, and workspace counts before rank.
         """
         entry = self.history.latest(self.rows.final, self._require_batch(n), self._count(limit))
         if entry is None:

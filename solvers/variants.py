@@ -1,7 +1,8 @@
 """States of each variant of the reuse problem, and their transitions by chunks.
 
-Of one list every chunk costs the same anywhere; of three a lone chunk, a first one and a later one
-cost differently. A cap on the number of chunks adds a row per number of chunks.
+With one list of items, every chunk costs the same in any position. With three lists, a chunk alone,
+a first and a later chunk have different costs. A limit on the number of chunks adds a row per
+number of chunks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ SINGLE, FIRST, LATER, ANY = range(4)
 
 
 def one_list(max_chunks: int | None) -> Rows:
-    """Rows for chunks that cost the same alone or among others; row c has at most c of them.
+    """Rows for chunks that cost the same alone or among others; row c: at most c chunks.
 
     >>> one_list(None).arcs[ANY]
     (Arc(source=0, target=0, start=0, stop=None),)
@@ -37,10 +38,9 @@ def one_list(max_chunks: int | None) -> Rows:
 
 
 def three_lists(max_chunks: int | None) -> Rows:
-    """Rows for lone, first and later chunks: later ones only, one first and later ones, answers.
+    """Rows for three lists: later chunks only; one first chunk and later ones; the answer.
 
-    A split of two or more chunks arrives at the last row from one that is no answer by itself: a
-    first chunk alone is none.
+    The answer has a row of its own, because a first chunk by itself is not a split.
 
     >>> rows = three_lists(None)
     >>> rows.count, rows.chain, rows.final

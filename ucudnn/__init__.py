@@ -1,16 +1,21 @@
 """Micro-batching convolution autotuner for PyTorch.
 
-Names resolve on first use (PEP 562): importing this package loads no framework, and no part of it.
+Names are resolved at their first use (PEP 562), so importing this package imports neither torch nor
+any of its own modules.
 """
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+
+# As type checkers know it; loading `typing` takes longer than all other work of this import.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
     from ucudnn.config import Config as Config
     from ucudnn.convert import convert_ as convert_
     from ucudnn.convert import installed as installed
@@ -87,7 +92,7 @@ def _own_modules() -> list[ModuleType]:
 
 
 def _version() -> str:
-    # Reading the metadata of a distribution takes longer than all other work of this import.
+    # Not at import: finding and reading the metadata of a distribution takes a while.
     from importlib.metadata import PackageNotFoundError, version
 
     try:

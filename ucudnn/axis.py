@@ -1,7 +1,7 @@
 """The two axes along which a kernel is split, batch and rows, and the problem timed for a chunk.
 
-A batch of one or two, as 3-D and high-resolution networks have, leaves nothing to split along the
-batch. Rows are tried where the batch is that small and the workspace limit excludes an algorithm.
+A batch of one or two, as in 3-D and high-resolution networks, leaves nothing to split along the
+batch. Rows are tried if the batch is that small and the workspace limit excludes an algorithm.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ucudnn.plan import Split, Step
 from ucudnn.problem import Problem
 from ucudnn.slabs import inner_problem, row_alignment, row_count, slab
+from ucudnn.split import Split, Step
 
 # The largest batch that is split along rows, too: chunks of a larger one are small enough.
 MOST_SAMPLES = 8
 
 
 class AbstractAxis(ABC):
-    """An axis of one kernel and the unit of its chunks; picklable, so that workers can be sent it.
+    """An axis of one kernel and the unit of its chunks; picklable, for workers.
 
-    Law: chunks whose sizes add up to `extent` together compute the problem. A chunk is the `part`
-    of its size, unless it lies near an end.
+    Law: chunks whose sizes add up to `extent` together compute the problem. `part` is the problem
+    of a chunk of some size, except for a chunk near an end.
     """
 
     name: str  # as in `Split`
@@ -35,15 +35,15 @@ class AbstractAxis(ABC):
 
     @abstractmethod
     def part(self, size: int) -> Problem:
-        """The problem that a chunk of this size is measured as."""
+        """The problem that is measured for a chunk of this size."""
 
     @abstractmethod
     def ends(self, size: int) -> tuple[Problem, ...]:
-        """The problems of the first and the last chunk, where they are not `part`."""
+        """The problems of the first and the last chunk if they differ from `part`."""
 
     @abstractmethod
     def sizes(self, policy: str) -> tuple[int, ...]:
-        """The sizes of chunks that a policy allows, rising."""
+        """Chunk sizes that a policy allows, in ascending order."""
 
     @abstractmethod
     def split(self, steps: Iterable[Step]) -> Split:
@@ -51,7 +51,7 @@ class AbstractAxis(ABC):
 
     @abstractmethod
     def size_of(self, step: Step) -> int:
-        """The size of the chunk that a step of a split is; at the end it may lack some rows."""
+        """The size of the chunk of a step; the last chunk may have fewer rows than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class BatchAxis(AbstractAxis):
         return self.problem.with_batch(size)
 
     def ends(self, size: int) -> tuple[Problem, ...]:
-        """None: all samples are alike."""
+        """None: all samples have equal problems."""
         del size
         return ()
 
@@ -105,7 +105,8 @@ class BatchAxis(AbstractAxis):
 class RowAxis(AbstractAxis):
     """Chunks are slabs: rows of the result (of dy for wgrad), of all samples.
 
-    A unit is one row; for dgrad as many as the stride, so that all inner slabs of a size are alike.
+    A unit is one row; for dgrad it is as many rows as the stride, so that all inner slabs of one
+    size have equal problems.
 
     >>> axis = RowAxis(Problem("dgrad", 2, 8, 8, (27, 9), (3, 3), (2, 1)))
     >>> axis.extent, axis.sizes("all"), axis.part(4).input_size
@@ -141,10 +142,10 @@ class RowAxis(AbstractAxis):
         return tuple(dict.fromkeys(ends))
 
     def sizes(self, policy: str) -> tuple[int, ...]:
-        """Powers of two, and what each of them leaves over; none where slabs cannot matter.
+        """Powers of two and the remainders that they leave; none if slabs cannot matter.
 
-        They are few however many rows there are, with any policy. An inner slab must be found in
-        the tensors, with all the rows that it reads.
+        There are few of them, however many rows there are, with any policy. The tensors must have
+        room for an inner slab of each size, with all rows that it reads.
         """
         if policy == "undivided" or self.problem.batch > MOST_SAMPLES:
             return ()

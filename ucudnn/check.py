@@ -26,8 +26,8 @@ class Finding:
     Args:
         about: "device", "complete", "versions", "conditions", "build", or "canary" with the
             kernel's number.
-        is_true: whether it still holds; None where it was not looked at.
-        said: a sentence with what was found.
+        is_true: whether it still holds; None if it was not checked.
+        said: the result in one sentence.
     """
 
     about: str
@@ -48,9 +48,9 @@ def check(
 
     Args:
         plan: to check.
-        canaries: so many kernels, those by which the plan says to save most time, are timed again
-            beside torch's own convolution.
-        on_finding: called with each finding, which may take seconds to come.
+        canaries: number of kernels to time again, in turn with torch's own convolution: those with
+            the largest savings according to the plan.
+        on_finding: called with each finding as soon as it is known.
 
     Raises:
         ConfigError: canaries is negative.
@@ -157,7 +157,9 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
 def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> Finding:
     ours = wholes[0]
     if ours.result.failure:
-        return Finding(about, False, f"{kernel.problem} cannot be run: {ours.result.failure}")
+        return Finding(
+            about, False, f"{kernel.problem} cannot be run: {ours.result.failure.reason}"
+        )
     limit = plan.config.limit_bytes
     if plan.config.total_bytes is not None:  # what it has of the pool, and what is left of that
         left = plan.config.total_bytes - plan.workspace_bytes

@@ -28,6 +28,10 @@ SOLVERS: tuple[str, ...] = get_args(Solver)
 EFFORT_NAMES: tuple[str, ...] = get_args(Effort)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
+# Facts that `ucudnn launch` tells its ranks, no settings: how many share a device, which is part of
+# the conditions of every measurement, and where they count samples in a trial.
+RANKS_PER_DEVICE, PROGRESS = "UCUDNN_RANKS_PER_DEVICE", "UCUDNN_PROGRESS"
+
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
 _MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
@@ -84,44 +88,47 @@ def _default(name: str, compare: bool = True) -> Any:
 class Config:
     """Settings of tuning, and of layers whose shapes have no plan.
 
-    Every field defaults to the environment variable UCUDNN_<FIELD>, where it is set.
+    Every field defaults to the environment variable UCUDNN_<FIELD> if that is set.
 
     >>> Config(workspace_limit="64MiB").limit_bytes
     67108864
 
     Args:
-        workspace_limit: bytes of workspace each kernel may use, as an int or "64MiB"; None: any.
-        total_workspace: bytes of one pool of which every call of every kernel owns a part, for
-            kernels that overlap or keep their workspace: their workspaces add up; None: kernels
-            share, as those of one stream do.
-        solver: divides the pool: "auto", "exact", "highs" or "cbc" (by PuLP).
+        workspace_limit: bytes of workspace that each kernel may use, as an int or "64MiB"; None: no
+            limit.
+        total_workspace: bytes of one pool, for kernels that overlap or keep their workspace: every
+            call of every kernel owns a part of it. None: kernels run one after the other and share
+            one workspace.
+        solver: solver that divides the pool: "auto", "exact", "highs" or "cbc" (by PuLP).
         policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
         ops: which passes to plan: "fprop" (forward), "dgrad" (gradients of inputs), "wgrad" (of
             weights).
         unplanned: what a layer does with a shape that has no plan: "torch" (run torch's own
             convolution and warn once), "tune" (measure now) or "error".
         cache: folder of the measurement cache; None: the user's cache directory.
-        backend: "auto" (the device's own), "torch_cpu", "cudnn", or "recorded": what the cache (or
-            a .csv or .json that was exported from one) has of a device, which need not be here.
-        device: for "recorded", part of the name of the device; None: the cache has only one.
-        device_profile: for "cudnn" where the GPU is not: the file that `ucudnn doctor` wrote there.
-            Plans by what the cache has of that GPU, and this cuDNN could run on it.
-        max_error: relative error (L2) against float64 that an algorithm may have; None: any that
-            rounding explains.
+        backend: "auto" (the device's own), "torch_cpu", "cudnn", or "recorded": replay the
+            measurements of a device, which need not be here, from the cache or from a .csv or .json
+            file that was exported from one.
+        device: for "recorded", part of the name of the device; None: the only device in the cache.
+        device_profile: for "cudnn" on a machine without the GPU: the file that `ucudnn doctor`
+            wrote on the GPU. Plans use the measurements of that GPU in the cache, as far as this
+            cuDNN could run them.
+        max_error: largest relative error (L2) against float64 that an algorithm may have; None: as
+            much as rounding explains.
         layout: "keep" plans a model as it is; "auto" plans it in channels_last, too (3-D:
-            channels_last_3d), and keeps the faster plan, by whose layout `convert_` lays the model
-            out. It says nothing about layers without a model.
+            channels_last_3d), and keeps the faster plan; `convert_` then puts the model into the
+            plan's layout. It has no effect on layers without a model.
         effort: "quick", "normal" or "thorough": how long to look for how small a gain. The default
             time budget is 25 steps of the model (5 to 30 s), 100 steps (10 to 55 s), or none.
-        time_budget_s: seconds that tuning may take; what is not finished then runs torch's own
-            convolution. None: the budget of the effort.
-        step_race: end by timing whole steps of the model against torch's own, and leave out the
-            kernels that do not pay there.
+        time_budget_s: seconds that tuning may take; kernels that are not finished then run torch's
+            own convolution. None: the budget of the effort.
+        step_race: at the end, time whole training steps with the plan and without it, and give
+            kernels that do not pay back to torch.
         exceed: leave kernels of which nothing fits the workspace limit to torch's own convolution,
             whatever that needs, and plan the others; else they are an error.
 
     Raises:
-        ConfigError: a value that is not allowed; the message lists those that are.
+        ConfigError: a value is not allowed; the message lists the allowed ones.
     """
 
     workspace_limit: int | str | None = _default("workspace_limit")
@@ -195,12 +202,21 @@ class Config:
 
     @property
     def total_bytes(self) -> int | None:
-        """The pool in bytes, None where kernels share their workspace."""
+        """The size of the pool in bytes; None if kernels share one workspace."""
         assert not isinstance(self.total_workspace, str)
         return self.total_workspace
 
+    @property
+    def is_replayed(self) -> bool:
+        """True if nothing is measured, because a recording is replayed.
+
+        >>> Config(backend="recorded").is_replayed
+        True
+        """
+        return self.backend == "recorded" or self.device_profile is not None
+
     def to_dict(self) -> dict[str, Any]:
-        """The fields that describe a plan, as JSON values (not the cache: it names a host)."""
+        """The fields that describe a plan, as JSON values; without the cache folder."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # plans without a pool, or for a model as it is, hash as they did before these fields
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
@@ -211,10 +227,10 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """Build a Config from JSON values, whatever the environment says.
+        """Build a Config from JSON values, without the environment's defaults.
 
-        Fields of later versions and those that `to_dict` leaves out are ignored, so that no file
-        names a folder to write to; missing ones take their plain default.
+        Unknown fields of later versions are ignored. So are fields that `to_dict` leaves out, so
+        that no file can name a folder to write to. Missing fields get their plain default.
 
         >>> Config.from_dict(Config(policy="all").to_dict()).policy
         'all'
@@ -292,7 +308,7 @@ def _positive(name: str, value: object) -> float | None:
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that UCUDNN_* variables give, by field name.
+    """Settings given by UCUDNN_* variables, by field name.
 
     >>> read_environment({"UCUDNN_BATCH_SIZE_POLICY": "powerOfTwo"})
     {'policy': 'powers-of-two'}
@@ -312,7 +328,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_environment() -> None:
-    """Warn of UCUDNN_* variables that are no settings; refuse those of mu-cuDNN without equivalent.
+    """Warn of UCUDNN_* variables that are not settings; refuse mu-cuDNN's without an equivalent.
 
     >>> check_environment()
 
@@ -365,6 +381,57 @@ def environment_without_startup() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in (_PLAN, _RECORD)}
 
 
+def ranks_per_device() -> int:
+    """Number of processes that share this one's device, as `ucudnn launch` tells them.
+
+    >>> ranks_per_device()
+    1
+
+    Raises:
+        ConfigError: the variable holds no number above 0.
+    """
+    text = os.environ.get(RANKS_PER_DEVICE) or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {text!r}")
+    return int(text)
+
+
+def rank_variables(
+    ranks_per_device: int, limit_bytes: int | None = None, progress: str | None = None
+) -> dict[str, str]:
+    """Variables that a launched rank gets from `ucudnn launch`.
+
+    >>> rank_variables(2, limit_bytes=1024)
+    {'UCUDNN_RANKS_PER_DEVICE': '2', 'UCUDNN_WORKSPACE_LIMIT': '1024'}
+
+    Args:
+        ranks_per_device: number of ranks that share its device.
+        limit_bytes: its workspace limit, where the script sets none.
+        progress: folder where it counts samples.
+    """
+    optional = {"UCUDNN_WORKSPACE_LIMIT": limit_bytes, PROGRESS: progress}
+    given = {name: str(value) for name, value in optional.items() if value is not None}
+    return {RANKS_PER_DEVICE: str(ranks_per_device), **given}
+
+
+def progress_folder() -> str | None:
+    """Folder where ranks count their samples, None outside of a trial.
+
+    >>> progress_folder() is None
+    True
+    """
+    return os.environ.get(PROGRESS)
+
+
+def share_device(ranks: int) -> None:
+    """Note, for this process and those that it starts, how many ranks share its device.
+
+    Args:
+        ranks: their number.
+    """
+    os.environ[RANKS_PER_DEVICE] = str(ranks)
+
+
 def _settings() -> dict[str, Any]:
     # A sorted tuple is the same key of the cache below as long as no variable changes.
     variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
@@ -380,7 +447,7 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
     known |= {_PLAN, _RECORD}
     for name in environment:
-        if name not in known:
+        if name not in known and name not in {RANKS_PER_DEVICE, PROGRESS}:
             warn(
                 f"environment variable {name} is no setting of ucudnn and has no effect; settings "
                 f"are {', '.join(sorted(known))}",
@@ -389,7 +456,7 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
 
 def _of_mucudnn(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that variables of mu-cuDNN (2018) give."""
+    """Settings given by variables of mu-cuDNN (2018)."""
     settings: dict[str, Any] = {
         ours: parse_bytes(environment[name], name)
         for name, ours in _MUCUDNN_BYTES.items()

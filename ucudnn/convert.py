@@ -1,4 +1,4 @@
-"""Bring a plan to a model: swap its convolutions for planned ones, or let aten's follow it."""
+"""Apply a plan: swap the convolutions of a model, or let aten's operators follow the plan."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.ConvTranspose3d: planned_nn.ConvTranspose3d,
 }
 _TORCH_BY_PLANNED = {planned: torch for torch, planned in _PLANNED_BY_TORCH.items()}
+_SWAPPABLE = {*_PLANNED_BY_TORCH, *_TORCH_BY_PLANNED}
 # Descriptors that belong to one class; Python makes new ones for every class.
 _SLOTS = ("__dict__", "__weakref__")
 
@@ -49,10 +50,10 @@ class Conversion:
         model: the model that was converted in place.
         plan: the plan it follows now.
         swapped: names of the layers that follow the plan.
-        left: names of the layers left as torch's, whose plan is torch's own convolution.
+        left: names of the layers left unchanged, because their plan is torch's own convolution.
         unplanned: names of the convolution layers that the plan does not cover.
-        not_swappable: planned layers that are no torch.nn convolution: modules that call a
-            function, subclasses and parametrized modules; `ucudnn.installed` reaches them.
+        not_swappable: names of planned layers that are not torch.nn convolutions: modules that call
+            a function, subclasses and parametrized modules. `ucudnn.installed` reaches them.
     """
 
     model: nn.Module
@@ -100,53 +101,45 @@ def convert_(
     The modules, their parameters, names, hooks and modes stay the same objects; only the class of
     a module changes. A layer all of whose plans are torch's own convolution is left as it is.
 
-    A plan for channels_last (`plan.memory_format`) lays the model out, whatever layers are swapped:
+    A plan for channels_last (`plan.memory_format`) converts the whole model to that layout:
     parameters, buffers, gradients and the state of optimisers keep their values and get other
-    strides, and the inputs of the model follow in its forward.
+    strides. The inputs of the model are converted in its forward.
 
-    What the plan covers and this cannot swap is listed, and said in a warning. Under torch.compile
-    a swapped layer is torch's plain convolution, which follows the plan inside
+    Planned convolutions that cannot be swapped are listed in the result and in a warning. Under
+    torch.compile a swapped layer is torch's plain convolution, which follows the plan inside
     `ucudnn.installed(plan)`.
 
     Args:
         model: any module, also a convolution itself.
-        plan: made for this model, or for layers of the same shapes; or the path of its file.
+        plan: a plan for this model, or for layers of the same shapes; or the path of its file.
         filter_fn: called with (module, name); False leaves the layer out.
-        parameters: False leaves their strides as they are, for what takes contiguous ones alone,
-            such as FSDP2; of a plan for channels_last each convolution lays its input out then.
+        parameters: False leaves the strides of parameters as they are, for FSDP2 and others that
+            need contiguous ones. With a plan for channels_last, each convolution then converts its
+            input.
 
     Raises:
         PlanError: it was made for another device, covers nothing here, or cannot be read.
     """
     plan = _loaded(plan)
     require_same_device(plan)
-    modules = dict(model.named_modules())
-    swappable: dict[str, Any] = {
+    wanted = filter_fn or (lambda *_: True)
+    modules: dict[str, Any] = dict(model.named_modules())
+    convolutions = {
         name: module
         for name, module in modules.items()
-        if type(module) in _PLANNED_BY_TORCH or type(module) in _TORCH_BY_PLANNED
+        if type(module) in _SWAPPABLE and wanted(module, name)
     }
-    wanted = filter_fn or (lambda *_: True)
-    convolutions = {name: module for name, module in swappable.items() if wanted(module, name)}
-    layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
-    planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
-    # One pass that leaves torch's own convolution is enough to swap the layer.
-    changed = {Layer.of(kernel.problem) for kernel in plan.kernels if not _is_torchs_own(kernel)}
-    matched = {name: layer for name, layer in layer_by_name.items() if layer in planned}
+    matched = _planned_layers(convolutions, plan)
+    unplanned = tuple(name for name in convolutions if name not in matched)
     # Layers that were left out by `filter_fn` were left out on purpose, so they are not reported.
     otherwise = tuple(
-        name
-        for name in _planned_otherwise(modules, plan, matched)
-        if name not in swappable and wanted(modules[name], name)
+        name for name in _planned_otherwise(modules, plan, matched) if wanted(modules[name], name)
     )
-    unplanned = tuple(name for name in convolutions if name not in matched)
     _require_some(plan, matched, unplanned, otherwise)
     # nothing was changed so far, and nothing fails from here
-    _swap({name: convolutions[name] for name in matched}, matched, changed, planned_runner(plan))
+    swapped, left = _swap(convolutions, matched, _changed_layers(plan), planned_runner(plan))
     # With "keep" the model may still be laid out by an earlier plan.
     restore_layout_(model) if plan.memory_format == "keep" else lay_out_(model, parameters)
-    swapped = tuple(name for name, layer in matched.items() if layer in changed)
-    left = tuple(name for name, layer in matched.items() if layer not in changed)
     return Conversion(model, plan, swapped, left, unplanned, otherwise)
 
 
@@ -154,28 +147,45 @@ def _loaded(plan: Plan | str | os.PathLike[str]) -> Plan:
     return Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
 
 
+def _planned_layers(convolutions: Mapping[str, Any], plan: Plan) -> dict[str, Layer]:
+    """The layers of those convolutions that the plan covers."""
+    planned = {Layer.of(kernel.problem) for kernel in plan.kernels}
+    layer_by_name = {name: planned_nn.layer_of(module) for name, module in convolutions.items()}
+    return {name: layer for name, layer in layer_by_name.items() if layer in planned}
+
+
+def _changed_layers(plan: Plan) -> set[Layer]:
+    """The layers of which at least one pass is not torch's own convolution."""
+    return {Layer.of(kernel.problem) for kernel in plan.kernels if not _is_torchs_own(kernel)}
+
+
 def _swap(
     convolutions: Mapping[str, Any],
     matched: Mapping[str, Layer],
     changed: Collection[Layer],
     runner: Runner,
-) -> None:
-    """Let convolutions follow a plan, but those that it leaves to torch."""
-    for name, module in convolutions.items():
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Let matched convolutions follow a plan; return the names swapped, and those left to torch."""
+    swapped, left = [], []
+    for name, layer in matched.items():
+        module = convolutions[name]
         # An earlier plan may have swapped what this one leaves to torch.
-        if matched[name] not in changed:
+        if layer not in changed:
             _unswap(module)
+            left.append(name)
         else:
             # __class__ alone changes: whoever holds the module, its hooks and parameters keeps it
             planned_nn.follow(module, runner)
             # A module that is swapped already keeps its class and follows the new plan.
             module.__class__ = _PLANNED_BY_TORCH.get(type(module), type(module))
+            swapped.append(name)
+    return tuple(swapped), tuple(left)
 
 
 def _require_some(
     plan: Plan, matched: Mapping[str, Layer], unplanned: Sequence[str], otherwise: Sequence[str]
 ) -> None:
-    """Refuse a plan for another model; warn of what is planned and cannot be swapped."""
+    """Refuse a plan for another model; warn of planned convolutions that cannot be swapped."""
     listed = ", ".join(name or "the model itself" for name in otherwise)
     if not matched:
         raise PlanError(
@@ -193,7 +203,7 @@ def _require_some(
 def revert_(model: Model) -> Model:
     """Turn every planned convolution of a model back into torch.nn's, in place.
 
-    What `convert_` laid out has the strides again that it had.
+    Tensors whose strides `convert_` changed get their old strides back.
 
     >>> revert_(nn.Sequential(planned_nn.Conv2d(3, 8, 3)))
     Sequential(
@@ -233,7 +243,7 @@ def tune_(
 
 
 def _is_torchs_own(kernel: KernelPlan) -> bool:
-    """True where a kernel's plan is torch's own convolution for smaller batches too."""
+    """True if a kernel's plan is torch's own convolution, for smaller batches, too."""
     # The last batch of an epoch is smaller, and may be split where the largest is not.
     batches = range(1, kernel.problem.batch + 1)
     return all(kernel.split(batch).is_default for batch in batches if kernel.covers(batch))
@@ -242,7 +252,7 @@ def _is_torchs_own(kernel: KernelPlan) -> bool:
 def _planned_otherwise(
     modules: Mapping[str, nn.Module], plan: Plan, matched: Mapping[str, Layer]
 ) -> Iterator[str]:
-    """Names of all modules that a kernel of the plan names, or whose shape it has."""
+    """Names of modules that cannot be swapped and that a kernel of the plan names or fits."""
     layers = {Layer.of(kernel.problem) for kernel in plan.kernels}
     named: set[str] = set()
     for kernel in plan.kernels:
@@ -253,7 +263,7 @@ def _planned_otherwise(
     for name, module in modules.items():
         # Subclasses as well: by their shape the plan covers them, though they cannot be swapped.
         fits = isinstance(module, nn.modules.conv._ConvNd) and planned_nn.layer_of(module) in layers
-        if name in named or fits:
+        if (name in named or fits) and type(module) not in _SWAPPABLE:
             yield name
 
 
@@ -261,15 +271,14 @@ def _planned_otherwise(
 def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
     """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
 
-    Works from the call until the context ends or `close` is called, in all threads, autograd's
-    too. Of several plans for one kind of device the last one installed acts, alone. Convolutions of
-    layers that the plan was not made for stay torch's own. A CUDA graph keeps what it captured.
-    No model is changed: a plan for channels_last (`plan.memory_format`) says once in a warning that
-    the model should be so, where it is not.
-    From the first installation on, until the process ends, torch's convolutions take some
-    microseconds more; make that one while no other thread computes any.
-    torch.compile lays convolutions out channels-last where it expects to gain by that: tune a model
-    that is to be compiled in channels_last.
+    Acts from the call until the context ends or `close` is called, in all threads, including
+    autograd's. If several plans are installed for one kind of device, only the last one acts.
+    Convolutions that are not in the plan are computed by torch. A CUDA graph keeps the kernels that
+    it captured. No model is changed: if the plan is for channels_last (`plan.memory_format`) and a
+    model is not in that layout, one warning says so. From the first installation until the process
+    ends, torch's convolutions take some microseconds more. The first installation must not happen
+    while another thread computes convolutions. torch.compile uses channels-last where it expects a
+    gain, so tune a model that is to be compiled in channels_last.
 
     >>> import tempfile, torch, ucudnn
     >>> layer, x = torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9)

@@ -30,16 +30,16 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Facts of this process that a plan would be made for.
+    """Facts about this machine and process that a plan depends on.
 
     Args:
         device: the processor.
         software: versions.
         conditions: threads and malloc.
-        load: processes that run or wait, averaged over the last minute.
-        fresh_ns: time to fill a block of 64 MiB that was just allocated, median of five.
-        reused_ns: time to fill one that is there already.
-        cudnn: version and file of the libcudnn that a GPU would be used with, or why there is none.
+        load: number of processes that run or wait, averaged over the last minute.
+        fresh_ns: time to fill a newly allocated block of 64 MiB, median of five.
+        reused_ns: time to fill it again.
+        cudnn: version and file of the libcudnn that would be used on a GPU, or why there is none.
         cache_path: where measurements are kept.
         cache_writable: whether they can be.
     """
@@ -56,7 +56,7 @@ class Diagnosis:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Advice that would make convolutions faster or their times steadier, one sentence each."""
+        """Advice on faster convolutions or steadier times, one sentence each."""
         sentences = []
         # Plain "glibc": where a threshold was set, the name contains it.
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
@@ -80,7 +80,7 @@ class Diagnosis:
 
 
 def diagnose(cache: str | None = None) -> Diagnosis:
-    """Look at this machine and process; takes under a second and changes nothing.
+    """Collect facts about this machine and process; takes under a second and changes nothing.
 
     Args:
         cache: folder of the measurement cache; None: the user's cache directory.
@@ -103,7 +103,7 @@ def diagnose(cache: str | None = None) -> Diagnosis:
 
 
 def save_device_profile(path: str | os.PathLike[str]) -> DeviceProfile:
-    """Write the profile of the GPU here, for `ucudnn enumerate` where there is none.
+    """Write the profile of this machine's GPU, for `ucudnn enumerate` on machines without it.
 
     Args:
         path: the JSON file to write.
@@ -147,7 +147,7 @@ def _median_ns(run: Callable[[], object]) -> int:
 
 
 def _writable(path: os.PathLike[str]) -> bool:
-    """True if the folder, or the nearest one above it that exists, can be written."""
+    """True if the folder, or its nearest existing parent, can be written."""
     # The cache makes its folder when it first writes, so it may not exist yet.
     folder = os.path.abspath(path)
     while not os.path.exists(folder):

@@ -1,6 +1,6 @@
-"""Errors and warnings: two base classes, few subclasses; a message has rule, value and remedy.
+"""Errors and warnings; each message is a sentence with the rule, the value and the remedy.
 
-All of them are importable from here.
+There is one base class for each, and all of them are importable from here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class UnsupportedError(UcudnnError):
 
 
 class BusyError(UcudnnError):
-    """Nothing can be measured at the moment, for a reason that passes; nothing is noted of it."""
+    """Nothing can be measured now, for a temporary reason; the cache records no failure."""
 
 
 class CacheError(UcudnnError):
@@ -57,15 +57,13 @@ class PlanError(UcudnnError):
     """No plan fits, or a plan does not belong to this model or device.
 
     Attributes:
-        smallest_bytes: the smallest workspace (bytes) that would fit, or None where no limit helps.
+        smallest_bytes: the smallest workspace limit in bytes with which a plan exists; None if
+            there is none.
     """
 
     def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
-
-    def __reduce__(self) -> tuple[type[PlanError], tuple[str, int | None]]:
-        return type(self), (str(self), self.smallest_bytes)
 
 
 class PlanFileError(PlanError):
@@ -84,23 +82,20 @@ class RankError(UcudnnError):
     """Ranks of one job that do not agree, or do not answer; the message names them.
 
     Attributes:
-        ranks: those that are named, in the numbers of the default process group.
+        ranks: numbers of the named ranks in the default process group.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)
-
 
 class TuningInterruptedError(KeyboardInterrupt):
-    """Ctrl-C while tuning; what was measured is in the cache.
+    """Ctrl-C during tuning; the measurements so far are in the cache.
 
     Attributes:
-        plan: the best one so far; kernels that were not looked at are not in it, and those that
-            were not finished run torch's own convolution.
+        plan: the best plan so far. Kernels that were never run are not in it, and those that were
+            not finished run torch's own convolution.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -117,15 +112,15 @@ class CacheWarning(UcudnnWarning):
 
 
 class NoiseWarning(UcudnnWarning):
-    """Others use the machine while it is measured, or times of a plan are not to be trusted."""
+    """Other processes use the machine during measuring, or times of a plan are unreliable."""
 
 
 class UntunedWarning(UcudnnWarning):
-    """The time was over before some kernels were looked at, so the plan leaves them out."""
+    """The time ran out before some kernels were run once, so the plan leaves them out."""
 
 
 class WrongResultWarning(UcudnnWarning):
-    """A candidate computed something else than the convolution, and is out."""
+    """A candidate computed a wrong result, and is rejected."""
 
 
 class UnplannedWarning(UcudnnWarning):

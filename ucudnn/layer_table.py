@@ -58,8 +58,8 @@ def read_layers(
         layout: as for `read_rows`.
 
     Raises:
-        ConfigError: the file cannot be read, lacks a column, or a line is impossible; the message
-            names the line.
+        ConfigError: the file cannot be read, lacks a column, or has an impossible line, which the
+            message names.
     """
     return [(row.name, row.problem) for row in read_rows(path, ops, dtype, layout)]
 
@@ -162,15 +162,7 @@ def _split(text: str | None) -> tuple[str, ...]:
 
 
 def _problem(path: object, line: int, row: Mapping[str, str], op: str) -> Problem:
-    try:
-        value = {name: int(row[name]) for name in COLUMNS if name != "name"}
-    # A row with too few fields has None for the others, hence TypeError.
-    except (TypeError, ValueError):
-        bad = [name for name in COLUMNS[1:] if not _is_int(row[name])]
-        raise ConfigError(
-            f"{path} line {line}: every column but name holds an int; "
-            f"{shortened(f'{bad[0]} is {row[bad[0]]!r}')}"
-        ) from None
+    value = _ints(path, line, row)
     rank = row.get("rank") or ("3" if value["d"] > 1 or value["kd"] > 1 else "2")
     if rank not in ("1", "2", "3"):
         raise ConfigError(f"{path} line {line}: rank is 1, 2 or 3, got {shortened(repr(rank))}")
@@ -197,6 +189,21 @@ def _problem(path: object, line: int, row: Mapping[str, str], op: str) -> Proble
     except ProblemError as error:
         reason = shortened(f"{row['name']}: {error}")
         raise ConfigError(f"{path} line {line}, layer {reason}") from error
+
+
+def _ints(path: object, line: int, row: Mapping[str, str]) -> dict[str, int]:
+    """The columns of a row but its name, which are ints."""
+    value = {}
+    for column in COLUMNS[1:]:
+        try:
+            value[column] = int(row[column])
+        # A row with too few fields has None for the others, hence TypeError.
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{path} line {line}: every column but name holds an int; "
+                f"{shortened(f'{column} is {row[column]!r}')}"
+            ) from None
+    return value
 
 
 def _is_int(text: str | None) -> bool:

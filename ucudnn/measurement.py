@@ -1,20 +1,106 @@
-"""A candidate, and the same timed: the numbers, and all they depend on as a documented key."""
+"""Candidates and measurements: the numbers, and the key with everything that they depend on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
 from ucudnn.units import TOO_LARGE
 
-ROLES = ("alone", "first", "later")
 STATUSES = ("ok", "screened", "untimed", "failed")
-# Note of a candidate that also adds a bias, in the kernel that computes the convolution.
-ADDS_BIAS = "adds bias"
-_TYPES = {"str": str, "bool": bool}
+_TYPES = {"str": str, "bool": bool, "Role": str}
+
+
+_Words = TypeVar("_Words", bound=StrEnum)
+
+
+def _member(words: type[_Words], name: str, value: object) -> _Words:
+    """The member of an enumeration that a text names."""
+    if value not in tuple(words):
+        raise UcudnnError(f"{name} must be one of {', '.join(words)}, got {value!r}")
+    return words(str(value))
+
+
+class FailureKind(StrEnum):
+    """Kind of a candidate's failure; `Measurement.reason` says more, for people.
+
+    Attributes:
+        OUT_OF_MEMORY: there was too little memory, of which there may be more at another time.
+        CRASH: it ended its process, or made the device useless to it.
+        HANG: it did not end in time.
+        WRONG: its result is not that of the convolution.
+        ERROR: it raised any other error.
+    """
+
+    OUT_OF_MEMORY = "out of memory"
+    CRASH = "crash"
+    HANG = "hang"
+    WRONG = "wrong"
+    ERROR = "error"
+
+
+class Subject(StrEnum):
+    """Subject of a measurement.
+
+    Attributes:
+        CHUNK: a candidate, in one role.
+        CALL: a whole call by a split, whose name is the algorithm.
+        MACHINE: the machine itself, such as its speed.
+    """
+
+    CHUNK = "chunk"
+    CALL = "call"
+    MACHINE = "machine"
+
+
+class Role(StrEnum):
+    """Position of a chunk in the split of a call, and the kind of call by which it is computed.
+
+    Attributes:
+        ALONE: the only chunk; its call returns the result, to which others may be added.
+        FIRST: the first of several; its call begins a sum in float32.
+        LATER: any other; its call writes into, or adds to, a result that exists.
+    """
+
+    ALONE = "alone"
+    FIRST = "first"
+    LATER = "later"
+
+
+def role_of(problem: Problem, position: Role) -> Role:
+    """The role in which a chunk at a position of a split is computed, and therefore timed.
+
+    >>> role_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), Role.FIRST)
+    <Role.LATER: 'later'>
+
+    Args:
+        problem: the convolution that is split, or a chunk of it.
+        position: of the chunk.
+    """
+    if position != Role.FIRST:
+        return position
+    # Each chunk of fprop and dgrad is written into its own part of the result, also the first.
+    if problem.op != "wgrad":
+        return Role.LATER
+    # In half precision the first chunk begins a sum in float32; in full precision the result of an
+    # ordinary call is what the others are added to.
+    return Role.ALONE if problem.bytes_per_element >= 4 else Role.FIRST
+
+
+def positions(chunks: int) -> tuple[Role, ...]:
+    """Positions of the chunks of a split, in order.
+
+    >>> [str(position) for position in positions(3)]
+    ['first', 'later', 'later']
+
+    Args:
+        chunks: number of them, at least 1.
+    """
+    return (Role.ALONE,) if chunks == 1 else (Role.FIRST, *[Role.LATER] * (chunks - 1))
 
 
 def _require_fields(value: Any) -> None:
@@ -43,14 +129,20 @@ class Candidate:
     Args:
         problem: the problem at the micro-batch size.
         algorithm: the algorithm's stable name.
-        workspace_bytes: temporary memory in bytes, None where only a run can tell.
-        notes: facts such as "nondeterministic" or "kernel=onednn".
+        workspace_bytes: temporary memory in bytes; None if only a run can tell.
+        notes: what else is known, for people.
+        implementation: what the library runs, such as "onednn"; "" if the algorithm's name says it.
+        is_deterministic: whether it computes the same bits each time.
+        adds_bias: whether it also adds a bias, in the kernel that computes the convolution.
     """
 
     problem: Problem
     algorithm: str
     workspace_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    implementation: str = ""
+    is_deterministic: bool = True
+    adds_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +157,7 @@ class Device:
         compute_capability: such as "9.0", "" on a CPU.
         memory_bytes: of a GPU, 0 on a CPU (its size does not change a time).
         power_limit_w: of a GPU, 0 on a CPU.
-        mig: the MIG profile of a GPU, "" where there is none.
+        mig: the MIG profile of a GPU, "" if there is none.
 
     Raises:
         UcudnnError: a value of another type, or a negative number.
@@ -95,7 +187,7 @@ class Software:
 
     Args:
         torch: version of PyTorch.
-        onednn: version of the oneDNN inside PyTorch, "" where it has none.
+        onednn: version of the oneDNN inside PyTorch, "" if it has none.
         cudnn: version of cuDNN, "" on a CPU.
         cuda: version of the CUDA runtime, "" on a CPU.
         driver: version of the NVIDIA driver, "" on a CPU.
@@ -119,19 +211,19 @@ class Conditions:
     """Conditions of a run of a candidate.
 
     Args:
-        role: "alone" (the only chunk: returns its result), "first" (of several chunks) or
-            "later" (writes into, or adds to, a result that exists).
-        threads: intra-operator threads of a CPU, 0 on a GPU.
+        role: of the chunk in its call; a text such as "later" becomes the `Role` of that name.
+        threads: torch's intra-operator threads on a CPU, 0 on a GPU.
         allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
         captured: inside a CUDA graph.
         ranks_per_device: processes that share the device.
-        mps_percent: share of a GPU's processors that MPS grants, 100 without MPS.
+        mps_percent: share of a GPU's processors that MPS grants; 100 for a process that has the
+            GPU to itself, 0 where several take turns on it without MPS.
 
     Raises:
         UcudnnError: a value of another type, or a negative number.
     """
 
-    role: str = "alone"
+    role: Role = Role.ALONE
     threads: int = 0
     allocator: str = ""
     captured: bool = False
@@ -139,9 +231,9 @@ class Conditions:
     mps_percent: int = 100
 
     def __post_init__(self) -> None:
+        # Files and other ranks hold the text.
+        object.__setattr__(self, "role", _member(Role, "role", self.role))
         _require_fields(self)
-        if self.role not in ROLES:
-            raise UcudnnError(f"role must be one of {', '.join(ROLES)}, got {self.role!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +257,6 @@ class MeasurementKey:
     protocol: int
 
 
-# How the note begins that a backend's `state` adds where others used the processors.
-_PERTURBED = "load="
-
-
-def is_perturbation(note: str) -> bool:
-    """True if a note says that others used the processors meanwhile.
-
-    >>> is_perturbation("load=1.5"), is_perturbation("kernel=onednn")
-    (True, False)
-    """
-    return note.startswith(_PERTURBED)
-
-
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Result of a run of one candidate; failure is a status, not an exception.
@@ -186,16 +265,24 @@ class Measurement:
         key: what the numbers depend on.
         status: "ok" (timed in full), "screened" (one sample, too slow to go on), "untimed"
             (run once for its workspace, which was over the limit) or "failed".
-        time_ns: median over `samples`, time of one chunk; None where it was not timed.
+        time_ns: time of one chunk, the median of `samples`; None if it was not timed.
         spread_ns: interquartile range of `samples`.
         samples: times of one chunk in ns, in the order taken.
-        workspace_bytes: peak that the allocator saw beyond the result; None where it failed.
-        error: relative error (L2) against a float64 reference, None where it was not measured.
-        reason: why it failed, else "".
-        notes: such as "kernel=onednn", the kernel that the framework picked.
+        workspace_bytes: peak that the allocator saw beyond the result; None if it failed.
+        error: relative error (L2) against a float64 reference; None if it was not measured.
+        reason: why it failed, for people, else "".
+        notes: what else is known, for people, such as "max_ulp=2".
+        failure: kind of the failure; None if it did not fail, or if an older file lacks it.
+        lost_to: the algorithm that it lost its race against, if it was eliminated; else "".
+        subject: what was timed.
+        implementation: as in `Candidate`.
+        is_deterministic: as in `Candidate`.
+        adds_bias: as in `Candidate`.
+        load: processors that others used meanwhile; 0 if enough were left for this process.
 
     Raises:
-        UcudnnError: an unknown status, a time that does not go with it, or a negative number.
+        UcudnnError: an unknown status, kind or subject, a time that does not go with the status,
+            or a negative number.
     """
 
     key: MeasurementKey
@@ -207,13 +294,21 @@ class Measurement:
     error: float | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
+    failure: FailureKind | None = None
+    lost_to: str = ""
+    subject: Subject = Subject.CHUNK
+    implementation: str = ""
+    is_deterministic: bool = True
+    adds_bias: bool = False
+    load: float = 0.0
 
     @property
     def is_perturbed(self) -> bool:
-        """True where others used the processors while it was timed."""
-        return any(map(is_perturbation, self.notes))
+        """True if other processes used the processors while it was timed."""
+        return self.load > 0
 
     def __post_init__(self) -> None:
+        self._require_words()
         if self.status not in STATUSES:
             raise UcudnnError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
         if (self.time_ns is not None) != (self.status in ("ok", "screened")):
@@ -221,6 +316,14 @@ class Measurement:
         numbers = (self.time_ns or 0, self.spread_ns or 0, self.workspace_bytes or 0)
         if min(*numbers, *self.samples) < 0:
             raise UcudnnError(f"times and workspaces must not be negative, got {self}")
+
+    def _require_words(self) -> None:
+        """Refuse words that are no kind or subject, and replace texts by members."""
+        # Files and other ranks hold the texts. Members pass quickly: caches have a million entries.
+        if self.failure is not None and type(self.failure) is not FailureKind:
+            object.__setattr__(self, "failure", _member(FailureKind, "failure", self.failure))
+        if type(self.subject) is not Subject:
+            object.__setattr__(self, "subject", _member(Subject, "subject", self.subject))
 
 
 @dataclass(frozen=True, slots=True)

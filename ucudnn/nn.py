@@ -1,7 +1,7 @@
 """Layers with the constructors of torch.nn whose convolutions follow a plan.
 
-They are adapters without logic: same parameters, same state_dict, same answers. A layer that was
-made here and not converted has no plan yet; what it does then is `Config.unplanned`.
+They are adapters without logic, with the same parameters and the same state_dict. A layer that was
+made here, and not converted by a plan, follows `Config.unplanned`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ else:
 def planned_runner(
     plan: Plan | None, config: Config | None = None, *, is_checked: bool = True
 ) -> Runner:
-    """A runner that tunes a shape without a plan, where its settings ask for that.
+    """A runner that tunes shapes without a plan if its settings ask for that.
 
     >>> planned_runner(None, Config(unplanned="error")).config.unplanned
     'error'
@@ -56,7 +56,8 @@ class AbstractPlanned(_Convolution):
     """The addition to torch's layers: the plan that they follow.
 
     Args:
-        config: what to do with shapes that have no plan, keyword only; the others are torch's.
+        config: what to do with shapes that have no plan, keyword only; all other arguments are
+            torch's.
     """
 
     _ucudnn_runner: Runner
@@ -77,7 +78,7 @@ class AbstractPlanned(_Convolution):
 
 
 class AbstractConvolution(AbstractPlanned):
-    """Forward of a convolution by its plan; under torch.compile torch's own (for Inductor)."""
+    """Forward of a convolution by its plan; under torch.compile, torch's own convolution."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
@@ -92,10 +93,10 @@ class AbstractConvolution(AbstractPlanned):
 
 
 class AbstractTransposed(AbstractPlanned):
-    """Forward of a transposed convolution by its plan; under torch.compile torch's own."""
+    """Forward of a transposed convolution by its plan; under torch.compile, torch's own."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """torch's forward, by plan."""
+        """Compute the output by the plan; arguments as in torch."""
         if torch.compiler.is_compiling():
             plain: Tensor = super().forward(input, output_size)
             return plain
@@ -158,7 +159,7 @@ class ConvTranspose3d(AbstractTransposed, nn.ConvTranspose3d):
 
 
 def follow(module: nn.Module, runner: Runner) -> None:
-    """Give a layer the attributes that the classes above need.
+    """Give a layer the attributes that planned classes need.
 
     One of them is `__module__`: tracers of torch.fx take modules from torch.nn for leaves, which
     they do not look into. On the class it would break pickling.
@@ -183,8 +184,8 @@ def geometry_of(module: nn.modules.conv._ConvNd) -> tuple[list[int] | None, Geom
     (0, 0)
 
     Returns:
-        Amounts as `torch.nn.functional.pad` takes them, (begin, end) per axis, last axis first,
-        None where torch does not; and the geometry, first axis first.
+        The amounts for `torch.nn.functional.pad`, (begin, end) per axis, last axis first; None if
+        torch does not pad. And the geometry, first axis first.
     """
     # Tuples, which can be hashed, whatever was assigned to the module's attributes.
     return _geometry(
@@ -234,7 +235,7 @@ def _geometry(
 
 
 def layer_of(module: nn.modules.conv._ConvNd) -> Layer:
-    """The layer that the kernels of a module belong to.
+    """The `Layer` of the kernels of a module.
 
     >>> layer_of(nn.ConvTranspose1d(2, 5, 3)).in_channels
     5

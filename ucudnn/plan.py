@@ -1,29 +1,20 @@
-"""Micro-batch sizes and algorithms for every batch of every kernel: a frozen value with a file."""
+"""Plans: the split of every batch of every kernel, as a frozen value that can be saved."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ucudnn.config import Config, check_environment
-from ucudnn.errors import PlanError, PlanFileError, UcudnnError, shortened
+from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Origin, Software
 from ucudnn.problem import Problem
-from ucudnn.races import MEMORY_FORMATS, LayoutRace, StepRace
+from ucudnn.races import MEMORY_FORMATS, LayoutHint, LayoutRace, StepRace
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
-from ucudnn.system.documents import (
-    FORMAT,
-    canonical,
-    read_document,
-    require_checksum,
-    require_count,
-    require_ints,
-    require_strings,
-    sha256_of,
-)
+from ucudnn.system import documents
 from ucudnn.system.files import write
 from ucudnn.system.forking import cached_property
 from ucudnn.system.markup import html_table
@@ -33,6 +24,8 @@ __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
 # In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
 BY_BATCH, BY_SLABS = -1, -2
+# Also the note by which alone plan files of ucudnn before 0.1.0 tell what `is_perturbed` is.
+_PERTURBED = "timed while others used the processors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +33,10 @@ class Timing:
     """A time with its spread and workspace, measured or predicted.
 
     Args:
-        time_ns: median; where it is predicted, the sum of parts that were timed one by one.
+        time_ns: median; if predicted, the sum of parts that were timed one by one.
         spread_ns: interquartile range.
         workspace_bytes: peak that the allocator saw beyond the result.
-        samples: how many times it was taken; 0: never, it is predicted.
+        samples: number of samples; 0: the time is predicted.
 
     Raises:
         PlanError: a value is not an int of at least 0.
@@ -56,14 +49,14 @@ class Timing:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            require_count(item.name, getattr(self, item.name))
+            documents.require_count(item.name, getattr(self, item.name))
         # Reports and checks divide by it.
         if self.time_ns == 0:
             raise PlanError("time_ns must be at least 1, got 0")
 
     @property
     def is_predicted(self) -> bool:
-        """True where the whole was never run."""
+        """True if the call as a whole was never run."""
         return self.samples == 0
 
 
@@ -71,8 +64,8 @@ class Timing:
 class KernelPlan:
     """The splits of one kernel for every batch n from 1 to `problem.batch`.
 
-    A batch is computed alone, by slabs, or built by steps: `last[n - 1]` is the last step, the
-    steps before it are those of batch n - size, and so on down to 0.
+    A batch is computed undivided, by slabs, or by steps along the batch. Then the last step of
+    batch n is in `last[n - 1]`; the steps before it are those of batch n - size, and so on to 0.
 
     Args:
         problem: the kernel at the largest planned batch N.
@@ -81,16 +74,18 @@ class KernelPlan:
         alone: for n = 1..N the index of the algorithm that computes n undivided; -1: split it
             along the batch, -2: by slabs.
         last: for n = 1..N the (size, algorithm index) of the last step of a split of n whose first
-            chunk may be all of it; size 0 where there is none.
+            chunk may be all of it; size 0 if there is none.
         predicted_time_ns: sum over the steps of the plan of N.
-        timing: the whole plan of N, measured; predicted where the device was not there.
-        default: torch's own convolution at N, measured in the same rounds; None where torch
-            cannot compute the problem, or a recording does not know it.
+        timing: of the plan of N as a whole call; predicted if the device was not there.
+        default: torch's own convolution at N, measured in the same rounds; None if torch cannot
+            compute the problem, or if a recording has no such measurement.
         notes: such as "default kernel=onednn".
-        slabs: (rows, algorithm index) of each slab: the same for every batch split by slabs.
+        slabs: (rows, algorithm index) of each slab; the same for every batch that is split by
+            slabs.
+        is_perturbed: whether others used the processors while it was timed.
 
     Raises:
-        PlanError: the tables do not describe a split of every batch.
+        PlanError: the fields do not describe a split of every batch.
     """
 
     problem: Problem
@@ -103,35 +98,33 @@ class KernelPlan:
     default: Timing | None
     notes: tuple[str, ...] = ()
     slabs: tuple[tuple[int, int], ...] = ()
+    is_perturbed: bool = False
 
     def __post_init__(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        require_count("predicted_time_ns", self.predicted_time_ns)
+        documents.require_count("predicted_time_ns", self.predicted_time_ns)
         for name in ("layers", "algorithms", "notes"):
-            require_strings(name, getattr(self, name))
+            documents.require_strings(name, getattr(self, name))
         for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
-            require_ints(name, rows)
+            documents.require_ints(name, rows)
+        documents.require_bool("is_perturbed", self.is_perturbed)
         self._require_slabs()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
                 f"the plan of {self.problem} must have one entry per batch "
                 f"({self.problem.batch}), got {len(self.alone)} and {len(self.last)}"
             )
-        # Batches from which a walk along `last` ends at 0, so that `split` always ends.
-        reachable = {0}
-        for n, (index, (size, step_index)) in enumerate(
-            zip(self.alone, self.last, strict=True), start=1
-        ):
-            if index not in (BY_BATCH, BY_SLABS) and not self._names(index):
-                raise PlanError(f"the plan of {self.problem} names no algorithm for batch {n}")
-            if size == 0:
-                continue
-            if not (0 < size <= n and n - size in reachable and self._names(step_index)):
-                raise PlanError(f"the plan of {self.problem} has no valid split of batch {n}")
-            reachable.add(n)
+        documents.require_chains(
+            self.problem, self.alone, self.last, range(BY_SLABS, len(self.algorithms))
+        )
         # Smaller batches may lack a split within the limit; the planned one may not.
         if not self.covers(self.problem.batch):
             raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and that the times were perturbed where they were."""
+        return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
 
     def _require_slabs(self) -> None:
         if not self.slabs and BY_SLABS not in self.alone:
@@ -179,10 +172,10 @@ class KernelPlan:
         return Split("batch", tuple(reversed(steps)))
 
     def by_default(self, every_batch: bool) -> KernelPlan:
-        """The same kernel by torch's own undivided convolution, which must have been measured.
+        """The same kernel with torch's own undivided convolution, which must have been measured.
 
         Args:
-            every_batch: smaller ones, too; else they keep their splits.
+            every_batch: True: smaller batches, too; False: smaller batches keep their splits.
         """
         assert self.default is not None
         # Appended, because the splits of smaller batches refer to the others by index.
@@ -200,7 +193,7 @@ class KernelPlan:
         )
 
     def decisions(self) -> list[Any]:
-        """Problem and tables with the algorithms' names in place, as JSON values."""
+        """The problem and its splits, with algorithms by name, as JSON values."""
         names = {BY_BATCH: None, BY_SLABS: BY_SLABS, **dict(enumerate(self.algorithms))}
         # Names and not indices: the order of `algorithms` decides nothing.
         alone = [names[index] for index in self.alone]
@@ -210,24 +203,24 @@ class KernelPlan:
         return [self.problem.to_dict(), alone, last, *([slabs] if slabs else [])]
 
     def covers(self, batch: int) -> bool:
-        """True where there is a split of this batch: nearly always, for 1 to `problem.batch`."""
+        """True if there is a split of this batch: nearly always for 1 to `problem.batch`."""
         if not 1 <= batch <= self.problem.batch:
             return False
         return self.alone[batch - 1] != BY_BATCH or self.last[batch - 1][0] > 0
 
     def is_derived(self, batch: int) -> bool:
-        """True where the split of this batch was composed from parts and not timed as a whole."""
+        """True if the split of this batch is composed of parts and was not timed as a whole."""
         return batch != self.problem.batch or self.timing.is_predicted
 
     @property
     def is_default(self) -> bool:
-        """True where the plan of the largest batch is torch's own undivided convolution."""
+        """True if the plan of the largest batch is torch's own undivided convolution."""
         return self.split(self.problem.batch).is_default
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """For every kernel of a model the split of every batch, and what it was made from and for.
+    """The split of every batch of every kernel of a model, with its device, versions and settings.
 
     >>> plan = Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config())
     >>> len(plan.hash), plan.workspace_bytes
@@ -240,11 +233,13 @@ class Plan:
         conditions: threads, allocator and so on.
         config: the settings it was made with.
         backend: name of the backend that runs it.
-        step_race: whole steps of the model by the plan against torch's own; None where the plan was
-            made without its model.
+        step_race: race of whole training steps with the plan and without it; None if the plan was
+            made without a model.
         memory_format: layout of the model that it was made for: "keep", as the model was, or
-            "channels_last" (of 5-D tensors channels_last_3d).
-        layout_race: how that was decided; None where the settings did not ask for it.
+            "channels_last" (channels_last_3d for 5-D tensors).
+        layout_race: how the memory format was decided; None if the settings did not ask for it.
+        layout_hint: gain to expect of channels_last, if the settings did not ask for it; None if it
+            would change nothing, or if no steps were run.
         origin: how it came about; None in files of versions that did not note it.
 
     Raises:
@@ -260,10 +255,11 @@ class Plan:
     step_race: StepRace | None = field(default=None, compare=False)
     memory_format: str = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
+    layout_hint: LayoutHint | None = field(default=None, compare=False)
     origin: Origin | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        require_strings("backend", (self.backend,))
+        documents.require_strings("backend", (self.backend,))
         if self.memory_format not in MEMORY_FORMATS:
             raise PlanError(
                 f"memory_format must be one of {', '.join(MEMORY_FORMATS)}, "
@@ -296,7 +292,7 @@ class Plan:
         return () if self.origin is None else (*self.origin.left_out, *self.origin.over_limit)
 
     def split(self, problem: Problem) -> Split:
-        """The split of a problem at its own batch, which may be any up to the planned one.
+        """The split of a problem at its batch, which may be any batch up to the planned one.
 
         Raises:
             PlanError: the problem is not in the plan, or only with smaller batches.
@@ -304,7 +300,7 @@ class Plan:
         return self.kernel(problem).split(problem.batch)
 
     def kernel(self, problem: Problem) -> KernelPlan:
-        """The kernel that covers a problem: same geometry, the smallest sufficient batch.
+        """The kernel that covers a problem: same geometry, and the smallest sufficient batch.
 
         Raises:
             PlanError: there is none.
@@ -327,7 +323,7 @@ class Plan:
         )
 
     def covers(self, problem: Problem) -> bool:
-        """True where `split` has an answer for this problem."""
+        """True if `split` has an answer for this problem."""
         kernels = self._kernels_by_geometry.get(problem.with_batch(1), [])
         return any(kernel.covers(problem.batch) for kernel in kernels)
 
@@ -341,34 +337,34 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Largest workspace of any kernel, which they share; of a pool the sum over all calls."""
+        """Workspace of the plan: the largest of any kernel; with a pool, the sum over all calls."""
         if self.config.total_bytes is not None:
             return sum(one.timing.workspace_bytes * len(one.layers) for one in self.kernels)
         return max((kernel.timing.workspace_bytes for kernel in self.kernels), default=0)
 
     @property
     def predicted_time_ns(self) -> int:
-        """Sum of the steps' times over every call of every kernel; a prediction, not measured."""
+        """Sum of the predicted times of all calls of all kernels."""
         return sum(kernel.predicted_time_ns * len(kernel.layers) for kernel in self.kernels)
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the problems, splits, layout, settings and device: equal plans, equal hash.
+        """SHA-256 of the problems, splits, layout, settings and device; equal for equal plans.
 
-        Times, dates and hosts are left out, so two machines of one kind can agree on it.
+        Times, dates and hosts are left out, so that it can be equal on two machines of one kind.
         """
         # Without software and conditions, and in any order of kernels: two machines of one kind
         # that decide alike have equal hashes.
         decisions = {
-            "kernels": sorted(canonical(kernel.decisions()) for kernel in self.kernels),
+            "kernels": sorted(documents.canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
             "device": asdict(self.device),
             **self._layout_to_dict(),
         }
-        return sha256_of(decisions)
+        return documents.sha256_of(decisions)
 
     def _layout_to_dict(self) -> dict[str, str]:
-        """The memory format; nothing where the model keeps its own, as before version 3."""
+        """The memory format; empty if the model keeps its own, as before version 3."""
         return {} if self.memory_format == "keep" else {"memory_format": self.memory_format}
 
     @property
@@ -378,17 +374,17 @@ class Plan:
         return 2 if any(kernel.slabs for kernel in self.kernels) else 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file; a reader sees the old file or the new one, never half.
+        """Write the plan to a JSON file; readers see the old file or the new one, never a part.
 
         Raises:
             OutputError: the file cannot be written.
         """
-        write(path, f"{canonical(self.to_dict())}\n".encode(), "the plan")
+        write(path, f"{documents.canonical(self.to_dict())}\n".encode(), "the plan")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""
         document: dict[str, Any] = {
-            "format": FORMAT,
+            "format": documents.FORMAT,
             "version": self._version,
             **self._layout_to_dict(),
             "hash": self.hash,
@@ -408,14 +404,14 @@ class Plan:
                 for kernel in self.kernels
             ],
         }
-        if self.step_race is not None:
-            document["step_race"] = self.step_race.to_dict()
-        if self.layout_race is not None:
-            document["layout_race"] = self.layout_race.to_dict()
+        for name in ("step_race", "layout_race", "layout_hint"):
+            race = getattr(self, name)
+            if race is not None:
+                document[name] = race.to_dict()
         if self.origin is not None:
             document["origin"] = asdict(self.origin)
         # Unlike the hash it covers times and names, so that any damage shows.
-        return {**document, "checksum": sha256_of(document)}
+        return {**document, "checksum": documents.sha256_of(document)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -423,29 +419,24 @@ class Plan:
 
         Raises:
             PlanFileError: it cannot be read, is not a plan, is damaged, or is of a later version.
-            ConfigError: an environment variable is refused, which is not the file's fault.
+            ConfigError: an environment variable is refused; the file may be fine.
         """
         # First: a refused variable must not be reported as damage of the file.
         check_environment()
-        document = read_document(path)
-        try:
+        document = documents.read_document(path)
+        with documents.damage_named(path):
             return cls.from_dict(document)
-        # A file that was cut or edited may raise any of these while its values are built.
-        except (KeyError, TypeError, AttributeError, ValueError, UcudnnError) as error:
-            detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise PlanFileError(
-                f"{path} is a damaged plan: {shortened(detail)}; make it anew"
-            ) from error
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` wrote down.
+        """Build a plan from the JSON values of `to_dict`.
 
         Raises:
-            PlanError: the values are not what was written down.
+            PlanError: the values are not those of a plan.
         """
-        require_checksum(document)
+        documents.require_checksum(document)
         race, layouts = document.get("step_race"), document.get("layout_race")
+        hint = document.get("layout_hint")
         origin = document.get("origin")
         return cls(
             kernels=tuple(_kernel(fields) for fields in document["kernels"]),
@@ -457,31 +448,23 @@ class Plan:
             step_race=None if race is None else StepRace.from_dict(race),
             memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
             layout_race=None if layouts is None else LayoutRace.from_dict(layouts),
+            layout_hint=None if hint is None else LayoutHint.from_dict(hint),
             origin=None if origin is None else Origin.from_dict(origin),
         )
 
 
 def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
+    notes = documents.strings_in(fields["notes"])
     return KernelPlan(
         problem=Problem.from_dict(fields["problem"]),
-        layers=_strings(fields["layers"]),
-        algorithms=_strings(fields["algorithms"]),
+        layers=documents.strings_in(fields["layers"]),
+        algorithms=documents.strings_in(fields["algorithms"]),
         alone=tuple(fields["alone"]),
-        last=_pairs(fields["last"]),
+        last=documents.pairs_in(fields["last"]),
         predicted_time_ns=fields["predicted_time_ns"],
         timing=Timing(**fields["timing"]),
         default=Timing(**fields["default"]) if fields["default"] else None,
-        notes=_strings(fields["notes"]),
-        slabs=_pairs(fields.get("slabs", ())),  # version 1 may have none
+        notes=tuple(note for note in notes if note != _PERTURBED),
+        slabs=documents.pairs_in(fields.get("slabs", ())),  # version 1 may have none
+        is_perturbed=fields.get("is_perturbed", _PERTURBED in notes),
     )
-
-
-def _pairs(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((size, index) for size, index in rows)
-
-
-def _strings(values: object) -> tuple[str, ...]:
-    # `tuple` would take a string apart into its characters.
-    if not isinstance(values, list):
-        raise PlanError(f"names must be a list, got {values!r}")
-    return tuple(values)

@@ -1,4 +1,4 @@
-"""A convolution: one operation on one geometry, hashable, valid by construction."""
+"""A convolution problem: one operation on one geometry, hashable, valid by construction."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Problem:
         stride: per axis; default 1.
         padding: (begin, end) per axis; default 0.
         dilation: per axis; default 1.
-        groups: both channel counts are divisible by it.
+        groups: number of groups; it divides both channel counts.
         dtype: "float64", "float32", "bfloat16" or "float16".
         layout: "nchw" (channels first) or "nhwc" (channels last), for any rank.
-        math: "tf32" where float32 products may be rounded to TF32, else "strict".
+        math: "tf32" if factors of float32 products may be rounded to TF32, else "strict".
 
     Raises:
         ProblemError: the geometry is impossible; the message names the field and its value.
@@ -203,7 +203,7 @@ class Problem:
         return replace(self, batch=batch)
 
     def as_2d(self) -> Problem:
-        """A 1-D convolution as the 2-D one with a leading axis of size 1; others unchanged.
+        """The 2-D equivalent of a 1-D problem, with a leading axis of size 1; others unchanged.
 
         >>> Problem("fprop", 8, 4, 4, (9,), (3,), padding=((1, 1),)).as_2d().padding
         ((0, 0), (1, 1))

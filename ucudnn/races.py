@@ -12,6 +12,8 @@ from ucudnn.units import format_bytes, format_ns
 
 # As a fraction of a step's time: a smaller difference, either way, decides nothing.
 TOLERATED = 0.01
+# The same for the few rounds of a hint, whose medians vary by more.
+_HINTED = 0.05
 MEMORY_FORMATS = ("keep", "channels_last")
 # Numbers in plan files stay below this, so that 64-bit readers can hold them.
 _LARGEST = 1 << 63
@@ -19,22 +21,22 @@ _LARGEST = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class StepRace:
-    """The outcome of a race of whole steps, or the reason why there was none.
+    """The outcome of a race of whole training steps, or the reason why there was none.
 
     >>> print(StepRace(110, 100, 0.91, 0.9, 0.92, 5))
     a step takes 0.91 (0.90 to 0.92) times as long as by torch's own: 100 ns against 110 ns
 
     Args:
         torch_ns: median time of a step by torch's own convolutions.
-        plan_ns: the same by the plan.
+        plan_ns: median time of a step by the plan.
         ratio: median over the rounds of the plan's time over torch's.
         low: lower end of its 95 % interval.
         high: upper end.
         rounds: pairs of steps that were timed.
-        torch_peak_bytes: peak of allocated memory of a step by torch's own.
-        plan_peak_bytes: the same by the plan.
-        dropped: kernels given back to torch because steps were slower by their plans.
-        reason: why no step was run, "" where some were.
+        torch_peak_bytes: peak of allocated memory in a step by torch's own convolutions.
+        plan_peak_bytes: peak of allocated memory in a step by the plan.
+        dropped: kernels given back to torch, because steps were not faster with their plans.
+        reason: why no step was run; "" if steps were run.
 
     Raises:
         PlanError: a value is of another type or out of range.
@@ -66,7 +68,7 @@ class StepRace:
 
     @property
     def is_loss(self) -> bool:
-        """True where steps are slower by the plan, beyond the noise."""
+        """True if steps are slower by the plan, beyond the noise."""
         # The whole interval must lie above: noise is no reason to give a plan up.
         return self.rounds > 0 and self.low > 1 + TOLERATED
 
@@ -96,6 +98,66 @@ class StepRace:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutHint:
+    """Steps in channels_last beside those of a plan that keeps the model's layout.
+
+    >>> LayoutHint(channels_last_ns=80, plan_ns=100, rounds=2).ratio
+    0.8
+    >>> print(LayoutHint(reason="it fails there"))
+    channels_last was not tried: it fails there
+
+    Args:
+        channels_last_ns: median time of a step by torch's own convolutions in channels_last.
+        plan_ns: the same by the plan, in the model's own layout.
+        rounds: in which both ran one step.
+        reason: why they did not, "" where they did.
+
+    Raises:
+        PlanError: a value is of another type or out of range.
+    """
+
+    channels_last_ns: int = 0
+    plan_ns: int = 0
+    rounds: int = 0
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        # Values may come from a plan file that anybody wrote. Exact types, because True passes for
+        # an int.
+        counts = (self.channels_last_ns, self.plan_ns, self.rounds)
+        if not all(type(count) is int and 0 <= count < _LARGEST for count in counts):
+            raise PlanError(f"counts of a layout hint must be ints from 0, got {counts}")
+        if not isinstance(self.reason, str) or (not self.reason and 0 in counts):
+            raise PlanError(f"a layout hint has times or a reason, got {counts}, {self.reason!r}")
+
+    @property
+    def ratio(self) -> float:
+        """Time of a step in channels_last over that by the plan; 1 where neither was run."""
+        return self.channels_last_ns / self.plan_ns if self.plan_ns else 1.0
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"channels_last was not tried: {self.reason}"
+        text = (
+            f"a step by torch in channels_last takes {self.ratio:.2f} times as long as by this "
+            f"plan ({format_ns(self.channels_last_ns)} against {format_ns(self.plan_ns)}, median "
+            f"of {self.rounds} rounds)"
+        )
+        if self.ratio < 1 - _HINTED:
+            text += ': layout="auto" would make a plan for channels_last, too'
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayoutHint:
+        """Build one from JSON values; fields of later versions are left out."""
+        return cls(**{name: values[name] for name in cls.__slots__ if name in values})
+
+
+@dataclass(frozen=True, slots=True)
 class Contestant:
     """One way to compute the steps of a model: by torch or by a plan, in one layout.
 
@@ -104,14 +166,14 @@ class Contestant:
 
     Args:
         memory_format: "keep", as the model was, or "channels_last".
-        is_plan: by the plan made for that layout; else by torch's own convolutions.
-        time_ns: median time of a step; where no step was run, the sum of its kernels.
+        is_plan: True: by the plan made for that layout; False: by torch's own convolutions.
+        time_ns: median time of a step; if no step was run, the sum of its kernels.
         ratio: median over the rounds of its time over torch's in the model's own layout.
         low: lower end of its 95 % interval.
         high: upper end.
-        peak_bytes: peak of allocated memory of a step; 0 where none was run.
-        is_allowed: False for torch's own convolutions where they exceed the workspace limit: they
-            are timed, and never chosen.
+        peak_bytes: peak of allocated memory in a step; 0 if none was run.
+        is_allowed: False for torch's own convolutions if they exceed the workspace limit: they are
+            timed, but never chosen.
 
     Raises:
         PlanError: a value is of another type or out of range.
@@ -161,10 +223,11 @@ class LayoutRace:
     the model keeps its layout: it has no tensors of four or five axes
 
     Args:
-        contestants: those that were compared; none where there was nothing to compare.
-        winner: index of the one that the plan stands for.
-        rounds: in which each ran one step; 0: the sums of their kernels were compared.
-        reason: why the model keeps its layout, or why no steps were run; "" where they were.
+        contestants: the contestants; empty if there was nothing to compare.
+        winner: index of the contestant that won.
+        rounds: number of rounds, in each of which every contestant ran one step; 0: the sums of the
+            kernels' times were compared.
+        reason: why the model keeps its layout, or why no steps were run; "" if steps were run.
 
     Raises:
         PlanError: a value is of another type or out of range.
@@ -187,13 +250,13 @@ class LayoutRace:
 
     @property
     def memory_format(self) -> str:
-        """The layout that won; the model's own where nothing was compared."""
+        """The layout that won; the model's own if nothing was compared."""
         # A race that did not take place changes nothing about the model.
         return self.contestants[self.winner].memory_format if self.contestants else "keep"
 
     @property
     def is_by_sums(self) -> bool:
-        """True where the sums of kernels decided, and no step was run."""
+        """True if no step was run, and the sums of the kernels' times decided."""
         return bool(self.contestants) and self.rounds == 0
 
     def __str__(self) -> str:

@@ -2,11 +2,12 @@
 
 A slab is some rows (planes in 3-D, elements in 1-D) of the result, or of dy for wgrad, together
 with all rows of the operands that they depend on. It is a `Problem` of its own: fewer input rows,
-and padding only at the ends that are ends of the whole tensor. Tensors stay whole, a slab's are
-views of them: the strides of the whole, a shorter extent, a pointer that is offset by whole rows.
+and padding only at the ends that are ends of the whole tensor. Tensors are not copied: the tensors
+of a slab are views with the strides of the whole, a shorter extent, and a pointer that is offset by
+whole rows.
 
-The slabs of consecutive rows together compute the problem exactly, for every stride and dilation:
-fprop and dgrad write their rows, wgrad sums up over slabs.
+Slabs of consecutive rows compute the problem exactly, for every stride and dilation: fprop and
+dgrad write their rows, and wgrad sums over slabs.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """One slab: its problem, and the rows [begin, end) of the whole tensors that are its own.
+    """One slab: its problem, and its rows [begin, end) of the whole tensors.
 
-    How a library that takes strides is told of it, here the second half of a 3-D convolution:
+    A library that takes strides can compute it from a view, here for the second half of a 3-D
+    convolution:
 
     >>> whole = Problem("fprop", 1, 8, 16, (6, 4, 4), (3, 3, 3), padding=((1, 1),) * 3)
     >>> second = slab(whole, 3, 6)
@@ -38,8 +40,8 @@ class Slab:
     (3, 6)
 
     Args:
-        problem: what to compute on views of these rows; None where the rows depend on nothing:
-            they lie in the padding, or no output reads them. Their result is zero.
+        problem: what to compute on views of these rows; None if the result is zero, because the
+            rows lie in the padding or no output reads them.
         x_rows: rows of x: read by fprop and wgrad, written by dgrad.
         y_rows: rows of y: written by fprop, read by dgrad and wgrad.
     """
@@ -60,7 +62,7 @@ def row_count(problem: Problem) -> int:
 
 
 def row_alignment(problem: Problem) -> int:
-    """Inner slabs that begin at multiples of it have equal problems, if of equal size.
+    """Number of rows: inner slabs of one size that begin at multiples of it have equal problems.
 
     >>> row_alignment(Problem("dgrad", 1, 4, 4, (9, 5), (3, 3), stride=(2, 1)))
     2
@@ -141,8 +143,8 @@ def _of_outputs(problem: Problem, begin: int, end: int) -> Slab:
 def _written_by_dgrad(problem: Problem, begin: int, end: int) -> Slab:
     """Input rows are read by the outputs o with begin <= o stride - padding + tap dilation < end.
 
-    The slab's outputs begin at a row that starts no later than the slab does, so that padding
-    before it is not negative: perhaps one that reads none of its rows and so adds nothing.
+    The first output row starts no later than the slab does, so that the padding before it is not
+    negative. It may be a row that reads none of the slab's rows, and so adds nothing.
     """
     stride, (before, _) = problem.stride[0], problem.padding[0]
     extent = _extent(problem)

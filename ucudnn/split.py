@@ -1,4 +1,4 @@
-"""The steps of one call: how much of an axis each computes, and by which algorithm."""
+"""The steps of one call: their extents along an axis, and their algorithms."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Split:
 
     @property
     def is_default(self) -> bool:
-        """True where the split is torch's own convolution on the undivided batch."""
+        """True if the split is torch's own convolution on the undivided batch."""
         return len(self.steps) == 1 and self.steps[0].algorithm == DEFAULT_ALGORITHM
 
     def __str__(self) -> str:

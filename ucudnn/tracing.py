@@ -1,7 +1,7 @@
 """Find the convolutions of a model's forward and backward, without computing them.
 
-What counts is the call that reaches the dispatcher below autograd and autocast: modules and
-functional calls alike, in the dtype and the layout that they would be computed in.
+Convolutions are recorded at the dispatcher, below autograd and autocast. So modules and functional
+calls are seen alike, in the dtype and the layout in which they would be computed.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def trace(
 ) -> list[Problem]:
     """List every convolution that one training step would compute, in order, without computing it.
 
-    Runs the model on fake tensors: no memory, no device; parameters, buffers, gradients, random
-    states (torch's, Python's, NumPy's) and whatever else forward stores, wherever it does, are as
-    before. Hooks see the fake tensors; one that needs values is left out with a warning. A model
-    none of whose parameters or inputs requires a gradient has no backward problems.
+    Runs the model on fake tensors, which need neither memory nor a device. Afterwards, parameters,
+    buffers, gradients, random states (torch's, Python's, NumPy's) and everything that forward
+    stores are as before. Hooks see the fake tensors; a hook that needs values is left out with a
+    warning. If no parameter or input requires a gradient, there are no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
@@ -60,17 +60,17 @@ def trace(
 
     Args:
         model: any module; autocast that is active applies.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
-            of such for several input sizes.
-        real: compute one step on the tensors themselves, for a model whose course depends on
-            values; all is as before but what forward stores in globals or in tensors that are no
-            parameters, buffers or inputs.
-        device_type: "cpu" or "cuda": layouts and TF32 as torch has them there; default: where the
-            tensors are.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
+            list of these for several input sizes.
+        real: compute one step on the tensors themselves, for a model whose control flow depends on
+            values. What forward stores in globals, or in tensors that are neither parameters nor
+            buffers nor inputs, is then not restored.
+        device_type: "cpu" or "cuda", whose layouts and TF32 setting apply; default: the device of
+            the tensors.
 
     Raises:
-        ConfigError: the model does not accept the inputs, or keeps fake tensors where what was
-            there before cannot be put back.
+        ConfigError: the model does not accept the inputs, or stores fake tensors in a place that
+            cannot be restored.
     """
     traced = trace_layers(model, example_inputs, real=real, device_type=device_type)
     return [problem for _, problem in traced.layers]
@@ -81,7 +81,7 @@ class Traced(NamedTuple):
 
     Args:
         layers: each problem with the name of the module that computes it, once per call.
-        biased: of the problems those to whose result a layer adds a bias.
+        biased: problems to whose result a layer adds a bias.
     """
 
     layers: list[tuple[str, Problem]]
@@ -105,7 +105,8 @@ def trace_layers(
         passes: some of "fprop", "dgrad" and "wgrad": forward, gradients of inputs and of weights.
         real: as for `trace`.
         device_type: as for `trace`.
-        memory_format: "keep", or "channels_last": as if `convert_` had laid the model out so.
+        memory_format: "keep", or "channels_last": as if `convert_` had put the model into this
+            layout.
     """
     recorder = _Recorder(passes, device_type)
     names = {id(module): name for name, module in model.named_modules()}
@@ -162,7 +163,7 @@ def _trace_one(
 
 
 def _let_hooks_fail(model: nn.Module) -> None:
-    """Hooks are part of a model, but one that needs values must not end a trace."""
+    """Let hooks that need values fail with a warning, instead of ending the trace."""
     for module in model.modules():
         for kind in _HOOKS:
             # `unchanged` puts the hooks back when the trace is over.
@@ -187,7 +188,7 @@ def _lenient(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every convolution that reaches the dispatcher, below autograd and autocast."""
+    """Records every convolution that reaches the dispatcher, below autograd and autocast."""
 
     def __init__(self, passes: Collection[str], device_type: str | None) -> None:
         super().__init__()

@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Candidate as Candidate
     from ucudnn.measurement import Conditions as Conditions
     from ucudnn.measurement import Device as Device
+    from ucudnn.measurement import FailureKind as FailureKind
     from ucudnn.measurement import Measurement as Measurement
     from ucudnn.measurement import MeasurementKey as MeasurementKey
     from ucudnn.measurement import Origin as Origin
+    from ucudnn.measurement import Role as Role
     from ucudnn.measurement import Software as Software
+    from ucudnn.measurement import Subject as Subject
     from ucudnn.plan import KernelPlan as KernelPlan
     from ucudnn.plan import Timing as Timing
+    from ucudnn.races import LayoutHint as LayoutHint
     from ucudnn.races import LayoutRace as LayoutRace
     from ucudnn.races import StepRace as StepRace
     from ucudnn.tuning.advice import Advice as Advice
@@ -47,11 +51,11 @@ _NAMES_BY_MODULE = {
     "execution.override": ("Installation",),
     "layer_table": ("Row",),
     "measurement": (
-        *("Candidate", "Conditions", "Device", "Measurement", "MeasurementKey", "Origin"),
-        "Software",
+        *("Candidate", "Conditions", "Device", "FailureKind", "Measurement", "MeasurementKey"),
+        *("Origin", "Role", "Software", "Subject"),
     ),
     "plan": ("KernelPlan", "Timing"),
-    "races": ("LayoutRace", "StepRace"),
+    "races": ("LayoutHint", "LayoutRace", "StepRace"),
     "tuning.advice": ("Advice", "KernelAdvice"),
     "tuning.noise": ("Noise",),
     "tuning.progress": ("Progress",),

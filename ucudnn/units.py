@@ -25,7 +25,7 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
         name: what the value is called in the error message.
 
     Raises:
-        ConfigError: not a size, negative, or of 2^63 bytes and more.
+        ConfigError: it is not a size, it is negative, or it is at least 2^63 bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool) and 0 <= text < TOO_LARGE:
         return text
@@ -46,7 +46,7 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
 def format_bytes(count: int) -> str:
     """Write a number of bytes for a person, in the largest unit that keeps it at least 1.
 
-    Rounded up: a limit of the size that is named suffices.
+    The number is rounded up, so that a limit of the size written suffices.
 
     >>> format_bytes(9 << 20), format_bytes(1537), format_bytes(0)
     ('9 MiB', '1.6 KiB', '0 B')

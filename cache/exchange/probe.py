@@ -2,7 +2,8 @@
 
 A probe times every engine configuration of a table of layers on one GPU and writes `timings.csv`,
 `profile.json` (cuDNN's description of the device) and `answers.json` (versions). Its entries have
-protocol 0, because its timing loop is not ours. Columns without a field of ours become notes.
+protocol 0, because its timing loop is not ucudnn's. Columns that ucudnn has no field for become
+notes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ COLUMNS = (
 # Fields of cuDNN's description of a device that are needed here.
 _PROFILE = {"deviceVer": int, "deviceName": str, "multiProcessorCount": int, "totalGlobalMem": int}
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+# cuDNN's own word for it.
+_NONDETERMINISTIC = "NONDETERMINISTIC"
 _KEPT_AS_NOTES = ("mode", "rank", "min_us", "samples", "beta1_error")
 # cuDNN's deviceVer is a hundred times the compute capability; Ampere (8.0) brought TF32.
 _FIRST_WITH_TF32 = 800
@@ -148,6 +151,7 @@ def _problem(row: Mapping[str, str], problems: Mapping[str, Problem], has_tf32: 
 
 
 def _measurement(key: MeasurementKey, row: Mapping[str, str]) -> Measurement:
+    words = tuple(filter(None, row["notes"].split("+")))
     kept = [f"{name}={row[name]}" for name in _KEPT_AS_NOTES if row[name]]
     return Measurement(
         key,
@@ -156,5 +160,6 @@ def _measurement(key: MeasurementKey, row: Mapping[str, str]) -> Measurement:
         time_ns=round(float(row["median_us"]) * 1000),
         workspace_bytes=int(row["workspace_bytes"]),
         error=float(row["error"]) if row["error"] else None,
-        notes=(*filter(None, row["notes"].split("+")), *kept),
+        notes=(*words, *kept),
+        is_deterministic=_NONDETERMINISTIC not in words,
     )

@@ -169,13 +169,13 @@ class HDF5Cache(AbstractCache):
             return info_of(str(self._path), self._is_writable(), sizes, self.entries())
 
     def refresh(self) -> None:
-        """Read what other processes have put since."""
+        """Read entries that other processes have put since."""
         with self._lock:
             for store in self._stores():
                 store.refresh()
 
     def close(self) -> None:
-        """Write what could not be written so far, and compact. Reading still works afterwards."""
+        """Write entries that could not be written so far, and compact. Reading works afterwards."""
         if self._mode == "a":
             with self._lock:
                 for store in self._store_by_kind.values():

@@ -1,13 +1,14 @@
 """Codec between tables and HDF5 data in memory; beside `datasets`, the only module that uses h5py.
 
-The operating system reads and writes whole files, and libhdf5 sees memory alone: it takes no file
-locks (which network file systems may lack), reads only what has passed its checksum, and holds
-nothing open across a fork.
+Whole files are read and written by the operating system, and libhdf5 works on memory only. So
+libhdf5 takes no file locks (which network file systems may lack), reads only data that has passed
+its checksum, and holds no file open across a fork.
 
     /problems      one row per convolution          /algorithms    names
     /contexts      device, software, conditions     /reasons       why something failed
     /measurements  numbers of the rows above        /notes         JSON arrays of text
     /samples       times in ns, one row after another   /device_uuids
+    /facts         JSON objects of facts that differ from their defaults; "": see the other texts
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ucudnn.cache.hdf5.columns import (
 )
 from ucudnn.cache.hdf5.datasets import read_numbers, read_texts
 from ucudnn.cache.hdf5.envelope import FORMAT, VERSION, DamagedError
+from ucudnn.cache.hdf5.facts import facts_from_texts, facts_to_text
 from ucudnn.cache.table.builder import merge_tables
 from ucudnn.cache.table.rows import (
     MEASUREMENT_DTYPE,
@@ -50,9 +52,9 @@ from ucudnn.measurement import STATUSES
 from ucudnn.units import TOO_LARGE
 
 _numbers = count()
-_TEXTS = ("algorithms", "reasons", "notes", "device_uuids")
+_TEXTS = ("algorithms", "reasons", "notes", "device_uuids", "facts")
 # Columns of /measurements that point to rows of other tables.
-_POINTERS = ("problem", "context", "algorithm", "reason", "notes", "device_uuid")
+_POINTERS = ("problem", "context", "algorithm", "reason", "notes", "device_uuid", "facts")
 # Every dataset of this version with its columns.
 _KNOWN = {
     "problems": PROBLEM_DTYPE.names,
@@ -61,6 +63,8 @@ _KNOWN = {
     "samples": None,
     **dict.fromkeys(_TEXTS),
 }
+# In place of those that files before version 0.1.0 do not have.
+_OLDER_FACTS = [b""]
 _NARROWED = (*_POINTERS, "status", "samples", "first_sample")
 # H5LT_FILE_IMAGE_DONT_COPY | H5LT_FILE_IMAGE_DONT_RELEASE, which h5py passes on without names.
 _SHARED = 2 | 4
@@ -86,6 +90,7 @@ _UNITS = {
         "first_sample": "row of /samples",
         "stored_ns": "ns since 1970-01-01 UTC",
         "checksum": "BLAKE2b with 8 bytes, see docs/cache.md",
+        "facts": "row of /facts",
     },
     "problems": {
         "batch": "samples",
@@ -116,6 +121,7 @@ def encode(table: Table) -> bytes:
         "reasons": table.reasons,
         "notes": [json.dumps(notes, ensure_ascii=False) for notes in table.notes],
         "device_uuids": table.device_uuids,
+        "facts": list(map(facts_to_text, table.facts)),
     }
     arrays = {
         "problems": table.problems,
@@ -149,8 +155,8 @@ def _storage(name: str, array: Array) -> Mapping[str, Any]:
 def decode(data: bytes, only_possible: bool = False) -> tuple[Table, bool]:
     """The table of an HDF5 file, with or without an envelope, and whether it is complete.
 
-    It is incomplete where the file has columns or values of a later version. Such a file must not
-    be replaced by what was read.
+    It is incomplete if the file has columns or values of a later version. Such a file must not be
+    replaced by the entries that were read.
 
     Args:
         data: the file.
@@ -168,14 +174,19 @@ def decode(data: bytes, only_possible: bool = False) -> tuple[Table, bool]:
 
 
 def _load(data: bytes) -> tuple[dict[str, Array], dict[str, list[bytes]], bool]:
-    """Tables of numbers, tables of texts, and whether there is nothing else in the file."""
+    """Tables of numbers, tables of texts, and whether the file holds nothing else."""
     # libhdf5 reads these very bytes, which outlive the file; a copy takes as long as inflating.
     with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
-        texts = {name: read_texts(file, name, len(data)) for name in _TEXTS}
+        texts = {
+            name: _OLDER_FACTS
+            if name == "facts" and name not in file
+            else read_texts(file, name, len(data))
+            for name in _TEXTS
+        }
         arrays = {
             name: read_numbers(file, name, len(data)) for name in _KNOWN if name not in _TEXTS
         }
-        is_known = set(file) == set(_KNOWN)
+        is_known = set(file) <= set(_KNOWN)
     return arrays, texts, is_known
 
 
@@ -190,6 +201,8 @@ def _interpret(
     _require_fit(rows, [problems, contexts, *texts.values()], arrays["samples"])
     unknown = unknown_problems[rows["problem"]] | ~np.isin(rows["status"], encoded_words(STATUSES))
     unknown |= np.array([context is None for context in contexts], bool)[rows["context"]]
+    facts, unknown_facts = facts_from_texts(texts["facts"])
+    unknown |= unknown_facts[rows["facts"]]
     possible = possible_numbers(rows) & possible_problems(problems)[rows["problem"]]
     # The rules for unknown values are unknown, too.
     if not only_possible and not (possible | unknown).all():
@@ -201,12 +214,13 @@ def _interpret(
         texts["algorithms"],
         texts["reasons"],
         list(map(load_texts, texts["notes"])),
+        facts,
         texts["device_uuids"],
         rows if stays.all() else rows[stays],
         arrays["samples"],
     )
     columns = {name: arrays[name].dtype.names for name in arrays}
-    is_known &= columns == {name: _KNOWN[name] for name in arrays}
+    is_known &= all(set(columns[name] or ()) <= set(_KNOWN[name] or ()) for name in arrays)
     complete = is_known and not unknown.any()
     # Merging sorts, which a file of this version does not need.
     return (table if complete and _is_sorted(table) else merge_tables([table])), complete

@@ -1,4 +1,4 @@
-"""Columns as files have them: as narrow as their values allow, and perhaps of another version.
+"""Columns in files: as narrow as their values allow, and perhaps of another version.
 
 A version of ucudnn may add a column, a word or a field of the key. An older file lacks it and is
 read with its default. A newer file is read as far as this version understands it.
@@ -22,8 +22,11 @@ from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS
 
 _WORDS = {"op": OPS, "dtype": tuple(BYTES_BY_DTYPE), "layout": LAYOUTS, "math": MATHS}
 # The width of a text column is that of its longest text, so 1 stands for any.
-_CONTEXT_TYPES = {"str": "S1", "int": "<i8", "bool": "?"}
-_CONTEXT_KINDS = {field.name: np.dtype(_CONTEXT_TYPES[field.type]) for field in CONTEXT_FIELDS}
+_CONTEXT_TYPES = {"int": "<i8", "bool": "?"}
+_CONTEXT_KINDS = {
+    field.name: np.dtype("S1" if field.is_text else _CONTEXT_TYPES[field.type])
+    for field in CONTEXT_FIELDS
+}
 
 
 def to_bytes(text: str) -> bytes:
@@ -46,7 +49,7 @@ def encoded_words(words: Sequence[str]) -> Array:
 
 
 def narrow(column: Array) -> Array:
-    """The same words, or numbers from 0 on, in as few bytes as hold them all."""
+    """The same words or non-negative numbers, in the narrowest type that holds them all."""
     # Fewer bytes take less time to inflate when the file is read.
     if column.dtype.kind == "S":
         width = np.char.str_len(column).max(initial=1)
@@ -82,7 +85,7 @@ def context_rows(contexts: Sequence[Context]) -> Array:
     columns = {}
     for field in CONTEXT_FIELDS:
         values = [attrgetter(field.name)(context) for context in contexts]
-        if field.type == "str":
+        if field.is_text:
             encoded = [to_bytes(value) for value in values]
             # HDF5 has no texts of width 0.
             width = max(map(len, encoded), default=0) or 1
@@ -108,7 +111,7 @@ def contexts_from_rows(table: Array) -> list[Context | None]:
         if field.name in names:
             values = table[field.name].tolist()
             columns[field.name] = (
-                [from_bytes(value) for value in values] if field.type == "str" else values
+                [from_bytes(value) for value in values] if field.is_text else values
             )
         elif field.default is MISSING:
             raise DamagedError(f"it has no column {field.name}")

@@ -88,7 +88,7 @@ def _dataset(file: h5py.File, name: str, length: int) -> h5py.Dataset:
 
 
 def _is_accounted_for(dataset: h5py.Dataset, length: int) -> bool:
-    """True where the file stores every row, and inflates to a bounded multiple of its length."""
+    """True if the file stores every row, and inflates to a bounded multiple of its length."""
     properties = dataset.id.get_create_plist()
     layout = properties.get_layout()
     row_bytes = dataset.id.get_type().get_size()

@@ -120,7 +120,7 @@ class DeviceFiles:
         return True
 
     def promote(self, name: str) -> bool:
-        """Let a segment become X.h5, beside its own name; False where that cannot be done.
+        """Let a segment become X.h5, beside its own name; False if that cannot be done.
 
         Raises:
             OSError: the disk has failed.

@@ -1,8 +1,8 @@
-"""Operations on single files of a cache: whole or not there, never somebody else's.
+"""Operations on single files of a cache, which are complete or absent, never on other files.
 
 Nothing here relies on locks or on anything of a file system beyond an atomic rename. A file is
-renamed or removed only where its contents or its name show that a cache made it: people have HDF5
-files of their own, and may name a folder of them by mistake.
+renamed or removed only if its contents or its name show that a cache made it, because a user may
+give a folder of other HDF5 files by mistake.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_file(path: Path, size: int = -1) -> bytes:
 def read_envelope(path: Path) -> bytes | None:
     """The first bytes of a file, which differ where the contents differ.
 
-    None where there is no file; b"" where there is something that cannot be read.
+    None if there is no file; b"" if there is something that cannot be read.
     """
     try:
         return read_file(path, ENVELOPE_BYTES)
@@ -68,7 +68,7 @@ def unique_name(stored_ns: int) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that all of it is on the disk before its name is there.
+    """Write a file so that all of it is on the disk before its name appears.
 
     Raises:
         OSError: it cannot be written; the old contents are still there.
@@ -79,7 +79,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder, sorted; none where there is no folder."""
+    """The names in a folder, sorted; none if there is no folder."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):

@@ -27,7 +27,7 @@ class LoadedFile:
     Args:
         table: entries that this version understands.
         envelope: first bytes of the file.
-        complete: False where a later version wrote more than the table.
+        complete: False if a later version wrote more than the table.
     """
 
     table: Table
@@ -42,7 +42,7 @@ class Loader:
     Args:
         files: the files of that kind.
         writable: False: damaged files stay where they are.
-        report: told what cannot be used.
+        report: called with findings about files that cannot be used.
     """
 
     files: DeviceFiles
@@ -50,7 +50,7 @@ class Loader:
     report: Report
 
     def require_folder(self) -> None:
-        """Report something else in the place of the folder of segments."""
+        """Report a file that is in the place of the folder of segments."""
         folder = self.files.segments
         # A link that leads nowhere is there for lexists alone.
         if os.path.lexists(folder) and not folder.is_dir():
@@ -73,7 +73,7 @@ class Loader:
             return envelope, []
 
     def load(self, path: Path) -> LoadedFile | None:
-        """Load a file; None where it is gone, or cannot be used, which is reported then."""
+        """Load a file; None if it is gone, or cannot be used, which is reported then."""
         try:
             # First of all: a file that is not a cache's must never be renamed.
             if not is_ours(path):

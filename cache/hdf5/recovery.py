@@ -1,7 +1,7 @@
 """Recover the sound entries of a damaged file, in a process that may crash or hang.
 
-libhdf5 was seen to loop for ever on a damaged file. So only a child process opens one, with limits
-on its time and memory. It gives back the entries that agree with their own checksums.
+libhdf5 was seen to loop for ever on a damaged file. So only a child process opens damaged files,
+with limits on its time and memory. It returns the entries that agree with their own checksums.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MEMORY_BYTES = 4 << 30
 
 
 def salvage(path: Path, seconds: float = _SECONDS) -> Table | None:
-    """The sound entries of a damaged file; None where the child crashed or its time was up.
+    """The sound entries of a damaged file; None if the child crashed or its time was up.
 
     Args:
         path: the file; it stays as it is.

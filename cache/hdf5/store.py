@@ -36,7 +36,7 @@ class DeviceStore:
     Args:
         files: the files of that kind.
         writable: False: nothing is written, and damaged files stay where they are.
-        report: told what was not kept or could not be read.
+        report: called with findings about entries that were not kept or files that cannot be read.
 
     Attributes:
         files: the files of that kind.
@@ -123,7 +123,7 @@ class DeviceStore:
                 self._complete_by_name[name] = self._load(self.files.segments / name)
 
     def _load(self, path: Path) -> bool:
-        """Take in a file; True where that is all of it."""
+        """Take in a file; True if that is all of it."""
         loaded = self._loader.load(path)
         if loaded is None:
             return False
@@ -180,7 +180,7 @@ class DeviceStore:
         self._pending = None
 
     def close(self) -> None:
-        """Write entries that could not be written so far; compact what was put."""
+        """Write entries that could not be written so far, and compact the segments."""
         if self._pending is not None:
             self._write(self._pending, _content(self._pending))
         # Even if another process holds the lock, this one leaves a single segment.
@@ -193,7 +193,7 @@ class DeviceStore:
         return [name for name, complete in self._complete_by_name.items() if complete]
 
     def _compact_own(self) -> None:
-        """Replace the segments of this process by one, which needs neither lock nor reading."""
+        """Replace this process's segments by one; this needs neither a lock nor reading."""
         table = merge_tables(list(self._own.values()))
         with suppress(OSError):
             name = self.files.publish(_content(table), table.newest_ns)
@@ -227,7 +227,7 @@ class DeviceStore:
             self.files.remove([name])
 
     def _replace_segments(self, table: Table) -> str | None:
-        """Put one table in the place of the segments; return its name, None where it is empty."""
+        """Put one table in the place of the segments; return its name, None if it is empty."""
         replaced = self._complete_segments()
         name = self.files.publish(_content(table), table.newest_ns) if len(table) else None
         self.files.remove(replaced)

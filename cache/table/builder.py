@@ -13,6 +13,7 @@ import numpy as np
 
 from ucudnn.cache.entries import Entry
 from ucudnn.cache.table.checksum import checksums
+from ucudnn.cache.table.facts import Facts
 from ucudnn.cache.table.rows import (
     MEASUREMENT_DTYPE,
     NONE,
@@ -35,6 +36,7 @@ _COLUMN_BY_LIST = {
     "algorithms": "algorithm",
     "reasons": "reason",
     "notes": "notes",
+    "facts": "facts",
     "device_uuids": "device_uuid",
 }
 
@@ -112,6 +114,7 @@ def _row(entry: Entry, problem: int, lists: _Lists, first_sample: int) -> Measur
         first_sample=first_sample,
         stored_ns=entry.stored_ns,
         checksum=0,  # computed from the finished table
+        facts=lists.number("facts", Facts.of(measurement)),
     )
 
 

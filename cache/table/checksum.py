@@ -26,7 +26,7 @@ def checksums(table: Table) -> Array:
     """Checksum of each row: over its values, not over the numbers of the rows it points to.
 
     It is BLAKE2b with 8 bytes over the problem and the context as JSON, the texts as JSON, the
-    row's own numbers and its samples.
+    facts that differ from their defaults as JSON, the row's own numbers and its samples.
     """
     problems: dict[int, bytes] = {}
     contexts = [
@@ -51,6 +51,9 @@ def checksums(table: Table) -> Array:
         digest = blake2b(problems[row.problem], digest_size=8)
         digest.update(contexts[row.context])
         digest.update(json.dumps(texts).encode())
+        facts = table.facts[row.facts]
+        if facts is not None and facts.unusual:
+            digest.update(json.dumps(facts.unusual, sort_keys=True).encode())
         digest.update(numbers[index].tobytes())
         digest.update(table.samples[row.sample_slice].astype("<i8").tobytes())
         sums[index] = int.from_bytes(digest.digest(), "little")

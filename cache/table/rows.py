@@ -49,8 +49,8 @@ class MeasurementRow(NamedTuple):
         time_ns: `NONE` where it was not timed.
         spread_ns: `NONE` where it is unknown.
         workspace_bytes: `NONE` where it is unknown.
-        error: 0 where it was not measured.
-        has_error: True where it was.
+        error: 0 if it was not measured.
+        has_error: True if it was.
         reason: row of the reasons.
         notes: row of the notes.
         device_uuid: row of the UUIDs.
@@ -58,6 +58,7 @@ class MeasurementRow(NamedTuple):
         first_sample: row of the first of them.
         stored_ns: time of storage, in ns since 1970.
         checksum: of the values, as `ucudnn.cache.table.checksum` computes it.
+        facts: row of the facts.
     """
 
     problem: int
@@ -76,6 +77,7 @@ class MeasurementRow(NamedTuple):
     first_sample: int
     stored_ns: int
     checksum: int
+    facts: int = 0
 
     @property
     def sample_slice(self) -> slice:
@@ -85,7 +87,7 @@ class MeasurementRow(NamedTuple):
 
 _NUMBER_TYPES = {
     **dict.fromkeys(("problem", "algorithm", "context", "reason", "notes"), "<u4"),
-    **dict.fromkeys(("device_uuid", "samples"), "<u4"),
+    **dict.fromkeys(("device_uuid", "samples", "facts"), "<u4"),
     "status": f"S{_WORD_BYTES}",
     "error": "<f8",
     "has_error": "?",

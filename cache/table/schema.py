@@ -1,8 +1,9 @@
 """Schema of an entry: the name, the type and the text form of each field.
 
 HDF5 tables, CSV columns, JSON documents, filters and explanations all use the names listed here
-("problem.batch", "software.cudnn", "time_ns"). They are taken from the dataclasses: a field that is
-added to one of them appears everywhere, and old files are read with its default.
+("problem.batch", "software.cudnn", "time_ns"). Those of a key are taken from the dataclasses: a
+field that is added to one of them appears everywhere, and old files are read with its default. A
+result of a measurement is entered in `facts.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from operator import attrgetter
 from typing import Any
 
 from ucudnn.cache.entries import Entry
+from ucudnn.cache.table.facts import Facts
+from ucudnn.cache.table.older import read_older
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -76,6 +79,7 @@ def _optional(kind: Kind) -> Kind:
     )
 
 
+_TEXT = Kind(str, str, lambda value: isinstance(value, str))
 _INT = Kind(str, int, _is_int)
 # repr is the shortest text from which the same float is read back.
 _FLOAT = Kind(repr, float, _is_float)
@@ -96,7 +100,12 @@ _TEXTS = Kind(
 )
 # By annotation, as the dataclasses write it; a field of another type is not stored by itself.
 _KINDS = {
-    "str": Kind(str, str, lambda value: isinstance(value, str)),
+    "str": _TEXT,
+    # Their dataclasses refuse a word that is none.
+    "Role": _TEXT,
+    "Subject": _TEXT,
+    "FailureKind | None": _optional(_TEXT),
+    "float": _FLOAT,
     "int": _INT,
     "bool": Kind(
         lambda value: str(value).lower(), _load_bool, lambda value: isinstance(value, bool)
@@ -129,6 +138,11 @@ class Field:
     def kind(self) -> Kind:
         """Conversion of the field's values."""
         return _KINDS[self.type]
+
+    @property
+    def is_text(self) -> bool:
+        """True for a text or one of a few words."""
+        return self.kind is _TEXT
 
     @property
     def part(self) -> str:
@@ -214,6 +228,10 @@ def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
     try:
         parts = {part: cls(**given.get(part, {})) for part, cls in _CLASSES.items()}
         key = MeasurementKey(**parts, algorithm=own.pop("algorithm"), protocol=own.pop("protocol"))
+        if own.keys().isdisjoint(Facts._fields):
+            texts = own["status"], own.get("reason", ""), own.get("notes", ())
+            own["reason"], own["notes"], facts = read_older(key.algorithm, *texts)
+            own.update(facts._asdict())
         stored = {field.name: own.pop(field.name, field.default) for field in STORED_FIELDS}
         return Entry(Measurement(key, **own), **stored)
     except UcudnnError as error:

@@ -1,7 +1,7 @@
 """Measurements by column: the contents of a file, found by key without building the others.
 
-A million measurements are arrays here, and objects are built for those that are asked for. A
-problem is found by bisection over the sorted rows; its measurements are neighbours, and a small
+Measurements are rows of arrays, and an object is built only for a measurement that is looked up. A
+problem is found by bisection over the sorted rows. Its measurements are neighbours, and a small
 dictionary of them is built when the problem is first looked up.
 """
 
@@ -14,6 +14,8 @@ from typing import TypeAlias
 import numpy as np
 
 from ucudnn.cache.entries import Entry
+from ucudnn.cache.table.facts import Facts
+from ucudnn.cache.table.older import read_older
 from ucudnn.cache.table.rows import (
     NONE,
     Array,
@@ -36,7 +38,7 @@ _RowByKey: TypeAlias = dict[tuple[int, int], MeasurementRow]
 
 @dataclass(slots=True)
 class _LastLookup:
-    """Parts of the last key that was looked up, and what they led to."""
+    """Parts of the last key that was looked up, and the rows found for them."""
 
     context: tuple[object, ...] = ()
     context_id: int = -1
@@ -54,6 +56,7 @@ class Table:
         algorithms: distinct names.
         reasons: distinct.
         notes: distinct.
+        facts: distinct; None for rows of older files, which have them in their texts.
         device_uuids: distinct.
         rows: columns of `MEASUREMENT_DTYPE`, which point into the lists and the samples.
         samples: of all rows, one after the other.
@@ -64,6 +67,7 @@ class Table:
     algorithms: list[str]
     reasons: list[str]
     notes: list[tuple[str, ...]]
+    facts: list[Facts | None]
     device_uuids: list[str]
     rows: Array
     samples: Array
@@ -92,7 +96,7 @@ class Table:
         return {name: index for index, name in enumerate(self.algorithms)}
 
     def find(self, key: MeasurementKey) -> MeasurementRow | None:
-        """The row of a key, for `measurement`; None where there is none."""
+        """The row of a key, for `measurement`; None if there is none."""
         last = self._last
         # A tuner asks for many keys with the same objects in them, and tuples compare by identity
         # before they compare by value, so a repeated context or problem costs no hashing.
@@ -122,16 +126,22 @@ class Table:
 
     def measurement(self, row: MeasurementRow, key: MeasurementKey) -> Measurement:
         """The measurement in a row whose key is known."""
+        status, facts = _STATUS_BY_BYTES[row.status], self.facts[row.facts]
+        reason, notes = self.reasons[row.reason], self.notes[row.notes]
+        if facts is None:
+            algorithm = self.algorithms[row.algorithm]
+            reason, notes, facts = read_older(algorithm, status, reason, notes)
         return Measurement(
             key,
-            _STATUS_BY_BYTES[row.status],
+            status,
             None if row.time_ns == NONE else row.time_ns,
             None if row.spread_ns == NONE else row.spread_ns,
             tuple(self.samples[row.sample_slice].tolist()) if row.samples else (),
             None if row.workspace_bytes == NONE else row.workspace_bytes,
             row.error if row.has_error else None,
-            self.reasons[row.reason],
-            self.notes[row.notes],
+            reason,
+            notes,
+            *facts,
         )
 
     def entries(self) -> Iterator[Entry]:

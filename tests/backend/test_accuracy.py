@@ -17,6 +17,7 @@ from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes
 from ucudnn.benchmark.accuracy import Check, allowed_error
 from ucudnn.benchmark.protocol import Ring
 from ucudnn.benchmark.reference import Reference
+from ucudnn.measurement import Role
 from ucudnn.problem import OPS, Problem
 
 MIB = 1 << 20
@@ -60,7 +61,9 @@ class Returns(Executable):
         return self._result.clone()
 
 
-def error_of(problem: Problem, a: Tensor, b: Tensor, result: Tensor, role: str = "alone") -> float:
+def error_of(
+    problem: Problem, a: Tensor, b: Tensor, result: Tensor, role: Role = Role.ALONE
+) -> float:
     """What the check says of a result."""
     check = Check(Ring(problem, problem.batch, a, b, None), Returns(result), problem, role)
     check.run()
@@ -102,13 +105,13 @@ def test_a_wrong_region_is_seen_wherever_it_lies(backend, exact, large, op, dtyp
     problem = Problem(op, 7, 6, 8, groups=2, dtype=dtype, **large)
     a, b = backend.operands(problem, 7)
     right = exact(problem, a, b).to(a.dtype)
-    for role in ("alone", "later"):
+    for role in (Role.ALONE, Role.LATER):
         assert error_of(problem, a, b, right, role) < torch.finfo(a.dtype).eps
     for axis, extent in enumerate(right.shape):
         for index in {0, extent // 2, extent - 1}:
             wrong = right.clone()
             wrong.select(axis, index).mul_(factor)
-            for role in ("alone", "later"):
+            for role in (Role.ALONE, Role.LATER):
                 assert error_of(problem, a, b, wrong, role) > allowed_error(problem), (axis, index)
 
 
@@ -177,7 +180,7 @@ def test_one_element_that_is_not_finite_is_seen_outside_of_the_crop(
     before = Reference(problem, a, b).crop.pick(result)
     result[1, 1, 4, 4] = value
     assert torch.equal(Reference(problem, a, b).crop.pick(result), before)
-    for role in ("alone", "later"):
+    for role in (Role.ALONE, Role.LATER):
         assert error_of(problem, a, b, result, role) == float("inf")
 
 
@@ -186,14 +189,14 @@ def test_a_filter_or_channel_of_a_gradient_that_nothing_is_added_to_is_seen(back
     problem = Problem("wgrad", 5, 8, 8, (9, 9), (3, 3))
     a, b = backend.operands(problem, 5)
     result = without(exact(problem, a, b).float(), axis, 2)
-    assert error_of(problem, a, b, result, "later") == float("inf")
+    assert error_of(problem, a, b, result, Role.LATER) == float("inf")
 
 
 def test_a_gradient_that_is_zero_may_stay_as_it_is():
     """The only output of a strided convolution lies in the padding."""
     problem = Problem("wgrad", 2, 2, 2, (1,), (1,), stride=(9,), padding=((3, 3),))
     a, b = (torch.randn(shape) for shape in problem.operand_shapes)
-    assert error_of(problem, a, b, torch.zeros(problem.w_shape), "later") == 0.0
+    assert error_of(problem, a, b, torch.zeros(problem.w_shape), Role.LATER) == 0.0
 
 
 def shapes_of(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from ucudnn.execution.execute import bind
+from ucudnn.backends import Executable
+from ucudnn.execution.execute import Call, bind
+from ucudnn.measurement import Role, positions, role_of
 from ucudnn.plan import Split, Step
 from ucudnn.problem import OPS, Problem
 
@@ -33,6 +37,44 @@ def test_every_split_gives_the_undivided_result(backend, exact, op, steps):
     result = bind(backend, problem, split_of(steps))(a, b)
     assert result.dtype == torch.float32
     assert relative_error(result, exact(problem, a, b)) < 1e-6
+
+
+class Noting(Executable):
+    """Computes by another executable and notes in which role each chunk was run."""
+
+    def __init__(self, real, notes):
+        self._real = real
+        self._notes = notes
+
+    def alone(self, a, b):
+        self._notes.append(Role.ALONE)
+        return self._real.alone(a, b)
+
+    def write(self, a, b, out):
+        self._notes.append(Role.LATER)
+        self._real.write(a, b, out)
+
+    def begin(self, a, b):
+        result = self._real.begin(a, b)
+        # Where nothing is converted it is an ordinary call.
+        self._notes.append(Role.ALONE if result.dtype == a.dtype else Role.FIRST)
+        return result
+
+    def add(self, a, b, out):
+        self._notes.append(Role.LATER)
+        self._real.add(a, b, out)
+
+
+@pytest.mark.parametrize("steps", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", OPS)
+def test_each_chunk_runs_in_the_role_in_which_it_is_timed(backend, op, dtype, steps):
+    problem = Problem(op, 7, 6, 4, (12, 9), (3, 3), dtype=dtype)
+    split = split_of([(size, "torch_default") for size, _ in steps])
+    call, ran = bind(backend, problem, split), []
+    noting = [replace(one, executable=Noting(one.executable, ran)) for one in call.chunks]
+    Call(problem, split, tuple(noting))(*backend.operands(problem, 7))
+    assert ran == [role_of(problem, place) for place in positions(len(steps))]
 
 
 @pytest.mark.parametrize("op", OPS)

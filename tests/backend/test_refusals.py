@@ -89,7 +89,7 @@ def test_no_algorithm_at_all(backend):
 def test_the_default_comes_first_with_the_kernel_that_aten_picks(backend):
     first = backend.candidates(replace(PLAIN, dtype="float64"))[0]
     assert first.algorithm == "torch_default"
-    assert first.notes == ("kernel=slow_conv2d",)
+    assert first.implementation == "slow_conv2d"
 
 
 def test_torch_picks_the_kernel_that_the_note_names(backend):
@@ -103,6 +103,6 @@ def test_torch_picks_the_kernel_that_the_note_names(backend):
         with profile(use_kineto=True) as profiler:
             torch.conv2d(x, w)
         ran = {event.name for event in profiler.function_events}
-        note = backend.candidates(problem)[0].notes[0].removeprefix("kernel=")
-        operator = {"onednn": "mkldnn_convolution", "slow_conv2d": "_slow_conv2d_forward"}[note]
+        name = backend.candidates(problem)[0].implementation
+        operator = {"onednn": "mkldnn_convolution", "slow_conv2d": "_slow_conv2d_forward"}[name]
         assert f"aten::{operator}" in ran

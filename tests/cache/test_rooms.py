@@ -14,6 +14,7 @@ ALLOWED = {
     "summary": {"entries"},
     "base": INNER | {"exchange", "explain"},
     "overlay": {"base", "entries", "summary"},
+    "wrapper": {"base", "entries"},
     "memory": {"base", "entries", "hdf5", "summary", "table"},
     "hdf5": INNER | {"base", "summary"},
 }

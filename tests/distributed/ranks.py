@@ -115,8 +115,10 @@ def tune(
     limit: int = LIMIT,
     kernels: int = KERNELS,
     budget_s: float | None = None,
+    sharing: int = 1,
 ) -> dict[str, Any]:
-    """Tune in all ranks."""
+    """Tune in all ranks, some of which may share a device as if by `ucudnn launch`."""
+    ucudnn.config.share_device(sharing)
     backend = scripted(rank, pause_s)
     counts = Counts(folder / f"measuring-{rank}" if sign_after else None, sign_after)
     cache = caches[rank] if caches else None

@@ -34,6 +34,17 @@ def test_ranks_divide_the_work_and_end_with_one_plan(launch, ranks, share):
     assert sorted(one for cpus in set(cpu_sets) for one in cpus) == sorted(os.sched_getaffinity(0))
 
 
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_ranks_of_one_device_keep_it_busy_while_one_of_them_measures(launch, sharing):
+    """There is one kernel to measure; the other rank waits, or runs torch's own convolution."""
+    if len(cores()) < 2:
+        pytest.skip("one core, on which ranks take turns")
+    said = launch("tune", 2, kernels=1, sharing=sharing).end()
+    waiting = [one["ran"] for one in said if one["measured"] == 0]
+    assert len(waiting) == 1
+    assert bool(waiting[0]) == (sharing == 2)
+
+
 def test_what_was_tuned_once_is_not_measured_again_by_any_number_of_ranks(launch):
     first = launch("tune", 2).end()
     for ranks in (4, 1):

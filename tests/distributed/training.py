@@ -268,3 +268,42 @@ def synchronized_batch_norm(folder: Path, rank: int) -> dict[str, Any]:
         sentence = str(error)
     kinds = [type(layer).__module__ for layer in model if isinstance(layer, nn.Conv2d)]
     return {"sentence": sentence, "kinds": kinds, "norm": type(model[1]).__name__}
+
+
+def two_levels(folder: Path, rank: int, devices: int, through: str) -> dict[str, Any]:
+    """Train with gradients averaged in two levels, and by DDP alone, in float64.
+
+    Ranks share a device as if by `ucudnn launch`, with several devices on this host.
+    """
+    from ucudnn.distributed import two_level
+
+    # A strategy by which processes that are not related can share, as they can on a GPU.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    two_level._PIECE_BYTES = 1 << 10  # so that a bucket needs several pieces
+    ranks = dist.get_world_size()
+    two_level._device = lambda: str(rank * devices // ranks)
+    model = network(dtype=torch.float64, norm=False)
+    both = [DistributedDataParallel(copy.deepcopy(model)) for _ in range(2)]
+    distributed.reduce_by_device(both[0], through)
+    reduced: list[str] = []
+    for name in ("_reduce_by_gloo", "_reduce_in_memory"):
+        function = getattr(two_level, name)
+
+        def noted(*arguments: Any, name: str = name, function: Any = function) -> None:
+            reduced.append(name)
+            function(*arguments)
+
+        setattr(two_level, name, noted)
+    images, labels = data(ranks * BATCH, torch.float64)
+    mine = slice(rank * BATCH, (rank + 1) * BATCH)
+    for one in both:
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            cross_entropy(one(images[mine]), labels[mine]).backward()
+            optimizer.step()
+    return {
+        "weights": difference(both[0].module, both[1].module),
+        "replicated": is_replicated(both[0]),
+        "reduced": sorted(set(reduced)),
+    }

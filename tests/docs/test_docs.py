@@ -104,7 +104,7 @@ def test_every_command_line_is_one_that_exists(documents: str) -> None:
     for line in lines:
         words = shlex.split(line.removeprefix("$ "), comments=True)
         words = words[1:] if words[0] == "ucudnn" else words[3:]
-        # What comes after it is another program's.
+        # What follows is of another program.
         words = words[: words.index("--")] if "--" in words else words
         path = max(
             (path for path in COMMANDS if tuple(words[: len(path)]) == path),

@@ -230,7 +230,7 @@ def test_who_the_gpu_is(backend):
     assert software.cudnn.startswith("9.")
     assert software.driver
     assert software.cuda == torch.version.cuda
-    assert any(note.startswith("sm_clock_mhz=") for note in backend.state())
+    assert any(note.startswith("sm_clock_mhz=") for note in backend.state().notes)
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])

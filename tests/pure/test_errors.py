@@ -12,7 +12,7 @@ import pytest
 
 import ucudnn
 from ucudnn import errors
-from ucudnn.errors import PlanError, UcudnnError
+from ucudnn.errors import PlanError, RankError, UcudnnError
 
 CLASSES = [
     value
@@ -41,6 +41,12 @@ def test_plan_error_keeps_the_smallest_workspace(smallest_bytes: int | None) -> 
     again = pickle.loads(pickle.dumps(PlanError("nothing fits", smallest_bytes)))
     assert again.smallest_bytes == smallest_bytes
     assert str(again) == "nothing fits"
+
+
+def test_rank_error_keeps_the_ranks() -> None:
+    again = pickle.loads(pickle.dumps(RankError("ranks 1 and 3 do not answer", (1, 3))))
+    assert again.ranks == (1, 3)
+    assert str(again) == "ranks 1 and 3 do not answer"
 
 
 def test_misuse_is_also_a_value_error() -> None:

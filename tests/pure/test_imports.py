@@ -54,7 +54,8 @@ def test_importing_the_package_loads_one_module_of_it_and_reads_no_metadata(pack
     loaded = json.loads(output)
     assert [name for name in loaded if is_ours(name)] == ["ucudnn"]
     assert {name.partition(".")[0] for name in loaded} - {"ucudnn"} <= sys.stdlib_module_names
-    assert "importlib.metadata" not in loaded
+    # The slowest of what the standard library would be asked for.
+    assert not {"importlib.metadata", "typing"} & set(loaded)
 
 
 def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +82,7 @@ def test_type_checkers_see_the_names_that_exist_when_it_runs(package: Path) -> N
     seen = {
         alias.asname or alias.name
         for node in guarded.body
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and is_ours(str(node.module))
         for alias in node.names
     }
     assert seen == set(ucudnn.__all__)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
 
 from ucudnn.errors import UcudnnError
-from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Role, Software
 from ucudnn.problem import Problem
 
 KEY = MeasurementKey(
@@ -80,6 +81,12 @@ def test_refuses_negative_numbers(changes: dict[str, Any]) -> None:
 def test_refuses_an_unknown_role() -> None:
     with pytest.raises(UcudnnError, match="role must be one of alone, first, later, got 'last'"):
         Conditions(role="last")
+
+
+def test_a_role_is_read_from_its_text_and_written_as_it() -> None:
+    assert Conditions("later").role is Role.LATER
+    assert json.dumps(asdict(Conditions(Role.FIRST))["role"]) == '"first"'
+    assert {Conditions("first"), Conditions(Role.FIRST)} == {Conditions("first")}
 
 
 @pytest.mark.parametrize(

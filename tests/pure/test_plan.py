@@ -21,6 +21,7 @@ from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.system.documents import sha256_of
 
+PERTURBED = "timed while others used the processors"
 TIMING = Timing(time_ns=900, spread_ns=9, workspace_bytes=4096, samples=7)
 DEFAULT = Timing(time_ns=1000, spread_ns=11, workspace_bytes=8192, samples=7)
 
@@ -136,6 +137,7 @@ def test_a_table_without_a_split_of_every_batch_is_refused(changes: dict[str, An
         {"algorithms": ("torch_default", "onednn", 3)},
         {"layers": (None,)},
         {"notes": (["kernel=onednn"],)},
+        {"is_perturbed": 1},
         {"predicted_time_ns": 2**63},
         {"predicted_time_ns": 800.0},
     ],
@@ -325,6 +327,27 @@ def test_a_file_keeps_slabs(tmp_path: Path) -> None:
 def test_a_file_from_before_slabs_is_read(tmp_path: Path, repository: Path) -> None:
     value = Plan.load(repository / "tests" / "pure" / "before_slabs.plan.json")
     assert value.kernels == plan().kernels
+
+
+def test_a_file_keeps_that_others_used_the_processors(tmp_path: Path) -> None:
+    path = tmp_path / "a.plan.json"
+    value = plan(kernel("fprop", is_perturbed=True), kernel("dgrad"))
+    value.save(path)
+    assert Plan.load(path) == value
+    assert value.kernels[0].remarks == ("default kernel=onednn", PERTURBED)
+    assert value.kernels[1].remarks == ("default kernel=onednn",)
+
+
+def test_an_earlier_file_tells_it_by_a_note(tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        for entry in document["kernels"]:
+            del entry["is_perturbed"]
+        first(document)["notes"].append(PERTURBED)
+        rest = {name: value for name, value in document.items() if name != "checksum"}
+        document["checksum"] = sha256_of(rest)
+
+    loaded = Plan.load(rewritten(tmp_path, change))
+    assert loaded.kernels == (kernel("fprop", is_perturbed=True), kernel("dgrad"))
 
 
 def test_a_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ucudnn.backends import AbstractBackend, Executable, open_backend
+from ucudnn.backends import AbstractBackend, DeviceState, Executable, open_backend
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
@@ -45,6 +45,10 @@ class Misbehaving(Executable):
         is_late = self._calls > 3
         if self._algorithm == "raises":
             raise RuntimeError("this never works\nat length")
+        if self._algorithm == "hungry":
+            torch.empty(1 << 60)
+        if self._algorithm == "forgetful":
+            raise RuntimeError("could not create a memory object")
         if self._algorithm == "tires" and is_late:
             raise RuntimeError("once too often")
         if self._algorithm == "hangs":
@@ -82,8 +86,8 @@ class HostileBackend(AbstractBackend):
     def software(self) -> Software:
         return Software("0")
 
-    def conditions(self, role: str = "alone") -> Conditions:
-        return Conditions(role=role, threads=1)
+    def conditions(self) -> Conditions:
+        return Conditions(threads=1)
 
     def algorithms(self) -> tuple[str, ...]:
         return self._names
@@ -120,8 +124,8 @@ class HostileBackend(AbstractBackend):
     def is_broken(self) -> bool:
         return bool(_faults)
 
-    def state(self) -> tuple[str, ...]:
-        return ("throttled=by_itself",)
+    def state(self) -> DeviceState:
+        return DeviceState(notes=("throttled=by_itself",))
 
     def cache_bytes(self) -> int:
         return 1 << 16

@@ -15,6 +15,7 @@ from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.benchmark.bench import Arm, LocalBench
 from ucudnn.benchmark.protocol import ChunkLoop, Ring, ring_samples
 from ucudnn.benchmark.reference import Reference
+from ucudnn.measurement import Role
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
 
@@ -26,7 +27,7 @@ PADDED = {"padding": ((1, 1), (1, 1))}
 def test_workspace_of_a_chunk_is_what_a_call_of_such_chunks_takes(op, algorithm):
     problem = Problem(op, 8, 16, 16, (40, 40), (3, 3), **PADDED)
     bench = LocalBench(open_backend("torch_cpu"), BatchAxis(problem))
-    roles = ("first", "later") if op == "wgrad" else ("later",)
+    roles = (Role.FIRST, Role.LATER) if op == "wgrad" else (Role.LATER,)
     with torch.no_grad():
         looks = [bench.look(Arm(2, algorithm, role), None) for role in roles]
         whole = bench.whole([Split("batch", (Step(2, algorithm),) * 4)])[0]
@@ -40,7 +41,7 @@ def test_chunks_of_different_algorithms_do_not_add_up(op):
     bench = LocalBench(open_backend("torch_cpu"), BatchAxis(problem))
     names = ("slow_conv2d", "onednn_nhwc")
     with torch.no_grad():
-        looks = [bench.look(Arm(4, name, "later"), None) for name in names]
+        looks = [bench.look(Arm(4, name, Role.LATER), None) for name in names]
         mixed = Split("batch", tuple(Step(4, name) for name in names))
         (whole,) = bench.whole([mixed])
     most = max(look.workspace_bytes for look in looks)
@@ -72,7 +73,7 @@ def test_chunks_fill_a_new_result_in_each_call(scripted, op, axis):
     ring = Ring.allocate(scripted(), problem)
     part = axis(problem).part(2)
     painter = Painter()
-    loop = ChunkLoop(ring, painter, part, "later")
+    loop = ChunkLoop(ring, painter, part, Role.LATER)
     calls = ring.chunks_per_call(part)
     loop.run(3 * calls)
     assert len(painter.results) == 3
@@ -99,7 +100,7 @@ def test_all_algorithms_and_roles_of_a_size_share_one_reference(monkeypatch):
     problem = Problem("wgrad", 4, 4, 4, (8, 8), (3, 3), **PADDED)
     bench = LocalBench(SmallCache(), BatchAxis(problem))
     for algorithm in (DEFAULT_ALGORITHM, "onednn_nhwc", "im2col_gemm"):
-        for size, role in ((2, "alone"), (2, "later"), (4, "alone")):
+        for size, role in ((2, Role.ALONE), (2, Role.LATER), (4, Role.ALONE)):
             assert bench.look(Arm(size, algorithm, role), None).accuracy.error < 1e-6
     assert computed == [2, 4]
 
@@ -116,7 +117,7 @@ class IgnoresPadding(SmallCache):
 @pytest.mark.parametrize("op", ["fprop", "wgrad"])
 def test_slabs_at_the_ends_are_judged_too(op):
     problem = Problem(op, 2, 4, 4, (24, 8), (3, 3), **PADDED)
-    arm = Arm(4, DEFAULT_ALGORITHM, "later")
+    arm = Arm(4, DEFAULT_ALGORITHM, Role.LATER)
     right, wrong = (
         LocalBench(backend, RowAxis(problem)).look(arm, None).accuracy.error
         for backend in (SmallCache(), IgnoresPadding())
@@ -125,7 +126,7 @@ def test_slabs_at_the_ends_are_judged_too(op):
     assert wrong > 0.1
 
 
-@pytest.mark.parametrize("role", ["alone", "first", "later"])
+@pytest.mark.parametrize("role", list(Role))
 def test_nothing_but_the_chunks_is_left_to_time(scripted, monkeypatch, role):
     problem = Problem("wgrad", 4, 1, 1, (6, 5), (1, 1))
     backend = open_backend("torch_cpu")
@@ -138,7 +139,7 @@ def test_nothing_but_the_chunks_is_left_to_time(scripted, monkeypatch, role):
 
     monkeypatch.setattr(Ring, "places", fail)
     run()
-    if role == "later":  # four times both chunks of the batch
+    if role == Role.LATER:  # four times both chunks of the batch
         assert ring.samples == 4
         assert ring.total is not None
         expected = 4 * torch.einsum("nchw,nkhw->kc", ring.a, ring.b)

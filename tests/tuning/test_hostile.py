@@ -15,6 +15,7 @@ from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UcudnnError, WrongResultWarning
+from ucudnn.measurement import FailureKind, Role
 from ucudnn.problem import Problem
 from ucudnn.tuning.tuner import tune_problems
 
@@ -35,6 +36,12 @@ def failures() -> dict[str, str]:
         return {entry.key.algorithm: entry.reason for entry in cache.select({"status": "failed"})}
 
 
+def kinds() -> dict[str, FailureKind | None]:
+    """The same with the kinds of failure."""
+    with caches.open(mode="r") as cache:
+        return {entry.key.algorithm: entry.failure for entry in cache.select({"status": "failed"})}
+
+
 @pytest.mark.parametrize(
     ("op", "policy"),
     [("fprop", "undivided"), ("dgrad", "undivided"), ("wgrad", "powers-of-two")],
@@ -52,6 +59,7 @@ def test_wrong_results_disqualify_loudly(hostile, op, policy):
     found = failures()
     assert "is wrong by 0.01 relative to float64" in found["wrong"]
     assert "unwritten" in found["half"]
+    assert kinds() == dict.fromkeys(("wrong", "half"), FailureKind.WRONG)
 
 
 def test_every_algorithm_of_the_cpu_passes():
@@ -76,6 +84,12 @@ def test_one_that_hangs_and_some_that_end_the_process_are_failed_and_the_rest_go
         "exits": "it ended its process with exit status 7",
         "raises": "this never works",
     }
+    assert kinds() == {
+        "hangs": FailureKind.HANG,
+        "kills": FailureKind.CRASH,
+        "exits": FailureKind.CRASH,
+        "raises": FailureKind.ERROR,
+    }
     with caches.open(mode="r") as cache:
         timed = {entry.key.algorithm for entry in cache if entry.time_ns is not None}
     assert {"torch_default", "right"} <= timed
@@ -89,6 +103,7 @@ def test_a_fault_that_spoils_the_device_ends_its_process_and_blames_nobody_else(
     tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
     found = failures()
     assert set(found) == faulty
+    assert set(kinds().values()) == {FailureKind.CRASH}
     assert all("illegal memory access" in reason for reason in found.values())
 
 
@@ -103,12 +118,24 @@ def test_the_state_of_the_device_is_kept_with_the_times(hostile):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("in_worker", [True, False])
+def test_a_lack_of_memory_alone_is_not_remembered(hostile, in_worker):
+    """Also of an error that mentions memory and came from another process."""
+    backend = hostile.HostileBackend("hungry", "forgetful")
+    backend.in_worker = in_worker
+    tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    assert failures() == {"forgetful": "could not create a memory object"}
+    assert kinds() == {"forgetful": FailureKind.ERROR}
+
+
+@pytest.mark.process
 def test_one_that_fails_between_rounds_is_failed_and_the_others_are_timed(hostile):
     backend = hostile.HostileBackend("kills_later", "tires", "right")
     tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
     found = failures()
     assert found["kills_later"] == "it ended its process by SIGKILL"
     assert found["tires"] == "once too often"
+    assert kinds() == {"kills_later": FailureKind.CRASH, "tires": FailureKind.ERROR}
     assert "right" not in found
 
 
@@ -128,7 +155,7 @@ def test_a_second_tune_starts_no_process(hostile, monkeypatch):
 def test_a_process_that_ends_between_two_questions_is_no_candidates_fault(hostile):
     worker = Worker(hostile.HostileBackend())
     bench = WorkerBench(worker, BatchAxis(FPROP))
-    arm = Arm(4, "torch_default", "alone")
+    arm = Arm(4, "torch_default", Role.ALONE)
     try:
         assert bench.look(arm, None).accuracy.error < 1e-6
         worker._child.kill()

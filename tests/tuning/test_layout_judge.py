@@ -16,6 +16,7 @@ from ucudnn.problem import Problem
 from ucudnn.races import Contestant, LayoutRace
 from ucudnn.tuning.layout import by_sums, entrants, winner
 from ucudnn.tuning.layout_judge import LayoutJudge
+from ucudnn.tuning.step_judge import StepMeter
 
 MIB = 1 << 20
 LAYOUTS = {"keep": "nchw", "channels_last": "nhwc"}
@@ -78,8 +79,8 @@ class Machine:
 
     def judge(self, plans, until=None):
         steps = {which: lambda which=which: setattr(self, "layout", which) for which in plans}
-        judge = LayoutJudge(steps, self.install, self.elapsed_ns, self.peak_bytes, until)
-        return judge.judge(plans)
+        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, until)
+        return LayoutJudge(steps, meter).judge(plans)
 
     def peak_bytes(self, run):
         run()

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 import ucudnn
+from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.layout import lay_out_
 from ucudnn.execution.stepping import Steps, undisturbed
+from ucudnn.reports.text import plan_verdict
 from ucudnn.tuning.layout_check import reason_against_layout
 
 pytestmark = [
@@ -27,27 +29,6 @@ pytestmark = [
 ]
 AUTO = {"layout": "auto", "policy": "undivided", "effort": "quick"}
 SHAPE = (4, 3, 12, 12)
-
-
-class Model(nn.Module):
-    """With what a step would disturb: statistics, dropout, gradients, tied and frozen weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.tied = nn.Conv2d(8, 8, 3, padding=1)
-        self.again = nn.Conv2d(8, 8, 3, padding=1)
-        self.again.weight = self.tied.weight
-        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
-        self.register_buffer("scale", torch.rand(1, 8, 1, 1))
-        self.calls, self.seen = 0, []
-
-    def forward(self, x):
-        self.calls += 1
-        self.seen.append(random.random() + np.random.rand())
-        x = nn.functional.dropout(self.norm(self.first(x)), 0.1)
-        return self.frozen(self.again(self.tied(x)) * self.scale)
 
 
 def contents(model):
@@ -72,9 +53,8 @@ def require_same(now, before):
             assert one[4][2] == other[4][2], one[0]
 
 
-def test_the_race_disturbs_nothing():
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(SHAPE)
+def test_the_race_disturbs_nothing(stateful_model):
+    model, x = stateful_model, torch.randn(SHAPE)
     model(x).sum().backward()
     image, seen = x.clone(), list(model.seen)
     before, modules = contents(model), [vars(module).keys() for module in model.modules()]
@@ -271,7 +251,7 @@ def tuned(monkeypatch):
 
 def test_both_tunings_and_the_race_share_the_time_budget(tuned, monkeypatch):
     now = [1000.0]
-    for module in ("model", "judging", "layout_judge"):
+    for module in ("model", "judging", "step_judge"):
         monkeypatch.setattr(f"ucudnn.tuning.{module}.monotonic", lambda: now[0])
     original = ucudnn.tuning.model.tune_problems
 
@@ -331,10 +311,8 @@ def test_what_ends_the_second_tuning_leaves_the_first_plan(error, tuned, monkeyp
     assert {one.problem.op for one in plan.kernels} == {"fprop", "wgrad"}
 
 
-def test_frozen_layers_have_no_gradients_in_either_layout():
-    model = Model()
-    model.calls = 0
-    plan = ucudnn.tune(model, torch.randn(SHAPE), Config(**AUTO))
+def test_frozen_layers_have_no_gradients_in_either_layout(stateful_model):
+    plan = ucudnn.tune(stateful_model, torch.randn(SHAPE), Config(**AUTO))
     frozen = [one.problem.op for one in plan.kernels if one.problem.kernel_size == (1, 1)]
     assert sorted(frozen) == ["dgrad", "fprop"]
 
@@ -394,3 +372,57 @@ def test_the_code_in_the_document_runs(repository, capsys):
     (code,) = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(code, {})
     assert capsys.readouterr().out.startswith(("keep\nthe layout", "channels_last\nthe layout"))
+
+
+def hinted(model, x=None, **settings):
+    x = torch.randn(SHAPE) if x is None else x
+    return ucudnn.tune(model, x, Config(policy="undivided", effort="quick", **settings))
+
+
+class Seen(nn.Conv2d):
+    """Keeps the layout of the images of its last step."""
+
+    is_last = False
+
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            Seen.is_last = x.is_contiguous(memory_format=torch.channels_last)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("last_ns", "keep_ns"), [(800, 1000), (990, 1000), (1200, 1000)])
+def test_a_plan_that_keeps_the_layout_says_what_channels_last_promises(
+    monkeypatch, tmp_path, last_ns, keep_ns
+):
+    """The clock of steps tells the time that the test gave to the layout which was just run."""
+
+    def elapsed_ns(self, run):
+        run()
+        return last_ns if Seen.is_last else keep_ns
+
+    monkeypatch.setattr(TorchCpuBackend, "elapsed_ns", elapsed_ns)
+    plan = hinted(Seen(3, 8, 3))
+    assert plan.layout_race is None
+    assert plan.memory_format == "keep"
+    hint = plan.layout_hint
+    assert (hint.channels_last_ns, hint.plan_ns, hint.rounds) == (last_ns, keep_ns, 2)
+    # Of a gain of one in a hundred two rounds say nothing.
+    assert ('layout="auto"' in str(hint)) == (last_ns == 800)
+    assert f"{last_ns / keep_ns:.2f} times" in " ".join(plan_verdict(plan))
+    plan.save(tmp_path / "plan.json")
+    assert ucudnn.Plan.load(tmp_path / "plan.json").layout_hint == hint
+    # A plan's identity is what it decides.
+    assert replace(plan, layout_hint=None).hash == plan.hash
+
+
+def test_there_is_no_hint_where_layout_is_decided_or_makes_no_difference():
+    line = torch.randn(2, 3, 20)
+    assert hinted(nn.Conv1d(3, 4, 3), line).layout_hint is None
+    assert hinted(nn.Conv2d(3, 4, 3), layout="auto").layout_hint is None
+    assert hinted(nn.Conv2d(3, 4, 3), step_race=False).layout_hint is None
+
+
+def test_a_model_that_fails_in_channels_last_is_no_reason_to_lose_its_plan():
+    plan = hinted(Fragile(3, 8, 3))
+    assert plan.layout_hint.rounds == 0
+    assert "I need contiguous images" in str(plan.layout_hint)

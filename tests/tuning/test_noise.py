@@ -9,14 +9,15 @@ import warnings
 import pytest
 
 from ucudnn import cache as caches
+from ucudnn.backends import DeviceState
 from ucudnn.backends.torch_cpu.load import LoadMeter
 from ucudnn.config import Config
 from ucudnn.errors import NoiseWarning
-from ucudnn.measurement import Conditions, Device, Software, is_perturbation
+from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_table
-from ucudnn.tuning.noise import PERTURBED, Noise, noise_of
+from ucudnn.tuning.noise import Noise, noise_of
 from ucudnn.tuning.tuner import tune_problems
 
 MS = 1_000_000
@@ -24,7 +25,7 @@ PROBLEM = Problem("fprop", 4, 2, 2, (5, 5), (3, 3))
 REAL_OTHERS = LoadMeter.others  # which tests are not to hang on
 
 
-def kernel(size, time_ms=10.0, spread_ms=0.0, samples=9, predicted_ms=10.0, notes=()):
+def kernel(size, time_ms=10.0, spread_ms=0.0, samples=9, predicted_ms=10.0, is_perturbed=False):
     timing = Timing(int(time_ms * MS), int(spread_ms * MS), 0, samples)
     return KernelPlan(
         problem=Problem("fprop", 1, 2, 2, (size, size), (1, 1)),
@@ -35,7 +36,7 @@ def kernel(size, time_ms=10.0, spread_ms=0.0, samples=9, predicted_ms=10.0, note
         predicted_time_ns=int(predicted_ms * MS),
         timing=timing,
         default=timing,
-        notes=notes,
+        is_perturbed=is_perturbed,
     )
 
 
@@ -49,7 +50,7 @@ def test_each_sign_is_counted():
         kernel(6, spread_ms=2),
         kernel(7, predicted_ms=13),
         kernel(8, samples=1, spread_ms=0, predicted_ms=13),
-        kernel(9, notes=(PERTURBED,)),
+        kernel(9, is_perturbed=True),
         kernel(10, samples=0),  # predicted from a recording
     )
     assert noise_of(plan) == Noise(kernels=5, perturbed=1, wide=1, mispredicted=1, single=1)
@@ -100,11 +101,10 @@ def test_others_on_the_machine_are_told_from_ourselves(counters, monkeypatch):
 def test_load_counts_where_it_takes_our_processors(counters, monkeypatch):
     meter = LoadMeter(counters[0])
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    for threads, others, notes in ((8, 0.1, ()), (8, 0.5, ("load=0.5",)), (2, 5.0, ())):
+    for threads, others, load in ((8, 0.1, 0.0), (8, 0.5, 0.5), (2, 5.0, 0.0)):
         monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
         monkeypatch.setattr(meter, "others", lambda others=others: others)
-        assert meter.notes() == notes
-        assert all(map(is_perturbation, notes))
+        assert meter.load() == load
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def backend(scripted):
     found = scripted(
         torch_default=lambda size: (size * 2 * MS, 0), quick=lambda size: (size * MS, 0)
     )
-    found.load = ()
-    found.state = lambda: found.load
+    found.load = 0.0
+    found.state = lambda: DeviceState(found.load)
     return found
 
 
@@ -131,29 +131,30 @@ def entries():
 
 
 def test_what_was_taken_under_load_is_taken_anew_when_it_is_quiet(backend):
-    backend.load = ("load=1.0",)
+    backend.load = 1.0
     with pytest.warns(NoiseWarning) as said:
         _, plan = tuned(backend)
     assert "other processes use this machine" in str(said[0].message)
     assert "the times of this plan are noisy" in str(said[1].message)
-    assert PERTURBED in plan.kernels[0].notes
+    assert plan.kernels[0].is_perturbed
+    assert "timed while others used the processors" in plan.kernels[0].remarks
     assert all(entry.is_perturbed for entry in entries())
     # while it is busy nothing better can be had
     with pytest.warns(NoiseWarning, match="other processes"):
         assert tuned(backend)[0] == 0
-    backend.load = ()
+    backend.load = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoiseWarning)
         ran, plan = tuned(backend)
         assert ran > 0
-        assert PERTURBED not in plan.kernels[0].notes
+        assert not plan.kernels[0].is_perturbed
         assert not any(entry.is_perturbed for entry in entries() if entry.status == "ok")
         assert tuned(backend)[0] == 0
 
 
 @pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning")
 def test_a_recording_counts_as_it_is(backend):
-    backend.load = ("load=1.0",)
+    backend.load = 1.0
     _, plan = tuned(backend)
     replayed = tune_problems([("layer", PROBLEM)], Config(backend="recorded"))
     assert replayed.split(PROBLEM) == plan.split(PROBLEM)
@@ -173,7 +174,7 @@ def test_all_times_are_taken_anew_where_that_is_wanted(backend):
 def test_what_was_taken_under_load_replaces_nothing(backend):
     tuned(backend)
     quiet = {entry.key: entry for entry in entries() if entry.status == "ok"}
-    backend.load = ("load=1.0",)
+    backend.load = 1.0
     assert tuned(backend, remeasure=True)[0] > 0
     found = {entry.key: entry for entry in entries()}
     assert all(found[key] == entry for key, entry in quiet.items())

@@ -17,7 +17,7 @@ from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import commands
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError
-from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Role, Software
 from ucudnn.plan import Split, Step
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_summary, plan_table
@@ -33,7 +33,9 @@ conv,8,4,1,9,9,4,1,3,3,0,0,0,1,1,1,1,1,1,1
 FPROP = Problem("fprop", 8, 4, 4, (9, 9), (3, 3), math="tf32")
 
 
-def entry(problem, algorithm, time_us, mib, status="ok", role="alone", device=GPU, notes=()):
+def entry(
+    problem, algorithm, time_us, mib, status="ok", role=Role.ALONE, device=GPU, implementation=""
+):
     key = MeasurementKey(problem, algorithm, device, SOFTWARE, Conditions(role), 1)
     timed = status in ("ok", "screened")
     return Measurement(
@@ -41,7 +43,7 @@ def entry(problem, algorithm, time_us, mib, status="ok", role="alone", device=GP
         status,
         time_us * 1000 if timed else None,
         workspace_bytes=int(mib * MIB) if timed else None,
-        notes=notes,
+        implementation=implementation,
     )
 
 
@@ -69,6 +71,13 @@ def replay(folder, problem=FPROP, **settings):
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 1))
+
+
+@pytest.mark.parametrize("limit", [None, "1MiB"])
+def test_sizes_that_do_not_add_up_are_refused_with_a_reason(limit, tmp_path):
+    folder = record(tmp_path, [entry(FPROP.with_batch(3), "eng0", 300, 0, role="later")])
+    with pytest.raises(PlanError, match="measured do not add up to all of it; measure more"):
+        replay(folder, policy="all", workspace_limit=limit)
 
 
 @pytest.mark.slow
@@ -251,8 +260,8 @@ def test_a_recording_runs_nothing():
 
 
 def test_what_is_known_of_an_algorithm():
-    small = entry(FPROP.with_batch(1), "torch_default", 1, 0, notes=("kernel=slow",))
-    large = entry(FPROP, "torch_default", 1, 0, notes=("kernel=fast",))
+    small = entry(FPROP.with_batch(1), "torch_default", 1, 0, implementation="slow")
+    large = entry(FPROP, "torch_default", 1, 0, implementation="fast")
     failed = entry(FPROP, "eng9", 0, 0, status="failed")
     backend = RecordedBackend([small, large, failed])
     assert backend.algorithms() == ("torch_default", "eng9")
@@ -305,8 +314,8 @@ def test_a_recording_with_gaps_is_planned_by_what_was_timed(tmp_path, default_us
     """Lazy measuring leaves gaps: 6 = 1 + 4 + 1, though chunks of 2 would do."""
     problem = replace(FPROP, batch=6)
     entries = [
-        entry(problem.with_batch(4), "eng1", 10_000, 0, role="later"),
-        entry(problem.with_batch(1), "eng1", 6_000, 0, role="later"),
+        entry(problem.with_batch(4), "eng1", 10_000, 0, role=Role.LATER),
+        entry(problem.with_batch(1), "eng1", 6_000, 0, role=Role.LATER),
     ]
     if default_us is not None:
         over = default_us == 500

@@ -9,9 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from ucudnn.backends import Activity
+from ucudnn.benchmark.failures import Failure
 from ucudnn.benchmark.protocol import FINALS, Protocol
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.benchmark.statistics import median_interval, median_ns
+from ucudnn.measurement import FailureKind
 
 
 class Machine:
@@ -124,7 +126,7 @@ def test_a_failure_in_a_later_round_is_told_of_the_one_that_failed(machine):
         return 1000
 
     good, bad = run(machine, [machine.entrant("a", lambda: 1000), machine.entrant("b", breaks)])
-    assert bad.failure == "no more"
+    assert bad.failure == Failure(FailureKind.ERROR, "no more")
     assert len(good.samples) == FINALS.least_rounds
     assert good.is_racing
     assert not bad.is_racing

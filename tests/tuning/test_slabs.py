@@ -67,8 +67,8 @@ class RowBackend(AbstractBackend):
     def software(self) -> Software:
         return Software("0")
 
-    def conditions(self, role: str = "alone") -> Conditions:
-        return Conditions(role=role, threads=1)
+    def conditions(self) -> Conditions:
+        return Conditions(threads=1)
 
     def algorithms(self) -> tuple[str, ...]:
         return tuple(self.costs)

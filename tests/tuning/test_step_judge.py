@@ -20,7 +20,7 @@ from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.races import StepRace
-from ucudnn.tuning.step_judge import StepJudge
+from ucudnn.tuning.step_judge import StepJudge, StepMeter
 
 MIB = 1 << 20
 STEP_NS = 1_000_000
@@ -69,8 +69,8 @@ class Machine:
         return int((STEP_NS - saved) * self.chance.uniform(1 - self.noise, 1 + self.noise))
 
     def judge(self, plan, until=None):
-        judge = StepJudge(lambda: None, self.install, self.elapsed_ns, self.peak_bytes, until)
-        return judge.judge(plan)
+        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, until)
+        return StepJudge(lambda: None, meter).judge(plan)
 
     def peak_bytes(self, run):
         run()
@@ -167,34 +167,14 @@ def test_a_race_holds_what_it_may(values):
         StepRace(**values)
 
 
-class Model(nn.Module):
-    """With what a step would disturb: statistics, dropout, gradients, tied and frozen weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.tied = nn.Conv2d(8, 8, 3, padding=1)
-        self.again = nn.Conv2d(8, 8, 3, padding=1)
-        self.again.weight = self.tied.weight
-        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        x = nn.functional.dropout(self.norm(self.first(x)), 0.1)
-        return self.frozen(self.again(self.tied(x)))
-
-
 def state_of(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
-def test_judging_leaves_a_model_as_it_was():
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(4, 3, 12, 12)
+def test_judging_leaves_a_model_as_it_was(stateful_model):
+    model, x = stateful_model, torch.randn(4, 3, 12, 12)
     model(x).sum().backward()
     before, gradients = state_of(model), [copy.deepcopy(p.grad) for p in model.parameters()]
     random_state = torch.random.get_rng_state()
@@ -238,7 +218,6 @@ def test_a_model_that_cannot_run_a_step_is_planned_all_the_same(monkeypatch):
                 raise RuntimeError("only on real tensors\nof which it says more")
             return y
 
-    monkeypatch.setattr("ucudnn.tuning.judging._reason_against", lambda *_: "")
     plan = ucudnn.tune(Fails(2, 2, 3), torch.ones(1, 2, 8, 8), Config(policy="undivided"))
     assert plan.kernels
     assert plan.step_race.reason == "a step could not be computed (only on real tensors)"
@@ -254,7 +233,6 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
                 raise KeyboardInterrupt
             return y
 
-    monkeypatch.setattr("ucudnn.tuning.judging._reason_against", lambda *_: "")
     plan_of_one = plan_of(kernel(4))
     monkeypatch.setattr("ucudnn.tuning.model.tune_problems", lambda *_, **__: plan_of_one)
     monkeypatch.setattr("ucudnn.tuning.judging.Installation", lambda *_: torch.no_grad())

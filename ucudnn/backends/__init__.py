@@ -1,11 +1,11 @@
-"""Backends, the seam to the hardware: one module or package for each, the contract in `_base`.
+"""Backends, one module or package per kind of hardware, with the contract in `_base`.
 
-registry.py   which backends there are, and how to start one
-torch_cpu/    CPUs: the algorithms that torch's operators give
+registry.py   list of the backends, and the functions that start one
+torch_cpu/    CPUs: algorithms made of torch's operators
 cudnn/        NVIDIA GPUs: cuDNN's engines
-recorded.py   any device that is not here, from its measurements
-aten.py       torch's own convolution, also while a plan stands in for it
-tensors.py    problems of tensors, and dtypes, layouts and strides as torch has them
+recorded.py   any device, replayed from its measurements
+aten.py       torch's own convolution, also while a plan is installed
+tensors.py    problems of calls, and torch's dtypes, layouts and strides
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from ucudnn.backends._base import AbstractBackend as AbstractBackend
 from ucudnn.backends._base import Activity as Activity
 from ucudnn.backends._base import Cost as Cost
+from ucudnn.backends._base import DeviceState as DeviceState
 from ucudnn.backends._base import Executable as Executable
 from ucudnn.backends._base import Roofline as Roofline
 from ucudnn.backends.registry import open_backend as open_backend

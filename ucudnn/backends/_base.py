@@ -1,7 +1,7 @@
 """The contract of backends: enumerate candidates, build and run them, identify the device.
 
-Everything that depends on hardware is behind these methods. Those that are not abstract have a
-default that is right for a backend which knows nothing better, such as no bound on a time.
+Everything that depends on hardware is behind these methods. Methods that are not abstract have a
+default that is safe for every backend, such as no bound of a time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 # Built once per (problem, algorithm) and called in every training step, so that what is costly to
 # prepare is prepared in the constructor.
 class Executable(ABC):
-    """A built candidate: the one object that both the benchmark and training run.
+    """A built candidate: the object that both the benchmark and training run.
 
     Operands are (x, w) for fprop, (dy, w) for dgrad and (x, dy) for wgrad; their first axis gives
-    the number of samples. All methods compute the same result: `alone` and `begin` return it,
-    `write` stores it into `out` and `add` adds it there. The biased ones add one element of the
-    bias to each channel of it.
+    the number of samples. All methods compute the same result. `alone` and `begin` return it,
+    `write` stores it into `out`, and `add` adds it to `out`. The biased methods also add one
+    element of the bias to each channel.
     """
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Executable(ABC):
         add_bias(out, bias)
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a new result to which chunks are added; half precision as float32 (wgrad)."""
+        """Compute a new result to which chunks are added; float32 for half precision (wgrad)."""
         result = self.alone(a, b)
         # Rounded to half precision after every chunk, the sum would get worse with each.
         return result.float() if result.dtype.itemsize < 4 else result
@@ -65,7 +65,7 @@ def add_bias(result: Tensor, bias: Tensor) -> Tensor:
 
 
 class Activity(NamedTuple):
-    """CPU time that a process has used until some moment.
+    """CPU time that a process has used up to some moment.
 
     Args:
         clock_ns: the moment.
@@ -78,8 +78,20 @@ class Activity(NamedTuple):
     switches: int
 
 
+class DeviceState(NamedTuple):
+    """State of a device that may perturb times.
+
+    Args:
+        load: processors that others use, 0 where they leave enough for this process.
+        notes: what else may be known, for people, such as clocks and temperature.
+    """
+
+    load: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
 class Cost(NamedTuple):
-    """Lower bounds of what a candidate needs, whatever implementation a library picks for it.
+    """Lower bounds of what a candidate needs with any implementation that a library may pick.
 
     Args:
         operations: floating-point operations; a multiply-add is two.
@@ -131,7 +143,7 @@ class AbstractBackend(ABC):
 
     Args:
         name: as in the registry and in plan files.
-        in_worker: measure candidates in a process of their own, which a candidate may crash; the
+        in_worker: measure candidates in a process of their own, because a candidate may crash; the
             backend must then be picklable.
         candidate_timeout_s: how long a run of one candidate may take there.
     """
@@ -149,8 +161,8 @@ class AbstractBackend(ABC):
         """Versions of the libraries, which decide what kernels exist and how fast they are."""
 
     @abstractmethod
-    def conditions(self, role: str = "alone") -> Conditions:
-        """Conditions under which a candidate would run in this process now."""
+    def conditions(self) -> Conditions:
+        """Conditions under which the only chunk of a call would run in this process now."""
 
     @abstractmethod
     def algorithms(self) -> tuple[str, ...]:
@@ -163,8 +175,9 @@ class AbstractBackend(ABC):
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
         """Reason why an algorithm does not compute a slab, as a clause; None if it does.
 
-        torch's own convolution of a whole problem is never refused, because it is what runs without
-        a plan. Its convolution of a slab may be: without a plan torch computes no slabs.
+        torch's own convolution of a whole problem is never refused, because it runs without a plan,
+        too. Its convolution of a slab may be refused, because without a plan torch computes no
+        slabs.
         """
         return self.refusal(problem, algorithm)
 
@@ -180,7 +193,7 @@ class AbstractBackend(ABC):
     def bias_candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """Candidates that compute a convolution and add a bias in one kernel.
 
-        With a bias of zeros they compute the plain convolution. They have the note `ADDS_BIAS`.
+        With a bias of zeros, they compute the plain convolution. Their `adds_bias` is set.
         """
         del problem
         return ()
@@ -240,15 +253,12 @@ class AbstractBackend(ABC):
 
     # A CUDA error such as an illegal address makes every later call of the process fail.
     def is_broken(self) -> bool:
-        """True if after a failure this process, and no other, can no longer use the device."""
+        """True if a failure has left the device unusable in this process, but not in others."""
         return False
 
-    def state(self) -> tuple[str, ...]:
-        """Notes on what may perturb times now: clocks, temperature, other processes.
-
-        A note "throttled=..." says that the device has reduced its own clock.
-        """
-        return ()
+    def state(self) -> DeviceState:
+        """Conditions that may perturb times now: other processes, clocks, temperature."""
+        return DeviceState()
 
     def activity(self) -> Activity | None:
         """CPU time of this process so far; None if times on the device do not depend on it."""

@@ -1,6 +1,6 @@
-"""torch's own convolution, also while `ucudnn.installed` lets a plan stand in for the operator.
+"""torch's own convolution, also while `ucudnn.installed` redirects the operator to a plan.
 
-Code that times or runs torch's own convolution calls it here, so that it never gets a plan's.
+Code that times or runs torch's own convolution calls these functions, so that no plan acts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def convolution(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Te
 
 def convolution_backward(
     dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, *geometry_and_mask: Any
-) -> Any:
+) -> tuple[Tensor | None, ...]:
     """Compute the gradients of x, w and the bias as torch does; None for those not requested.
 
     Args:
@@ -59,7 +59,8 @@ def convolution_backward(
     """
     kernels = _kept.get(dy.device.type)
     function = _aten.convolution_backward.default if kernels is None else kernels[1]
-    return function(dy, x, w, bias_sizes, *geometry_and_mask)
+    gradients: tuple[Tensor | None, ...] = function(dy, x, w, bias_sizes, *geometry_and_mask)
+    return gradients
 
 
 def keep_kernels(device_type: str, dispatch_key: str) -> Kernels:

@@ -1,6 +1,6 @@
-"""Backend that replays the measurements of a device: it lists candidates, and runs nothing.
+"""Backend that replays the measurements of a device: it lists candidates and runs nothing.
 
-With it plans for a fleet of GPUs are made on a laptop, and decisions are tested without a GPU.
+It makes plans for a fleet of GPUs on a laptop, and tests decisions without a GPU.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from ucudnn.backends._base import AbstractBackend, Executable
 from ucudnn.backends.registry import entry_for_device, open_backend
 from ucudnn.errors import ConfigError, UnsupportedError
-from ucudnn.measurement import Candidate, Conditions, Device, Measurement, Software
-from ucudnn.plan import DEFAULT_ALGORITHM
+from ucudnn.measurement import (
+    Candidate,
+    Conditions,
+    Device,
+    Measurement,
+    Role,
+    Software,
+    Subject,
+    role_of,
+)
 from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_RACE = "plan["  # how a whole plan that was raced is called
 
 
 class _Group(NamedTuple):
@@ -53,12 +60,13 @@ class RecordedBackend(AbstractBackend):
     ('cudnn', ['eng0'])
 
     Args:
-        measurements: those of the device, and any of others; those of the device must have one
-            set of versions and conditions.
-        device: part of the name of the device to replay; None: there is only one.
+        measurements: measurements of one or several devices. Those of the replayed device must have
+            one set of versions and conditions.
+        device: part of the name of the device to replay; None: the only device.
 
     Raises:
-        ConfigError: no device or several have that name, or its measurements have several sets.
+        ConfigError: no device or several devices have that name, or the measurements have several
+            sets of versions and conditions.
     """
 
     def __init__(self, measurements: Iterable[Measurement], device: str | None = None) -> None:
@@ -71,15 +79,15 @@ class RecordedBackend(AbstractBackend):
         self.name = entry_for_device(self._group.device.type).name
         self._twin = self._find_twin()
         # A chunk that writes into a slice may take another time than one that allocates its result,
-        # so a chunk has a measurement per role. Some recordings have role "alone" only.
-        self._has_roles = any(entry.key.conditions.role != "alone" for entry in listed)
+        # so a chunk has a measurement per role. Some recordings have role `ALONE` only.
+        self._has_roles = any(entry.key.conditions.role != Role.ALONE for entry in listed)
         # Measurements by problem, algorithm and role; and the batches that there are, in order.
-        self._entries: dict[Problem, dict[str, dict[str, Measurement]]] = {}
+        self._entries: dict[Problem, dict[str, dict[Role, Measurement]]] = {}
         self._sizes: dict[tuple[Problem, str], list[int]] = {}
         for entry in listed:
             problem, algorithm = entry.key.problem, entry.key.algorithm
-            # Such a row is the time of a whole call, which is no candidate for a chunk.
-            if algorithm.startswith(_RACE):
+            # A whole call is no candidate for a chunk.
+            if entry.subject != Subject.CHUNK:
                 continue
             by_role = self._entries.setdefault(problem, {}).setdefault(algorithm, {})
             if not by_role:
@@ -91,7 +99,7 @@ class RecordedBackend(AbstractBackend):
             sizes.sort()
 
     def _find_twin(self) -> AbstractBackend | None:
-        """The CPU backend if this machine was recorded; it also knows unmeasured candidates."""
+        """The CPU backend if this machine was recorded: it also knows unmeasured candidates."""
         # Opening the cuDNN backend needs a GPU, and replaying must work without one.
         if self.name != "torch_cpu":
             return None
@@ -107,9 +115,9 @@ class RecordedBackend(AbstractBackend):
         """The versions of the recording."""
         return self._group.software
 
-    def conditions(self, role: str = "alone") -> Conditions:
+    def conditions(self) -> Conditions:
         """The conditions of the recording."""
-        return replace(self._group.conditions, role=role)
+        return self._group.conditions
 
     def algorithms(self) -> tuple[str, ...]:
         """Names of all algorithms in the recording, torch's own first."""
@@ -134,16 +142,24 @@ class RecordedBackend(AbstractBackend):
         by_name = self._entries.get(problem)
         if by_name is None:
             raise UnsupportedError(f"the recording of {self.device()} has nothing of {problem}")
+        entries = (next(iter(by_name[name].values())) for name in _default_first(by_name))
         return tuple(
-            Candidate(problem, name, notes=next(iter(by_name[name].values())).notes)
-            for name in _default_first(by_name)
+            Candidate(
+                problem,
+                entry.key.algorithm,
+                notes=entry.notes,
+                implementation=entry.implementation,
+                is_deterministic=entry.is_deterministic,
+                adds_bias=entry.adds_bias,
+            )
+            for entry in entries
         )
 
     def measurements(self, problem: Problem, parts: Iterable[Problem]) -> list[Measurement]:
         """Measurements of a kernel's chunks, in the roles that they have in a split.
 
-        If the recording has measurements in role "alone" only, they stand for the other roles: on a
-        GPU the same kernel runs in all of them.
+        If the recording has measurements in role `ALONE` only, they count for the other roles as
+        well, because on a GPU the same implementation runs in all of them.
 
         Args:
             problem: the kernel at its largest batch.
@@ -157,7 +173,7 @@ class RecordedBackend(AbstractBackend):
                 for role in _roles(problem, part, algorithm):
                     entry = by_role.get(role)
                     if entry is None and not self._has_roles:
-                        entry = _stand_in(by_role["alone"], role)
+                        entry = _stand_in(by_role[Role.ALONE], role)
                     if entry is not None:
                         found.append(entry)
         return found
@@ -170,17 +186,17 @@ class RecordedBackend(AbstractBackend):
         # A batch between two recorded ones surely runs the same implementation only if both of
         # them do; else it gets a name of its own, so that nothing is inferred from it.
         at = bisect_left(sizes, problem.batch)
-        kernels = {self._noted(problem, algorithm, size) for size in sizes[max(0, at - 1) : at + 1]}
+        kernels = {
+            self._implementation(problem, algorithm, size)
+            for size in sizes[max(0, at - 1) : at + 1]
+        }
         if problem.batch in sizes:
-            return self._noted(problem, algorithm, problem.batch)
+            return self._implementation(problem, algorithm, problem.batch)
         return kernels.pop() if len(kernels) == 1 else f"{algorithm} at {problem.batch}"
 
-    def _noted(self, problem: Problem, algorithm: str, size: int) -> str:
-        for entry in self._entries[problem.with_batch(size)][algorithm].values():
-            for note in entry.notes:
-                if note.startswith("kernel="):
-                    return note.removeprefix("kernel=")
-        return algorithm
+    def _implementation(self, problem: Problem, algorithm: str, size: int) -> str:
+        entries = self._entries[problem.with_batch(size)][algorithm].values()
+        return next((e.implementation for e in entries if e.implementation), algorithm)
 
     def _computes(self, problem: Problem, algorithm: str) -> bool:
         sizes = self._sizes.get((problem.with_batch(1), algorithm), [])
@@ -227,7 +243,7 @@ class RecordedBackend(AbstractBackend):
 def _group(entry: Measurement) -> _Group:
     key = entry.key
     # The role belongs to the chunk, not to the machine, so it must not tell recordings apart.
-    return _Group(key.device, key.software, replace(key.conditions, role="alone"), key.protocol)
+    return _Group(key.device, key.software, replace(key.conditions, role=Role.ALONE), key.protocol)
 
 
 def _is_of(device: Device, name: str | None) -> bool:
@@ -257,19 +273,18 @@ def _default_first(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (name != DEFAULT_ALGORITHM, name)))
 
 
-def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[str, ...]:
+def _roles(problem: Problem, part: Problem, algorithm: str) -> tuple[Role, ...]:
     if part == problem:
-        return ("alone",)
-    if problem.op != "wgrad":
-        # No split of fprop or dgrad holds a smaller batch in role "alone". Only torch's own has it,
-        # where two batches extrapolate the workspace of the undivided call.
-        return ("alone", "later") if algorithm == DEFAULT_ALGORITHM else ("later",)
-    # The first chunk of a wgrad in full precision is an ordinary call. In half precision it is also
-    # converted to float32, which takes time and memory of its own.
-    return ("alone", "later") if problem.bytes_per_element >= 4 else ("alone", "first", "later")
+        return (Role.ALONE,)
+    roles = {role_of(problem, position) for position in (Role.FIRST, Role.LATER)}
+    # No split of fprop or dgrad holds a smaller batch alone. Only torch's own was run so, where two
+    # batches extrapolate the workspace of the undivided call.
+    if problem.op == "wgrad" or algorithm == DEFAULT_ALGORITHM:
+        roles.add(Role.ALONE)
+    return tuple(role for role in Role if role in roles)
 
 
-def _stand_in(alone: Measurement, role: str) -> Measurement:
+def _stand_in(alone: Measurement, role: Role) -> Measurement:
     problem, workspace = alone.key.problem, alone.workspace_bytes
     # In half precision each chunk's gradient is a temporary that is added to the sum in float32.
     if workspace is not None and problem.op == "wgrad" and problem.bytes_per_element < 4:

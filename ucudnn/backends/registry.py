@@ -1,7 +1,7 @@
 """Registry of the backends: one entry for each, and the functions that look them up.
 
-An entry says what can be known of a backend without importing it. `Config.backend` allows the same
-names (and "auto" and "recorded"); everything else about which backends there are is here alone.
+An entry holds what is known of a backend without importing it. `Config.backend` allows the same
+names, and "auto" and "recorded".
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BACKENDS = {entry.name: entry for entry in _ENTRIES}
 
 
 def backend_entry(name: str = "auto") -> Entry:
-    """The entry of a backend; "auto" stands for the one of the best device present.
+    """The entry of a backend; "auto": the backend of the best device present.
 
     >>> backend_entry("cudnn").device_type
     'cuda'
@@ -79,14 +79,14 @@ def entry_for_device(device_type: str) -> Entry:
 
 
 def open_backend(name: str = "auto") -> AbstractBackend:
-    """Start a backend by name; "auto" takes the one of the best device present.
+    """Start a backend by name; "auto": the backend of the best device present.
 
     >>> open_backend("torch_cpu").name
     'torch_cpu'
 
     Raises:
         ConfigError: there is no backend of that name.
-        UnsupportedError: its device or its libraries are not here.
+        UnsupportedError: its device or its libraries are not on this machine.
     """
     return backend_entry(name).open()
 

@@ -1,4 +1,4 @@
-"""Tensors and problems: the problem that a call computes; dtype, layout and strides in torch."""
+"""Tensors and problems: the problem of a call, and dtype, layout and strides in torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def memory_format(problem: Problem) -> torch.memory_format:
 
 
 def in_channels_last(tensor: Tensor) -> Tensor:
-    """The same values with channels innermost, where torch has such a layout: in 4-D and 5-D.
+    """The same values with channels innermost, for 4-D and 5-D tensors; others unchanged.
 
     >>> in_channels_last(torch.empty(8, 4, 1, 1)).stride(), in_channels_last(torch.ones(3)).stride()
     ((4, 1, 4, 4), (1,))
@@ -83,7 +83,7 @@ def problem_of(
     groups: int = 1,
     device_type: str | None = None,
 ) -> Problem | None:
-    """The problem that a pass of an aten convolution with these arguments computes.
+    """The problem that one pass of an aten convolution with these arguments computes.
 
     >>> x, w = torch.empty(2, 3, 8, 8), torch.empty(4, 3, 3, 3)
     >>> print(problem_of("wgrad", x, w, [1, 1], [0, 0], [1, 1]))
@@ -92,17 +92,18 @@ def problem_of(
     dgrad conv2d(3->3, k3, 18x18, s2) at batch 2
 
     Args:
-        which: "fprop", "dgrad" or "wgrad": forward, or a gradient of x or w. The forward pass of a
-            transposed convolution is the dgrad of one, its gradient of x the fprop.
+        which: "fprop", "dgrad" or "wgrad": forward, or a gradient of x or w. For a transposed
+            convolution, forward is the dgrad problem of a convolution, and the gradient of x is its
+            fprop.
         x: input.
         w: filter.
-        stride: per axis, as all that follow.
+        stride: per axis, like the next arguments.
         padding: at both ends.
         dilation: of the filter.
         transposed: a transposed convolution.
         output_padding: of a transposed convolution.
         groups: of channels.
-        device_type: where it is computed; default: where x is.
+        device_type: kind of device that computes it; default: that of x.
 
     Returns:
         The problem, or None if it cannot be planned: it is empty, impossible, or of a dtype that no
@@ -175,10 +176,10 @@ def uses_channels_last(
 
     Args:
         x: input.
-        w: filter; in 1-D it alone decides.
+        w: filter; in 1-D the filter alone decides.
         geometry: the arguments of aten's operator from stride to groups.
-        device_type: "cuda": decide by torch's rule for cuDNN; else ask torch for the kernel that it
-            would pick here.
+        device_type: "cuda": apply torch's rule for cuDNN; else ask torch for the kernel that it
+            would pick on this machine.
     """
     if x.dim() == 3:
         # torch computes it in 2-D, on a contiguous copy of x.

@@ -1,3 +1,3 @@
-"""Timing: the protocol, and the statistics that judge times."""
+"""Timing of single candidates: the protocol, the accuracy check and the statistics."""
 
 from __future__ import annotations

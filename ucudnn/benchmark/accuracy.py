@@ -1,4 +1,4 @@
-"""Error of a candidate's result against float64, in poisoned outputs that it must write wholly.
+"""Error of a candidate's result against float64, in outputs that are first filled with NaN.
 
 Each candidate is checked once for each problem it is measured as, on the operands that it is timed
 with: a crop of its result against float64 (`Reference`), and the whole result for elements that are
@@ -18,6 +18,7 @@ from ucudnn.backends.tensors import torch_dtype
 from ucudnn.benchmark.protocol import Ring, empty_total
 from ucudnn.benchmark.reference import Reference
 from ucudnn.execution.execute import empty_result, run_first
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 
 # The value that chunks of a weight gradient are added to: not 0, so that it shows if a chunk
@@ -30,8 +31,8 @@ class Accuracy(NamedTuple):
 
     Args:
         error: relative, in the L2 norm; infinite where an element was not written or is not finite.
-        ulp: the largest difference of an element, in units in the last place of the dtype at the
-            element's size or, for smaller ones, at the root mean square of all.
+        ulp: the largest difference of an element, in units in the last place of the dtype. The unit
+            is that of the element's magnitude, but at least that of the root mean square of all.
     """
 
     error: float
@@ -39,20 +40,20 @@ class Accuracy(NamedTuple):
 
 
 class Check:
-    """A run of one candidate in one role whose result can be judged afterwards.
+    """A run of one candidate in one role, whose result is judged afterwards.
 
     Args:
         ring: operands.
         executable: of the candidate.
         part: the problem of its chunk.
         role: in which it runs.
-        is_torch: whether it is torch's own call. Memory that torch allocates is filled with NaN in
-            its deterministic mode alone, in which torch may choose another kernel on a GPU: its own
-            call is run as it is.
+        is_torch: whether it is torch's own call. torch fills its memory with NaN only in its
+            deterministic mode, in which it may choose another kernel on a GPU. So its own call runs
+            without NaN.
     """
 
     def __init__(
-        self, ring: Ring, executable: Executable, part: Problem, role: str, is_torch: bool = False
+        self, ring: Ring, executable: Executable, part: Problem, role: Role, is_torch: bool = False
     ) -> None:
         self._ring = ring
         self._executable = executable
@@ -62,8 +63,8 @@ class Check:
         self._result = self._prepared()
 
     def _prepared(self) -> Tensor | None:
-        """Tensor that the run writes into or adds to, which is no part of its workspace."""
-        if self._role != "later":
+        """Tensor that the run writes into or adds to; it is not part of the workspace."""
+        if self._role != Role.LATER:
             return None
         if self._part.op == "wgrad":
             return empty_total(self._part, self._ring.a).fill_(_BASE)
@@ -73,10 +74,10 @@ class Check:
         """Run once into poisoned memory; returns the result where it is a new tensor."""
         a, b, _ = self._ring.chunk(self._part, 0)
         executable = self._executable
-        if self._role == "alone":
+        if self._role == Role.ALONE:
             self._result = self._poison(lambda: executable.alone(a, b))
             return self._result
-        if self._role == "first":
+        if self._role == Role.FIRST:
             self._result = self._poison(lambda: run_first(executable, a, b))
             return self._result
         result = self._total()
@@ -89,13 +90,13 @@ class Check:
         return self._result
 
     def accuracy(self, reference: Reference) -> Accuracy:
-        """Judge what `run` left.
+        """Judge the result of `run`.
 
         Args:
             reference: of the part, for the operands of its first chunk.
         """
         found = self._total()
-        adds = self._role == "later" and self._part.op == "wgrad"
+        adds = self._role == Role.LATER and self._part.op == "wgrad"
         # A sum to which nothing was added is finite. Where the crop is all zeros that may be right.
         untouched = adds and bool(reference.expected.any()) and _keeps_base(found)
         if untouched or not _is_finite(found):
@@ -105,13 +106,13 @@ class Check:
 
 
 def allowed_error(problem: Problem) -> float:
-    """The relative error beyond which a result is wrong: fewer than half of the digits are right.
+    """Largest relative error of a correct result: at least half of the digits are right.
 
     >>> allowed_error(Problem("fprop", 1, 1, 1, (9,), (3,)))
     0.000345...
 
-    Rounding stays far below: errors of sums of random terms grow with the root of their number,
-    and what a TF32 or Winograd kernel loses is a few digits.
+    Rounding errors are far smaller: those of sums of random terms grow with the root of their
+    number, and a TF32 or Winograd kernel loses a few digits.
     """
     eps = torch.finfo(torch_dtype(problem)).eps
     if problem.math == "tf32":  # ten bits of the operands are used
@@ -141,7 +142,7 @@ def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> Accuracy:
 
 
 def _is_finite(result: Tensor) -> bool:
-    """True if all elements are finite: else their sum is not, which needs no memory to compute."""
+    """True if all elements are finite, by their sum, which needs no memory to compute."""
     # float32 at least: half-precision values that are finite could overflow in their sum.
     total = result.sum(dtype=torch.promote_types(result.dtype, torch.float32))
     return bool(total.isfinite())
@@ -159,7 +160,7 @@ def _as_it_is(run: Callable[[], Tensor | None]) -> Tensor | None:
 
 
 def _poisoned(run: Callable[[], Tensor | None]) -> Tensor | None:
-    """Run while torch fills every new tensor with NaN, so that what is not written shows."""
+    """Run while torch fills every new tensor with NaN, so that unwritten elements show."""
     settings: Any = torch.utils.deterministic  # which says of no attribute that it has it
     before = settings.fill_uninitialized_memory
     level = torch.get_deterministic_debug_mode()

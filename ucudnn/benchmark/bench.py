@@ -1,4 +1,4 @@
-"""Measurements on a device: a first run of a candidate, rounds of several, whole plans."""
+"""Measurements on a device: the first run of a candidate, rounds of several, whole calls."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import NamedTuple
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.accuracy import Accuracy, Check
+from ucudnn.benchmark.failures import Failure, failure_of
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.reference import Reference
-from ucudnn.benchmark.rounds import Entrant, Result, failure_of, run_rounds
+from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import Call, bind
-from ucudnn.plan import DEFAULT_ALGORITHM, Split
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM, Split
 
 
 class Arm(NamedTuple):
@@ -24,16 +26,16 @@ class Arm(NamedTuple):
 
     size: int
     algorithm: str
-    role: str
+    role: Role
 
 
 class Look(NamedTuple):
     """Result of a first run.
 
     Args:
-        workspace_bytes: temporary memory, the most that a chunk of this size needs anywhere.
-        accuracy: against float64, the worst of the problems that a chunk of this size may be.
-        time_ns: of more runs the shortest; None where the workspace is over the limit.
+        workspace_bytes: temporary memory, the most that a chunk of this size needs in any place.
+        accuracy: error against float64, the largest for any problem of a chunk of this size.
+        time_ns: shortest of further runs; None if the workspace is over the limit.
     """
 
     workspace_bytes: int
@@ -48,7 +50,7 @@ class How(NamedTuple):
         chunks: the protocol of chunks.
         wholes: the protocol of whole calls that race each other.
         until: the `time.monotonic` after which no more rounds of chunks begin; None: no limit.
-        wholes_until: the same for whole calls.
+        wholes_until: the same limit for whole calls.
     """
 
     chunks: Protocol = Protocol()
@@ -62,7 +64,7 @@ THOROUGHLY = How()
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Result of the rounds of a whole plan, and its workspace in bytes."""
+    """Result of the rounds of whole calls, with the workspace in bytes."""
 
     result: Result
     workspace_bytes: int
@@ -71,8 +73,8 @@ class Whole:
 class AbstractBench(ABC):
     """Measures the candidates of one kernel.
 
-    Law: where a candidate fails, it alone is reported as failed - `look` raises an error, and
-    the other methods return a result with the failure - and all others are measured all the same.
+    Law: if a candidate fails, only that one is reported as failed, and all others are measured.
+    `look` raises an error, the other methods return a result with the failure.
     """
 
     @abstractmethod
@@ -84,7 +86,7 @@ class AbstractBench(ABC):
             limit: workspace in bytes over which it is not run again, None for any.
 
         Raises:
-            RuntimeError: the candidate failed; the first line says how.
+            RuntimeError: the candidate failed; the first line says why.
             UnsupportedError: there is not enough memory to measure this kernel.
         """
 
@@ -96,7 +98,8 @@ class AbstractBench(ABC):
 
         Args:
             arms: the candidates.
-            known: by size and role a rival that was timed before, as (median, upper end).
+            known: by size and role, the time of a rival that was timed before, as (median, upper
+                end).
         """
 
     @abstractmethod
@@ -110,8 +113,8 @@ class LocalBench(AbstractBench):
     Args:
         backend: of the device.
         axis: of the kernel, along which candidates are chunks.
-        on_turn: called with the place of an arm or split before each of its runs.
-        how: to take times.
+        on_turn: called with the index of an arm or split before each of its runs.
+        how: settings of the timing.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class LocalBench(AbstractBench):
 
     @property
     def ring(self) -> Ring:
-        """Operands, allocated when something must really be run."""
+        """Operands, allocated when something is first run."""
         if self._ring is None:
             self._ring = Ring.allocate(self._backend, self._axis.problem)
         return self._ring
@@ -168,8 +171,8 @@ class LocalBench(AbstractBench):
             self._references[part] = Reference(part, a, b)
         return self._references[part]
 
-    def _checked(self, ring: Ring, part: Problem, algorithm: str, role: str) -> tuple[Check, int]:
-        """A candidate that has run once on a part, and the workspace in bytes that it took."""
+    def _checked(self, ring: Ring, part: Problem, algorithm: str, role: Role) -> tuple[Check, int]:
+        """A check of a candidate that has run once on a part, and its workspace in bytes."""
         executable = self._backend.executable(part, algorithm)
         check = Check(ring, executable, part, role, algorithm == DEFAULT_ALGORITHM)
         return check, self._backend.workspace_bytes(check.run, [(part, algorithm)])
@@ -179,7 +182,7 @@ class LocalBench(AbstractBench):
     ) -> list[Result]:
         """Time candidates in interleaved rounds; those of one size and role race each other."""
         entrants: list[Entrant] = []
-        failures: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
         for place, arm in enumerate(arms):
             self._on_turn(place)
             try:
@@ -204,7 +207,7 @@ class LocalBench(AbstractBench):
             self._how.until,
         )
         # Rounds number those that take part; callers number all that were asked for.
-        results = [Result(failure=failures.get(place, "")) for place in range(len(arms))]
+        results = [Result(failure=failures.get(place)) for place in range(len(arms))]
         for place, result in zip(places, found, strict=True):
             # -1 stands for a rival of an earlier time, which is none of these.
             if result.beaten_by is not None and result.beaten_by >= 0:
@@ -227,7 +230,7 @@ class LocalBench(AbstractBench):
         bias = ring.bias() if has_bias else None
         samplers: dict[int, Sampler] = {}
         workspaces = [0] * len(splits)
-        failures: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
         for place, split in enumerate(splits):
             self._on_turn(place)
             try:
@@ -250,20 +253,23 @@ class LocalBench(AbstractBench):
             on_turn=lambda number: self._on_turn(places[number]),
             until=self._how.wholes_until,
         )
-        results = {place: Result(failure=reason) for place, reason in failures.items()}
+        results = {place: Result(failure=failure) for place, failure in failures.items()}
         results.update(zip(places, found, strict=True))
         return [Whole(results[place], workspaces[place]) for place in range(len(splits))]
 
     def _workspace_of(self, loop: WholeLoop, call: Call) -> int:
         """Workspace of a call in bytes.
 
-        A backend may not see when an algorithm takes memory of its own, and counts it for all of
-        the call; but chunks of different algorithms follow each other.
+        A backend may not see when an algorithm takes memory of its own, and then counts it for the
+        whole call. Chunks of different algorithms run one after the other, so each is measured by
+        itself.
         """
         together = self._backend.workspace_bytes(loop.once, call.parts)
         parts = dict.fromkeys(call.parts)
         # A weight gradient also holds the sum of its chunks, which no chunk by itself shows.
         if call.problem.op == "wgrad" or len({algorithm for _, algorithm in parts}) == 1:
             return together
-        each = (self._checked(self.ring, part, algorithm, "later")[1] for part, algorithm in parts)
+        each = (
+            self._checked(self.ring, part, algorithm, Role.LATER)[1] for part, algorithm in parts
+        )
         return min(together, max(each))

@@ -1,8 +1,8 @@
-"""Timing of a candidate in the steady state that it will run in.
+"""Timing of a candidate in the steady state in which it runs during training.
 
-A chunk is timed inside a loop over consecutive chunks of operands larger than the last-level cache,
-so that its input is cold and its workspace warm, as in training, and the result is new memory for
-every call. docs/measuring.md has the reasons.
+A chunk is timed inside a loop over consecutive chunks of operands larger than the last-level cache.
+So, as in training, its input is cold, its workspace is warm, and the result is new memory for every
+call. docs/measuring.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import Call, Slices, empty_result, places, run_first
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
 from ucudnn.units import format_bytes
@@ -30,26 +31,27 @@ PROTOCOL = 5
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """The numbers of protocol 5: input cold, workspace warm, result new, eager calls.
+    """The parameters of protocol 5: input cold, workspace warm, result new, eager calls.
 
     >>> Protocol().target
     0.05
 
     Args:
-        least_rounds: so many samples are taken of what stays in the race.
-        most_rounds: no more than these.
-        target: a 95 % interval of the median this wide, as a fraction, is narrow enough.
-        enough_ns: time after which no more rounds begin, once there are the least.
-        warm_ups: single runs before the first sample at most.
-        stable: two runs that differ by no more than this fraction are warm.
-        sample_ns: shorter chunks are timed several at once: the clock and its call cost
-            microseconds.
-        lapped: by round, how many times the best a candidate may take to stay in the race.
-        lost_share: a round is disturbed in which a candidate had less than this fraction of the
-            processor time per time that it had in its best round.
-        repeats: so many disturbed rounds are repeated.
-        stops_when_decided: end after the least rounds as soon as every candidate is clearly faster
-            or clearly no faster than the first one.
+        least_rounds: smallest number of samples of a candidate that stays in the race.
+        most_rounds: largest number of samples.
+        target: width at which a 95 % interval of the median is narrow enough, as a fraction.
+        enough_ns: time after which no more rounds begin, after the smallest number of rounds.
+        warm_ups: largest number of single runs before the first sample.
+        stable: if two runs differ by no more than this fraction, warm-up ends.
+        sample_ns: shortest time of a sample; shorter chunks are timed several at once, because
+            reading the clock costs microseconds.
+        lapped: for the first rounds, the largest ratio to the best time with which a candidate
+            stays in the race.
+        lost_share: a round is perturbed if a candidate had less than this fraction of the processor
+            time per elapsed time of its best round.
+        repeats: largest number of perturbed rounds that are repeated.
+        stops_when_decided: end, after the smallest number of rounds, as soon as every candidate is
+            clearly faster or clearly no faster than the first one.
     """
 
     least_rounds: int = 5
@@ -79,14 +81,14 @@ _SHORT_NS = 20_000_000
 
 @dataclass(frozen=True)
 class Ring:
-    """Operands larger than the last-level cache, from which chunks are taken in turn.
+    """Rotating buffers: operands that exceed the last-level cache; chunks are taken in turn.
 
     Args:
         problem: the whole call, of which the chunks are parts.
         samples: of the operands, at least the problem's batch.
         a: x for fprop and wgrad, dy for dgrad.
         b: w for fprop and dgrad, dy for wgrad.
-        total: what chunks of wgrad are added to; None otherwise.
+        total: tensor that chunks of wgrad are added to; None for other ops.
     """
 
     problem: Problem
@@ -100,7 +102,7 @@ class Ring:
         """Random operands of the problem's batch at least, up to twice the last-level cache.
 
         Raises:
-            UnsupportedError: the machine has not enough free memory for them.
+            UnsupportedError: the machine has too little free memory for them.
         """
         samples = ring_samples(problem, backend.cache_bytes())
         shapes = (*problem.with_batch(samples).operand_shapes, problem.result_shape)
@@ -115,17 +117,17 @@ class Ring:
         return cls(problem, samples, a, b, total)
 
     def chunk(self, part: Problem, number: int) -> tuple[Tensor, Tensor, Slices]:
-        """Views of the operands for a chunk, and the part of a call's result that is the chunk's.
+        """Views of the operands for a chunk, and the chunk's part of a call's result.
 
         Args:
             part: the problem of the chunk: some samples, or some rows of some samples.
-            number: from 0; where the ring ends it begins anew.
+            number: from 0; after the last chunk the first one follows.
         """
         a, b, out = self.places(part, number)
         return self.a[a], self.b[b], out
 
     def places(self, part: Problem, number: int) -> tuple[Slices, Slices, Slices]:
-        """The parts of both operands and of a call's result for a chunk, as `chunk` takes them."""
+        """The parts of both operands and of a call's result that `chunk` uses."""
         turns = row_count(self.problem) // row_count(part)
         group, turn = divmod(number, turns)
         x_rows = _window(part.input_size[0], self.problem.input_size[0], turn, turns)
@@ -150,12 +152,12 @@ class Ring:
         return self.a.new_ones(self.problem.result_shape[1])
 
     def result(self) -> Tensor:
-        """Tensor that the chunks of a call are written into: new each time, or in wgrad one sum."""
+        """Tensor that the chunks of a call are written into: a new one, or for wgrad one sum."""
         return empty_result(self.problem, self.a) if self.total is None else self.total
 
 
 def _turn(size: int, batch: int, number: int) -> slice:
-    """The samples of a chunk: chunks of a batch follow each other, and begin anew at its end."""
+    """The samples of a chunk: consecutive chunks, which begin anew at the end of the batch."""
     begin = number % (batch // size) * size
     return slice(begin, begin + size)
 
@@ -174,7 +176,7 @@ def _window(size: int, extent: int, turn: int, turns: int) -> slice:
 
 
 def ring_samples(problem: Problem, cache_bytes: int) -> int:
-    """Samples whose operands and results are larger than a cache, within reason; a whole batch.
+    """Number of samples whose operands and results exceed a cache; at least a whole batch.
 
     >>> ring_samples(Problem("fprop", 4, 1, 1, (256,), (1,)), 1 << 19)
     512
@@ -186,7 +188,7 @@ def ring_samples(problem: Problem, cache_bytes: int) -> int:
 
 
 class AbstractLoop(ABC):
-    """Something to time in its steady state; runs follow each other without a pause."""
+    """Something to time in its steady state: runs follow each other without a pause."""
 
     @property
     def least_times(self) -> int:
@@ -195,17 +197,17 @@ class AbstractLoop(ABC):
 
     @abstractmethod
     def prepare(self, times: int) -> Callable[[], None]:
-        """Work out the next runs; the result runs them, one after the other, and nothing else."""
+        """Prepare the next runs; the returned function only runs them, one after the other."""
 
     def run(self, times: int) -> None:
-        """Run it so many times."""
+        """Run it this many times."""
         self.prepare(times)()
 
 
 class ChunkLoop(AbstractLoop):
     """Runs one candidate in one role over the chunks of a ring, one after the other."""
 
-    def __init__(self, ring: Ring, executable: Executable, part: Problem, role: str) -> None:
+    def __init__(self, ring: Ring, executable: Executable, part: Problem, role: Role) -> None:
         self._ring = ring
         self._executable = executable
         self._part = part
@@ -215,26 +217,26 @@ class ChunkLoop(AbstractLoop):
 
     @property
     def least_times(self) -> int:
-        """The later chunks of a call, at most a few; in any other role there is one per call."""
-        return min(self._chunks_per_call, _LEAST_CHUNKS) if self._role == "later" else 1
+        """Number of later chunks of a call, at most a few; in other roles there is one per call."""
+        return min(self._chunks_per_call, _LEAST_CHUNKS) if self._role == Role.LATER else 1
 
     def prepare(self, times: int) -> Callable[[], None]:
-        """Work out the places of the next chunks, as `execute.bind` does before a call."""
+        """Compute the views of the next chunks beforehand, as `execute.bind` does for a call."""
         numbers = islice(self._numbers, times)
         return partial(self._run, [self._ring.places(self._part, number) for number in numbers])
 
     def _run(self, chunks: Sequence[tuple[Slices, Slices, Slices]]) -> None:
         """Run chunks into the memory that a call of them would allocate and free.
 
-        A malloc may take large blocks from the system and give them back each time: what a chunk
-        pays for the pages that it is the first to write is part of its time, in a call as here.
+        A malloc may take large blocks from the system and return them each time. The first chunk
+        that writes to a page pays for it, and that is part of its time, here as in a call.
         """
         ring, executable, result = self._ring, self._executable, None
         is_sum = ring.problem.op == "wgrad"
         for turn, (a, b, out) in enumerate(chunks):
-            if self._role == "alone":
+            if self._role == Role.ALONE:
                 executable.alone(ring.a[a], ring.b[b])
-            elif self._role == "first":
+            elif self._role == Role.FIRST:
                 run_first(executable, ring.a[a], ring.b[b])
             else:
                 if turn % self._chunks_per_call == 0:
@@ -249,7 +251,7 @@ class ChunkLoop(AbstractLoop):
 
 
 class WholeLoop(AbstractLoop):
-    """Runs a whole plan on a ring, a batch further each time; with a bias where there is one."""
+    """Runs whole calls on rotating buffers, each on the next batch; with a bias if there is one."""
 
     def __init__(self, ring: Ring, call: Call, bias: Tensor | None = None) -> None:
         self._ring = ring
@@ -262,7 +264,7 @@ class WholeLoop(AbstractLoop):
         return self._call(*self._operands(next(self._numbers)), self._bias)
 
     def prepare(self, times: int) -> Callable[[], None]:
-        """Take the operands of the next calls; each result is freed before the next."""
+        """Prepare the operands of the next calls; each result is freed before the next call."""
         operands = [self._operands(number) for number in islice(self._numbers, times)]
 
         def run() -> None:
@@ -277,11 +279,11 @@ class WholeLoop(AbstractLoop):
 
 
 class Sampler:
-    """Times something, several runs at once where one is short.
+    """Times a loop, several runs at once if one is short.
 
     Args:
         loop: what to time.
-        backend: whose clock it is timed by.
+        backend: the backend whose clock is used.
     """
 
     def __init__(self, loop: AbstractLoop, backend: AbstractBackend) -> None:
@@ -295,14 +297,14 @@ class Sampler:
         return max(1, self._backend.elapsed_ns(self._loop.prepare(1)))
 
     def shortest_ns(self) -> int:
-        """The time of one run; of a short one, which is easily perturbed, the least of three."""
+        """Time of one run; for a short run, which is easily perturbed, the shortest of three."""
         first = self.once_ns()
         return first if first >= _SHORT_NS else min(first, self.once_ns(), self.once_ns())
 
     def warm_up(self, protocol: Protocol) -> None:
-        """Run until two times agree; sets how many runs each sample is.
+        """Run until two times agree, and set the number of runs in a sample.
 
-        Of a long run, what is cold at its beginning is a small part.
+        A long run needs no warm-up, because its cold beginning is a small part of it.
         """
         before = time_ns = self.once_ns()
         for _ in range(protocol.warm_ups - 1 if before < _SHORT_NS else 0):

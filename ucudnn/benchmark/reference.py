@@ -1,10 +1,11 @@
-"""Float64 values of a few elements of a convolution's result, by which candidates are judged.
+"""Float64 values of some elements of a convolution's result, to judge candidates by.
 
-A whole result in float64 would cost many times what it judges. An implementation that is wrong is
+A whole result in float64 would cost many times as much as the candidate. A wrong implementation is
 wrong in whole samples, channels or rows, mostly at a border, so a crop of the result shows it: the
 first, a middle and the last sample and channel, and along each spatial axis some positions at both
-ends and in the middle. Each element is the sum that defines it, written out with gathered operands
-on the device that holds them, so nothing is shared with any convolution of torch or cuDNN.
+ends and in the middle. Each element is computed from its definition as a sum of products, with
+gathered operands, on the device that holds them. Nothing is shared with any convolution of torch or
+cuDNN.
 
 The cost is bounded for every problem. A crop takes at most 2**23 multiplications, unless three
 positions per axis take more: an element of a weight gradient sums over all samples and positions.
@@ -36,7 +37,7 @@ _DOUBLE = torch.float64
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """Elements of a result that are computed: every position in every one of the planes.
+    """The elements of a result that are computed: all positions in all planes.
 
     >>> Crop.of(Problem("fprop", 8, 4, 4, (9, 40), (3, 3))).planes
     ((0, 0), (4, 2), (7, 3))
@@ -100,9 +101,9 @@ class Reference:
 
 
 def spread(extent: int, most: int) -> tuple[int, ...]:
-    """At most so many indices of an axis: runs at its begin, in the middle and at its end.
+    """Some indices of an axis: runs at its beginning, in the middle and at its end.
 
-    Runs, because a strided gradient is computed differently at neighbouring positions.
+    They are runs, because a strided gradient is computed differently at neighbouring positions.
 
     >>> spread(4, 5), spread(40, 7)
     ((0, 1, 2, 3), (0, 1, 2, 19, 20, 38, 39))
@@ -117,12 +118,12 @@ def spread(extent: int, most: int) -> tuple[int, ...]:
 
 
 def _summed_axes(problem: Problem) -> tuple[int, ...]:
-    """Spatial extents of the sum that an element is."""
+    """Spatial extents of the sum of one element."""
     return problem.output_size if problem.op == "wgrad" else problem.kernel_size
 
 
 def _terms(problem: Problem) -> int:
-    """Products that an element is the sum of, those with padding included."""
+    """Number of products in the sum of one element, including those with padding."""
     summed = {
         "fprop": problem.in_channels // problem.groups,
         "dgrad": problem.out_channels // problem.groups,
@@ -205,7 +206,7 @@ def _dot(data: Tensor, index: Tensor, outside: Tensor, weights: Tensor) -> Tenso
 
 
 def _blocks(extent: int, most: int) -> Iterator[slice]:
-    """Consecutive slices of an extent, none longer than so many, or one."""
+    """Consecutive slices of an extent, each of at most some length, which is at least 1."""
     size = max(most, 1)
     for begin in range(0, extent, size):
         yield slice(begin, min(begin + size, extent))

@@ -1,4 +1,4 @@
-"""Interleaved rounds in random order: drop the beaten, repeat what was disturbed, stop in time."""
+"""Interleaved rounds in random order, with elimination, repeated rounds and a time limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter_ns
 
-from ucudnn.backends import AbstractBackend
+from ucudnn.backends import AbstractBackend, DeviceState
+from ucudnn.benchmark.failures import Failure, failure_of
 from ucudnn.benchmark.protocol import Protocol
 from ucudnn.benchmark.statistics import median_interval, median_ns, ratio_interval
 
@@ -21,7 +22,7 @@ class Entrant:
 
     Args:
         sample_ns: takes one sample.
-        group: size and role; entrants race those of their group, and nobody where it is None.
+        group: size and role; entrants of one group race each other; None: no race.
     """
 
     sample_ns: Callable[[], int]
@@ -34,24 +35,31 @@ class Result:
 
     Args:
         samples: times in ns, the n-th of every entrant from the same round.
-        beaten_by: the entrant that eliminated it; -1: a rival that was timed before; None: nobody.
-        failure: why it could not be run any more, else "".
-        repeated: rounds that were disturbed and taken again.
+        beaten_by: the entrant that eliminated it; -1: a rival that was timed before; None: it was
+            not eliminated.
+        failure: why it could not be run any more; None if it could.
+        repeated: number of perturbed rounds that were repeated.
         switches: how often the process was taken off the processor in the rounds that count.
-        state: of the device after the rounds, as notes.
+        state: of the device after the rounds.
     """
 
     samples: list[int] = field(default_factory=list)
     beaten_by: int | None = None
-    failure: str = ""
+    failure: Failure | None = None
     repeated: int = 0
     switches: int = 0
-    state: tuple[str, ...] = ()
+    state: DeviceState = field(default_factory=DeviceState)
 
     @property
     def is_racing(self) -> bool:
-        """Neither beaten nor failed."""
+        """True if it is neither eliminated nor failed."""
         return self.beaten_by is None and not self.failure
+
+    def add(self, reading: _Reading, repeated: int) -> None:
+        """Note the sample of a round that counts."""
+        self.samples.append(reading.time_ns)
+        self.switches += reading.switches
+        self.repeated = repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +81,10 @@ def run_rounds(
     """Time entrants in turn, each round in another order, until every interval is narrow.
 
     Args:
-        backend: says how much of the processor the process had.
-        entrants: what to time.
-        protocol: when to stop, whom to drop, what to repeat.
-        known: by group a rival that was timed before, as (median, upper end of its interval).
+        backend: tells the processor time of the process.
+        entrants: the things to time.
+        protocol: rules for stopping, eliminating and repeating.
+        known: by group, the time of a rival that was timed before, as (median, upper end).
         on_turn: called with the number of an entrant before each of its samples.
         until: no round but the first begins after this `time.monotonic`; None: no limit.
     """
@@ -86,24 +94,10 @@ def run_rounds(
     most_share: list[float] = [0.0] * len(entrants)
     chance = random.Random(0)  # noqa: S311 - an order, not a secret
     repeated = spent = rounds = 0
-    while rounds < protocol.most_rounds:
+    while not _is_over(results, protocol, rounds, spent, until):
         turns = [number for number, result in enumerate(results) if result.is_racing]
-        if not turns or (rounds >= protocol.least_rounds and _is_over(results, protocol, spent)):
-            break
-        if rounds and until is not None and monotonic() >= until:
-            break
         chance.shuffle(turns)
-        readings: dict[int, _Reading] = {}
-        for number in turns:
-            on_turn(number)
-            try:
-                readings[number] = _read(backend, entrants[number])
-            except RuntimeError as error:
-                # After a fault on a GPU everything in this process fails: whoever comes next is not
-                # to blame.
-                if backend.is_broken():
-                    raise
-                results[number].failure = failure_of(error)
+        readings = _take_turns(backend, entrants, results, turns, on_turn)
         spent += sum(reading.spent_ns for reading in readings.values())
         disturbed = _is_disturbed(readings, most_share, protocol)
         # The whole round is repeated: samples of one round are pairs. A machine that stays busy
@@ -113,20 +107,12 @@ def run_rounds(
             continue
         rounds += 1
         for number, reading in readings.items():
-            results[number].samples.append(reading.time_ns)
-            results[number].switches += reading.switches
-            results[number].repeated = repeated
+            results[number].add(reading, repeated)
         _drop_beaten(entrants, results, protocol, rounds, known or {})
     state = backend.state()
     for result in results:
         result.state = state
     return results
-
-
-def failure_of(error: BaseException) -> str:
-    """The first line of an error, which becomes a candidate's reason."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
@@ -141,10 +127,32 @@ def _read(backend: AbstractBackend, entrant: Entrant) -> _Reading:
     return _Reading(time_ns, spent_ns, share, after.switches - before.switches)
 
 
+def _take_turns(
+    backend: AbstractBackend,
+    entrants: Sequence[Entrant],
+    results: Sequence[Result],
+    turns: Sequence[int],
+    on_turn: Callable[[int], None],
+) -> dict[int, _Reading]:
+    """One sample of each entrant in turn; a failure is noted in the entrant's result."""
+    readings = {}
+    for number in turns:
+        on_turn(number)
+        try:
+            readings[number] = _read(backend, entrants[number])
+        except RuntimeError as error:
+            # After a fault on a GPU everything in this process fails: whoever comes next is not to
+            # blame.
+            if backend.is_broken():
+                raise
+            results[number].failure = failure_of(error)
+    return readings
+
+
 def _is_disturbed(
     readings: Mapping[int, _Reading], most_share: list[float], protocol: Protocol
 ) -> bool:
-    """True if an entrant had less of the processor than in its best round; updates the best."""
+    """True if an entrant had less processor time than in its best round; updates the best."""
     disturbed = False
     for number, reading in readings.items():
         if reading.share is not None:
@@ -156,7 +164,19 @@ def _is_disturbed(
     return disturbed
 
 
-def _is_over(results: Sequence[Result], protocol: Protocol, spent_ns: int) -> bool:
+def _is_over(
+    results: Sequence[Result], protocol: Protocol, rounds: int, spent_ns: int, until: float | None
+) -> bool:
+    """True where no further round is to begin: nobody is left, all is known, or time is up."""
+    if rounds >= protocol.most_rounds or not any(result.is_racing for result in results):
+        return True
+    if rounds >= protocol.least_rounds and _is_enough(results, protocol, spent_ns):
+        return True
+    return rounds > 0 and until is not None and monotonic() >= until
+
+
+def _is_enough(results: Sequence[Result], protocol: Protocol, spent_ns: int) -> bool:
+    """True where more rounds would tell nothing that matters, or would take too long."""
     if spent_ns >= protocol.enough_ns:
         return True
     if protocol.stops_when_decided and _is_decided(results):
@@ -176,25 +196,33 @@ def _drop_beaten(
     rounds: int,
     known: Mapping[tuple[int, str], tuple[int, int]],
 ) -> None:
-    """Drop rivals far slower than the best first, then closer ones, then by their intervals."""
+    """Eliminate rivals that are far slower than the best, then closer ones, then by intervals."""
     if not protocol.lapped:
         return
-    racing = [number for number, result in enumerate(results) if result.is_racing]
-    groups = {group for number in racing if (group := entrants[number].group) is not None}
-    for group in groups:
-        rivals = [number for number in racing if entrants[number].group == group]
+    for group, rivals in _rivals_by_group(entrants, results).items():
         medians = {number: median_ns(results[number].samples) for number in rivals}
-        best = min(rivals, key=lambda number: medians[number])
-        best_ns, high_ns = medians[best], median_interval(results[best].samples)[1]
-        winner = best
+        winner = min(medians, key=medians.__getitem__)
+        best_ns, high_ns = medians[winner], median_interval(results[winner].samples)[1]
         # A rival that was timed earlier takes part with its old time, and is not run again.
         if group in known and known[group][0] <= best_ns:
             winner, (best_ns, high_ns) = -1, known[group]
-        for number in rivals:
+        for number, time_ns in medians.items():
+            samples = results[number].samples
             if number != winner and _is_beaten(
-                results[number].samples, medians[number], best_ns, high_ns, protocol, rounds
+                samples, time_ns, best_ns, high_ns, protocol, rounds
             ):
                 results[number].beaten_by = winner
+
+
+def _rivals_by_group(
+    entrants: Sequence[Entrant], results: Sequence[Result]
+) -> dict[tuple[int, str], list[int]]:
+    """The entrants of each group that are still in the race."""
+    rivals: dict[tuple[int, str], list[int]] = {}
+    for number, (entrant, result) in enumerate(zip(entrants, results, strict=True)):
+        if result.is_racing and entrant.group is not None:
+            rivals.setdefault(entrant.group, []).append(number)
+    return rivals
 
 
 def _is_beaten(
@@ -212,7 +240,7 @@ def _is_beaten(
 
 
 def _is_decided(results: Sequence[Result]) -> bool:
-    """True where every entrant is clearly faster or clearly no faster than the first one."""
+    """True if every entrant is clearly faster or clearly no faster than the first one."""
     first, *others = (result.samples for result in results if result.is_racing)
     for samples in others:
         _, low, high = ratio_interval(samples, first)

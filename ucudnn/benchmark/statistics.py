@@ -52,7 +52,7 @@ def ratio_interval(
 ) -> tuple[float, float, float]:
     """The median of paired ratios with a distribution-free confidence interval.
 
-    Pairs were taken in the same round, so that what disturbs a round disturbs both.
+    Both times of a pair are from the same round, so a perturbation affects both.
 
     >>> ratio_interval([90, 92, 91, 90, 93, 91], [100, 100, 100, 100, 100, 100])
     (0.91, 0.9, 0.93)
@@ -71,7 +71,7 @@ def ratio_interval(
 
 
 def _outermost(count: int, confidence: float) -> int:
-    """The k for which the k-th smallest and largest of so many enclose the median."""
+    """The k for which the k-th smallest and k-th largest sample enclose the median."""
     outside = 1 - confidence
     k, tail = 0, 0.0
     # The true median is outside if it is below the k-th smallest or above the k-th largest. Each

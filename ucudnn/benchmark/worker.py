@@ -1,4 +1,4 @@
-"""Measure in a process of its own, which a candidate may hang or kill: the rest goes on in another.
+"""Measure in a process of its own; if a candidate hangs or kills it, a new one is started.
 
 The child is a plain interpreter that imports this module: a GPU context does not survive a fork,
 and with multiprocessing's spawn a script without a guard would run twice.
@@ -19,34 +19,20 @@ import torch
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.bench import THOROUGHLY, AbstractBench, Arm, How, LocalBench, Look, Whole
-from ucudnn.benchmark.rounds import Result, failure_of
+from ucudnn.benchmark.failures import CandidateError, Failure, LostError, failure_of
+from ucudnn.benchmark.rounds import Result
 from ucudnn.config import environment_without_startup
 from ucudnn.errors import UcudnnError
-from ucudnn.plan import Split
+from ucudnn.measurement import FailureKind
+from ucudnn.split import Split
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
 # The first answer waits for the imports and, on a GPU, for the context.
 _START_S = 120.0
 
 
-class LostError(RuntimeError):
-    """A candidate took its process along, or kept it for too long.
-
-    Args:
-        reason: which of both.
-        turn: the place of the candidate among those that were measured together.
-    """
-
-    def __init__(self, reason: str, turn: int) -> None:
-        super().__init__(reason)
-        self.turn = turn
-
-    def __reduce__(self) -> tuple[type[LostError], tuple[str, int]]:
-        return type(self), (str(self), self.turn)
-
-
 class Worker:
-    """A child process that measures on one device; a new one follows where it is lost.
+    """A child process that measures on one device; if it is lost, a new one is started.
 
     Args:
         backend: of the device; it is pickled.
@@ -62,8 +48,8 @@ class Worker:
 
         Raises:
             LostError: the child hung or ended; the next call starts another.
-            RuntimeError: the method raised one.
-            UcudnnError: likewise.
+            RuntimeError: the method raised a RuntimeError.
+            UcudnnError: the method raised a UcudnnError.
         """
         connection = self._started()
         try:
@@ -79,22 +65,24 @@ class Worker:
                 # Counted from the last message; in a race the child sends one before each run.
                 if not connection.poll(patience_s):
                     self.close()
-                    raise LostError(f"it did not end within {patience_s:g} s", turn)
+                    raise LostError(
+                        f"it did not end within {patience_s:g} s", FailureKind.HANG, turn
+                    )
                 kind, value = connection.recv()
             except (EOFError, OSError):
-                raise LostError(self._how_it_ended(), turn) from None
+                raise LostError(self._how_it_ended(), FailureKind.CRASH, turn) from None
             if kind == "turn":
                 turn = value
             elif kind == "raised":
                 raise value
             elif kind == "lost":
                 self.close()
-                raise LostError(value, turn)
+                raise LostError(value, FailureKind.CRASH, turn)
             else:
                 return value
 
     def close(self) -> None:
-        """End the child, whatever it does."""
+        """End the child, even if it is busy."""
         if self._child is not None:
             # By SIGKILL, which nothing that a library does in the child can catch or delay.
             self._child.kill()
@@ -163,10 +151,10 @@ class WorkerBench(AbstractBench):
         """Time candidates in interleaved rounds, which start over without one that was lost."""
         found = self._without_the_lost("rounds", list(arms), dict(known))
         results = [
-            Result(failure=found[place]) if isinstance(found[place], str) else found[place]
+            Result(failure=found[place]) if isinstance(found[place], Failure) else found[place]
             for place in range(len(arms))
         ]
-        kept = [place for place in range(len(arms)) if not isinstance(found[place], str)]
+        kept = [place for place in range(len(arms)) if not isinstance(found[place], Failure)]
         for place in kept:
             winner = results[place].beaten_by
             if winner is not None and winner >= 0:
@@ -177,12 +165,12 @@ class WorkerBench(AbstractBench):
         """Time whole calls, each of them in every round; where there is a bias they add it."""
         found = self._without_the_lost("whole", list(splits), has_bias)
         return [
-            Whole(Result(failure=entry), 0) if isinstance(entry, str) else entry
+            Whole(Result(failure=entry), 0) if isinstance(entry, Failure) else entry
             for _, entry in sorted(found.items())
         ]
 
     def _without_the_lost(self, method: str, asked: list[Any], *more: Any) -> dict[int, Any]:
-        """By place what the method says of it, or the reason why it was lost."""
+        """By index, the result of the method, or how the candidate was lost."""
         found: dict[int, Any] = {}
         left = list(range(len(asked)))
         while left:
@@ -192,7 +180,7 @@ class WorkerBench(AbstractBench):
                 still = [asked[place] for place in left]
                 answers = self._worker.ask(self._axis, self._how, method, still, *more)
             except LostError as lost:
-                found[left.pop(lost.turn)] = str(lost)
+                found[left.pop(lost.turn)] = failure_of(lost)
             else:
                 found.update(zip(left, answers, strict=True))
                 break
@@ -200,7 +188,7 @@ class WorkerBench(AbstractBench):
 
 
 def serve(descriptor: int) -> None:
-    """Answer the questions of a `Worker` until it goes away; runs in the child."""
+    """Answer the requests of a `Worker` until it ends; runs in the child."""
     # A terminal sends Ctrl-C to the child as well; the parent handles it and ends the child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(descriptor) as connection, torch.no_grad():
@@ -221,10 +209,11 @@ def serve(descriptor: int) -> None:
                 answer = ("done", getattr(bench, method)(*arguments))
             except (RuntimeError, UcudnnError) as error:
                 if backend.is_broken():
-                    answer = ("lost", failure_of(error))
+                    answer = ("lost", failure_of(error).reason)
                 elif isinstance(error, UcudnnError):
                     answer = ("raised", error)
                 # The class of any other error may not be importable on the other side.
                 else:
-                    answer = ("raised", RuntimeError(failure_of(error)))
+                    kind, reason = failure_of(error)
+                    answer = ("raised", CandidateError(reason, kind))
             connection.send(answer)

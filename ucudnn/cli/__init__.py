@@ -1,4 +1,4 @@
-"""The command line: a skin that parses, calls one public function and prints."""
+"""The command line: each command parses, calls one public function and prints."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import typer
 from ucudnn import __version__
 from ucudnn.cli import cache, look, script, tables
 from ucudnn.cli.advise import advise
+from ucudnn.cli.bench import bench
 from ucudnn.cli.check import check, compare
 from ucudnn.cli.console import (
     CRASHED,
@@ -28,6 +29,7 @@ from ucudnn.cli.console import (
     say,
     show_warning,
 )
+from ucudnn.cli.launch import launch
 from ucudnn.cli.options import common
 from ucudnn.cli.tune import tune
 from ucudnn.config import Startup, set_startup
@@ -70,13 +72,14 @@ VersionOption = Annotated[
 @app.callback()
 def _before(context: typer.Context, version: VersionOption = False) -> None:
     del version  # its callback has printed it
-    # Commands measure and check what torch does by itself.
-    if context.invoked_subcommand != "run":
+    # Commands measure and check what torch does by itself. The ranks of `launch` follow a plan.
+    if context.invoked_subcommand not in ("run", "launch"):
         set_startup(Startup())
 
 
 app.command()(common(tune))
 app.command()(common(advise))
+app.command()(common(bench))
 app.command()(common(tables.trace))
 app.command("enumerate")(common(tables.enumerate_))
 app.command(context_settings=script.SETTINGS)(script.run)
@@ -86,11 +89,13 @@ app.command()(common(look.report))
 app.command()(common(look.doctor))
 app.command()(common(check))
 app.command()(common(compare))
+# What follows the script's name are the script's options.
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Run the command line; every error is one sentence and an exit status.
+    """Run the command line; an error prints one sentence and sets the exit status.
 
     Exit status: 0 done, 1 the answer is no, 2 wrong usage or a file that cannot be read, 3 the
     environment does not allow it, 4 an error of ucudnn itself, 130 interrupted. A script that `run`

@@ -1,4 +1,4 @@
-"""`ucudnn advise`: where a training step's time and memory go, and what to do about it."""
+"""`ucudnn advise`: where a training step's time and memory go, and a recommendation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def advise(
     backend: options.BackendOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time a step and its convolutions, a minute at most: tune it, use channels_last, or leave it.
+    """Time a step and its convolutions for at most a minute, and say whether tuning pays.
 
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
@@ -62,7 +62,7 @@ def advise(
 
 
 def _table(advice: Advice) -> Table:
-    """One row per kernel, those that take most of the step first."""
+    """Table with a row per kernel, those that take most of the step first."""
     table = Table(
         title=f"torch's own convolutions on {advice.device}",
         caption="per call; share: of all calls in a step; direct: a direct convolution at the full "

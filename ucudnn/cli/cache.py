@@ -28,7 +28,7 @@ WhereOption = Annotated[
 @app.command()
 @common
 def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
-    """Say what the cache holds: devices, measurements, versions.
+    """Print the contents of the cache: devices, measurements, versions.
 
     Example: ucudnn cache info --json
     """
@@ -52,7 +52,7 @@ def check(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every file of the cache and say what is wrong; exit status 1 if something is.
+    """Read every file of the cache and report errors; exit status 1 if there are any.
 
     Example: ucudnn cache check --fix
     """
@@ -78,7 +78,7 @@ def merge(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add everything that other caches hold.
+    """Add the entries of other caches.
 
     Example: ucudnn cache merge /mnt/fleet/ucudnn
     """
@@ -134,7 +134,7 @@ def prune(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove measurements that match, such as those of versions that are gone.
+    """Remove measurements that match, such as those of old versions.
 
     Example: ucudnn cache prune --where software.torch=2.12.0
     """
@@ -151,9 +151,9 @@ def prune(
 def explain(
     where: WhereOption = None, cache: CacheOption = None, as_json: JsonOption = False
 ) -> None:
-    """Say whether a measurement is there, and if not, in what the nearest one differs.
+    """Say whether a measurement is in the cache, and if not, how the nearest one differs.
 
-    Exit status 1 where there is none. Example: ucudnn cache explain --where problem.batch=32
+    Exit status 1 if there is none. Example: ucudnn cache explain --where problem.batch=32
     """
     if not where:
         raise ConfigError(

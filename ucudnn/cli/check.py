@@ -1,4 +1,4 @@
-"""`ucudnn check` and `ucudnn compare`: is a plan still valid here, and the same as another."""
+"""`ucudnn check` and `ucudnn compare`: check a plan on this machine, or against another plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(
     ] = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a plan is still valid here: device, versions, builds, some times; exit 1 if not.
+    """Check whether a plan still holds on this machine; exit status 1 if not.
 
     Example: ucudnn check resnet18.plan.json
     """
@@ -55,7 +55,7 @@ def compare(
     other: Annotated[Path, typer.Argument(help="Another one.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two plans, kernel by kernel; exit 1 if they decide differently.
+    """Print the differences of two plans, kernel by kernel; exit status 1 if they differ.
 
     Example: ucudnn compare before.plan.json after.plan.json
     """

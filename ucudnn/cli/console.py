@@ -51,13 +51,13 @@ class _LogHandler(logging.Handler):
 
 
 def say(line: str) -> None:
-    """Print a line as it is."""
+    """Print a line without markup."""
     # With `soft_wrap` the terminal breaks lines, so that a sentence can be copied whole.
     out.print(line, soft_wrap=True)
 
 
 def say_error(line: str) -> None:
-    """Print a line as it is, where progress is shown."""
+    """Print a line without markup, to stderr, where progress is shown."""
     err.print(f"ucudnn: {line}", soft_wrap=True)
 
 

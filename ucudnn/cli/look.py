@@ -1,4 +1,4 @@
-"""`ucudnn show`, `report`, `doctor`: what is planned, what is here."""
+"""`ucudnn show`, `report`, `doctor`: plans, and facts of this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def show(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a plan: per kernel torch's default, the split, times and workspaces.
+    """Print a plan: for each kernel torch's default, the split, times and workspaces.
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
@@ -88,7 +88,7 @@ def _print_kernels(loaded: Plan, kernel: str) -> None:
             f"time: {format_ns(entry.timing.time_ns)} {measured}, the parts add up to "
             f"{format_ns(entry.predicted_time_ns)}"
         )
-        for note in entry.notes:
+        for note in entry.remarks:
             say(f"note: {note}")
 
 
@@ -114,7 +114,7 @@ def doctor(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what tuning depends on here: device, versions, threads, malloc, cache.
+    """Print what tuning depends on here: device, versions, threads, malloc, cache.
 
     Example: ucudnn doctor --json
     """

@@ -1,4 +1,4 @@
-"""Options: what each is called, what its help says, and the settings that they amount to."""
+"""Options of commands: their names, their help, and the settings that they give."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _with_flags(command: Command, call: Command, first: Flags, last: Flags) -> C
 
 
 def settings(file: Path | None, given: dict[str, Any]) -> Config:
-    """Settings of a file, or the environment's, with flags over them."""
+    """Settings from a file or the environment, overridden by flags."""
     # A flag that was not given must not hide the value of the file.
     flags = {name: value for name, value in given.items() if value is not None}
     return replace(read_config(file) if file else Config(), **flags)

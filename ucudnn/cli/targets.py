@@ -1,4 +1,4 @@
-"""Arguments of a command line: a model with its inputs, a file with settings."""
+"""Arguments of commands: a model with its inputs, a file with settings."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class NamedModel(NamedTuple):
     Args:
         recipe: by which it was made.
         module: in the layout and mode asked for.
-        examples: example inputs; memory is taken when they are filled.
+        examples: example inputs; their memory is allocated by `fill`.
     """
 
     recipe: Recipe
@@ -95,7 +95,7 @@ class NamedModel(NamedTuple):
     examples: list[Any]
 
     def fill(self) -> None:
-        """Give inputs without values some, which a step that is really run needs."""
+        """Give inputs without values random ones, for running steps."""
         # Those of the user's own function have values.
         if self.recipe.inputs is None:
             fill(self.examples)
@@ -112,7 +112,7 @@ class NamedModel(NamedTuple):
             )
 
     def context(self) -> AbstractContextManager[object]:
-        """Context to trace and run it in."""
+        """Context in which it is traced and run."""
         import torch
 
         return torch.autocast("cpu", torch.bfloat16) if self.recipe.autocast else nullcontext()

@@ -1,4 +1,4 @@
-"""`ucudnn tune`: measure, or replay what was measured, and write a plan."""
+"""`ucudnn tune`: measure, or replay measurements, and write a plan."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tune(
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure convolutions on this machine, or replay what was measured, and write a plan.
+    """Measure convolutions on this machine, or replay measurements, and write a plan.
 
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
@@ -131,9 +131,9 @@ def _plan(
     on_progress: Callable[[Progress], None],
     remeasure: bool,
 ) -> Plan:
-    """Tune, and judge the plan by whole steps where there is a model to run."""
+    """Tune, and judge the plan by whole steps if there is a model to run."""
     from ucudnn.tuning.model import tune_traced
-    from ucudnn.tuning.tuner import device_type, is_replayed, tune_problems
+    from ucudnn.tuning.tuner import device_type, tune_problems
 
     # The layers of a CSV come without a model whose steps could be run.
     if named is None:
@@ -141,7 +141,7 @@ def _plan(
             traced.layers, config, on_progress, biased=traced.biased, remeasure=remeasure
         )
     # Only whole steps need values in the inputs, and a replay runs nothing.
-    if config.step_race and not is_replayed(config):
+    if config.step_race and not config.is_replayed:
         named.fill()
     with named.context():
         plan = tune_traced(
@@ -158,7 +158,7 @@ def _plan(
 
 
 def _keep(plan: Plan, calls: int, output: Path | None) -> str:
-    """Write the plan of an interrupted run, and say what is in it."""
+    """Write the plan of an interrupted run, and print a summary."""
     sentence = "interrupted; measurements taken so far are in the cache"
     if output is None or not plan.kernels:
         return sentence

@@ -1,4 +1,4 @@
-"""CPU affinity of ranks that share a host: on disjoint cores they do not disturb each other."""
+"""CPU affinity of ranks that share a host: disjoint cores, so that times are not perturbed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Agreement of all ranks on plan, versions and devices, or an error that names who differs.
 
 Ranks that follow different plans wait for the slowest of them in every step, which nothing
-reports. So plans are compared before the first step, piece by piece, and the message names the
-piece.
+reports. So plans are compared before the first step, field by field, and the message names the
+field.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def kind_facts(device: Device, software: Software) -> dict[str, str]:
 
 
 def _plan_facts(plan: Plan) -> dict[str, str]:
-    """A plan, piece by piece, so that a difference can be named."""
+    """The fields of a plan, so that a difference can be named."""
     made_with = {f"{name} that the plan was made with": str(text) for name, text in _made(plan)}
     # The split of the largest batch is for people; the digest covers all batches.
     kernels = {

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from filelock import FileLock, Timeout
@@ -66,19 +65,14 @@ class Journal:
         self.cache = LayeredCache(own, shared)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._open.close()
 
     def _lock(self, folder: Path) -> bool:
-        """Lock a folder until the end; False if another process holds it, or nothing can.
+        """Lock a folder until the end; False if another process holds it, or if locks do not work.
 
-        The lock shows that the owner of a journal lives: the system releases it when a process
-        ends, however it ends.
+        The lock shows that the owner of a journal is running, because the system releases it
+        whenever a process ends.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +108,7 @@ class Journal:
         """Add all measurements of a team to the cache, and remove this rank's journal.
 
         Args:
-            entries: what the ranks of the team know together; equal on all of them.
+            entries: all measurements of the ranks of the team; equal on all of them.
             team: ranks that share the work, this one among them.
         """
         # One writer per cache: of the team's ranks with this cache the first.

@@ -111,7 +111,7 @@ def share(
     Raises:
         RankError: ranks pass different batches, or a rank would get no sample.
         PlanError: the ranks together cannot compute the batch; all raise it.
-        ConfigError: a time or the batch is no int in range.
+        ConfigError: a time or the batch is not an int in range.
     """
     with Rendezvous("share", group, timeout_s) as rendezvous:
         received = rendezvous.exchange("times", {"times": list(times_ns), "batch": batch})

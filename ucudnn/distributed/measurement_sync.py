@@ -12,7 +12,7 @@ from ucudnn.cache.entries import Entry
 from ucudnn.distributed.journal import Journal
 from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import UcudnnError
-from ucudnn.measurement import Conditions
+from ucudnn.measurement import Role
 from ucudnn.problem import Problem
 
 
@@ -29,7 +29,7 @@ def unpacked(data: bytes) -> object:
     """Restore a value that a rank of this job serialized with `packed`.
 
     Raises:
-        UcudnnError: the value is such an error, which another rank hands on.
+        UcudnnError: the value is an error that another rank passes on.
     """
     # pickle is safe here: only the ranks of the job can write to its store
     value: object = pickle.loads(zlib.decompress(data))  # noqa: S301
@@ -59,33 +59,48 @@ def sync_measurements(
     peers = rendezvous.exchange("caches", list(journal.peers))
     if len(set(map(tuple, peers.values()))) == 1:
         return  # all ranks use one folder
+    known = _known_entries(journal, backend, keys, key_of)
+    counts = rendezvous.exchange("cached measurements", [len(known[key]) for key in keys])
+    transfers = [
+        _transfer({rank: counts[rank][item] for rank in team}) for item in range(len(keys))
+    ]
+    for item, (sender, receivers) in enumerate(transfers):
+        if receivers and sender == rendezvous.rank:
+            data = packed(known[keys[item]])
+            rendezvous.store.set(_store_key(team, item), data)  # type: ignore[arg-type]
+    rendezvous.exchange("missing measurements", "sent")
+    for item, (_, receivers) in enumerate(transfers):
+        if rendezvous.rank in receivers:
+            received = unpacked(rendezvous.store.get(_store_key(team, item)))
+            assert isinstance(received, list)
+            journal.cache.put_entries(received)
+
+
+def _known_entries(
+    journal: Journal,
+    backend: AbstractBackend,
+    keys: Sequence[Problem],
+    key_of: Callable[[Problem], Problem],
+) -> dict[Problem, list[Entry]]:
+    """The measurements that this rank could use, by the key of their work group."""
     known: dict[Problem, list[Entry]] = {key: [] for key in keys}
     for entry in _usable(journal.cache.entries(), backend):
         key = key_of(entry.measurement.key.problem)
         if key in known:
             known[key].append(entry)
-    counts = rendezvous.exchange("cached measurements", [len(known[key]) for key in keys])
-    # For each item the rank with the most measurements. Only counts are compared: what another rank
-    # has beyond those is at worst measured a second time.
-    senders = [
-        max(team, key=lambda rank, item=item: counts[rank][item])  # type: ignore[misc]
-        for item in range(len(keys))
-    ]
-    requested = [
-        item
-        for item, sender in enumerate(senders)
-        if any(counts[rank][item] < counts[sender][item] for rank in team)
-    ]
-    for item in requested:
-        if senders[item] == rendezvous.rank:
-            data = packed(known[keys[item]])
-            rendezvous.store.set(_store_key(team, item), data)  # type: ignore[arg-type]
-    rendezvous.exchange("missing measurements", "sent")
-    for item in requested:
-        if counts[rendezvous.rank][item] < counts[senders[item]][item]:
-            received = unpacked(rendezvous.store.get(_store_key(team, item)))
-            assert isinstance(received, list)
-            journal.cache.put_entries(received)
+    return known
+
+
+def _transfer(count_by_rank: dict[int, int]) -> tuple[int, list[int]]:
+    """The rank with the most measurements, which sends them, and those with fewer.
+
+    >>> _transfer({0: 5, 1: 7, 2: 7})
+    (1, [0])
+    """
+    # Only counts are compared: what another rank has beyond those is at worst measured again.
+    sender = max(count_by_rank, key=count_by_rank.__getitem__)
+    most = count_by_rank[sender]
+    return sender, [rank for rank, count in count_by_rank.items() if count < most]
 
 
 def _store_key(team: Sequence[int], item: int) -> str:
@@ -98,5 +113,5 @@ def _usable(entries: Iterable[Entry], backend: AbstractBackend) -> Iterable[Entr
     here = (backend.device(), backend.software(), backend.conditions())
     for entry in entries:
         key = entry.measurement.key
-        if (key.device, key.software, replace(key.conditions, role=Conditions().role)) == here:
+        if (key.device, key.software, replace(key.conditions, role=Role.ALONE)) == here:
             yield entry

@@ -1,9 +1,9 @@
 """Rendezvous of ranks at the job's key-value store: who takes part, and all-gathers between them.
 
 Everything goes through the store that `init_process_group` made, under keys of one rendezvous, and
-nothing through a process group. So no collective of ours is in flight on a GPU, a rank that is late
-or dead is named after our own timeout, and a rank that was stopped for a while may still arrive: no
-connection has broken meanwhile.
+nothing through a process group. This has three advantages. No collective of ucudnn is in flight on
+a GPU. A rank that is late or dead is named after ucudnn's own timeout. And a rank that was stopped
+for a while can still arrive, because no connection has broken meanwhile.
 """
 
 from __future__ import annotations

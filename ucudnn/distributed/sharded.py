@@ -4,7 +4,7 @@ The unit of work is a group of kernels that can share measurements. Ranks claim 
 one from the job's store, the most expensive first, and publish the measurements of each when it is
 finished. There is no collective while they measure, so a rank that has less to do, fails or ends
 blocks no other. At the end every rank has all measurements and decides by itself, like one process
-with a full cache: equal measurements, equal decisions. Then all compare their plans.
+with a full cache. Equal measurements lead to equal decisions. Then all ranks compare their plans.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ucudnn.distributed.agreement import (
     require_equal_teams,
     require_one_plan,
 )
+from ucudnn.distributed.idle import idling
 from ucudnn.distributed.journal import Journal
 from ucudnn.distributed.measurement_sync import packed, sync_measurements, unpacked
 from ucudnn.distributed.recording import RecordingCache, Records, SealedCache
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _log = logging.getLogger("ucudnn")
-# Pause of a rank that has nothing to measure; each poll is a few requests to the store.
-_POLL_S = 0.05
 Layers = list[tuple[str, Problem]]
 Report = Callable[[Progress], None] | None
 
@@ -53,11 +52,11 @@ class Timeouts:
     """Timeouts of waiting for other ranks.
 
     Args:
-        timeout_s: how long to wait for a rank that does not arrive at a rendezvous or an exchange.
-        lease_s: after this long without a heartbeat, other ranks take over what a rank measures.
+        timeout_s: how long to wait for a rank at a rendezvous or an exchange.
+        lease_s: after this time without a heartbeat, other ranks take over a rank's work.
 
     Raises:
-        ConfigError: one of them is not above 0.
+        ConfigError: a timeout is not above 0.
     """
 
     timeout_s: float = 300.0
@@ -81,8 +80,8 @@ def tune(
     """Tune like `ucudnn.tune`, in all ranks of a job at once; each rank gets its device's plan.
 
     Call it on all ranks after `init_process_group` and before the model is wrapped. Ranks with
-    devices of one kind share the work; what was measured before, also by a job that was killed, is
-    not measured again.
+    devices of one kind share the work. Existing measurements, also those of a job that was killed,
+    are reused.
 
     >>> import tempfile, torch
     >>> config = Config(policy="undivided", cache=tempfile.mkdtemp())
@@ -161,7 +160,8 @@ def tune_problems(
         turn = TurnLock(store, str(cpus.ranks), cpus.ranks, rendezvous.rank, heartbeat)
         # Without CPUs of its own, as on a GPU, a rank measures wherever it runs.
         with bound_to(cpus.cpus) if cpus.cpus else nullcontext():
-            _measure_all(work, queue, turn)
+            idle = idling(backend, [problem for _, problem in listed], len(cpus.ranks) == 1)
+            _measure_all(work, queue, turn, idle)
         # All ranks unpack the same results, so an error of one item ends all of them alike.
         results = [unpacked(queue.result(item)) for item in range(len(work.items))]
         plan, sealed = _decide(listed, config, dict(zip(work.keys, results, strict=True)), biased)
@@ -173,7 +173,7 @@ def tune_problems(
 
 
 def _require_shareable(config: Config) -> None:
-    """Refuse settings that no rank can follow alone.
+    """Refuse settings that ranks cannot follow if each measures only some kernels.
 
     Raises:
         ConfigError: there is one.
@@ -194,7 +194,7 @@ def _require_shareable(config: Config) -> None:
 def _decide(
     layers: Layers, config: Config, results: Mapping[Problem, object], biased: Collection[Problem]
 ) -> tuple[Plan, SealedCache]:
-    """The plan that all measurements lead to, without the kernels that there was no time for."""
+    """The plan by all measurements, without kernels that the time did not suffice for."""
     records = {key: result for key, result in results.items() if isinstance(result, Records)}
     # An item whose result is None was not begun in time.
     tuned = [(name, problem) for name, problem in layers if _work_group_key(problem) in records]
@@ -223,7 +223,7 @@ class _Team:
     Args:
         name: different for each kind.
         ranks: in ascending order.
-        cpu_set: the CPUs on which this rank measures; none: wherever the system schedules it.
+        cpu_set: the CPUs on which this rank measures; empty: the system schedules it.
     """
 
     name: str
@@ -234,10 +234,10 @@ class _Team:
 def _form_team(
     rendezvous: Rendezvous, layers: Layers, config: Config, biased: Collection[Problem]
 ) -> _Team:
-    """Find the ranks with this kind of device, and check that they are about to do the same.
+    """Find the ranks with this kind of device, and check that their problems and settings agree.
 
     Raises:
-        RankError: they are not.
+        RankError: they do not agree.
     """
     backend = open_backend(config.backend)
     device, software = backend.device(), backend.software()
@@ -357,8 +357,8 @@ class _Work:
 def _work_group_key(problem: Problem) -> Problem:
     """Key of a work group: equal for problems that can share measurements.
 
-    A smaller batch of one problem may be measured for another, or a slab of it, whose size and
-    padding along the outermost axis differ.
+    Problems can share measurements if they differ only in the batch, or, because of slabs, in size
+    and padding along the outermost axis.
     """
     # In place of any number of rows, the smallest that the dilated kernel fits.
     kernel = problem.dilation[0] * (problem.kernel_size[0] - 1) + 1
@@ -374,8 +374,8 @@ def _flops(item: Layers) -> int:
     return sum(problem.flops for problem in {problem for _, problem in item})
 
 
-def _measure_all(work: _Work, queue: WorkQueue, turn: TurnLock) -> None:
-    """Measure items until every one has a result, from whichever rank."""
+def _measure_all(work: _Work, queue: WorkQueue, turn: TurnLock, idle: Callable[[], None]) -> None:
+    """Measure items until each of them has a result, from any rank."""
     everything = range(len(work.items))
     while not queue.are_done(everything):
         item = None
@@ -386,4 +386,4 @@ def _measure_all(work: _Work, queue: WorkQueue, turn: TurnLock) -> None:
             # Also without an item, so that ranks which share the CPUs get to claim theirs.
             turn.release()
         if item is None:
-            time.sleep(_POLL_S)
+            idle()

@@ -3,7 +3,7 @@
 No rank waits for another while there is an item left to claim. Every rank increments a heartbeat
 counter; if a counter has not changed for the length of a lease, by the clock of the rank that
 watches it, that rank takes the item over. The owner may only have been slow or stopped, and finish
-the item later: of two results of one item the first counts.
+the item later. If an item gets two results, the first one counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
@@ -37,12 +36,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._end.set()
         self._thread.join()
 

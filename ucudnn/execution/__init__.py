@@ -1,1 +1,1 @@
-"""Execution: convolutions run by a plan, eagerly, in autograd, in place of aten's own."""
+"""Execution: run convolutions by a plan, eagerly, in autograd and in place of aten's own."""

@@ -1,8 +1,8 @@
-"""The differentiable convolution of planned layers: what computes each pass is looked up.
+"""The differentiable convolution of planned layers, which looks up each of its passes.
 
-A pass (forward, gradient of x, gradient of w) that has a plan is computed by the plan's call, every
-other one by torch's own operator. Modes, tensor subclasses, torch.func and tracers observe or
-transform operators: these always see torch's operator.
+A pass (forward, gradient of x, gradient of w) with a plan is computed by the plan's call, and every
+other pass by torch's own operator. Modes, tensor subclasses, torch.func and tracers observe or
+transform operators. They always see torch's operator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _keys_of: Any = torch._C._dispatch_keys
 
 
 def _odd_keys() -> int:
-    """Bits of all dispatch keys that a plain tensor on a backend's device does not have."""
+    """Bit mask of the dispatch keys that a plain tensor on a backend's device does not have."""
     # Autograd and autocast keys are on every ordinary tensor, also where neither is enabled.
     names = ["ADInplaceOrView", "Conjugate"]
     for entry in BACKENDS.values():
@@ -65,14 +65,14 @@ class Geometry(NamedTuple):
 
 
 class AbstractRunner(ABC):
-    """Looks up the calls of convolutions, once for each shape of operands."""
+    """Looks up the calls of convolutions, once for each shape of the operands."""
 
     def __init__(self) -> None:
         self._bounds: dict[Hashable, Bound] = {}
         self._lock = ForkSafeLock()  # autograd runs backward in threads of its own
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Bound:
-        """The convolution of operands of these shapes, made at the first call with them."""
+        """The convolution of operands of these shapes, made at their first call."""
         # The key is what torch knows of the tensors, because building a Problem takes longer than a
         # small launch. TF32 is the one setting that a problem depends on beside its tensors.
         tf32 = x.is_cuda and aten.tf32_allowed()
@@ -94,20 +94,20 @@ class AbstractRunner(ABC):
 
     @abstractmethod
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Look up the call that computes a pass and keep it for later; None if torch computes it.
+        """Look up the call that computes a pass, and keep it; None if torch computes the pass.
 
         Raises:
-            PlanError: it has no plan and must have one.
+            PlanError: the pass has no plan and must have one.
         """
 
 
 class Bound:
-    """A convolution of operands of certain shapes, with what computes each of its passes.
+    """A convolution of operands of certain shapes, with the calls of its passes.
 
     Args:
         runner: whose plan it follows.
         geometry: stride, padding and so on.
-        problems: by pass ("fprop", "dgrad", "wgrad"); without those that only torch computes.
+        problems: by pass ("fprop", "dgrad", "wgrad"), without passes that only torch computes.
         x: an input of these shapes.
         w: a filter of these shapes.
     """
@@ -138,7 +138,7 @@ class Bound:
         self._is_last = uses_channels_last(x, w, geometry, x.device.type)
 
     def planned(self, which: str, has_bias: bool = False) -> Pass | None:
-        """The planned call of a pass; None where torch's own convolution computes it.
+        """The planned call of a pass; None if torch's own convolution computes it.
 
         Raises:
             PlanError: it has no plan and `unplanned` is "error".
@@ -153,7 +153,7 @@ class Bound:
         return which in self._passes
 
     def follow(self, which: str, call: Call | None) -> None:
-        """Let a pass be computed by a call from now on, or by torch."""
+        """Set the call that computes a pass from now on; None: torch computes it."""
         if call is None:
             self._passes[which] = None
         else:
@@ -161,8 +161,17 @@ class Bound:
             self._passes[which] = Pass(call, memory_format(call.problem), strides)
 
     def takes(self, bias: Tensor | None) -> bool:
-        """False for a bias of wrong shape, dtype or device, which torch's own operator refuses."""
+        """False for a bias of wrong shape, dtype or device, which torch's operator then refuses."""
         return bias is None or _signature(bias) == self._bias
+
+    def is_planned(self, x: Tensor, w: Tensor, bias: Tensor | None, graph: bool) -> bool:
+        """True if a plan computes a pass of this call, or of its backward if there is a graph."""
+        some = (
+            self.planned("fprop", bias is not None)
+            or (graph and x.requires_grad and self.planned("dgrad"))
+            or (graph and w.requires_grad and self.planned("wgrad"))
+        )
+        return bool(some) and self.takes(bias)
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """The output, without a graph."""
@@ -178,18 +187,21 @@ class Bound:
         dgrad = self.planned("dgrad") if mask[0] else None
         wgrad = self.planned("wgrad") if mask[1] else None
         # A caller of aten's operator may pass a gradient of another shape; torch raises its error.
-        if (dgrad or wgrad) and _signature(dy) != self._dy:
-            dgrad = wgrad = None
-        rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
         # Where nothing is planned torch computes the bias gradient, too: it is the same to the bit.
-        if rest[0] or rest[1] or not (dgrad or wgrad):
-            dx, dw, db = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, rest)
-        else:
-            dx, dw, db = None, None, dy.sum((0, *range(2, dy.dim()))) if rest[2] else None
-        if dgrad or wgrad:
-            own_dx, own_dw = as_kernel(self._gradients, dgrad, wgrad, dy, x, w)
-            dx, dw = own_dx if dgrad else dx, own_dw if wgrad else dw
-        return dx, dw, db
+        if not (dgrad or wgrad) or _signature(dy) != self._dy:
+            return aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
+        rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
+        dx, dw, db = self._torchs_gradients(dy, x, w, bias_sizes, rest)
+        own_dx, own_dw = as_kernel(self._gradients, dgrad, wgrad, dy, x, w)
+        return own_dx if dgrad else dx, own_dw if wgrad else dw, db
+
+    def _torchs_gradients(
+        self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients that no plan computes; that of the bias alone is a sum."""
+        if mask[0] or mask[1]:
+            return aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
+        return None, None, dy.sum((0, *range(2, dy.dim()))) if mask[2] else None
 
     def _gradients(
         self, dgrad: Pass | None, wgrad: Pass | None, dy: Tensor, x: Tensor, w: Tensor
@@ -206,12 +218,12 @@ def _signature(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass that a plan computes: operands may have any strides, the result has those of torch's.
+    """A pass that a plan computes, for operands of any strides; the result has torch's strides.
 
     Args:
         call: the split, bound.
-        layout: that its operands must have.
-        strides: of torch's own result.
+        layout: the layout that its operands must have.
+        strides: the strides of torch's own result.
     """
 
     call: Call
@@ -219,7 +231,7 @@ class Pass:
     strides: tuple[int, ...]
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute it, plus the bias where there is one."""
+        """Compute the pass, and add the bias if there is one."""
         a, b = a.contiguous(memory_format=self.layout), b.contiguous(memory_format=self.layout)
         if bias is not None:  # which operators take for granted
             bias = bias.contiguous()
@@ -241,7 +253,7 @@ def convolution(
     """A convolution whose forward, backward-data and backward-filter follow the runner's plan.
 
     Args:
-        runner: the plan.
+        runner: runs the plan.
         x: shape (N, C, *spatial) or without N.
         w: shape (K, C / groups, *kernel); transposed (C, K / groups, *kernel).
         bias: shape (K,) or None.
@@ -261,12 +273,7 @@ def convolution(
     bound = runner.bound(x, w, geometry)
     graph = torch.is_grad_enabled()
     # where every pass that this call leads to is torch's own, torch's node is cheaper
-    is_planned = (
-        bound.planned("fprop", bias is not None)
-        or (graph and x.requires_grad and bound.planned("dgrad"))
-        or (graph and w.requires_grad and bound.planned("wgrad"))
-    )
-    if not (is_planned and bound.takes(bias)):
+    if not bound.is_planned(x, w, bias, graph):
         return _torchs(x, w, bias, geometry)
     if not graph:
         return bound.forward(x, w, bias)
@@ -275,11 +282,12 @@ def convolution(
 
 
 def _only_plain_tensors(*tensors: Tensor) -> bool:
-    """False where a mode, subclass or transform is active, which must see torch's own operator.
+    """False if a mode, subclass or transform is active, which must see torch's operator.
 
-    That is: tensor subclasses and modes (fake tensors, counters, selective checkpoints),
-    torch.func, forward-mode differentiation, torch.jit.trace, and tensors that are not simply their
-    memory's elements: negated lazily, zero without memory, sparse, nested, on different devices.
+    It is also False for tensors whose values are not simply the elements of their memory: lazily
+    negated, zero without memory, sparse, nested, or on different devices. Modes and subclasses
+    include fake tensors, counters, selective checkpoints, torch.func, forward-mode differentiation
+    and torch.jit.trace.
     """
     for tensor in tensors:
         if type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _ODD_KEYS:
@@ -298,7 +306,7 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
 
 
 def _only_default_devices() -> bool:
-    """True if all function modes are `with torch.device(...)`, which only acts on factories."""
+    """True if all function modes are `with torch.device(...)`, which only affects factories."""
     return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 

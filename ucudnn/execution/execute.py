@@ -1,4 +1,4 @@
-"""The one loop over the steps of a split; the benchmark times the same pieces that it calls."""
+"""The one loop over the steps of a split; a benchmark times the same executables."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.backends.tensors import memory_format
 from ucudnn.errors import UnsupportedError
-from ucudnn.plan import Split
 from ucudnn.problem import Problem
 from ucudnn.slabs import Rows, slabs
+from ucudnn.split import Split
 
 Slices = tuple[slice, ...]
 P = ParamSpec("P")
@@ -40,12 +40,12 @@ _EXCLUDED_KEYS = _keys_from_python_up()
 
 
 def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function in the dispatch state of a kernel, whatever the caller's state is.
+    """Call a function in the dispatch state of a kernel, in any dispatch state of the caller.
 
     Algorithms are sequences of torch's operators, and inherit the dispatch state of the caller.
     Below a dispatch mode, for example, torch does not resolve lazy conjugation and negation, and
-    results would be silently wrong. Inside this call these are resolved, and nothing else that acts
-    on operators (modes, subclasses, transforms, autograd, autocast) is active.
+    results would be silently wrong. Inside this call both are resolved, and modes, subclasses,
+    transforms, autograd and autocast are inactive.
 
     >>> with torch.device("meta"):
     ...     as_kernel(torch.empty, 0).device
@@ -58,11 +58,11 @@ def as_kernel(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One step of a split: its problem, and which views of the whole tensors are its own.
+    """One step of a split: its problem, and its views of the whole tensors.
 
     Args:
-        problem: at the chunk's batch and rows; None where it is zero, whatever the operands are.
-        algorithm: that computes it.
+        problem: at the chunk's batch and rows; None if the result is zero for any operands.
+        algorithm: the algorithm that computes it.
         executable: built for it.
         a: the part of the first operand: x for fprop and wgrad, dy for dgrad.
         b: the part of the second: w for fprop and dgrad, dy for wgrad.
@@ -92,13 +92,13 @@ class Call:
     chunks: tuple[Chunk, ...]
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute the problem; every split of it gives the same sum.
+        """Compute the problem; every split of it gives the same sums.
 
         Args:
             a: x for fprop and wgrad, dy for dgrad; contiguous in the problem's layout.
             b: w for fprop and dgrad, dy for wgrad; likewise.
-            bias: one element per channel of the result of fprop or dgrad, added to that of each
-                chunk: by its kernel, or while it is in the cache.
+            bias: one element per channel of the result of fprop or dgrad. It is added chunk by
+                chunk: by the executable, or while the chunk is in the cache.
         """
         if len(self.chunks) == 1:
             (only,) = self.chunks
@@ -133,7 +133,7 @@ class Call:
 
 
 def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Build the executables of a split, one for all chunks that differ only in their place.
+    """Build the executables of a split; chunks that differ only in their place share one.
 
     Raises:
         UnsupportedError: an algorithm of the split does not compute a chunk on this backend.
@@ -160,10 +160,11 @@ def _require_slab(backend: AbstractBackend, problem: Problem, algorithm: str) ->
 
 
 def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
-    """Like `bind`, and make sure that every step can run, which some backends find out late.
+    """Like `bind`, and check that every step can run, which some backends find out late.
 
     Raises:
-        UnsupportedError: a step cannot, as where the plan was made for other versions or threads.
+        UnsupportedError: a step cannot run, for example because the plan was made for other
+            versions or threads.
     """
     call = bind(backend, problem, split)
     # Chunks of the same problem and algorithm need one trial build; dict.fromkeys also keeps their
@@ -195,7 +196,7 @@ def _rows(rows: Rows) -> Slices:
 
 
 def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slices]:
-    """The parts of both operands and of the result, given those of x and y; w is never divided.
+    """The parts of both operands and of the result, from those of x and y; w is never divided.
 
     >>> samples = (slice(0, 2),)
     >>> places(Problem("fprop", 4, 1, 1, (5,), (3,)), samples, samples)
@@ -219,13 +220,14 @@ class _Zero(Executable):
         out.zero_()
 
     def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """Nothing is added."""
+        """Add nothing."""
 
 
 def run_first(executable: Executable, x: Tensor, dy: Tensor) -> Tensor:
-    """dw of the first chunk, in the precision that later chunks are added in.
+    """dw of the first chunk, in the precision in which later chunks are added.
 
-    Half-precision sums grow in float32: rounding every partial sum would lose small gradients.
+    Half-precision sums are kept in float32, because rounding every partial sum would lose small
+    gradients.
     """
     return executable.begin(x, dy)
 

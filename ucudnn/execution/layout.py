@@ -1,4 +1,4 @@
-"""Layout of a model: to channels_last and back, with the same Parameter objects and values."""
+"""Layout of a model: convert it to channels_last and back, keeping Parameters and values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def axes_of(model: nn.Module) -> frozenset[int]:
-    """Numbers of axes, of 4 and 5, that parameters of a model have.
+    """The numbers of axes, out of 4 and 5, that parameters of a model have.
 
-    An input is laid out only where it has as many: a clip that a 2-D model takes apart into images
-    stays as it is.
+    An input is converted only if it has one of these numbers of axes. A clip that a 2-D model takes
+    apart into images stays as it is.
 
     >>> axes_of(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv3d(2, 2, 1)))
     frozenset({5})
@@ -34,10 +34,10 @@ def axes_of(model: nn.Module) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class InputsFollow:
-    """A forward pre-hook that lays the inputs of a module out in channels_last.
+    """A forward pre-hook that converts the inputs of a module to channels_last.
 
     Args:
-        axes: number of axes of those that it changes.
+        axes: numbers of axes of the inputs that it converts.
     """
 
     axes: frozenset[int]
@@ -50,7 +50,7 @@ class InputsFollow:
         return self.laid_out(args), self.laid_out(kwargs)
 
     def laid_out(self, tree: Any) -> Any:
-        """A tree of values, its plain tensors of these numbers of axes in channels_last."""
+        """A tree of values, with its plain tensors of these numbers of axes in channels_last."""
         return tree_map_only(Tensor, self._laid_out, tree)
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
@@ -59,15 +59,15 @@ class InputsFollow:
 
 
 def lay_out_(model: nn.Module, parameters: bool = True) -> None:
-    """Put a model into channels_last, in place, and let its inputs follow.
+    """Convert a model to channels_last, in place; its inputs are converted at each call.
 
     Parameters, buffers, gradients and the state of optimisers get other strides; they stay the same
     objects with the same values. Doing so twice does no harm.
 
     Args:
         model: any module.
-        parameters: False leaves all these as they are, and every convolution lays its input out,
-            which makes torch compute in channels_last, too. So it is where parameters are no plain
+        parameters: False leaves all these as they are, and every convolution converts its input, so
+            that torch also computes in channels_last. This is always so if parameters are not plain
             tensors, such as those that FSDP2 has sharded.
     """
     # A second call must not record the channels_last strides of the first as the original ones.
@@ -98,7 +98,7 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
 
 
 def restore_layout_(model: nn.Module) -> None:
-    """Give a model the strides that it had before `lay_out_`, in place; what has none stays."""
+    """Restore the strides that a model had before `lay_out_`, in place."""
 
     def restored(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         strides = vars(module).get(_STRIDES, {}).get(name)
@@ -121,7 +121,7 @@ def restore_layout_(model: nn.Module) -> None:
 
 
 def memory_format_of(model: nn.Module) -> str:
-    """The memory format of a plan for a model as it is: what `lay_out_` made of it, or "keep".
+    """The memory format of a plan for a model as it is: "channels_last" after `lay_out_`.
 
     >>> model = nn.Conv2d(3, 4, 3)
     >>> lay_out_(model)
@@ -138,7 +138,7 @@ def _follow_inputs(module: nn.Module, axes: frozenset[int]) -> None:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters and buffers that have a layout to choose."""
+    """A module's own parameters and buffers with four or five axes."""
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None and type(tensor) in _PLAIN and tensor.dim() in _RANKS:
@@ -147,7 +147,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _change(model: nn.Module, laid_out: Callable[[nn.Module, str, Tensor], Tensor]) -> None:
-    """Lay out a model's tensors anew, and their gradients and optimiser state likewise."""
+    """Change the strides of a model's tensors, their gradients and their optimiser state."""
     changed: dict[int, Tensor] = {}
     for module in model.modules():
         for name, tensor in _own(module):
@@ -164,10 +164,11 @@ def _change(model: nn.Module, laid_out: Callable[[nn.Module, str, Tensor], Tenso
 
 
 def _change_optimizers(changed: dict[int, Tensor]) -> None:
-    """Lay the state of optimisers out like their parameters.
+    """Give the state of optimisers the strides of their parameters.
 
-    torch's fused optimisers read both in the order of memory, and compute something else where that
-    differs (torch 2.13, CPU). Nothing leads from a parameter to its optimiser.
+    torch's fused optimisers read both in the order of memory, and compute something else if the
+    orders differ (torch 2.13, CPU). All live optimisers are searched, because a parameter has no
+    reference to its optimiser.
     """
     for one in gc.get_objects():
         # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.

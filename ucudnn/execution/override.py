@@ -1,4 +1,4 @@
-"""Plans for unmodified models: torch's convolution operators themselves follow a plan."""
+"""Plans for unmodified models: torch's own convolution operators follow a plan."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Installation(AbstractClosable):
 
     Args:
         device_type: the kind of device whose convolutions follow it, "cpu" or "cuda".
-        runner: runs them by the plan, or records them; of an earlier installation, what it found
-            then stays found.
+        runner: runs them by the plan, or records them; one of an earlier installation keeps the
+            calls it looked up.
     """
 
     def __init__(self, device_type: str, runner: Runner | Recorder) -> None:
@@ -37,15 +37,16 @@ class Installation(AbstractClosable):
 
     @untraced
     def close(self) -> None:
-        """Convolutions follow the plan no more; closing twice does no harm."""
+        """Stop following the plan; closing twice does nothing."""
         self._override.remove(self)
 
 
 class _Override:
-    """Stands in for aten's two operators on one kind of device, from the first plan on.
+    """Replaces aten's two operators on one kind of device, from the first plan on.
 
-    It stays registered after the last plan has closed, and calls torch's kernels: the dispatcher
-    looks kernels up without a lock, so another thread may be entering one that is being removed.
+    It stays registered after the last plan has closed, and then calls torch's kernels. It cannot be
+    removed safely: the dispatcher looks kernels up without a lock, so another thread may just be
+    calling it.
     """
 
     def __init__(self, device_type: str) -> None:

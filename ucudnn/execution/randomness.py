@@ -1,4 +1,4 @@
-"""Random numbers of a model's steps: put back afterwards, and alike in every layout."""
+"""Random numbers of a model's steps: states are restored, and numbers equal in every layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEED = 0
 
 @contextmanager
 def same_random_states(on_devices: bool = True) -> Iterator[None]:
-    """Put back the random states of torch, of Python and of NumPy when the context ends.
+    """Restore the random states of torch, Python and NumPy when the context ends.
 
     >>> with same_random_states():
     ...     inside = random.random()
@@ -26,7 +26,7 @@ def same_random_states(on_devices: bool = True) -> Iterator[None]:
     True
 
     Args:
-        on_devices: those of GPUs, too.
+        on_devices: restore those of GPUs, too.
     """
     pythons, numpys = random.getstate(), np.random.get_state()
     try:
@@ -46,9 +46,10 @@ def seed_all() -> None:
 
 
 class SameRandomNumbers(TorchDispatchMode):
-    """Gives each element of a tensor the same random number in whatever layout the tensor is.
+    """Gives each element of a tensor the same random number in any layout of the tensor.
 
-    torch draws them in the order of memory, so dropout would drop other elements in channels_last.
+    torch draws random numbers in the order of memory, so dropout would otherwise drop other
+    elements in channels_last.
 
     >>> x = torch.ones(2, 3, 4, 4)
     >>> found = []
@@ -61,7 +62,7 @@ class SameRandomNumbers(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operator, with tensors in one order of memory where it draws numbers."""
+        """Run the operator, with tensors in one order of memory if it draws numbers."""
         del types
         # torch tags every operator that reads a generator, so no list of operators is needed here.
         if torch.Tag.nondeterministic_seeded not in func.tags:

@@ -1,4 +1,4 @@
-"""From a plan to calls: a split is looked up once per shape, and bound to what computes it."""
+"""From a plan to calls: the split of a shape is looked up once, and its executables are built."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tuner = Callable[[Problem, Config, bool], Plan]
 
 
 class Layer(NamedTuple):
-    """Common fields of the kernels of one layer, whatever its input and dtype are."""
+    """Common fields of the kernels of one layer, for any input size and dtype."""
 
     in_channels: int
     out_channels: int
@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> Layer:
-        """The layer that a problem could belong to.
+        """The `Layer` of a problem.
 
         >>> Layer.of(Problem("wgrad", 2, 3, 8, (9, 9), (3, 3))).kernel_size
         (3, 3)
@@ -58,9 +58,10 @@ class Runner(AbstractRunner):
 
     Args:
         plan: None: every shape is unplanned.
-        config: what to do with unplanned shapes, and how to tune them; default: the plan's.
-        tuner: plans a shape that has no plan, where the settings ask for that; None: such shapes
-            stay torch's own.
+        config: what to do with unplanned shapes, and how to tune them; default: the plan's
+            settings.
+        tuner: plans a shape that has no plan, if the settings ask for that; None: torch computes
+            such shapes.
         is_checked: the plan is known to be for this device; False: look when the first planned
             shape comes.
     """
@@ -98,7 +99,7 @@ class Runner(AbstractRunner):
         return self  # plans are values: copies of a model may share one
 
     def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
-        """The passes that may be planned, none where the plan is for another kind of device."""
+        """The passes that may be planned; none if the plan is for another kind of device."""
         here = x.device.type
         found = {which: problem_of(which, x, w, *geometry) for which in OPS}
         problems = {
@@ -117,10 +118,10 @@ class Runner(AbstractRunner):
         return problems
 
     def _as_planned(self, problem: Problem, x: Tensor) -> Problem:
-        """The channels-last problem if the plan has that one and the input lies so in memory.
+        """The channels-last problem if the plan has it and the input fits that layout, too.
 
-        Strides of a single sample do not show it: torch takes some for channels first, though it
-        takes larger batches of the same layer for channels-last.
+        The strides of a single sample are ambiguous: torch may treat it as channels first, although
+        it treats larger batches of the same layer as channels-last.
         """
         last = replace(problem, layout="nhwc") if problem.rank > 1 else problem
         if self.plan is None or self.plan.covers(problem) or not self.plan.covers(last):
@@ -128,7 +129,7 @@ class Runner(AbstractRunner):
         return last if x.is_contiguous(memory_format=memory_format(last)) else problem
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Look up what computes a pass, and let it be computed so from now on."""
+        """Look up the call that computes a pass, and keep it for later calls."""
         problem = bound.problems[which]
         # One lookup at a time: a second thread that meets the same unplanned shape waits for the
         # tuning of the first, instead of tuning it again and disturbing its timings.
@@ -165,7 +166,7 @@ class Runner(AbstractRunner):
             return None
 
     def _warn(self, problem: Problem, sentence: str) -> None:
-        """Warn once for each shape, whatever its pass and batch, up to a number of warnings."""
+        """Warn once for each shape, for all its passes and batches, up to a number of warnings."""
         same = replace(problem, op="fprop", batch=1)
         if same in self._warned or len(self._warned) >= _MOST_WARNINGS:
             return
@@ -241,7 +242,7 @@ class Runner(AbstractRunner):
 
 
 def _require_idle(problem: Problem) -> None:
-    """Refuse to tune while the user records what is computed.
+    """Refuse to tune while operators are being recorded.
 
     Raises:
         BusyError: a CUDA graph is captured or torch's profiler runs.

@@ -1,9 +1,9 @@
-"""Python state that a model's forward can change, recorded and put back after a trace.
+"""Python state that a model's forward can change: recorded, and restored after a trace.
 
 Tracing runs the model's own code, mostly on fake tensors, and that code stores what it computes in
 attributes, in containers and objects at any depth, in closures of hooks, in classes and in globals.
-What the run left alone is not touched; what it changed is put back by the methods of the built-in
-types, so that a subclass which refuses changes is restored like any other.
+State that the run did not change is not touched. State that it changed is restored by the methods
+of the built-in types, which also works for subclasses that refuse changes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _MISSING = object()
 
 @contextmanager
 def unchanged(model: nn.Module, fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    """Put back all Python state that forward changes within the context, however it ends.
+    """Restore all Python state that forward changes within the context, however it ends.
 
     Args:
-        model: whose forward is run.
-        fake_mode: of the tensors that it is run on; None where they are real. Those stay in
-            containers that only globals lead to, as after any other step.
+        model: the model whose forward is run.
+        fake_mode: the mode of the fake tensors; None if the tensors are real. Real tensors stay in
+            containers that only globals refer to, as after any other step.
 
     Raises:
         ConfigError: forward stored a fake tensor where it was not expected; it was removed.
@@ -85,8 +85,8 @@ class _Contents(NamedTuple):
 
     Args:
         container: an OrderedDict, dict, list, set or deque.
-        base: which of them; its methods are used, whatever a subclass overrides.
-        items: in order; of a dict (key, value).
+        base: its built-in type, whose methods are used even if a subclass overrides them.
+        items: the items in order; (key, value) for a dict.
     """
 
     container: Any
@@ -95,7 +95,7 @@ class _Contents(NamedTuple):
 
     @classmethod
     def of(cls, container: object) -> _Contents | None:
-        """The contents of a container; None of anything else."""
+        """The contents of a container; None for other objects."""
         # `issubclass(type())`, not `isinstance`, which runs the object's own `__class__`.
         base: Any = next((base for base in _CONTAINERS if issubclass(type(container), base)), None)
         if base is None:
@@ -106,7 +106,7 @@ class _Contents(NamedTuple):
 
     @property
     def values(self) -> list[Any]:
-        """Everything in the container but the keys."""
+        """All values in the container, without keys."""
         return [value for _, value in self.items] if issubclass(self.base, dict) else self.items
 
     def now(self) -> _Contents:
@@ -116,7 +116,7 @@ class _Contents(NamedTuple):
         return contents
 
     def put_back(self) -> None:
-        """Give the container these contents, where it has others."""
+        """Restore these contents if the container has others."""
         if self.now()._identities() != self._identities():
             self.write(self.items)
 
@@ -156,7 +156,7 @@ class _Attribute(NamedTuple):
 
     @property
     def values(self) -> list[Any]:
-        """The value, unless there is none."""
+        """The value, if there is one."""
         return [] if self.value is _MISSING else [self.value]
 
     def now(self) -> _Attribute:
@@ -164,7 +164,7 @@ class _Attribute(NamedTuple):
         return _Attribute.of(self.holder, self.name)
 
     def put_back(self) -> None:
-        """Give the attribute this value, where it has another."""
+        """Restore this value if the attribute has another."""
         if self.now().value is self.value:
             return
         if self.value is _MISSING:
@@ -174,7 +174,7 @@ class _Attribute(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """Attributes of a class or globals of a module, which other code than the model uses, too."""
+    """Attributes of a class or globals of a module, which code outside the model also uses."""
 
     names: Any
     before: dict[str, Any]
@@ -182,7 +182,7 @@ class _Names(NamedTuple):
     delete: Callable[[str], None]
 
     def put_back(self, is_stray: Callable[[Iterable[object]], bool]) -> None:
-        """Put back the names that refer to fake tensors now."""
+        """Restore the names that now refer to fake tensors."""
         for name, value in list(self.names.items()):
             before = self.before.get(name, _MISSING)
             if value is before or not is_stray([value]):
@@ -196,9 +196,9 @@ class _Names(NamedTuple):
 class _Snapshot:
     """Everything that a model's forward could change.
 
-    Attributes, containers and closures that the model leads to are its own: they are put back as
-    they were. What its code reaches through classes and globals is shared, with caches of
-    libraries for example: only where a fake tensor was stored it is put back.
+    Attributes, containers and closures that the model refers to belong to it and are all restored.
+    State that its code reaches through classes and globals is shared, for example with caches of
+    libraries. It is restored only where a fake tensor was stored.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -225,7 +225,7 @@ class _Snapshot:
             gradient.holder.grad = None
 
     def put_back(self) -> None:
-        """Put back what has changed since the snapshot; calling it twice does no harm."""
+        """Restore everything that has changed since the snapshot; a second call does nothing."""
         for gradient in self._gradients:
             gradient.put_back()
         for record in self._own:
@@ -299,7 +299,7 @@ def _is_foreign(cls: type) -> bool:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """The names that a function and those inside it use, of globals among others."""
+    """The names, such as those of globals, that a function and its inner functions use."""
     # Nested functions, lambdas and comprehensions are code objects among the constants.
     yield from code.co_names
     for constant in code.co_consts:
@@ -308,14 +308,14 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _function_of(member: object) -> object:
-    """The function of a method of any sort; what is not one is returned as it is."""
+    """The function of a method of any sort; other objects are returned as they are."""
     if isinstance(member, (staticmethod, classmethod)):
         return member.__func__
     return member.fget if isinstance(member, property) else member
 
 
 def _records_of(one: object) -> Iterator[_Contents | _Attribute]:
-    """Changeable parts of one object: contents of a container, slots, a closure's variable."""
+    """Mutable parts of one object: contents of a container, slots, a closure's variable."""
     if _is_opaque(type(one)):
         return
     contents = _Contents.of(one)
@@ -351,7 +351,7 @@ def _others_in(one: object) -> list[Any]:
 
 
 def _is_opaque(kind: type) -> bool:
-    """True for types whose objects are not looked into: they define how they are pickled.
+    """True for types whose objects are not inspected, because they define how they are pickled.
 
     Most of these are never changed (enumerations), or are shared with other code (loggers).
     """
@@ -365,7 +365,7 @@ def _is_opaque(kind: type) -> bool:
 
 
 def _remove(fake_mode: FakeTensorMode) -> list[str]:
-    """Remove the fake tensors of a mode that are still alive from whatever refers to them.
+    """Remove the fake tensors of a mode that are still alive from all objects that hold them.
 
     Returns:
         A description of each container that held one. Caches of functions are not reported:
@@ -409,7 +409,7 @@ def _leads_to(cache: object, strays: set[int]) -> bool:
 
 
 def _take_out(strays: list[FakeTensor]) -> list[str]:
-    """Take tensors, and tuples that contain them, out of all containers; describe these."""
+    """Remove tensors, and tuples with them, from all containers; describe the containers."""
     found: list[str] = []
     doomed: list[Any] = strays
     while doomed:

@@ -1,4 +1,4 @@
-"""One training step of a model that leaves its parameters, gradients and buffers as they were."""
+"""Run training steps of a model without changing its parameters, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Stepper:
     True
 
     Args:
-        model: any module; hooks and what forward stores in attributes are not its concern.
+        model: any module; hooks and attributes that forward sets are not restored here.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
         fake_mode: to compute on fake tensors; None: on real ones.
         backward: run the backward pass too, where an output requires a gradient.
-        memory_format: "keep", or "channels_last": as a model that is laid out so, by copies of its
-            parameters, and its inputs in each step.
+        memory_format: "keep", or "channels_last": like a model in that layout, with copies of its
+            parameters and with inputs converted in each step.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Stepper:
         return in_channels_last(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     def run(self) -> None:
-        """Compute one step; gradients go to tensors that nobody else holds."""
+        """Compute one step; gradients go to new tensors."""
         self._step()
 
     def results(self, nudge: float = 0.0) -> Results:
         """Compute one step and return its outputs and gradients.
 
         Args:
-            nudge: change each weight by this fraction of itself, up or down by chance.
+            nudge: change each weight by this fraction of itself, up or down at random.
         """
         # The gradient of a square changes little by rounding, that of `abs` jumps at zero.
         outputs, leaves = self._step(nudge, is_smooth=True)
@@ -140,7 +140,7 @@ class Steps:
 
     Args:
         model: any module.
-        example_inputs: as for `Stepper`, or a list of such.
+        example_inputs: as for `Stepper`, or a list of these.
         backward: run the backward pass too.
         memory_format: as for `Stepper`.
     """
@@ -160,12 +160,12 @@ class Steps:
         ]
 
     def __call__(self) -> None:
-        """Compute them."""
+        """Compute all steps."""
         for stepper in self._steppers:
             stepper.run()
 
     def results(self, nudge: float = 0.0) -> Results:
-        """Compute them with random numbers that are the same in every layout.
+        """Compute all steps with random numbers that are the same in every layout.
 
         Args:
             nudge: as for `Stepper.results`.
@@ -181,7 +181,7 @@ class Steps:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Let steps of a model be computed inside; afterwards it and random states are as before."""
+    """Compute steps of a model within the context; it restores the model and random states."""
     with (
         # Tensors made inside inference mode cannot take part in autograd, even after it is left.
         torch.inference_mode(False),
@@ -193,7 +193,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str:
-    """Reason why no step can be run on a kind of device, "" where some can be."""
+    """Reason why no step can be run on a kind of device; "" if steps can be run."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     places = {tensor.device.type for tensor in tensors}
@@ -219,7 +219,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """A new leaf on the same memory, without a gradient."""
+    """A new leaf tensor on the same memory, without a gradient."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""Functions that torch.compile leaves alone.
+"""Functions that torch.compile does not compile.
 
 After a graph break Dynamo inspects every Python frame that the thread enters while the compiled
 function runs, including frames that torch's dispatcher or autograd calls.
@@ -18,10 +18,10 @@ _SKIP_ALL = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
 
 
 def untraced(function: _Function) -> _Function:
-    """Decorate a function that Dynamo shall never compile, nor anything that it calls.
+    """Decorate a function that Dynamo must not compile, including everything that it calls.
 
     `torch.compiler.disable` does the same by a wrapper, which costs a microsecond per call and
-    imports torch._dynamo; this marks the code object, and calls cost what they did.
+    imports torch._dynamo. This decorator marks the code object, so calls cost nothing more.
 
     >>> @untraced
     ... def kernel(x):

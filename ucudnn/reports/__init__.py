@@ -1,1 +1,1 @@
-"""Reports: plans as text, as a page and beside each other."""
+"""Reports: a plan as text or as an HTML page, and comparisons of two plans."""

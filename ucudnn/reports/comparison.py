@@ -30,8 +30,9 @@ class Pair:
     """A kernel in two plans.
 
     Args:
-        problem: the kernel, with its largest batch; another batch is another kernel.
-        one: its plan in the first, None where it is not there.
+        problem: the kernel with its largest batch; the same layer at another batch is another
+            kernel.
+        one: its plan in the first plan; None if it is not there.
         other: in the second.
     """
 
@@ -41,7 +42,7 @@ class Pair:
 
     @property
     def is_same(self) -> bool:
-        """True if both compute every batch alike."""
+        """True if both compute every batch in the same way."""
         if self.one is None or self.other is None:
             return False
         # Without times, which differ in every run.
@@ -50,7 +51,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two plans beside each other.
+    """The comparison of two plans.
 
     Args:
         one: a plan.
@@ -66,13 +67,13 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """True if both decide alike, for one kind of device and by the same settings."""
+        """True if both make the same decisions for one kind of device with the same settings."""
         # The hash covers splits, device and settings, and no times.
         return self.one.hash == self.other.hash
 
     @property
     def changed(self) -> tuple[Pair, ...]:
-        """The kernels that they compute differently."""
+        """The kernels that the plans compute differently."""
         return tuple(pair for pair in self.pairs if not pair.is_same)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Comparison:
 
 
 def compare(one: Plan, other: Plan) -> Comparison:
-    """Lay two plans side by side.
+    """Compare two plans.
 
     >>> from ucudnn.config import Config
     >>> from ucudnn.measurement import Conditions, Device, Software

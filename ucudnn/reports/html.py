@@ -1,8 +1,8 @@
-"""A plan as one HTML file for a person: charts of times, workspaces and splits, and a table.
+"""A plan as one HTML file: charts of times, workspaces and splits, and a table.
 
-The file needs nothing beside itself: plotly's script is inside, so it opens without a network and
-can be mailed. plotly is optional and imported by `report` alone; the figures are plain values until
-then. Every number is the plan's own, and a predicted time is never drawn as a measured one.
+The file contains plotly's script, so it needs no other file and no network. plotly is optional and
+imported only by `report`; the figures are plain values until then. Every number is from the plan,
+and a predicted time is never drawn like a measured one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def report(plan: Plan) -> str:
 
 
 def write_report(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the report of a plan; a reader sees the old file or the new one, never half.
+    """Write the report of a plan; readers see the old file or the new one, never a part.
 
     Raises:
         PlanError: the file cannot be written.
@@ -85,7 +85,7 @@ def write_report(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 class _Row(NamedTuple):
-    """One kernel, and its place in every chart, counted from the top."""
+    """One kernel, and its position in every chart, counted from the top."""
 
     place: int
     label: str
@@ -95,7 +95,7 @@ class _Row(NamedTuple):
 
 
 class _Chart(NamedTuple):
-    """A figure in plotly's terms, as plain values, and what stands above it."""
+    """A figure for plotly, as plain values, with its heading."""
 
     name: str
     caption: str
@@ -104,7 +104,7 @@ class _Chart(NamedTuple):
 
 
 def _charts(plan: Plan) -> tuple[_Chart, ...]:
-    """Kernels by the time of torch's default over all calls; those without one come last."""
+    """Charts of the kernels, by the time of torch's default over all calls."""
 
     # False sorts before True; the longest time comes first.
     def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
@@ -122,7 +122,7 @@ def _charts(plan: Plan) -> tuple[_Chart, ...]:
 
 
 def _arms(rows: Sequence[_Row]) -> Iterator[tuple[str, bool, Timed]]:
-    """Default and plan, the measured apart from the predicted; nothing where there are none."""
+    """Default and plan, measured times apart from predicted ones; empty series are omitted."""
     defaults = [(row, row.kernel.default) for row in rows if row.kernel.default]
     plans = [(row, row.kernel.timing) for row in rows]
     for arm, timed in (("default", defaults), ("plan", plans)):
@@ -160,7 +160,7 @@ def _bars(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
 
 
 def _series(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
-    """Common settings of the marks of one series of a chart."""
+    """Common settings of the marks of one series in a chart."""
     named = "torch's default" if arm == "default" else "plan"
     return {
         "name": f"{named}, {'predicted' if predicted else 'measured'}",
@@ -244,7 +244,7 @@ def _splits(rows: Sequence[_Row]) -> _Chart:
 
 
 def _segments(row: _Row) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Chunk by chunk the algorithm, and where on the axis of shares it is drawn."""
+    """The algorithm of each chunk, and its interval on the axis."""
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
     for step, run in groupby(row.split.steps):
@@ -260,7 +260,7 @@ def _segments(row: _Row) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _stripe(algorithm: str, segments: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    """All segments of one algorithm; past the last colour they repeat with another pattern."""
+    """All segments of one algorithm; after the last colour, colours repeat with a pattern."""
     again, color = divmod(number, len(_PALETTE))
     pattern = {"shape": _PATTERNS[again % len(_PATTERNS)], "fillmode": "overlay", "fgcolor": "#555"}
     look = {"color": _PALETTE[color], "pattern": pattern, "line": {"color": "white", "width": 1}}
@@ -324,12 +324,14 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 def _html_table(plan: Plan) -> str:
     """The columns that a wide terminal shows, in the plan's order, with layers and notes."""
-    more = [(", ".join(kernel.layers), "; ".join(kernel.notes)) for kernel in plan.kernels]
+    more = [(", ".join(kernel.layers), "; ".join(kernel.remarks)) for kernel in plan.kernels]
     return _html_of(plan_table(plan, width=200), "Of one call: ", ("layers", "notes"), more)
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
     """How the layout of the model was decided, where the settings asked for that."""
+    if plan.layout_hint is not None:
+        yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_hint)))}</p>"
     if plan.layout_race is None:
         return
     yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_race)))}</p>"

@@ -17,11 +17,11 @@ from ucudnn.units import format_bytes, format_ns
 def plan_table(plan: Plan, width: int = 120) -> Table:
     """One row per kernel: torch's default beside the plan, both measured in the same rounds.
 
-    A predicted time, of a plan made from a recording, has a "~" before it.
+    A predicted time, in a plan made from a recording, is marked with "~".
 
     Args:
-        plan: what to show.
-        width: characters in a line; below 110 a workspace stands under its time.
+        plan: the plan to show.
+        width: characters in a line; below 110, a workspace is printed under its time.
     """
     table = Table(
         title=f"{_limits(plan)}, {plan.device}, {counted(plan.conditions.threads, 'thread')}, "
@@ -78,7 +78,7 @@ def _limits(plan: Plan) -> str:
 
 
 def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str, ...]:
-    """Time and workspace, in two columns or one; `instead` stands for the time."""
+    """Time and workspace, in two columns or one; `instead` replaces the time."""
     if timing is None:
         return ("-", "-") if wide else ("-",)
     cells = (instead or _time(timing), format_bytes(timing.workspace_bytes))
@@ -151,13 +151,31 @@ def left_out_sentence(plan: Plan) -> str:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """Effects of the plan in sentences: faster and slower kernels apart, the limit, the step."""
+    """Effects of the plan in sentences: faster and slower kernels, the limit, the step."""
+    sentences = _kernel_verdict(plan)
+    limits = larger_limits(plan)
+    if limits:
+        offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
+        sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
+    if plan.layout_race is not None:
+        sentences.append(as_sentence(str(plan.layout_race)))
+    if plan.layout_hint is not None:
+        sentences.append(as_sentence(str(plan.layout_hint)))
+    if plan.step_race is not None:
+        # Both sides of the race run in the plan's layout, which is not the model's own.
+        where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
+        said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
+        sentences.append(as_sentence(said))
+    return sentences
+
+
+def _kernel_verdict(plan: Plan) -> list[str]:
+    """Sums of the times that the plan's kernels save and lose, apart: one sum would hide both."""
     # Kernels that stay torch's own neither gain nor lose.
     changed = [kernel for kernel in plan.kernels if kernel.default and not kernel.is_default]
     saved = [_saved_ns(kernel) for kernel in changed]
     faster, slower = [one for one in saved if one > 0], [one for one in saved if one < 0]
     sentences = []
-    # Apart from the slower ones, which one sum would hide.
     if faster:
         sentences.append(f"Faster kernels: {len(faster)}, by {format_ns(sum(faster))} in all.")
     if slower:
@@ -165,17 +183,6 @@ def plan_verdict(plan: Plan) -> list[str]:
             f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's "
             f"own convolution exceeds the workspace limit."
         )
-    limits = larger_limits(plan)
-    if limits:
-        offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
-        sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
-    if plan.layout_race is not None:
-        sentences.append(as_sentence(str(plan.layout_race)))
-    if plan.step_race is not None:
-        # Both sides of the race run in the plan's layout, which is not the model's own.
-        where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
-        said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
-        sentences.append(as_sentence(said))
     return sentences
 
 
@@ -221,10 +228,10 @@ def _saved_ns(kernel: KernelPlan) -> int:
 
 
 def larger_limits(plan: Plan) -> list[tuple[float, int]]:
-    """Workspace limits in bytes at which the convolutions take no more than some times torch's own.
+    """Larger limits: pairs of a ratio to torch's time and the bytes of workspace that reach it.
 
-    Nothing where they take less than 1.2 times as long now. A kernel counts as torch's own as soon
-    as the limit holds that, and as planned until then.
+    The result is empty if they take less than 1.2 times as long now. A kernel counts with torch's
+    time if the limit allows torch's own convolution, else with its planned time.
 
     Args:
         plan: with the default and the plan of every kernel, each measured.
@@ -239,27 +246,31 @@ def larger_limits(plan: Plan) -> list[tuple[float, int]]:
     found = []
     # A limit that costs a tenth, and one that costs hardly anything.
     for times in (1.1, 1.02):
-        for limit in limits:
-            # What exceeds the limit keeps its plan and what that saves or costs.
-            over = [kernel for kernel, default in known if default.workspace_bytes > limit]
-            if default_ns - sum(map(_saved_ns, over)) <= times * default_ns:
-                found.append((times, limit))
-                break
+        enough = (limit for limit in limits if _time_at(limit, known) <= times * default_ns)
+        least = next(enough, None)
+        if least is not None:
+            found.append((times, least))
     return found
 
 
+def _time_at(limit: int, known: list[tuple[KernelPlan, Timing]]) -> int:
+    """Time of all kernels if only those whose default exceeds a limit follow the plan."""
+    default_ns = sum(default.time_ns * len(kernel.layers) for kernel, default in known)
+    # What exceeds the limit keeps its plan and what that saves or costs.
+    over = [kernel for kernel, default in known if default.workspace_bytes > limit]
+    return default_ns - sum(map(_saved_ns, over))
+
+
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
-    """Steps after which the time that a plan saves is what tuning took; None where it saves none.
+    """Number of steps after which the plan has saved the time of tuning; None if it saves none.
 
     Args:
         plan: with the default and the plan of every kernel, each measured.
-        seconds: that tuning took.
+        seconds: duration of tuning.
     """
     # Kernels that stay torch's own are left out: their two times differ by noise.
     saved_ns = sum(
-        (kernel.default.time_ns - kernel.timing.time_ns) * len(kernel.layers)
-        for kernel in plan.kernels
-        if kernel.default and not kernel.is_default
+        _saved_ns(kernel) for kernel in plan.kernels if kernel.default and not kernel.is_default
     )
     return None if saved_ns <= 0 else ceil(seconds * 1e9 / saved_ns)
 
@@ -278,7 +289,7 @@ def payback(plan: Plan, seconds: float) -> str:
 
 
 def kernel_table(kernel: KernelPlan) -> Table:
-    """Every batch of one kernel with its split; runs of batches with like splits are one row."""
+    """Every batch of one kernel with its split; neighbours with like splits share a row."""
     table = Table(title=str(kernel.problem), caption="timed: the whole split was; else derived")
     table.add_column("batch", justify="right")
     table.add_column("split")
@@ -310,7 +321,7 @@ _PAIR = ("the one", "the other")
 
 
 def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table:
-    """One row per kernel that two plans compute differently; times are of different runs.
+    """One row per kernel that two plans compute differently; times are from different runs.
 
     Args:
         found: the two plans.

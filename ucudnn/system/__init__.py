@@ -1,1 +1,1 @@
-"""System: files written whole, locks that survive a fork, things that close."""
+"""System: atomic file writes, locks that work after a fork, objects that are closed."""

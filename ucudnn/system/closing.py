@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Self
 
 
 class AbstractClosable(ABC):
-    """Something to close, at the end of a `with` statement or by hand; twice does no harm."""
+    """An object to close, by a `with` statement or by `close`; closing twice does nothing."""
 
     # Without it even subclasses with slots would have a `__dict__`.
     __slots__ = ()
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; again does nothing."""
+        """Free its resources; a second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and JSON read with care."""
+"""Atomic file writes, and safe reading of JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEMPORARY_NAME = re.compile(r"\.new-\d+-[0-9a-f]{8}")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which takes the place of an old one when the block ends without an error.
+    """Open a new file, which replaces an old one when the block ends without an error.
 
     Readers see the old contents or the new ones, never a part, even after a power failure.
 
@@ -103,7 +103,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write(path: str | os.PathLike[str], content: bytes, what: str) -> None:
-    """Write a whole file for the user, in place of the one that is there.
+    """Write a whole file for the user, replacing an existing one.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "plan.json"
@@ -129,7 +129,7 @@ def write(path: str | os.PathLike[str], content: bytes, what: str) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON that anybody may have written.
+    """Read JSON from an untrusted source.
 
     >>> parse_json('{"a": ["[[["]}')
     {'a': ['[[[']}

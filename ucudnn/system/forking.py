@@ -1,7 +1,7 @@
 """Locks for a library whose users fork, as PyTorch's DataLoader does.
 
-A child of `os.fork` has one thread, the one that forked, and a copy of every lock. One that another
-thread of the parent held at that moment would never be released in the child.
+A child of `os.fork` has one thread, the one that forked, and a copy of every lock. A lock that
+another thread of the parent held at that moment would never be released in the child.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _Value = TypeVar("_Value")
 
 
 class ForkSafeLock:
-    """A reentrant lock, which in a forked child is free unless the thread that forked holds it.
+    """A reentrant lock that is free in a forked child, unless the thread that forked holds it.
 
     >>> with (lock := ForkSafeLock()), lock:
     ...     print("held twice")
     held twice
 
     Args:
-        in_child: called in every forked child before anything else happens there; what the lock
-            guards may have been left in the middle of a change.
+        in_child: called first in every forked child, because the data that the lock guards may be
+            in the middle of a change.
     """
 
     def __init__(self, in_child: Callable[[], object] = lambda: None) -> None:
@@ -39,7 +39,7 @@ class ForkSafeLock:
         self._lock.release()
 
     def renew(self) -> None:
-        """Call this in a child with a single thread: it gets the lock at once or never."""
+        """Free the lock in a forked child, unless the child's only thread holds it."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
         # Another thread of the parent holds it, which does not exist here.
@@ -51,7 +51,7 @@ class ForkSafeLock:
 class cached_property(Generic[_Value]):  # noqa: N801 - it stands in for functools' own
     """functools.cached_property as it is from Python 3.12 on.
 
-    That of 3.11 computes a value under a lock which all instances share, and which a fork copies.
+    The one of 3.11 computes a value under a lock that all instances share, and that a fork copies.
 
     >>> class Circle:
     ...     radius = 2

@@ -1,1 +1,1 @@
-"""Many candidates become a plan: which to measure, in which order, and what to decide from them."""
+"""Tuning: choose which candidates to measure, in which order, and decide the plan from them."""

@@ -34,11 +34,11 @@ class KernelAdvice:
     Args:
         problem: what is computed.
         layers: names of the layers, one per call.
-        timing: of one call; None where time was over before it was timed.
-        channels_last: the same with channels innermost; None in 1-D, where torch has no such
-            layout, where they are innermost already, and where it was not timed.
-        direct_ns: of a direct convolution at the full speed of the machine; 0: not known.
-        least_ns: a lower bound of one call by any algorithm; 0: none is known.
+        timing: of one call; None if the time ran out before it was timed.
+        channels_last: timing in channels_last; None in 1-D, which has no such layout, if the
+            problem is in channels_last already, and if it was not timed.
+        direct_ns: time of a direct convolution at the full speed of the machine; 0: not known.
+        least_ns: lower bound of one call by any algorithm; 0: none is known.
     """
 
     problem: Problem
@@ -49,16 +49,16 @@ class KernelAdvice:
     least_ns: int
 
     def best(self, is_last: bool) -> Timing | None:
-        """The timing in the layout asked for, where there is one, else in its own."""
+        """The timing in the layout asked for if there is one, else in its own."""
         return self.channels_last if is_last and self.channels_last else self.timing
 
     def time_ns(self, is_last: bool = False) -> int:
-        """The time of all its calls; 0 where it is not known."""
+        """Time of all calls; 0 if it is not known."""
         timing = self.best(is_last)
         return 0 if timing is None else timing.time_ns * len(self.layers)
 
     def gain_ns(self) -> int:
-        """An upper bound of what any algorithm could save of that; 0 where none is known."""
+        """Upper bound of what any algorithm could save of that time; 0 if none is known."""
         # Without a bound from below nothing is known of what could be saved.
         if not self.least_ns:
             return 0
@@ -66,7 +66,7 @@ class KernelAdvice:
         return max(0, self.time_ns() - self.least_ns * len(self.layers))
 
     def excess_ns(self, is_last: bool = False) -> int:
-        """Time that all its calls lose by lying on a cliff; 0 where the kernel lies on none."""
+        """Time that all calls lose because the kernel is on a cliff; 0 if it is on none."""
         if not self.is_cliff(is_last):
             return 0
         # The larger of the two references, so that the loss is not overstated.
@@ -75,7 +75,7 @@ class KernelAdvice:
         return self.time_ns(is_last) - max(self.direct_ns, in_other_layout) * len(self.layers)
 
     def is_cliff(self, is_last: bool = False) -> bool:
-        """True where torch's own kernel is far slower than it should be."""
+        """True if torch's own kernel is far slower than it should be."""
         timing, other = self.best(is_last), self.channels_last
         if timing is None:
             return False
@@ -87,19 +87,19 @@ class KernelAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Distribution of the time, workspace and memory of a training step, with a recommendation.
+    """Time, workspace and memory of a training step by kernel, with a recommendation.
 
     `print(advice)` shows the sentences; `ucudnn advise` shows them below a table of kernels.
 
     Args:
         kernels: one per distinct convolution, in the order of the model.
-        device: that it holds for.
-        step_ns: median time of a step as it is; 0 where none was run.
+        device: the device that was measured.
+        step_ns: median time of a step in the model's own layout; 0 if none was run.
         step_peak_bytes: its peak of memory beyond parameters and inputs.
-        last_step_ns: median time with model and inputs in channels_last; 0 where none was run.
+        last_step_ns: median time with model and inputs in channels_last; 0 if none was run.
         last_step_peak_bytes: its peak.
-        last_ratio: ratio of the two and its 95 % interval, measured in turn.
-        reason: why steps or one of them were not run, "" where both were.
+        last_ratio: ratio of the two times and its 95 % interval, measured in turn.
+        reason: why steps of one or both layouts were not run; "" if they were.
     """
 
     kernels: tuple[KernelAdvice, ...]
@@ -113,28 +113,28 @@ class Advice:
 
     @property
     def convolutions_ns(self) -> int:
-        """Time of all convolutions of a step, as it is."""
+        """Time of all convolutions of a step in the model's own layout."""
         return sum(kernel.time_ns() for kernel in self.kernels)
 
     @property
     def workspace_bytes(self) -> int:
-        """The largest workspace of any convolution, as it is."""
+        """The largest workspace of any convolution in the model's own layout."""
         return _workspace_bytes(self.kernels, False)
 
     @property
     def is_last_better(self) -> bool:
-        """True where a step is faster in channels_last, beyond the noise."""
+        """True if a step is faster in channels_last, beyond the noise."""
         return self.last_ratio is not None and self.last_ratio[2] < 1 - TOLERATED
 
     def share(self, time_ns: int) -> float:
-        """A time as a share of the step; of its convolutions, where no step was run."""
+        """A time as a fraction of the step; if no step was run, of its convolutions."""
         # Kernels are timed one by one: with noise their sum may exceed the step that holds them.
         whole = max(self.step_ns, self.convolutions_ns)
         return time_ns / whole if whole else 0.0
 
     @property
     def suggested_limit(self) -> int | None:
-        """A workspace limit in bytes that would save memory and touch few kernels; None: none."""
+        """A workspace limit in bytes that would save memory and affect few kernels; None: none."""
         is_last = self.is_last_better
         known = [
             (timing.workspace_bytes, kernel.time_ns(is_last))
@@ -175,7 +175,7 @@ class Advice:
         return f"{', then '.join(advised)}."
 
     def sentences(self) -> list[str]:
-        """The step, the memory, the bound and the verdict."""
+        """Sentences on the step, the memory, the bound and the verdict."""
         found = []
         convolutions = format_ns(self.convolutions_ns)
         if self.step_ns:
@@ -242,7 +242,7 @@ def _workspace_bytes(kernels: Iterable[KernelAdvice], is_last: bool) -> int:
 
 
 def _limit_for(known: Sequence[tuple[int, int]]) -> int:
-    """The least workspace that holds kernels of most of the time, in whole MiB.
+    """The smallest limit, in whole MiB, that leaves the kernels with most of the time unaffected.
 
     Args:
         known: workspace in bytes and time in ns of each kernel.

@@ -1,4 +1,4 @@
-"""Look at a training step without a search: what `ucudnn.advise` does."""
+"""`ucudnn.advise`: time a training step and its convolutions without a search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, UnsupportedError
@@ -24,7 +24,7 @@ from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.advice import Advice, KernelAdvice
 from ucudnn.tuning.step_judge import race
-from ucudnn.tuning.tuner import is_replayed, layers_by_problem
+from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.tuning.worth import least_ns
 
 # Seconds for all of it: advice is for those who do not want to wait for tuning.
@@ -52,10 +52,11 @@ def advise(
     real: bool = False,
     on_kernel: OnKernel = _silent,
 ) -> Advice:
-    """Time a training step and its convolutions as torch runs them, and say what could be gained.
+    """Time a training step and its convolutions as torch runs them, and bound what can be gained.
 
-    Nothing is searched and nothing is cached; it takes a minute at most. Steps are run as they are
-    and with copies of the parameters in channels_last; model and random states stay as they are.
+    There is no search and nothing is cached; it takes a minute at most. Steps are run in the
+    model's own layout and with copies of the parameters in channels_last. Model and random states
+    do not change.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -64,15 +65,16 @@ def advise(
 
     Args:
         model: any module.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
-            of such for several input sizes.
-        config: the settings, of which `ops` and `backend` count; default: `Config()`.
-        real: compute one step to find the convolutions, for a model whose course depends on values.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
+            list of these for several input sizes.
+        config: the settings; only `ops` and `backend` matter; default: `Config()`.
+        real: compute one step to find the convolutions, for a model whose control flow depends on
+            values.
         on_kernel: called after every kernel, with how many are done and how many there are.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution, or the
-            backend is a recording, of which no step can be run.
+            backend is a recording, which cannot run steps.
     """
     config = require_config(config)
     require_live(config)
@@ -87,7 +89,7 @@ def advised(
     config: Config,
     on_kernel: OnKernel = _silent,
 ) -> Advice:
-    """The same for a model that was traced.
+    """Like `advise`, for a model that was traced.
 
     Args:
         model: any module.
@@ -120,9 +122,9 @@ def require_live(config: Config) -> None:
     """Refuse settings that name a recording.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: the settings name one.
     """
-    if is_replayed(config):
+    if config.is_replayed:
         raise ConfigError(
             "advice is about this machine, and the settings name a recording; leave out "
             "backend='recorded' and device_profile"
@@ -137,7 +139,7 @@ def _with_steps(
     problems: Collection[Problem],
     began: float,
 ) -> Advice:
-    """Run steps as they are and in channels_last, in turn."""
+    """Run steps in the model's own layout and in channels_last, in turn."""
     reason = reason_against_steps(model, inputs, backend.device().type)
     if reason:
         return replace(advice, reason=reason)
@@ -166,7 +168,7 @@ def _with_steps(
     # A model that was traced on fake tensors may still fail on real ones. Its kernels can be timed
     # all the same.
     except STEP_ERRORS as error:
-        return replace(advice, reason=f"one could not be computed ({failure_of(error)})")
+        return replace(advice, reason=f"one could not be computed ({first_line(error)})")
     return replace(
         advice,
         step_ns=median_ns(own),
@@ -182,14 +184,14 @@ class _Watch:
 
     Args:
         backend: of the device.
-        until: the `time.monotonic` after which none is begun.
+        until: the `time.monotonic` after which no kernel is begun.
     """
 
     backend: AbstractBackend
     until: float
 
     def kernel(self, problem: Problem, layers: tuple[str, ...]) -> KernelAdvice:
-        """One kernel by torch's own convolution, in both layouts."""
+        """Time one kernel by torch's own convolution, in both layouts."""
         others = []
         if problem.rank > 1 and problem.layout == "nchw":
             others.append(replace(problem, layout="nhwc"))

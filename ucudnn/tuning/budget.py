@@ -14,7 +14,7 @@ _LEAST_PART = 0.05
 
 
 class Budget:
-    """Time from the making of this object on.
+    """The time budget, counted from the creation of this object.
 
     Args:
         seconds: that tuning may take; None: not known yet, or no limit.
@@ -29,8 +29,8 @@ class Budget:
         """Set the budget, now that the time of a step is known, and count progress from now on.
 
         Args:
-            seconds: from the making of this object on; None: no limit.
-            reserved_s: of these, to leave for the race of whole steps; a third at most.
+            seconds: from the creation of this object; None: no limit.
+            reserved_s: seconds of these to leave for the race of whole steps; at most a third.
         """
         # The first runs of torch's own convolutions tell nothing about how fast tuning proceeds.
         self._counts_from = monotonic()
@@ -45,7 +45,7 @@ class Budget:
         return self.deadline is not None and monotonic() >= self.deadline
 
     def end(self) -> None:
-        """Let nothing more begin."""
+        """End the budget now, so that nothing more is begun."""
         self.deadline = 0.0
 
     def allot(self, session: Session, part: float) -> None:
@@ -57,11 +57,11 @@ class Budget:
         session.until = session.race_until - _RACING * left_s
 
     def seconds_left(self, done_ns: int, total_ns: int) -> float | None:
-        """Expected seconds until the end; None before there is anything to go by.
+        """Estimated seconds until the end; None before the first kernel is finished.
 
         Args:
             done_ns: time of torch's own convolution in the kernels that are finished.
-            total_ns: the same of all kernels.
+            total_ns: time of torch's own convolution in all kernels.
         """
         if not done_ns:
             return None

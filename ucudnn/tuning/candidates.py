@@ -8,7 +8,7 @@ from functools import lru_cache
 from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.backends import Cost
 from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Candidate
+from ucudnn.measurement import Candidate, Role, role_of
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.items import lists_of
 from ucudnn.tuning.session import Session
@@ -21,9 +21,9 @@ class KernelCandidates:
         session: the device.
         axis: of the kernel, along which it is split.
         sizes: of the chunks that a split may have.
-        adds_bias: those candidates that add a bias, too, and no others.
-        extrapolates: include two small chunks in the role "alone", which no split uses: they tell
-            what workspace the undivided call needs.
+        adds_bias: only candidates that also add a bias; else only those that do not.
+        extrapolates: include two small chunks in role `ALONE`, which no split uses: the workspace
+            of the undivided call is extrapolated from them.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KernelCandidates:
 
     @cached_property
     def by_arm(self) -> Mapping[Arm, Candidate]:
-        """All of them, the smallest sizes first."""
+        """All candidates by arm, the smallest sizes first."""
         backend = self._session.backend
         # torch's own convolution of a whole problem is never refused, that of a slab may be.
         refusal = backend.slab_refusal if self.axis.name == RowAxis.name else backend.refusal
@@ -61,25 +61,25 @@ class KernelCandidates:
                     found[Arm(size, candidate.algorithm, role)] = candidate
         return found
 
-    def _roles(self, size: int) -> tuple[str, ...]:
+    def _roles(self, size: int) -> tuple[Role, ...]:
         # The whole is the only chunk of its call, which allocates and returns the result.
         if size == self.axis.extent:
-            return ("alone",)
-        if self.problem.op != "wgrad":
-            # Every chunk of fprop and dgrad is written into its slice of a result, also the first.
-            # The workspace of the undivided call, which is not, needs chunks in the role "alone".
-            tells = self._extrapolates and size in self.sizes[:2]
-            return ("later", "alone") if tells and self.axis.extent in self.sizes else ("later",)
-        # In half precision the first chunk of a weight gradient begins a sum in float32.
-        return ("alone" if self.problem.bytes_per_element >= 4 else "first", "later")
+            return (Role.ALONE,)
+        roles = dict.fromkeys(role_of(self.problem, place) for place in (Role.FIRST, Role.LATER))
+        # Chunks of fprop and dgrad are written into a result. Two that return one extrapolate what
+        # workspace the undivided call needs.
+        tells = self._extrapolates and size in self.sizes[:2] and self.axis.extent in self.sizes
+        if tells and self.problem.op != "wgrad":
+            roles[Role.ALONE] = None
+        return tuple(roles)
 
-    def lists(self, arm: Arm) -> tuple[str, ...]:
-        """Positions of a split that an arm can fill; none if it only tells about others."""
-        return lists_of(self.problem.op, arm.size == self.axis.extent, arm.role)
+    def lists(self, arm: Arm) -> tuple[Role, ...]:
+        """Positions of a split that an arm can fill; empty if it only serves to extrapolate."""
+        return lists_of(self.problem, arm.size == self.axis.extent, arm.role)
 
     @cached_property
     def curves(self) -> Mapping[Arm, str]:
-        """A name per arm; arms of one name, a curve of time over size, run one implementation."""
+        """The curve of each arm, by name; arms of one curve run the same implementation."""
         kernel_of = self._session.kernel_of
         # One name may stand for different implementations at different batches, as for torch's own
         # convolution; times of one of them say nothing about another.
@@ -90,7 +90,7 @@ class KernelCandidates:
 
     @cached_property
     def arms_by_curve(self) -> Mapping[str, list[Arm]]:
-        """The arms of each curve that a split can hold, the smallest first."""
+        """The arms of each curve that can be part of a split, the smallest first."""
         found: dict[str, list[Arm]] = {}
         for arm, curve in self.curves.items():
             if self.lists(arm):
@@ -99,12 +99,12 @@ class KernelCandidates:
 
     @cached_property
     def even_sizes(self) -> frozenset[int]:
-        """Sizes that keep all processors equally busy, or powers of two where nobody knows."""
+        """Sizes that keep all processors equally busy; powers of two if these are not known."""
         # Waves are counted in samples, and so say nothing about the rows of a slab.
         powers = (1 << k for k in range(self.axis.extent.bit_length()))
         waves = self.axis.name == "batch" and self._session.backend.wave_sizes(self.problem)
         return frozenset(waves or powers)
 
     def cost(self, size: int, algorithm: str) -> Cost | None:
-        """The least that an algorithm does for a chunk; None where nobody knows."""
+        """Lower bounds of what an algorithm needs for a chunk; None if none are known."""
         return self._session.cost(self.part(size), algorithm)

@@ -1,4 +1,4 @@
-"""Re-time finalists as whole plans beside torch's default; one wins only above the noise."""
+"""Race finalists as whole calls against torch's default, which only a clear gain replaces."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ucudnn.benchmark.bench import Whole
 from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import Measurement, MeasurementKey
-from ucudnn.plan import Split, Timing
+from ucudnn.measurement import Candidate, Measurement, MeasurementKey, Subject
+from ucudnn.plan import DEFAULT_ALGORITHM, Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.session import Session
@@ -25,8 +25,8 @@ class Finalist:
         split: what was run.
         timing: median, spread and workspace of the whole call.
         samples: times in ns, one per round; the n-th of every finalist is from the same round.
-        is_deterministic: whether it computes the same bits each time.
-        is_perturbed: others used the processors while it was timed.
+        is_deterministic: whether it computes the same bits every time.
+        is_perturbed: other processes used the processors while it was timed.
     """
 
     split: Split
@@ -43,26 +43,26 @@ def race(
     splits: Sequence[Split],
     has_bias: bool = False,
 ) -> list[Finalist]:
-    """Time whole calls in interleaved rounds, or take them from the cache where all of them are.
+    """Time whole calls in interleaved rounds, or take the race from the cache if it is complete.
 
     Args:
         session: the device and the cache.
         measurer: of the kernel, whose bench is used.
         problem: the kernel at one of its batches.
-        splits: what to time.
-        has_bias: whether a layer adds a bias to the result, which then is part of every call.
+        splits: the splits to time.
+        has_bias: whether a layer adds a bias to the result; then every call adds one.
 
     Raises:
-        UnsupportedError: none could be run.
+        UnsupportedError: no split could be run.
     """
     # Samples are compared in pairs of one round, so a race is recalled as a whole or run anew.
     recalled = recall_race(session, problem, splits, has_bias)
     if recalled is not None:
         return recalled
     keys = _keys(session, problem, splits, has_bias)
-    notes = _notes(session, problem, splits)
+    facts = _facts(session, problem, splits)
     wholes = measurer.bench.whole(splits, has_bias)
-    found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, notes, strict=True)]
+    found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, facts, strict=True)]
     # Tuning that is interrupted from here on keeps this race.
     session.flush()
     finalists = _finalists(splits, found)
@@ -74,7 +74,7 @@ def race(
 def recall_race(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool = False
 ) -> list[Finalist] | None:
-    """The race of these splits from the cache; None where it is not there or none could be run.
+    """The race of these splits from the cache; None if it is not there or no split could be run.
 
     Args:
         session: the device and the cache.
@@ -95,7 +95,6 @@ def _keys(
     names = sorted(str(split) for split in splits)
     identity = hashlib.sha256(" | ".join(names).encode()).hexdigest()[:8]
     this_race = f"race {identity}{' with a bias' if has_bias else ''}"
-    # A recorded backend tells whole calls from candidates by this prefix ("plan[").
     return [session.key(problem, f"plan[{split}] in {this_race}") for split in splits]
 
 
@@ -107,28 +106,30 @@ def _finalists(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Fi
     ]
 
 
-def _notes(session: Session, problem: Problem, splits: Sequence[Split]) -> list[tuple[str, ...]]:
-    """Notes of each split: all that torch's default has, else whether it is nondeterministic."""
-    notes_by_name = {
-        candidate.algorithm: candidate.notes for candidate in session.backend.candidates(problem)
-    }
+def _facts(session: Session, problem: Problem, splits: Sequence[Split]) -> list[Candidate]:
+    """Facts of each split: all that torch's default has, else whether it is deterministic."""
+    by_name = {entry.algorithm: entry for entry in session.backend.candidates(problem)}
+    random = {name for name, entry in by_name.items() if not entry.is_deterministic}
     return [
-        # A plan shows all notes of torch's own convolution. Of any other split they decide ties
-        # alone: one nondeterministic chunk makes all of it so.
-        notes_by_name.get(split.steps[0].algorithm, ())
-        if split.is_default
-        else ("nondeterministic",)
-        if any("nondeterministic" in notes_by_name.get(s.algorithm, ()) for s in split.steps)
-        else ()
+        # One nondeterministic chunk makes all of the call so.
+        by_name[DEFAULT_ALGORITHM]
+        if split.is_default and DEFAULT_ALGORITHM in by_name
+        else Candidate(
+            problem,
+            str(split),
+            is_deterministic=random.isdisjoint(step.algorithm for step in split.steps),
+        )
         for split in splits
     ]
 
 
-def _measured(key: MeasurementKey, whole: Whole, notes: tuple[str, ...]) -> Measurement:
+def _measured(key: MeasurementKey, whole: Whole, facts: Candidate) -> Measurement:
     samples = whole.result.samples
     # Kept like a time, so that a second tune recalls the race and need not fail again.
     if whole.result.failure:
-        return Measurement(key, "failed", reason=whole.result.failure, notes=notes)
+        kind, reason = whole.result.failure
+        return Measurement(key, "failed", reason=reason, failure=kind, subject=Subject.CALL)
+    state = whole.result.state
     return Measurement(
         key,
         "ok",
@@ -136,7 +137,11 @@ def _measured(key: MeasurementKey, whole: Whole, notes: tuple[str, ...]) -> Meas
         spread_ns(samples),
         tuple(samples),
         whole.workspace_bytes,
-        notes=notes + whole.result.state,
+        notes=facts.notes + state.notes,
+        subject=Subject.CALL,
+        implementation=facts.implementation,
+        is_deterministic=facts.is_deterministic,
+        load=state.load,
     )
 
 
@@ -149,7 +154,7 @@ def _finalist(split: Split, entry: Measurement) -> Finalist:
         split,
         timing,
         entry.samples,
-        is_deterministic="nondeterministic" not in entry.notes,
+        is_deterministic=entry.is_deterministic,
         is_perturbed=entry.is_perturbed,
     )
 
@@ -159,9 +164,9 @@ def choose(
 ) -> Finalist | None:
     """The winner within the limit: torch's default, unless another is faster beyond the noise.
 
-    Of those that tie, the one with less workspace wins, then with fewer chunks, then a
-    deterministic one. A tie needs a median within 2 % of the fastest, too: at the end of every
-    chunk threads wait for each other, which takes much longer on a busy machine.
+    Among those that tie, the one with less workspace wins, then the one with fewer chunks, then a
+    deterministic one. To tie, a median must also be within 2 % of the fastest, because wide
+    intervals alone would let much slower calls tie.
 
     >>> from ucudnn.plan import Step
     >>> def entry(name, *samples):
@@ -176,24 +181,25 @@ def choose(
     Args:
         finalists: of one race.
         limit: bytes of workspace, None without a limit.
-        overhead_ns: that a planned call takes beyond what was timed of it.
+        overhead_ns: time that a planned call takes in addition to the time measured.
 
     Returns:
-        The winner, or None where no finalist is within the limit.
+        The winner, or None if no finalist is within the limit.
     """
-    fitting = [
-        entry for entry in finalists if limit is None or entry.timing.workspace_bytes <= limit
-    ]
+    fitting = [entry for entry in finalists if _fits(entry, limit)]
     default = next((entry for entry in fitting if entry.split.is_default), None)
     # Where nothing is clearly faster than torch's own convolution, that is the only one left.
     if default is not None:
-        fitting = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)] or [
-            default
-        ]
+        faster = [entry for entry in fitting if _is_faster(entry, default, overhead_ns)]
+        fitting = faster or [default]
     if not fitting:
         return None
     fastest = min(fitting, key=lambda entry: entry.timing.time_ns)
     return min((entry for entry in fitting if _ties(entry, fastest)), key=_thrift)
+
+
+def _fits(entry: Finalist, limit: int | None) -> bool:
+    return limit is None or entry.timing.workspace_bytes <= limit
 
 
 def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:
@@ -211,7 +217,7 @@ def _ties(entry: Finalist, fastest: Finalist) -> bool:
 
 
 def _is_faster(entry: Finalist, other: Finalist, overhead_ns: int = 0) -> bool:
-    """True if one takes less time than the other, by more than noise and more than is worth it."""
+    """True if one takes less time than the other, beyond the noise and by enough to matter."""
     # Calls are timed without the lookup of their plan, which training pays for. torch's own
     # convolution needs none, so the overhead is added to one side.
     samples = [time_ns + overhead_ns for time_ns in entry.samples]

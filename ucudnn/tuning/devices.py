@@ -37,17 +37,17 @@ class Devices:
 
     @property
     def first(self) -> Session:
-        """The first one, for questions that all answer alike, such as which algorithms exist."""
+        """The first session, for questions that all answer alike, such as the algorithms."""
         return self._sessions[0]
 
     @property
     def is_recorded(self) -> bool:
-        """True where a recording says what a device would measure."""
+        """True if a recording is replayed instead of measuring."""
         return isinstance(self.first.backend, RecordedBackend)
 
     @property
     def is_busy(self) -> bool:
-        """True where others used the processors when tuning began."""
+        """True if other processes used the processors when tuning began."""
         return any(session.is_busy for session in self._sessions)
 
     @property
@@ -61,12 +61,12 @@ class Devices:
         return sum(session.reused for session in self._sessions)
 
     def flush(self) -> None:
-        """Write what was measured to the cache, where every session finds it."""
+        """Write new measurements to the cache, where every session finds them."""
         for session in self._sessions:
             session.flush()
 
     def close(self) -> None:
-        """Write what is left and end the workers."""
+        """Write the remaining measurements and end the workers."""
         for session in self._sessions:
             session.close()
 
@@ -118,14 +118,14 @@ def open_devices(
     remeasure: bool,
     on_run: Callable[[], None],
 ) -> Devices:
-    """Begin a session per device; several measure in processes of their own.
+    """Open a session per device; if there are several, each measures in its own process.
 
     Args:
         backends: one per device.
         cache: where measurements are kept.
         effort: how precisely times are taken.
         deadline: `time.monotonic` after which nothing is measured, None for any.
-        remeasure: take every time anew, whatever the cache has.
+        remeasure: measure everything anew, even if it is in the cache.
         on_run: called whenever something was measured or found.
 
     Raises:

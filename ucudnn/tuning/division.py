@@ -1,8 +1,8 @@
 """Divide one pool of workspace among the kernels of a model. Pure.
 
-Workspaces of kernels that own their part of a pool add up, so kernels can no longer be planned one
-by one: first a front of each kernel, then one choice per front by integer programming. This is the
-WD method of mu-cuDNN (Oyama et al., CLUSTER 2018, section III).
+If kernels own parts of a pool, their workspaces add up, so they cannot be planned one by one. First
+the front of each kernel is found, then one point per front by integer programming. This is the WD
+method of mu-cuDNN (Oyama et al., CLUSTER 2018, section III).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
-from ucudnn.tuning.solve import Front
+from ucudnn.tuning.fronts import Front
 from ucudnn.units import format_bytes
 
 
@@ -22,9 +22,9 @@ class Choices:
     """Options of a kernel in a division of a pool.
 
     Args:
-        calls: number of layers that run it, each of which owns a part of the same size.
-        most: bytes that one of them may own.
-        front: of one call, where it fits with the surplus.
+        calls: number of calls of the kernel; all own parts of the same size.
+        most: largest part in bytes that one call may own.
+        front: points of one call that fit, including the surplus.
         surplus: measured workspace of a whole call minus that of its chunks, in bytes.
     """
 
@@ -43,11 +43,11 @@ class Choices:
         ]
 
     def part(self, place: int, left: int) -> int:
-        """Bytes that a call owns at a point of its front, including its part of what is left over.
+        """Bytes that a call owns at a point of its front, with its part of the unused pool.
 
         Args:
             place: index into the front.
-            left: bytes of the pool that no call needs, per call.
+            left: unused bytes of the pool, per call.
         """
         point = self.front[place]
         least = point.workspace_bytes + self.surplus
@@ -61,7 +61,7 @@ def require_solver(solver: str) -> None:
     """Refuse a solver that is not installed, before anything is measured for it.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not installed.
     """
     # The smallest possible division: a solver's package is imported only when it solves.
     divide([[(0, 1)]], 0, solver)
@@ -71,14 +71,14 @@ def divided(choices: Mapping[Problem, Choices], total: int, solver: str) -> dict
     """Workspace of each call of each kernel that minimises the total time.
 
     >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
-    >>> from ucudnn.tuning.solve import Point
+    >>> from ucudnn.tuning.fronts import Point
     >>> fronts = (Point(0, 9), Point(4, 8)), (Point(0, 9), Point(6, 2))
     >>> choices = {slow: Choices(2, 4, fronts[0]), fast: Choices(1, 6, fronts[1])}
     >>> list(divided(choices, 8, "auto").values())  # 2 bytes are left over, for three calls
     [0, 6]
 
     Args:
-        choices: of each kernel; one without any gets nothing.
+        choices: of each kernel; a kernel without choices gets no workspace.
         total: bytes of the pool.
         solver: as `ucudnn.solvers.divide` takes it.
 

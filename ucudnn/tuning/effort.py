@@ -14,7 +14,7 @@ class Effort:
     Args:
         budget_steps: the default time budget, as a number of training steps; None: no budget.
         least_budget_s: seconds that the default budget is at least.
-        most_budget_s: seconds that it is at most, where every kernel may stay torch's own.
+        most_budget_s: seconds that it is at most, if every kernel may stay torch's own.
         ignored_share: a kernel that could gain less than this fraction of a step's time, or that
             uses less than ten times as much, is not measured beyond torch's own convolution.
         tolerated_share: a kernel is measured no further when a better split could gain no more
@@ -41,8 +41,8 @@ class Effort:
 
         Args:
             step_ns: time of a step.
-            is_forced: torch's own exceeds the workspace limit in some kernel, so that a plan must
-                be found, however long that takes.
+            is_forced: torch's own exceeds the workspace limit in some kernel, so a plan must be
+                found, and the budget has no upper end.
         """
         if self.budget_steps is None:
             return None

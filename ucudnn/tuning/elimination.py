@@ -1,8 +1,9 @@
-"""Algorithms of one kernel that are ruled out before their large chunks are run, with the reason.
+"""Rule out algorithms of one kernel before their large chunks are run, and give the reason.
 
-Two bounds, both from what an algorithm states that it does at least (`Cost`). The roofline of the
-machine bounds the time of a chunk that never ran. A small chunk that was timed bounds the larger
-ones: their time grows at least as the slower growing of operations and traffic.
+There are two bounds, both from the lower bounds of operations and traffic that an algorithm states
+(`Cost`). The roofline of the machine bounds the time of a chunk that never ran. A small chunk that
+was timed bounds larger ones: the time grows at least as much as the slower growing of operations
+and traffic.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _TRIAL_NS = 1_000_000
 
 
 class Elimination:
-    """Decides which algorithms can still matter, by the measurements so far.
+    """Decides which algorithms can still be part of the best split, by the measurements so far.
 
     Args:
         candidates: of the kernel.
-        records: what was measured so far, by arm; changed by its owner as more is.
-        workspaces: what the chunks need.
+        records: measurements so far, by arm; their owner adds to them.
+        workspaces: known and extrapolated workspace of the chunks.
         is_allowed: whether a measured chunk may be part of a plan.
-        roofline: of the machine; None: times are bounded by smaller chunks alone.
+        roofline: of the machine; None: only smaller chunks bound times.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Elimination:
         self.is_active = True
 
     def reasons(self) -> dict[str, str]:
-        """Curves of which nothing more need be measured, with the reason."""
+        """Curves that need not be measured further, with the reason."""
         best_ns, found = self._best_ns(), {}
         for curve, arms in self._candidates.arms_by_curve.items():
             reason = self._reason(arms, best_ns)
@@ -64,10 +65,21 @@ class Elimination:
         return found
 
     def _reason(self, arms: Sequence[Arm], best_ns: float | None) -> str:
-        """Reason why none of a curve's arms can matter, "" where one can."""
+        """Reason why no arm of a curve can be part of the best split; "" if one can."""
         # It was timed in full, so that the solver judges it by its times.
         if any(self._records[arm].status == "ok" for arm in arms if arm in self._records):
             return ""
+        reason = self._memory_reason(arms)
+        if reason or not self.is_active or best_ns is None:
+            return reason
+        # The best rate of any size: a fixed cost, as the transform of a filter, weighs less in
+        # larger chunks and alone must not rule an algorithm out.
+        rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
+        times = rate * self._candidates.axis.extent / best_ns
+        return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
+
+    def _memory_reason(self, arms: Sequence[Arm]) -> str:
+        """Reason why there is not enough memory for any of a curve's arms, "" where there is."""
         costs = [self._candidates.cost(arm.size, arm.algorithm) for arm in arms]
         least = min((cost.workspace_bytes if cost else 0 for cost in costs), default=0)
         most = self._workspaces.most_bytes
@@ -76,24 +88,16 @@ class Elimination:
                 f"it needs {format_bytes(least)} at least, more than the {format_bytes(most)} that "
                 f"a candidate may take here"
             )
-        if not self.is_active:
-            return ""
         limit = self._workspaces.limit
-        if limit is not None and least > limit:
+        if self.is_active and limit is not None and least > limit:
             return (
                 f"it needs {format_bytes(least)} at least, and the workspace limit is "
                 f"{format_bytes(limit)}"
             )
-        if best_ns is None:
-            return ""
-        # The best rate of any size: a fixed cost, as the transform of a filter, weighs less in
-        # larger chunks and alone must not rule an algorithm out.
-        rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
-        times = rate * self._candidates.axis.extent / best_ns
-        return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
+        return ""
 
     def _best_ns(self) -> float | None:
-        """Time of the whole at the rate of the fastest chunk that may be used, None without any."""
+        """Time of the whole batch at the rate of the fastest usable chunk; None without one."""
         rates = (
             entry.time_ns / arm.size
             for arm, entry in self._records.items()
@@ -108,11 +112,11 @@ class Elimination:
         return self.expected_ns(arm) if known is None else known
 
     def least_ns(self, arm: Arm) -> int:
-        """A lower bound of what an arm takes, with room for an error of the expectation."""
+        """Lower bound of the time of an arm: the expected time with a margin for its error."""
         return int(self.expected_ns(arm) / HOPELESS)
 
     def expected_ns(self, arm: Arm) -> int:
-        """The least time that an arm is expected to take; 0 where nothing is known."""
+        """Shortest time that an arm is expected to take; 0 if nothing is known."""
         cost = self._candidates.cost(arm.size, arm.algorithm)
         if cost is None:
             return 0
@@ -125,9 +129,9 @@ class Elimination:
         return max(self._roofline_ns(cost), min(extrapolated, default=0))
 
     def _roofline_ns(self, cost: Cost) -> int:
-        """The machine's bound; 0 where something here was faster than its own, so that it is none.
+        """Bound by the roofline; 0 if some measurement beat its bound, which disproves it.
 
-        The speed of a machine is underestimated where it was taken while others used the machine.
+        The roofline is too low if it was measured while other processes used the machine.
         """
         if self._roofline is None:
             return 0
@@ -147,7 +151,7 @@ class Elimination:
                     yield other.size, fastest
 
     def trials(self) -> list[Arm]:
-        """A small chunk of each curve of which no telling time is known, the cheapest first."""
+        """A small chunk of each curve that has no time to extrapolate from, the cheapest first."""
         reasons, best_ns = self.reasons(), self._best_ns()
         found = (
             self._trial(arms, best_ns)
@@ -158,7 +162,7 @@ class Elimination:
         return sorted((arm for arm in found if arm is not None), key=self.expected_ns)
 
     def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
-        """The smallest arm of a curve whose time tells about larger ones, if it is yet to run."""
+        """The smallest arm of a curve that is long enough to extrapolate from, if it never ran."""
         first = arms[0]
         if self._candidates.cost(first.size, first.algorithm) is None or any(self._telling(first)):
             return None
@@ -171,7 +175,7 @@ class Elimination:
 
 
 def growth(small: Cost, large: Cost) -> float:
-    """The factor by which the time of a chunk grows at least, from one cost to a larger one.
+    """Lower bound of the ratio of two times, from a cost to a larger one.
 
     >>> growth(Cost(100, 50, 0), Cost(400, 100, 0))
     2.0

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ucudnn.axis import BatchAxis
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.tuning.noise import PERTURBED
-from ucudnn.tuning.solve import solve
+from ucudnn.tuning.batch_splits import BatchSplits
+from ucudnn.tuning.plan_draft import PlanDraft
+from ucudnn.tuning.split_table import plan_by
 
 
 def plan_by_torch(
@@ -20,15 +22,15 @@ def plan_by_torch(
     kernel_of: Callable[[Problem, str], str | None],
     note: str,
 ) -> KernelPlan | None:
-    """The undivided plan, None where torch's own was not timed or exceeds the limit.
+    """The undivided plan; None if torch's own was not timed or exceeds the limit.
 
     Args:
         problem: the kernel at its largest batch.
         layers: names of the layers that run it.
-        entry: torch's own convolution of it, as it was measured; None: it was not.
+        entry: measurement of torch's own convolution; None: it was not measured.
         limit: workspace in bytes, None for any.
         kernel_of: name of the implementation by which an algorithm runs a problem.
-        note: the reason, for the plan.
+        note: the reason, for the notes of the plan.
     """
     if entry is None or entry.time_ns is None or entry.workspace_bytes is None:
         return None
@@ -38,8 +40,8 @@ def plan_by_torch(
     timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
     # Its one time also plans the smaller batches that torch computes by the same implementation,
     # where it is an upper bound.
-    solved = solve(problem, [replace(entry, status="ok")], kernel_of, limit)
+    table = BatchSplits.of(BatchAxis(problem), (), [entry], kernel_of, limit)
     # Undivided, by torch's own convolution: what runs without any plan.
     split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
-    notes = (note, *((PERTURBED,) if entry.is_perturbed else ()))
-    return solved.kernel_plan(layers, split, timing, timing, notes)
+    plan = plan_by([table], PlanDraft(problem, split), layers, timing, timing, (note,))
+    return replace(plan, is_perturbed=entry.is_perturbed)

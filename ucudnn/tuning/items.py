@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role, role_of
 from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
@@ -19,23 +19,20 @@ def items_by_role(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
 ) -> dict[str, list[Item]]:
-    """Items for `reuse`, by role: "alone", "first", "later".
+    """Items for `reuse`, by position in a split.
 
     Args:
         problem: the kernel at its largest batch.
         measurements: of its micro-batches and of others.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
     """
     alone = _single_items(problem, measurements, kernel_of)
-    later = chunk_items(problem, measurements, "later")
-    if problem.op != "wgrad":
-        # The first chunk writes into its slice of the result as every other one does.
-        first = later
-    else:
-        first = chunk_items(problem, measurements, role_of_first(problem))
+    later = chunk_items(problem, measurements, Role.LATER)
+    first = chunk_items(problem, measurements, role_of(problem, Role.FIRST))
+    if problem.op == "wgrad":
         # To return a gradient costs no more than to begin a sum with it.
         alone += first
-    return {"alone": alone, "first": first, "later": later}
+    return {Role.ALONE: alone, Role.FIRST: first, Role.LATER: later}
 
 
 def _single_items(
@@ -45,15 +42,15 @@ def _single_items(
 ) -> list[Item]:
     """Times of each algorithm for each batch alone, or upper bounds.
 
-    A batch that was not timed costs at most what the next larger one does by the same kernel, and a
-    chunk alone at most what it does when it is written into a larger result.
+    A batch that was not timed costs at most as much as the next larger one with the same
+    implementation. A chunk alone costs at most as much as one that is written into a larger result.
     """
     costs: dict[str, dict[int, Item]] = {}
-    # "alone" comes second: what was timed so replaces the bound from the other role.
-    for role in ("later", "alone"):
+    # `ALONE` comes second: what was timed so replaces the bound from the other role.
+    for role in (Role.LATER, Role.ALONE):
         for item in chunk_items(problem, measurements, role):
             # A later chunk of a weight gradient is added to a sum, which bounds no other operation.
-            if role == "alone" or problem.op != "wgrad":
+            if role == Role.ALONE or problem.op != "wgrad":
                 costs.setdefault(item.algorithm, {})[item.batch] = item
     every = range(1, problem.batch + 1)
     return [
@@ -64,20 +61,20 @@ def _single_items(
 
 
 def with_bounded(
-    problem: Problem, items: Mapping[str, list[Item]], kernel_of: KernelOf, sizes: Iterable[int]
+    problem: Problem, items: Mapping[str, Sequence[Item]], kernel_of: KernelOf, sizes: Iterable[int]
 ) -> dict[str, list[Item]]:
-    """The items, and what chunks of other sizes take at most.
+    """The items, with upper bounds for chunks of other sizes.
 
     Args:
         problem: the kernel at its largest batch.
-        items: of what was timed, by role.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
-        sizes: that chunks may have.
+        items: of the timed chunks, by role.
+        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
+        sizes: allowed sizes of chunks.
     """
     sizes = tuple(sizes)
-    # Items in role "alone" cover all batches already, see `_single_items`.
-    found = {"alone": items["alone"]}
-    for role in ("first", "later"):
+    # Items in role `ALONE` cover all batches already, see `_single_items`.
+    found: dict[str, list[Item]] = {Role.ALONE: list(items[Role.ALONE])}
+    for role in (Role.FIRST, Role.LATER):
         costs: dict[str, dict[int, Item]] = {}
         for item in items[role]:
             costs.setdefault(item.algorithm, {})[item.batch] = item
@@ -94,9 +91,9 @@ def with_bounded(
 def _bounded(
     problem: Problem, by_batch: Mapping[int, Item], sizes: Iterable[int], kernel_of: KernelOf
 ) -> Iterator[Item]:
-    """Times of one algorithm at some sizes; between timed ones, that of the next larger.
+    """Times of one algorithm at some sizes; an untimed size has the time of the next larger one.
 
-    Only where both run the same kernel; one that was timed stands for itself.
+    This holds only if both run the same implementation.
     """
     # From the largest size down: a smaller chunk of one implementation is taken to need no more
     # time or workspace than the next larger one that was timed.
@@ -112,44 +109,34 @@ def _bounded(
             yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
 
 
-def lists_of(op: str, is_whole: bool, role: str) -> tuple[str, ...]:
-    """Positions in a split that a chunk timed in a role may have.
+def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
+    """Positions in a split that a chunk may have if it was timed in a role.
 
-    >>> lists_of("fprop", False, "later")
-    ('first', 'later')
+    >>> lists_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), False, Role.LATER)
+    (<Role.FIRST: 'first'>, <Role.LATER: 'later'>)
 
     Args:
-        op: of the problem.
-        is_whole: whether the chunk is all of it.
+        problem: the problem that is split.
+        is_whole: whether the chunk is the whole batch.
         role: in which it was timed.
     """
     if is_whole:
-        return ("alone",)
-    if op != "wgrad":
-        # One that was timed alone though it is not the whole is no part of any split: it was run to
-        # extrapolate the workspace of the whole.
-        return ("first", "later") if role == "later" else ()
-    return ("later",) if role == "later" else ("first",)
+        return (Role.ALONE,)
+    # None for a chunk of fprop or dgrad that was timed alone, to extrapolate the whole's workspace.
+    places = (Role.FIRST, Role.LATER)
+    return tuple(place for place in places if role_of(problem, place) == role)
 
 
-def role_of_first(problem: Problem) -> str:
-    """The role in which the first of several chunks is timed."""
-    if problem.op != "wgrad":
-        return "later"
-    # in full precision it runs exactly as a lone one does
-    return "alone" if problem.bytes_per_element >= 4 else "first"
+def rank_of(algorithm: str, is_deterministic: bool) -> int:
+    """Rank that breaks ties, lower first: 0 for deterministic algorithms and torch's default."""
+    return 2 * (not is_deterministic) + (algorithm != DEFAULT_ALGORITHM)
 
 
-def rank_of(algorithm: str, notes: Sequence[str]) -> int:
-    """Rank that breaks ties, lower first: deterministic algorithms, and torch's default."""
-    return 2 * ("nondeterministic" in notes) + (algorithm != DEFAULT_ALGORITHM)
-
-
-def held_bytes(problem: Problem, role: str) -> int:
-    """Memory beside the workspace of a chunk: half-precision wgrad adds up in float32."""
+def held_bytes(problem: Problem, role: Role) -> int:
+    """Memory in addition to the workspace of a chunk: half-precision wgrad adds up in float32."""
     # Workspace of a chunk is measured without the tensor that it adds to, which the call holds
     # until its end.
-    if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != "alone":
+    if problem.op == "wgrad" and problem.bytes_per_element < 4 and role != Role.ALONE:
         return 4 * prod(problem.w_shape)
     return 0
 
@@ -157,16 +144,16 @@ def held_bytes(problem: Problem, role: str) -> int:
 def chunk_items(
     problem: Problem,
     measurements: Sequence[Measurement],
-    role: str,
+    role: Role,
     size_by_part: Mapping[Problem, int] | None = None,
 ) -> list[Item]:
-    """Items of one role, with all that they hold.
+    """Items of one role, with all memory that they need.
 
     Args:
         problem: the kernel at its largest batch.
         measurements: of chunks along any axis.
-        role: in which they were timed.
-        size_by_part: which measurements count, and as what size; None: those of micro-batches.
+        role: the role in which they were timed.
+        size_by_part: size of each problem whose measurements count; None: micro-batches count.
     """
     total = held_bytes(problem, role)
     items = []
@@ -189,7 +176,7 @@ def chunk_items(
                     # only to find the smallest workspace.
                     time_ns=entry.time_ns or 1,
                     algorithm=algorithm,
-                    rank=rank_of(algorithm, entry.notes),
+                    rank=rank_of(algorithm, entry.is_deterministic),
                 )
             )
     return items

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -10,24 +10,28 @@ from typing import Any
 from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
+from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.plan import Plan
-from ucudnn.races import LayoutRace, StepRace
+from ucudnn.races import LayoutHint, LayoutRace, StepRace
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
-from ucudnn.tuning.step_judge import StepJudge, has_default
-from ucudnn.tuning.tuner import is_replayed
+from ucudnn.tuning.step_judge import StepJudge, StepMeter, has_default
 
+# Rounds of one step by the plan and one by torch in channels_last, for a hint.
+_HINT_ROUNDS = 2
 # Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
 # results are compared, and one for the peak and one round of each of four contestants.
 _LEAST_STEPS = 11
+# Reason why a plan that is torch's own throughout was not raced.
+_NOTHING = "it changes nothing"
 
 
 def judged(
@@ -38,13 +42,15 @@ def judged(
     Args:
         model: that the plan was made for.
         example_inputs: that it was traced with.
-        plan: not judged yet.
+        plan: the plan to judge.
         config: with the time budget.
         began: the `time.monotonic` from which the budget counts; None: now.
     """
-    reason = _reason_against(model, example_inputs, plan, config)
-    if reason:
-        return replace(plan, step_race=StepRace(reason=reason))
+    reason = _reason_against_steps(model, example_inputs, plan, config)
+    changes = not all(kernel.is_default for kernel in plan.kernels)
+    hints = config.layout == "keep" and _has_other_layout(plan)
+    if reason or not (changes or hints):
+        return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
     backend = open_backend(plan.backend)
     try:
         with undisturbed(model):
@@ -52,16 +58,47 @@ def judged(
             began = monotonic() if began is None else began
             # The first step warms up, and says how long the default budget is.
             until = _until(plan, config, began, backend.elapsed_ns(step))
-            judge = StepJudge(step, _Installer(), backend.elapsed_ns, _peak_bytes(backend), until)
-            return judge.judge(plan)
+            meter = _meter(backend, until)
+            if changes:
+                plan = StepJudge(step, meter).judge(plan)
+            else:
+                plan = replace(plan, step_race=StepRace(reason=_NOTHING))
+            if not hints:
+                return plan
+            return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))
     # The plan is complete, only its race is not: whoever pressed Ctrl-C gets it.
     except KeyboardInterrupt:
         raise TuningInterruptedError(plan) from None
     # A model that was traced on fake tensors may still fail on real ones, as for lack of memory.
     # Its plan is as good as it was.
     except STEP_ERRORS as error:
-        reason = f"a step could not be computed ({failure_of(error)})"
+        reason = f"a step could not be computed ({first_line(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
+
+
+def _has_other_layout(plan: Plan) -> bool:
+    """True if channels_last would change the layout of a kernel."""
+    problems = (kernel.problem for kernel in plan.kernels)
+    is_kept = plan.memory_format == "keep"
+    return is_kept and any(one.rank > 1 and one.layout == "nchw" for one in problems)
+
+
+def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMeter) -> LayoutHint:
+    """A few steps by torch in channels_last beside those by the plan, which are warm."""
+    if meter.is_over():
+        return LayoutHint(reason="the time budget was used up")
+    try:
+        other = Steps(model, inputs, _has_backward(plan), "channels_last")
+        other()
+        taken = [
+            (meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan))
+            for _ in range(_HINT_ROUNDS)
+        ]
+    # The plan is not for that layout, so that a model which fails there loses nothing.
+    except STEP_ERRORS as error:
+        return LayoutHint(reason=f"a step could not be computed ({first_line(error)})")
+    last, own = (median_ns(times) for times in zip(*taken, strict=True))
+    return LayoutHint(last, own, _HINT_ROUNDS)
 
 
 def judged_in_layouts(
@@ -74,8 +111,8 @@ def judged_in_layouts(
 ) -> Plan:
     """The plan of the better layout, after a race of whole steps by torch and by plan in both.
 
-    Where no steps can be run, the sums of kernels decide; a model that does not compute the same in
-    channels_last keeps its layout.
+    If no steps can be run, the sums of the kernels' times decide. A model that does not compute the
+    same in channels_last keeps its layout.
 
     Args:
         model: that the plans were made for.
@@ -100,14 +137,11 @@ def judged_in_layouts(
                 return _by_sums(plans, calls, "the time budget has no room for them")
             against = reason_against_layout(steps["keep"], steps["channels_last"], own)
             if not against:
-                judge = LayoutJudge(
-                    steps, _Installer(), backend.elapsed_ns, _peak_bytes(backend), until
-                )
-                return judge.judge(plans)
+                return LayoutJudge(steps, _meter(backend, until)).judge(plans)
     except KeyboardInterrupt:
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
-        return _by_sums(plans, calls, f"a step could not be computed ({failure_of(error)})")
+        return _by_sums(plans, calls, f"a step could not be computed ({first_line(error)})")
     # The model must keep its layout; its own plan is judged as if there were no other.
     kept = judged(model, example_inputs, own, config, began)
     return replace(kept, layout_race=LayoutRace(reason=against))
@@ -123,15 +157,17 @@ def _has_backward(plan: Plan) -> bool:
     return any(kernel.problem.op != "fprop" for kernel in plan.kernels)
 
 
-def _peak_bytes(backend: AbstractBackend) -> Callable[[Callable[[], None]], int]:
+def _meter(backend: AbstractBackend, until: float | None) -> StepMeter:
     # A step has no parts that are known problems: its peak is what the allocator sees.
-    return lambda run: backend.workspace_bytes(run, ())
+    return StepMeter(
+        _Installer(), backend.elapsed_ns, lambda run: backend.workspace_bytes(run, ()), until
+    )
 
 
 class _Installer:
-    """Installs plans in turn, and keeps what each has looked up, as training with one plan would.
+    """Installs plans in turn, and keeps the calls that each has looked up, as in training.
 
-    Looking up all calls of a step takes as long as some of the calls, and would be timed with it.
+    Without this, looking up all calls would be part of the time of each step.
     """
 
     def __init__(self) -> None:
@@ -147,7 +183,7 @@ class _Installer:
 def _until(
     plan: Plan, config: Config, began: float, step_ns: int, layouts: int = 1
 ) -> float | None:
-    """When the race must end: with the budget that was set, or the default one of each layout."""
+    """Time at which the race must end: by the budget that was set, or by the default ones."""
     if config.time_budget_s is not None:
         return began + config.time_budget_s
     # Where torch's own convolution of a kernel exceeds the workspace limit, the default budget has
@@ -157,16 +193,9 @@ def _until(
     return None if budget_s is None else began + layouts * budget_s
 
 
-def _reason_against(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:
-    """Reason why no step is run to judge one plan, "" where some can be."""
-    changes = not all(kernel.is_default for kernel in plan.kernels)
-    reason = _reason_against_steps(model, inputs, plan, config)
-    return reason or ("" if changes else "it changes nothing")
-
-
 def _reason_against_steps(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:
     if not config.step_race:
         return "step_race is off"
-    if is_replayed(config):
+    if config.is_replayed:
         return "it was made from a recording"
     return reason_against_steps(model, inputs, plan.device.type)

@@ -19,7 +19,7 @@ class Entrant(NamedTuple):
     Args:
         memory_format: of the model, "keep" or "channels_last".
         plan: None for torch's own convolutions.
-        is_allowed: False where it exceeds the workspace limit, so that it is only timed.
+        is_allowed: False if it exceeds the workspace limit, so that it is only timed.
     """
 
     memory_format: str
@@ -28,7 +28,7 @@ class Entrant(NamedTuple):
 
 
 def entrants(plans: Mapping[str, Plan]) -> list[Entrant]:
-    """The contestants of a race: in each layout torch's own, and the plan if it changes anything.
+    """The contestants of a race: in each layout, torch's own, and the plan if it changes anything.
 
     Args:
         plans: by memory format, the model's own first.
@@ -43,7 +43,7 @@ def entrants(plans: Mapping[str, Plan]) -> list[Entrant]:
 
 
 def _best(of: Sequence[Entrant], samples: Samples, memory_format: str) -> int:
-    """The contestant that a layout is chosen or left for: what its plan will be."""
+    """The contestant that represents a layout: the plan if it pays or torch's is not allowed."""
     # `entrants` lists torch's own first in each layout, then the plan if there is one.
     torchs, *plans = (i for i, one in enumerate(of) if one.memory_format == memory_format)
     if not plans:
@@ -54,7 +54,7 @@ def _best(of: Sequence[Entrant], samples: Samples, memory_format: str) -> int:
 
 
 def winner(of: Sequence[Entrant], samples: Samples) -> int:
-    """The index of the best contestant; where noise hides which, of the model's own layout.
+    """Index of the winner; a contestant of the model's own layout unless the gain is clear.
 
     Args:
         of: the contestants.
@@ -67,7 +67,7 @@ def winner(of: Sequence[Entrant], samples: Samples) -> int:
 
 
 def is_decided(of: Sequence[Entrant], samples: Samples) -> bool:
-    """True where more rounds would change nothing: neither a plan's fate nor the layout.
+    """True if more rounds would change neither the verdict on a plan nor the layout.
 
     Args:
         of: the contestants.
@@ -106,7 +106,7 @@ def outcome(of: Sequence[Entrant], samples: Samples, peaks: Sequence[int]) -> La
 
 
 def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> LayoutRace:
-    """Compare the sums of kernels, where no steps can be.
+    """Compare the sums of the kernels' times, because no steps can be run.
 
     Args:
         plans: by memory format, the model's own first.
@@ -118,15 +118,25 @@ def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) ->
         return LayoutRace(reason=f"not all kernels have a plan in both layouts, and {reason}")
     contestants: list[Contestant] = []
     for one in entrants(plans):
-        kernels = plans[one.memory_format].kernels
-        timed = [(k.timing if one.plan else k.default, len(k.layers)) for k in kernels]
-        if all(timing for timing, _ in timed):  # a recording may lack torch's own
-            time_ns = sum(timing.time_ns * count for timing, count in timed if timing)
+        time_ns = _sum_ns(one, plans[one.memory_format])
+        # A recording may lack torch's own convolution of some kernel.
+        if time_ns is not None:
             contestants.append(_summed(one, time_ns, contestants))
-    # of each layout the plan comes last; it holds torch's own where that is faster
+    # Of each layout the plan comes last; it holds torch's own where that is faster.
     own, last = ({one.memory_format: i for i, one in enumerate(contestants)}[f] for f in plans)
     is_faster = contestants[last].time_ns < (1 - TOLERATED) * contestants[own].time_ns
     return LayoutRace(tuple(contestants), last if is_faster else own, reason=reason)
+
+
+def _sum_ns(one: Entrant, plan: Plan) -> int | None:
+    """Sum over the calls of all kernels, by a plan or by torch; None where a time is not known."""
+    total = 0
+    for kernel in plan.kernels:
+        timing = kernel.timing if one.plan else kernel.default
+        if timing is None:
+            return None
+        total += timing.time_ns * len(kernel.layers)
+    return total
 
 
 def _summed(one: Entrant, time_ns: int, others: Sequence[Contestant]) -> Contestant:

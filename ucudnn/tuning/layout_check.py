@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line, is_out_of_memory
 from ucudnn.execution.stepping import STEP_ERRORS, Results, Steps
 from ucudnn.plan import Plan
 
@@ -20,15 +20,14 @@ _MOST_TIMES = 10.0
 # Differences up to these powers of the coarsest rounding are usual. Where rounding moves a value
 # over a ReLU's edge or changes the largest of a pool, gradients jump: by 0.002 in a ResNet-18.
 _POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
-_OUT_OF_MEMORY = "can't allocate memory"
 
 
 def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
-    """Reason why a model cannot be in channels_last, "" where it computes the same there.
+    """Reason why a model cannot be in channels_last, "" if it computes the same there.
 
-    Outputs and gradients of a step in either layout are compared. Where they differ by more than
-    what rounding usually does, a step whose weights are changed by one rounding tells how much
-    rounding does to this model.
+    Outputs and gradients of a step in both layouts are compared. If they differ by more than is
+    usual for rounding, a further step with weights changed by one rounding shows how much rounding
+    changes the results of this model.
 
     Args:
         own: steps in the model's own layout.
@@ -36,7 +35,7 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
         plan: for its dtypes.
 
     Raises:
-        MemoryError: there is too little; so are RuntimeErrors of which torch says the same.
+        MemoryError: there is too little memory; torch raises a RuntimeError instead.
     """
     truth = own.results()
     try:
@@ -44,7 +43,7 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
     except STEP_ERRORS as error:
         if is_out_of_memory(error):
             raise
-        return f"it fails in channels_last ({failure_of(error)})"
+        return f"it fails in channels_last ({first_line(error)})"
     eps = _coarsest_eps(plan)
     usual = {"outputs": eps**_POWER_OF_OUTPUTS, "gradients": eps**_POWER_OF_GRADIENTS}
     differences = _differences(truth, found)
@@ -61,16 +60,6 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
     return ""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for the errors by which torch says that there is too little memory.
-
-    >>> is_out_of_memory(RuntimeError("can't allocate memory")), is_out_of_memory(ValueError("no"))
-    (True, False)
-    """
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or _OUT_OF_MEMORY in str(error)
-
-
 def _coarsest_eps(plan: Plan) -> float:
     problems = [kernel.problem for kernel in plan.kernels]
     found = [torch.finfo(getattr(torch, problem.dtype)).eps for problem in problems]
@@ -80,7 +69,8 @@ def _coarsest_eps(plan: Plan) -> float:
 def _differences(truth: Results, found: Results) -> tuple[float, float]:
     """Relative differences: the largest of an output, and that of all gradients together.
 
-    A gradient may be nothing but rounding, that of a bias before batch norm for example.
+    All gradients are compared together, because a single one may consist of rounding only, such as
+    that of a bias before batch norm.
     """
     pairs = zip(truth.outputs, found.outputs, strict=False)
     outputs = [_difference([one], [other]) for one, other in pairs]
@@ -90,7 +80,7 @@ def _differences(truth: Results, found: Results) -> tuple[float, float]:
 
 
 def _difference(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Norm of the difference over the norm of the ones; what is not finite counts as zero."""
+    """Norm of the difference over the norm of the first; not finite values count as zero."""
     if [one.shape for one in ones] != [other.shape for other in others]:
         return inf
     squares = [0.0, 0.0]

@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from time import monotonic
 
 from ucudnn.plan import Plan
 from ucudnn.races import StepRace
-from ucudnn.tuning.layout import Entrant, entrants, is_decided, outcome
-from ucudnn.tuning.step_judge import Installer, StepJudge, race, raced_of
+from ucudnn.tuning.layout import entrants, is_decided, outcome
+from ucudnn.tuning.step_judge import Step, StepJudge, StepMeter, race, raced_of
 
 
 class LayoutJudge:
     """Races steps of one model in its own layout and in channels_last.
 
     Args:
-        steps: by memory format what computes a step.
-        install: lets the convolutions of this process follow a plan while its context is open.
-        elapsed_ns: runs something once and returns the time in ns that it took on the device.
-        peak_bytes: the same for its peak of allocated memory.
-        until: the `time.monotonic` after which no more rounds begin; None: no limit.
+        steps: by memory format, the object that computes a step.
+        meter: measures steps by plans.
     """
 
-    def __init__(
-        self,
-        steps: Mapping[str, Callable[[], None]],
-        install: Installer,
-        elapsed_ns: Callable[[Callable[[], None]], int],
-        peak_bytes: Callable[[Callable[[], None]], int],
-        until: float | None = None,
-    ) -> None:
+    def __init__(self, steps: Mapping[str, Step], meter: StepMeter) -> None:
         self._steps = steps
-        self._install = install
-        self._elapsed_ns = elapsed_ns
-        self._peak_bytes = peak_bytes
-        self._until = until
+        self._meter = meter
 
     def judge(self, plans: Mapping[str, Plan]) -> Plan:
-        """The plan of the better layout, judged as `StepJudge` does, with the race of all.
+        """The plan of the better layout, judged by `StepJudge`, with the race of the layouts.
 
         Args:
             plans: by memory format, the model's own first.
         """
         all_of_them = entrants(plans)
         # Taking the peaks runs every contestant once, so the race needs no round to warm up.
-        peaks = [self._run(self._peak_bytes, one) for one in all_of_them]
+        ways = [(self._steps[one.memory_format], one.plan) for one in all_of_them]
+        peaks = [self._meter.peak_bytes(*way) for way in ways]
         samples = race(
-            [partial(self._run, self._elapsed_ns, one) for one in all_of_them],
-            lambda: self._until is not None and monotonic() >= self._until,
+            [partial(self._meter.elapsed_ns, *way) for way in ways],
+            self._meter.is_over,
             is_warm=True,
             is_decided=partial(is_decided, all_of_them),
         )
@@ -58,13 +44,7 @@ class LayoutJudge:
         chosen = plans[layouts.memory_format]
         # In the chosen layout: torch's own, and the plan if it changes anything.
         run = [i for i, one in enumerate(all_of_them) if one.memory_format == layouts.memory_format]
-        judge = StepJudge(
-            self._steps[layouts.memory_format],
-            self._install,
-            self._elapsed_ns,
-            self._peak_bytes,
-            self._until,
-        )
+        judge = StepJudge(self._steps[layouts.memory_format], self._meter)
         # Steps by this plan would be steps by torch.
         if len(run) == 1:
             judged = replace(chosen, step_race=StepRace(reason="it changes nothing"))
@@ -78,10 +58,3 @@ class LayoutJudge:
             )
             judged = judge.judge(chosen, raced._replace(race=peaked))
         return replace(judged, layout_race=layouts)
-
-    def _run(self, measure: Callable[[Callable[[], None]], int], one: Entrant) -> int:
-        with self._following(one.plan):
-            return measure(self._steps[one.memory_format])
-
-    def _following(self, plan: Plan | None) -> AbstractContextManager[object]:
-        return nullcontext() if plan is None else self._install(plan)

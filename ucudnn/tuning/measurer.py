@@ -1,4 +1,4 @@
-"""Measure what one kernel's plan needs: the solver asks for chunks, the cache or a bench answers.
+"""Measure what one kernel's plan needs: chunks that the solver asks for, unless cached.
 
 What to measure next follows from the measurements alone. So the same cache leads to the same
 decisions, and a second tune measures nothing.
@@ -12,17 +12,17 @@ from dataclasses import replace
 from ucudnn.axis import AbstractAxis
 from ucudnn.benchmark.accuracy import allowed_error
 from ucudnn.benchmark.bench import AbstractBench, Arm, Look
-from ucudnn.benchmark.rounds import Result, failure_of
+from ucudnn.benchmark.failures import failure_of
+from ucudnn.benchmark.rounds import Result
 from ucudnn.benchmark.statistics import median_ns, spread_ns
-from ucudnn.benchmark.worker import LostError
 from ucudnn.errors import WrongResultWarning, warn
-from ucudnn.measurement import Candidate, Measurement, MeasurementKey, is_perturbation
-from ucudnn.plan import DEFAULT_ALGORITHM
+from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Role, Subject
 from ucudnn.solvers.lazy import Outlook
+from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination
-from ucudnn.tuning.records import BEATEN, KernelRecords
+from ucudnn.tuning.records import KernelRecords
 from ucudnn.tuning.requests import TOLERANCE, Requests
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.trials import Trials
@@ -37,8 +37,8 @@ class KernelMeasurer:
         axis: of the kernel, along which it is split.
         limit: workspace in bytes, None for any.
         sizes: of the chunks that a split may have.
-        max_error: relative error (L2) that a candidate may have, None: any that is not wrong.
-        adds_bias: measure those candidates that add a bias, too, and no others.
+        max_error: largest relative error (L2) of a candidate; None: any result that is not wrong.
+        adds_bias: measure only candidates that also add a bias; else only those that do not.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
     """
 
@@ -74,7 +74,7 @@ class KernelMeasurer:
         return self._session.bench(self._axis)
 
     def release(self) -> None:
-        """Give the operands back; they are made anew where something is run again."""
+        """Free the operands; they are allocated again if something is run again."""
         self.__dict__.pop("bench", None)
 
     @property
@@ -84,21 +84,21 @@ class KernelMeasurer:
 
     @property
     def measurements(self) -> list[Measurement]:
-        """Everything known of the candidates, by size."""
+        """All measurements of the candidates, by size."""
         return [entry for _, entry in self._records.by_size()]
 
     @property
     def usable(self) -> list[Measurement]:
-        """Measurements in full that fit and are exact enough."""
+        """Complete measurements of candidates that fit and are exact enough."""
         return self._records.usable
 
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch as it was first run; None where it fails.
+        """First measurement of torch's own convolution of the whole batch; None if it fails.
 
-        That first time is kept apart from later, better ones: what a second tune decides by it must
-        be what the first one did.
+        The first time is kept apart from later, more precise ones, so that a second tune decides by
+        the same time as the first one.
         """
-        arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, "alone")
+        arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
         kept_as = self._session.key(
             self._listed.problem, f"plan[{arm.size} {arm.algorithm}] run first"
         )
@@ -114,12 +114,12 @@ class KernelMeasurer:
             return None
         if not counts:
             return known
-        first = replace(known, key=kept_as)
+        first = replace(known, key=kept_as, subject=Subject.CALL)
         self._session.note(first)
         return first
 
     def step(self) -> bool:
-        """Measure what is wanted next; False where nothing is, or there is no more time."""
+        """Measure what is wanted next; False if nothing is wanted or the time is over."""
         self._records.recall()
         if self._session.is_over:
             return False
@@ -142,7 +142,7 @@ class KernelMeasurer:
         return self._requests.outlook()
 
     def certificate(self) -> tuple[str, ...]:
-        """Counts of timed candidates and the gap that is left, for the notes of a plan."""
+        """Number of timed candidates and the remaining gap, for the notes of a plan."""
         # Those that only tell about others are no candidates, whether they were timed or not.
         options = [arm for arm in self._listed.by_arm if self._listed.lists(arm)]
         entries = [self._records.by_arm.get(arm) for arm in options]
@@ -155,45 +155,48 @@ class KernelMeasurer:
         return f"timed {timed} of {len(options)} candidates", *ruled_out, gap
 
     def _measure(self, arms: Sequence[Arm]) -> None:
-        """Look at what was never run, then race what is not hopeless."""
+        """Run each new candidate once, then race those that can still win."""
         for arm in arms:
             entry = self._records.by_arm.get(arm)
             if entry is None or entry.status == "untimed":
                 self._look_at(arm, self._limit)
-        groups = {arm[::2] for arm in arms if self._records.is_open(arm)}
-        racing = [
-            arm for arm in self._records.by_arm if arm[::2] in groups and self._records.is_open(arm)
-        ]
+        racing = self._racing(arms)
         if not racing:
             return
         results = self.bench.rounds(racing, self._records.best_times())
         for arm, result in zip(racing, results, strict=True):
-            winner = result.beaten_by
-            while winner is not None and winner >= 0 and results[winner].beaten_by is not None:
-                winner = results[winner].beaten_by  # who was faster yet
-            self._settle(arm, result, None if winner is None or winner < 0 else racing[winner])
+            winner = _winner_over(result, results)
+            self._settle(arm, result, None if winner is None else racing[winner])
+
+    def _racing(self, arms: Sequence[Arm]) -> list[Arm]:
+        """Some arms and all that compete with them, as far as they may yet win."""
+        is_open = self._records.is_open
+        groups = {arm[::2] for arm in arms if is_open(arm)}
+        return [arm for arm in self._records.by_arm if arm[::2] in groups and is_open(arm)]
 
     def _settle(self, arm: Arm, result: Result, winner: Arm | None) -> None:
         entry = self._records.by_arm[arm]
         if result.failure:
-            self._records.keep(arm, Measurement(entry.key, "failed", reason=result.failure))
+            kind, reason = result.failure
+            self._records.keep(arm, Measurement(entry.key, "failed", reason=reason, failure=kind))
             return
-        reason = ""
+        lost_to = ""
         if result.beaten_by is not None:
-            reason = BEATEN + (winner or self._records.fastest(arm)).algorithm
+            lost_to = (winner or self._records.fastest(arm)).algorithm
         disturbed = f"{result.repeated} rounds repeated, {result.switches} switches in the others"
         timed = replace(
             entry,
-            status="screened" if reason else "ok",
-            reason=reason,
+            status="screened" if lost_to else "ok",
+            lost_to=lost_to,
             time_ns=median_ns(result.samples),
             spread_ns=spread_ns(result.samples),
             samples=tuple(result.samples),
             notes=(
-                *(note for note in entry.notes if not is_perturbation(note)),
+                *entry.notes,
                 *((disturbed,) if result.repeated else ()),
-                *result.state,
+                *result.state.notes,
             ),
+            load=result.state.load,
         )
         self._records.keep(arm, timed)
 
@@ -202,22 +205,45 @@ class KernelMeasurer:
         try:
             look = self.bench.look(arm, limit)
         except RuntimeError as error:
-            reason = failure_of(error)
-            lost = isinstance(error, LostError)  # "an illegal memory access" is no lack of memory
-            if "memory" in reason and not lost:  # which there may be at another time
+            kind, reason = failure_of(error)
+            # Of which there may be more at another time.
+            if kind == FailureKind.OUT_OF_MEMORY:
                 self._records.skipped.add(arm)
                 return
-            self._records.keep(
-                arm, Measurement(key, "failed", reason=reason, notes=candidate.notes)
-            )
+            failed = replace(_not_run(key, candidate), status="failed", reason=reason, failure=kind)
+            self._records.keep(arm, failed)
             return
-        seen = _looked_at(key, candidate, look)
-        self._records.keep(arm, replace(seen, notes=seen.notes + self._session.state()))
+        seen, state = _looked_at(_not_run(key, candidate), look), self._session.state()
+        self._records.keep(arm, replace(seen, notes=seen.notes + state.notes, load=state.load))
 
 
-def _looked_at(key: MeasurementKey, candidate: Candidate, look: Look) -> Measurement:
-    error, allowed = look.accuracy.error, allowed_error(key.problem)
-    notes = (*candidate.notes, f"max_ulp={look.accuracy.ulp:.3g}")
+def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
+    """Index of the one in the race that beat another and was not beaten; None where none did."""
+    winner = result.beaten_by
+    # The one that beat it may have been beaten by one that was faster yet.
+    while winner is not None and winner >= 0 and results[winner].beaten_by is not None:
+        winner = results[winner].beaten_by
+    # A negative index stands for one that was timed before this race.
+    return None if winner is None or winner < 0 else winner
+
+
+def _not_run(key: MeasurementKey, candidate: Candidate) -> Measurement:
+    """What is known of a candidate before it is run."""
+    return Measurement(
+        key,
+        "untimed",
+        notes=candidate.notes,
+        implementation=candidate.implementation,
+        is_deterministic=candidate.is_deterministic,
+        adds_bias=candidate.adds_bias,
+    )
+
+
+def _looked_at(before: Measurement, look: Look) -> Measurement:
+    key, error = before.key, look.accuracy.error
+    allowed, workspace = allowed_error(key.problem), look.workspace_bytes
+    notes = (*before.notes, f"max_ulp={look.accuracy.ulp:.3g}")
+    seen = replace(before, workspace_bytes=workspace, error=error, notes=notes)
     if not error <= allowed:
         what = (
             "left elements unwritten, or computed some that are not finite"
@@ -230,14 +256,9 @@ def _looked_at(key: MeasurementKey, candidate: Candidate, look: Look) -> Measure
             f"{reason}",
             WrongResultWarning,
         )
-        workspace = look.workspace_bytes
-        return Measurement(
-            key, "failed", workspace_bytes=workspace, error=error, reason=reason, notes=notes
-        )
+        return replace(seen, status="failed", reason=reason, failure=FailureKind.WRONG)
     if look.time_ns is None:
-        return Measurement(
-            key, "untimed", workspace_bytes=look.workspace_bytes, error=error, notes=notes
-        )
-    return Measurement(
-        key, "screened", look.time_ns, 0, (look.time_ns,), look.workspace_bytes, error, notes=notes
+        return seen
+    return replace(
+        seen, status="screened", time_ns=look.time_ns, spread_ns=0, samples=(look.time_ns,)
     )

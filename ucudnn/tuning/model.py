@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ucudnn.benchmark.rounds import failure_of
+from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.layout import memory_format_of
@@ -25,6 +25,8 @@ from ucudnn.tuning.tuner import tune_problems
 # Steps to leave time for in the budget: five rounds of both contestants, two more than decide a
 # clear race.
 RESERVED_STEPS = 10
+# The same for a hint on what channels_last promises.
+_HINT_STEPS = 5
 # The same for two layouts: four contestants in four rounds, and the steps that come before a race
 # (see `judging`).
 _LAYOUT_STEPS = 25
@@ -45,9 +47,9 @@ def tune(
 ) -> Plan:
     """Measure the convolutions of a model's training step and plan each; the model is unchanged.
 
-    The plan is then judged by whole steps of the model on the example inputs, without touching its
-    parameters, gradients, buffers or random state: see `Config.step_race`. `Config.layout` asks for
-    the better of two layouts.
+    The plan is then judged by whole steps of the model on the example inputs (see
+    `Config.step_race`). Parameters, gradients, buffers and random states do not change.
+    `Config.layout` can ask for the better of two layouts.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
@@ -58,13 +60,14 @@ def tune(
 
     Args:
         model: any module.
-        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; a list
-            of such for several input sizes. Their batch is the largest planned, every smaller one
-            is planned with it.
+        example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
+            list of these for several input sizes. Their batch is the largest one planned; every
+            smaller one is planned with it.
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
-        real: compute one step to find the convolutions, for a model whose course depends on values.
-        remeasure: take every time anew, whatever the cache has.
+        real: compute one step to find the convolutions, for a model whose control flow depends on
+            values.
+        remeasure: measure everything anew, even if it is in the cache.
 
     Raises:
         ConfigError: the model does not accept the inputs or computes no convolution.
@@ -86,7 +89,7 @@ def tune_traced(
     device_type: str | None = None,
     remeasure: bool = False,
 ) -> Plan:
-    """The same for a model that was traced.
+    """Like `tune`, for a model that was traced.
 
     Args:
         model: any module.
@@ -95,7 +98,7 @@ def tune_traced(
         config: the settings.
         on_progress: called after every measurement.
         device_type: for which it was traced.
-        remeasure: take every time anew.
+        remeasure: measure everything anew.
 
     Raises:
         ConfigError: as for `tune`.
@@ -111,7 +114,7 @@ class _Tuning:
     Args:
         config: the settings.
         on_progress: called after every measurement.
-        remeasure: take every time anew.
+        remeasure: measure everything anew.
         began: the `time.monotonic` from which the budget counts.
     """
 
@@ -148,7 +151,7 @@ class _Tuning:
         # A model that cannot be computed in channels_last keeps its layout. The error of its own
         # code is the cause; the one around it is about inputs, which were traced before.
         except ConfigError as error:
-            reason = f"it fails in channels_last ({failure_of(error.__cause__ or error)})"
+            reason = f"it fails in channels_last ({first_line(error.__cause__ or error)})"
         else:
             reason = ""
             # As in 1-D, or for a model that is in channels_last already: there is nothing to
@@ -161,7 +164,9 @@ class _Tuning:
         return self._in_layouts(model, inputs, {"keep": traced, "channels_last": last})
 
     def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
-        plan = self._tuned(traced, self._config, RESERVED_STEPS, self._on_progress)
+        has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
+        steps = RESERVED_STEPS + (_HINT_STEPS if has_other else 0)
+        plan = self._tuned(traced, self._config, steps, self._on_progress)
         # A model that was converted by a plan for channels_last is traced in that layout.
         plan = replace(plan, memory_format=memory_format_of(model))
         return judged(model, inputs, plan, self._config, self._began)
@@ -191,7 +196,7 @@ class _Tuning:
         return judged_in_layouts(model, inputs, plans, calls, self._config, self._began)
 
     def _seconds_for_the_second(self, own: Plan) -> float | None:
-        """Seconds that the budget leaves for the second layout, without the race."""
+        """Seconds that the budget leaves for tuning the second layout."""
         if self._config.time_budget_s is None:
             return None
         left_s = self._began + self._config.time_budget_s - monotonic()
@@ -204,7 +209,7 @@ class _Tuning:
     def _tuned(
         self, traced: Traced, config: Config, reserved_steps: int, report: Report | None
     ) -> Plan:
-        """A plan for one layout, not judged yet, with the settings of all of this."""
+        """A plan for one layout, before it is judged."""
         races = reserved_steps if config.step_race else 0
         plan = tune_problems(
             traced.layers,
@@ -220,11 +225,11 @@ class _Tuning:
 
 
 class _Joined:
-    """Progress of two tunings as that of one.
+    """Reports the progress of two tunings as that of one.
 
     Args:
-        report: called with it.
-        more: kernels of the second.
+        report: called with the progress.
+        more: number of kernels of the second tuning.
     """
 
     def __init__(self, report: Report | None, more: int) -> None:
@@ -233,12 +238,12 @@ class _Joined:
         self._last = self._before = Progress("", 0, 0, 0, 0)
 
     def go_on(self) -> None:
-        """Begin the second."""
+        """Begin the second tuning."""
         # From now on the kernels of the second are in the totals that it reports.
         self._more, self._before = 0, self._last
 
     def __call__(self, event: Progress) -> None:
-        """Report the sums of both."""
+        """Report the sums of both tunings."""
         before = self._before
         self._last = replace(
             event,

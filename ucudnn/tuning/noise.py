@@ -7,8 +7,6 @@ from typing import Any
 
 from ucudnn.plan import KernelPlan, Plan, Timing
 
-# The note of a kernel whose whole calls were timed while others used the processors.
-PERTURBED = "timed while others used the processors"
 # The interquartile range of a wide interval, as a fraction of the time.
 _WIDE = 0.1
 # A prediction that is off by more, as a fraction of the time.
@@ -19,13 +17,13 @@ _MOST_PERTURBED, _MOST_WIDE, _MOST_OFF = 0.1, 0.25, 0.25
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Counts of kernels, of those whose times were measured.
+    """Counts of kernels with unreliable times, among those that were measured.
 
     Args:
-        kernels: all of them.
-        perturbed: timed while others used the processors.
-        wide: whose times vary by more than a tenth.
-        mispredicted: whose chunks add up to something else than the whole, by more than a quarter.
+        kernels: number of measured kernels.
+        perturbed: timed while other processes used the processors.
+        wide: with times that vary by more than a tenth.
+        mispredicted: with a sum of chunks that differs from the whole by more than a quarter.
         single: run only once.
     """
 
@@ -37,7 +35,7 @@ class Noise:
 
     @property
     def is_noisy(self) -> bool:
-        """True where the times should not be trusted.
+        """True if the times are too unreliable to be trusted.
 
         >>> Noise(kernels=10, wide=2).is_noisy, Noise(kernels=10, wide=3).is_noisy
         (False, True)
@@ -50,7 +48,7 @@ class Noise:
 
     def __str__(self) -> str:
         counts = {
-            PERTURBED: self.perturbed,
+            "timed while others used the processors": self.perturbed,
             "with times that vary by more than a tenth": self.wide,
             "whose parts add up to something else by more than a quarter": self.mispredicted,
             "run only once": self.single,
@@ -61,20 +59,20 @@ class Noise:
         return f"of {self.kernels} kernels {', '.join(said)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts as JSON values, and whether they are too many."""
+        """The counts as JSON values, and whether the plan is noisy."""
         return {**asdict(self), "is_noisy": self.is_noisy}
 
 
 def noise_of(plan: Plan) -> Noise:
-    """Count the kernels of a plan whose times are not to be trusted.
+    """Count the kernels of a plan whose times are unreliable.
 
     Args:
-        plan: of which predicted times, which nobody measured, are left out.
+        plan: its predicted times are left out, because they were not measured.
     """
     measured = [kernel for kernel in plan.kernels if not kernel.timing.is_predicted]
     return Noise(
         kernels=len(measured),
-        perturbed=sum(PERTURBED in kernel.notes for kernel in measured),
+        perturbed=sum(kernel.is_perturbed for kernel in measured),
         wide=sum(any(map(_is_wide, _timings(kernel))) for kernel in measured),
         mispredicted=sum(_is_mispredicted(kernel) for kernel in measured),
         single=sum(kernel.timing.samples == 1 for kernel in measured),

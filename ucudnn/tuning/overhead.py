@@ -1,7 +1,7 @@
 """The time that a planned call takes beyond its kernel and beyond torch's own call.
 
-A plan is looked up and its call goes through a Python autograd function. Timed once per machine, so
-that a kernel leaves torch's own convolution only where it gains more.
+A planned call looks up its plan and goes through a Python autograd function. This time is measured
+once per machine. A kernel leaves torch's own convolution only if it gains more than that.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _timing = ForkSafeLock()
 
 
 def planned_call_ns(backend: AbstractBackend) -> int:
-    """Nanoseconds that one pass of a planned layer costs beyond what a benchmark times of it.
+    """Overhead in ns of one pass of a planned layer, beyond the part that a benchmark times.
 
-    Zero where a device computes while the host goes on.
+    It is 0 if the device computes asynchronously.
 
     Args:
-        backend: whose calls are planned.
+        backend: the backend of the planned calls.
     """
     if not backend.blocks_host:
         return 0
@@ -48,7 +48,7 @@ def planned_call_ns(backend: AbstractBackend) -> int:
 
 @lru_cache
 def _measured(backend_name: str) -> int:
-    """A small layer by plan and by torch, forward and backward, less the kernels of each."""
+    """Time of a small layer by plan minus that by torch, forward and backward, without kernels."""
     threads = torch.get_num_threads()
     # One thread waits for no others, so that its processor time is that of the work.
     torch.set_num_threads(1)
@@ -88,26 +88,26 @@ def _difference_ns(backend: AbstractBackend) -> int:
 
 
 def _undivided(backend: AbstractBackend, problem: Problem) -> Call:
-    """A call by any algorithm that goes the way of planned ones."""
+    """A call that runs through the code of planned calls, with any algorithm."""
     names = (candidate.algorithm for candidate in backend.candidates(problem))
     algorithm = next(name for name in names if name != DEFAULT_ALGORITHM)
     return bind(backend, problem, Split("batch", (Step(problem.batch, algorithm),)))
 
 
 class _Runner(AbstractRunner):
-    """Looks up the calls of one known convolution."""
+    """Runner for one known convolution."""
 
     def __init__(self, calls: dict[str, Call]) -> None:
         super().__init__()
         self._calls = calls
 
     def problems(self, x: Tensor, w: Tensor, geometry: Geometry) -> dict[str, Problem]:
-        """All of its passes."""
+        """All passes of the convolution."""
         del x, w, geometry
         return {op: call.problem for op, call in self._calls.items()}
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
-        """Its call, which is known."""
+        """The call of a pass."""
         del has_bias
         bound.follow(which, self._calls[which])
         return bound.planned(which)

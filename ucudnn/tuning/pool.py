@@ -1,4 +1,4 @@
-"""Divide one pool of workspace by fronts of time over workspace, measured for each kernel."""
+"""Divide one pool of workspace among the kernels, by the measured front of each."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class PlannerFactory(Protocol):
     def __call__(
         self, session: Session, problem: Problem, limit: int | None = None
     ) -> KernelPlanner:
-        """Within a limit of its own, or within its part of the pool."""
+        """Make a planner, within a limit or within the kernel's part of the pool."""
         ...
 
 
 class Pool:
-    """Division of one pool of workspace, repeated until more measurements would not change it.
+    """Divides one pool of workspace, again and again until nothing new is measured.
 
     Args:
-        config: with the size of the pool.
-        layers_by_problem: the names of the layers that run each kernel, each of which owns a part.
-        devices: that measure.
+        config: the settings, with the size of the pool.
+        layers_by_problem: the names of the layers that run each kernel; each call owns a part.
+        devices: the devices that measure.
         shares: times and workspaces of torch's own convolutions.
         planner_of: makes planners.
-        budget: the time for all of it.
+        budget: the time for everything.
         on_work: called with the kernel that is being measured.
     """
 
@@ -69,10 +69,10 @@ class Pool:
         self._learned: dict[Problem, PlanError] = {}
 
     def divide(self) -> None:
-        """Find each kernel's part, in bytes of each of its calls.
+        """Find each kernel's part of the pool, in bytes per call.
 
-        A kernel that gets its part may want to know more, and what it finds may make another
-        division better; with the same cache a second run begins where this one ends.
+        A kernel may need more measurements within its part, and these may make another division
+        better. With the same cache, a second run begins with the final division.
         """
         # At first every call owns what torch's own convolution needs, where the pool holds that: so
         # whoever interrupts tuning gets a plan within the pool.
@@ -96,11 +96,11 @@ class Pool:
                 return
 
     def refuse(self, problem: Problem, error: PlanError) -> None:
-        """Note that a kernel has no plan within its part."""
+        """Record that a kernel has no plan within its part."""
         self._refusals[problem] = error
 
     def learn(self) -> bool:
-        """Note what calls need beyond what their chunks do, where that was more than their part.
+        """Record the workspace of calls beyond their chunks, if it exceeded their parts.
 
         Returns:
             True if there were such calls, so that the pool must be divided anew.
@@ -172,7 +172,7 @@ class Pool:
 
 
 def measure(session: Session, planners: Sequence[KernelPlanner]) -> None:
-    """Let planners of kernels that share measurements measure until none wants to know more."""
+    """Let planners of kernels that share measurements measure until none wants any more."""
     # `sum`, because `any` would ask nobody behind the first one that has something to measure.
     while sum(planner.step() for planner in planners):
         pass

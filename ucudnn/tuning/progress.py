@@ -12,12 +12,12 @@ class Progress:
     """Progress of tuning.
 
     Args:
-        kernel: the kernel at work.
+        kernel: the kernel that is tuned now.
         done: kernels finished.
         total: kernels in all.
         measured: candidates timed so far.
         reused: candidates found in the cache so far.
-        seconds_left: estimated; None before there is anything to go by.
+        seconds_left: estimated; None before the first kernel is finished.
         budget_s: the time budget in seconds; None: there is none, or it is not known yet.
     """
 
@@ -34,7 +34,7 @@ def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
     """Warn of kernels that are not in the plan.
 
     Args:
-        left_out: how many they are.
+        left_out: number of these kernels.
         total: kernels in all.
         budget_s: the time budget in seconds, None without one.
     """

@@ -1,4 +1,4 @@
-"""Measurements of one kernel's chunks: from the cache, or new; and which of them a plan may use."""
+"""Measurements of one kernel's chunks, cached or new, and which of them a plan may use."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.workspace_model import WorkspaceModel
 
-# Why a candidate was not timed in full: the reason names the algorithm that it lost against.
-BEATEN = "beaten by "
-
 
 class KernelRecords:
-    """Measurements of a kernel's candidates, as far as they are known.
+    """Known measurements of a kernel's candidates.
 
     Args:
         session: the device and the cache.
         listed: the candidates.
         limit: workspace in bytes, None for any.
-        max_error: relative error (L2) that a candidate may have, None: any that is not wrong.
+        max_error: largest relative error (L2) of a candidate; None: any result that is not wrong.
     """
 
     def __init__(
@@ -42,31 +39,31 @@ class KernelRecords:
         self.workspaces = WorkspaceModel(listed, self.by_arm, limit, memory)
 
     def recall(self) -> None:
-        """Take in what the cache has, and what was measured for a kernel that shares it."""
+        """Read measurements from the cache, and those made for a kernel that shares them."""
         for arm in self._listed.by_arm:
             known = self._session.find(self.key(arm))
             if known is not None:
                 self.by_arm[arm] = self._session.reuse(known)
 
     def keep(self, arm: Arm, measurement: Measurement) -> None:
-        """Take in a new one."""
+        """Add a new measurement."""
         self.by_arm[arm] = self._session.keep(measurement)
 
     def key(self, arm: Arm) -> MeasurementKey:
-        """The key under which the cache has a candidate."""
+        """The key of a candidate in the cache."""
         return self._session.key(self._listed.part(arm.size), arm.algorithm, arm.role)
 
     def by_size(self) -> Iterator[tuple[Arm, Measurement]]:
-        """Everything known, the smallest chunks first."""
+        """All known measurements, the smallest chunks first."""
         return ((arm, self.by_arm[arm]) for arm in self._listed.by_arm if arm in self.by_arm)
 
     @property
     def usable(self) -> list[Measurement]:
-        """Measurements in full that fit and are exact enough."""
+        """Complete measurements of candidates that fit and are exact enough."""
         return [entry for arm, entry in self.by_size() if self.is_usable(arm, entry)]
 
     def is_usable(self, arm: Arm, entry: Measurement) -> bool:
-        """True for a measurement in full of what may be part of a plan."""
+        """True for a complete measurement of a candidate that may be part of a plan."""
         return entry.status == "ok" and self.is_allowed(arm, entry)
 
     def is_allowed(self, arm: Arm, entry: Measurement) -> bool:
@@ -76,17 +73,17 @@ class KernelRecords:
         return self._max_error is None or (entry.error or 0.0) <= self._max_error
 
     def is_open(self, arm: Arm) -> bool:
-        """True for a candidate that was run once and may yet win."""
+        """True for a candidate that was run once and can still win."""
         entry = self.by_arm.get(arm)
         if entry is None or entry.status != "screened" or self.has_lost(arm, entry):
             return False
         return self.is_allowed(arm, entry)
 
     def has_lost(self, arm: Arm, entry: Measurement) -> bool:
-        """True if it lost its race against one that counts under this limit, too."""
-        if entry.status != "screened" or not entry.reason.startswith(BEATEN):
+        """True if it lost its race against a candidate that is allowed under this limit, too."""
+        if entry.status != "screened" or not entry.lost_to:
             return False
-        rival = arm._replace(algorithm=entry.reason.removeprefix(BEATEN))
+        rival = arm._replace(algorithm=entry.lost_to)
         winner = self.by_arm.get(rival)
         return winner is not None and self.is_usable(rival, winner)
 
@@ -100,7 +97,7 @@ class KernelRecords:
         return min(rivals, key=lambda other: rivals[other].time_ns or 0)
 
     def best_times(self) -> dict[tuple[int, str], tuple[int, int]]:
-        """The fastest that may be used of each size and role, as (median, upper end) in ns."""
+        """Time of the fastest allowed arm of each size and role, as (median, upper end) in ns."""
         usable = [entry for entry in self.by_arm.items() if self.is_usable(*entry)]
         return {
             (arm.size, arm.role): (interval.time_ns, interval.high_ns)
@@ -110,7 +107,7 @@ class KernelRecords:
 
 
 def interval_of(entry: Measurement) -> Interval | None:
-    """The interval that a time is known to, None where it was not timed."""
+    """Confidence interval of a time; None if it was not timed."""
     if entry.time_ns is None:
         return None
     low, high = median_interval(entry.samples) if entry.samples else (entry.time_ns, entry.time_ns)

@@ -1,4 +1,4 @@
-"""Errors for kernels of which no plan fits, with the smallest limit that one would fit."""
+"""Errors for kernels without a plan that fits, with the smallest limit that would do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
-from ucudnn.tuning.solve import SolvedRows, smallest_workspace
 from ucudnn.tuning.sources import AbstractSource, Evidence
 from ucudnn.units import format_bytes
 
@@ -15,23 +14,21 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
     """Error for a limit that nothing fits.
 
     Args:
-        source: of the kernel.
-        evidence: what was tried.
+        source: source of the kernel's measurements.
+        evidence: the measurements of what was tried.
         call_overhead_bytes: measured workspace of a whole call minus that of its largest chunk.
     """
-    # A candidate over the limit is run once for its workspace, and not timed. It may be the one
-    # that a higher limit allows.
-    known = [
-        entry
-        for entry in evidence.everything
-        if entry.workspace_bytes is not None and entry.status != "failed"
-    ]
-    problem, config, kernel_of = source.kernel.problem, source.config, source.session.kernel_of
-    rows = SolvedRows.of(source.rows_axis, source.row_sizes, known, kernel_of)
-    smallest = smallest_workspace(problem, known, kernel_of, rows)
+    problem, config, smallest = source.kernel.problem, source.config, _smallest(source, evidence)
     if smallest is None:
-        reasons = (entry.reason for entry in evidence.everything if entry.status == "failed")
-        return PlanError(f"no algorithm could be run on {problem}: {'; '.join(reasons)}")
+        failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
+        # What ran out of memory is no entry.
+        if failed or not evidence.everything:
+            reasons = "; ".join(failed) or "there was too little memory"
+            return PlanError(f"no algorithm could be run on {problem}: {reasons}")
+        return PlanError(
+            f"{problem} has no split, because the chunks that were measured do not add up to all "
+            f"of it; measure more sizes"
+        )
     least, what = smallest
     # A limit that suffices must hold the whole call, not only its largest chunk.
     least += call_overhead_bytes
@@ -50,6 +47,27 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
         f"smallest needs {format_bytes(least)} ({what}){together}; raise it{more}",
         calls * least,
     )
+
+
+def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | None:
+    """The least workspace in bytes of any split, and its description; None where nothing ran."""
+    # A candidate over the limit is run once for its workspace, and not timed. It may be the one
+    # that a higher limit allows.
+    ran = (
+        [
+            entry
+            for entry in entries
+            if entry.workspace_bytes is not None and entry.status != "failed"
+        ]
+        for entries in evidence.known
+    )
+    # Slabs may fit where no micro-batch does, as at batch 1.
+    found = (table.smallest() for table in source.tables(ran, limit=None))
+    return min(filter(None, found), default=None, key=_least_bytes)
+
+
+def _least_bytes(smallest: tuple[int, str]) -> int:
+    return smallest[0]
 
 
 def all_over_limit(refused: Mapping[Problem, PlanError], limit: int, unknown: int) -> PlanError:

@@ -1,12 +1,12 @@
-"""Plan from measurements taken elsewhere: open a recording, and predict what it did not race."""
+"""Replay measurements taken elsewhere: open a recording, and predict whole calls."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from ucudnn import cache as cache_room
-from ucudnn.axis import AbstractAxis, axis_of
+from ucudnn.axis import AbstractAxis
 from ucudnn.backends.cudnn.deviceless import list_configurations
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.recorded import RecordedBackend
@@ -14,17 +14,13 @@ from ucudnn.cache import AbstractCache, MemoryCache
 from ucudnn.cache.exchange import read_entries
 from ucudnn.cache.explain import explain, key_texts
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Measurement
-from ucudnn.plan import Split, Timing
+from ucudnn.measurement import Measurement, Subject
+from ucudnn.plan import DEFAULT_ALGORITHM, Split, Timing
 from ucudnn.problem import Problem
-from ucudnn.solvers import Item
 from ucudnn.tuning.confirmation import Finalist
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import Solved, SolvedRows
+from ucudnn.tuning.split_table import AbstractSplitTable, known_chunks
 
-# How the names of cuDNN's algorithms begin; torch's own convolution has another name, and is
-# there with any version of cuDNN.
-_ENGINE = "eng"
 # Fields of a key that a plan needs in many values. A miss of a whole kernel says in which of the
 # other fields the nearest entry differs.
 _ANY = ("algorithm", "conditions.role", "protocol")
@@ -49,14 +45,14 @@ def open_recording(path: str | None) -> AbstractCache:
 
 
 def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
-    """The recording of a profile's device, as far as the cuDNN that is installed could run it.
+    """The recording of a profile's device, as far as the installed cuDNN could run it.
 
     Args:
         cache: the measurements.
         path: the profile's file.
 
     Raises:
-        ConfigError: the profile cannot be read, or nothing of its device was recorded.
+        ConfigError: the profile cannot be read, or there are no measurements of its device.
         UnsupportedError: cuDNN cannot plan here.
     """
     profile = DeviceProfile.load(path)
@@ -66,7 +62,7 @@ def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
         if entry.key.device.name == profile.name
         and entry.key.device.compute_capability == profile.compute_capability
     ]
-    engines = [entry for entry in of_device if entry.key.algorithm.startswith(_ENGINE)]
+    engines = filter(_is_engine, of_device)
     problems = list(dict.fromkeys(entry.key.problem for entry in engines))
     # What was recorded with another version may not exist in the cuDNN that is installed here, and
     # a plan must not hold it.
@@ -79,15 +75,21 @@ def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
         (
             entry
             for entry in of_device
-            if not entry.key.algorithm.startswith(_ENGINE)
-            or (entry.key.problem, entry.key.algorithm) in listed
+            if not _is_engine(entry) or (entry.key.problem, entry.key.algorithm) in listed
         ),
         profile.name,
     )
 
 
+def _is_engine(entry: Measurement) -> bool:
+    """True for an engine of cuDNN that computes a plain convolution, as listed without a GPU."""
+    # torch's own convolution is there with any version of cuDNN.
+    is_candidate = entry.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
+    return is_candidate and not entry.adds_bias
+
+
 def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:
-    """Measurements of a kernel's chunks of some sizes in the session's recording."""
+    """Measurements of a kernel's chunks of some sizes, from the session's recording."""
     backend = session.backend
     assert isinstance(backend, RecordedBackend)
     found = backend.measurements(axis.problem, [axis.part(size) for size in sizes])
@@ -95,7 +97,7 @@ def recall(session: Session, axis: AbstractAxis, sizes: Iterable[int]) -> list[M
 
 
 def miss(session: Session, problem: Problem) -> PlanError:
-    """Reason why a kernel cannot be planned of which nothing was recorded: what is nearest."""
+    """Reason why a kernel without recorded measurements cannot be planned, with the nearest one."""
     texts = key_texts(session.key(problem, ""))
     wanted = {name: texts[name] for name in texts if name not in _ANY}
     nearest = explain(wanted, (entry.key for entry in session.cache))
@@ -106,55 +108,39 @@ def miss(session: Session, problem: Problem) -> PlanError:
 
 
 def predict(
-    solved: Sequence[Solved],
-    rows: SolvedRows,
-    splits: Sequence[Split],
-    default: Measurement | None,
+    tables: Sequence[AbstractSplitTable], splits: Sequence[Split], default: Measurement | None
 ) -> list[Finalist]:
-    """Finalists whose times are predicted by the sums of their steps, for `choose`.
+    """Finalists for `choose`, with the sums of their steps as predicted times.
 
-    A split with a step that was not timed in its role is left out.
+    A split with a step that was not timed in its position is left out.
 
     Args:
-        solved: what chunks of samples cost, by algorithms of one sort or another.
-        rows: what slabs cost.
-        splits: along either axis.
+        tables: split tables that contain the chunks of the splits.
+        splits: along any axis.
         default: torch's own convolution of the whole batch, as far as it was measured.
     """
-    finalists = []
-    for split in splits:
-        if split.is_default and default is not None and default.time_ns is not None:
-            spread_ns, samples = default.spread_ns or 0, default.samples or (default.time_ns,)
-            workspace = default.workspace_bytes or 0
-            timing = Timing(default.time_ns, spread_ns, workspace, len(samples))
-            # One sample each, whose ratio `choose` takes as it is: a prediction is the sum of
-            # medians, and an interval of it is not known.
-            finalists.append(Finalist(split, timing, samples=(default.time_ns,)))
-            continue
-        items = [*_items(solved, rows, split)]
-        if all(items):
-            time_ns = sum(item.time_ns for item in items if item)
-            workspace = max(item.workspace_bytes for item in items if item)
-            # 0 samples mark a time as predicted.
-            timing = Timing(time_ns, spread_ns=0, workspace_bytes=workspace, samples=0)
-            finalists.append(Finalist(split, timing, samples=(time_ns,)))
-    return finalists
+    found = (_measured(split, default) or _summed(split, tables) for split in splits)
+    return [finalist for finalist in found if finalist is not None]
 
 
-def _items(solved: Sequence[Solved], rows: SolvedRows, split: Split) -> Iterator[Item | None]:
-    """The fastest measurement of each step; None where there is none."""
-    axis = axis_of(rows.axis.problem, split)
-    for number, step in enumerate(split.steps):
-        if split.axis == "spatial":
-            known = rows.later if number else rows.first
-        else:
-            role = "alone" if len(split.steps) == 1 else "later" if number else "first"
-            known = tuple(item for one in solved for item in one.items[role])
-        # The last slab may have fewer rows than it was measured with; it counts as a full one.
-        size = axis.size_of(step)
-        fitting = (item for item in known if (item.batch, item.algorithm) == (size, step.algorithm))
-        yield min(fitting, key=_time_ns, default=None)
+def _measured(split: Split, default: Measurement | None) -> Finalist | None:
+    """Torch's own convolution as it was measured; None for any other split, or without a time."""
+    if not split.is_default or default is None or default.time_ns is None:
+        return None
+    spread_ns, samples = default.spread_ns or 0, default.samples or (default.time_ns,)
+    timing = Timing(default.time_ns, spread_ns, default.workspace_bytes or 0, len(samples))
+    # One sample each, whose ratio `choose` takes as it is: a prediction is the sum of medians, and
+    # an interval of it is not known.
+    return Finalist(split, timing, samples=(default.time_ns,))
 
 
-def _time_ns(item: Item) -> int:
-    return item.time_ns
+def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | None:
+    """A split by the fastest measurements of its steps; None if a step has none."""
+    chunks = known_chunks(tables, split)
+    if chunks is None:
+        return None
+    time_ns = sum(item.time_ns for item in chunks)
+    workspace = max(item.workspace_bytes for item in chunks)
+    # 0 samples mark a time as predicted.
+    timing = Timing(time_ns, spread_ns=0, workspace_bytes=workspace, samples=0)
+    return Finalist(split, timing, samples=(time_ns,))

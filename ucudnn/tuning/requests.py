@@ -1,4 +1,4 @@
-"""Chunks of one kernel to time next: those that the fastest possible split may hold."""
+"""Choose the chunks of one kernel to time next: those of the fastest possible split."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import replace
 from functools import partial
 
 from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Measurement
+from ucudnn.measurement import Measurement, Role
 from ucudnn.solvers.lazy import Option, Outlook, outlook
+from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.records import KernelRecords, interval_of
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.solve import CHUNK_NS, WORTHWHILE_NS, uncovered_batches
+from ucudnn.tuning.split_table import CHUNK_NS, WORTHWHILE_NS
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
 TOLERANCE = 0.02
 
 
 class Requests:
-    """Asks the solver for what to time.
+    """Asks the solver what to time.
 
     Args:
         session: the device.
         listed: the candidates.
-        records: what was measured so far.
-        elimination: which implementations cannot matter.
+        records: the measurements so far.
+        elimination: tells which implementations cannot be part of the best split.
         limit: workspace in bytes, None for any.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
     """
@@ -49,7 +50,7 @@ class Requests:
         self._tolerance = max(tolerance, TOLERANCE)
 
     def wanted(self) -> list[Arm]:
-        """Chunks to time next; empty where the best split is known well enough."""
+        """Chunks to time next; empty if the best split is known precisely enough."""
         # A plan is made of the best splits under each of these penalties, so all must be known.
         for launch_ns in CHUNK_NS:
             wanted = self.outlook(launch_ns).wanted
@@ -65,7 +66,9 @@ class Requests:
         worthwhile = [
             option
             for option in options
-            if "alone" in option.lists or not option.is_timed or _time_ns(option) >= WORTHWHILE_NS
+            if Role.ALONE in option.lists
+            or not option.is_timed
+            or _time_ns(option) >= WORTHWHILE_NS
         ]
         extent = self._listed.axis.extent
         ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self._tolerance)
@@ -76,18 +79,18 @@ class Requests:
         return found
 
     def _wanted_by_smaller_batches(self) -> list[Arm]:
-        """Chunks to time for the first batch that lacks a split and could have one."""
+        """Chunks to time for the first batch that has no split yet and could have one."""
         # Slabs have all samples of the call, whatever the batch is.
         if self._listed.axis.name != "batch":
             return []
-        problem, kernel_of = self._listed.problem, self._session.kernel_of
+        axis, sizes = self._listed.axis, self._listed.sizes
+        usable, kernel_of = self._records.usable, self._session.kernel_of
         options = list(self._options())
-        bounds = self._limit, self._listed.sizes
-        for batch in uncovered_batches(problem, self._records.usable, kernel_of, *bounds):
+        for batch in BatchSplits.of(axis, sizes, usable, kernel_of, self._limit).uncovered():
             possible = (
                 # For this batch the chunk of that size is the undivided call.
-                replace(option, lists=("alone", *option.lists))
-                if option.batch == batch and "first" in option.lists
+                replace(option, lists=(Role.ALONE, *option.lists))
+                if option.batch == batch and Role.FIRST in option.lists
                 else option
                 for option in options
             )
@@ -98,7 +101,7 @@ class Requests:
         return []
 
     def _options(self) -> Iterator[Option]:
-        """Chunks that the solver may choose among, and measured ones that tell about them."""
+        """Chunks that the solver may choose among, and measured ones that bound their times."""
         ruled_out = self._elimination.reasons()
         for arm in self._listed.by_arm:
             entry = self._records.by_arm.get(arm)
@@ -114,7 +117,7 @@ class Requests:
                     yield option
 
     def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> Option:
-        """An arm as the solver sees it; no part of any split where it may not be one."""
+        """An arm as an option of the solver; without positions if it may not be part of a split."""
         workspace = self._records.workspaces.expected(arm)
         if entry is not None and entry.workspace_bytes is not None:
             # A workspace that was measured decides; one that is only expected must also be small
@@ -132,7 +135,7 @@ class Requests:
             None if entry is None else interval_of(entry),
             entry is not None and entry.status == "ok",
             workspace or 0,
-            rank_of(arm.algorithm, self._listed.by_arm[arm].notes),
+            rank_of(arm.algorithm, self._listed.by_arm[arm].is_deterministic),
             arm.size in self._listed.even_sizes,
             arm.role,
             self._elimination.least_ns(arm) if entry is None else 0,

@@ -1,8 +1,7 @@
-"""Tune many kernels: the costliest first, on several devices, in a time budget.
+"""Tune many kernels on one or several devices, by possible gain, within a time budget.
 
-At any moment there is a plan: finished kernels have theirs, the others run torch's own convolution.
-Where kernels divide one pool of workspace, the front of time over workspace of each is measured
-first.
+There is a plan at any moment: finished kernels have theirs, and the others run torch's own
+convolution. If kernels divide one pool of workspace, the front of each kernel is measured first.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, warn_of_untuned
 from ucudnn.tuning.refusals import all_over_limit
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.sources import Bounds, Kernel
+from ucudnn.tuning.sources import Bounds, Kernel, source_of
 from ucudnn.tuning.step_shares import StepShares
 
 
 class TuningScheduler:
-    """The tuning of the kernels of one model.
+    """Tunes the kernels of one model.
 
     Args:
         backends: one per device, all of one kind; several measure in processes of their own.
         cache: where measurements are kept.
         config: the settings.
-        layers_by_problem: what to tune, and the names of the layers that run it.
+        layers_by_problem: the problems to tune, with the names of the layers that run them.
         on_progress: called after every measurement.
-        biased: of the problems those to whose result a layer adds a bias.
-        is_whole_step: the problems are all convolutions of a step, so that each is worth measuring
-            by its share of it.
-        reserved_steps: time to leave of the budget, in steps.
-        remeasure: take every time anew, whatever the cache has.
+        biased: problems to whose result a layer adds a bias.
+        is_whole_step: the problems are all convolutions of a step, so that each is measured as
+            carefully as its part of the step is worth.
+        reserved_steps: time of the budget to leave unused, in steps.
+        remeasure: measure everything anew, even if it is in the cache.
 
     Raises:
         ConfigError: the devices are of several kinds, or the solver is not installed.
@@ -95,10 +94,11 @@ class TuningScheduler:
         self._total_ns = 0
 
     def run(self) -> None:
-        """Tune everything, or until the time is over.
+        """Tune everything, or as much as the time allows.
 
         Raises:
-            PlanError: no plan of some kernel fits the workspace limit, or all plans the pool.
+            PlanError: no plan of some kernel fits the workspace limit, or the plans do not fit the
+                pool.
         """
         try:
             # Function modes of the caller, as `with torch.device("meta")`, would change where
@@ -123,7 +123,7 @@ class TuningScheduler:
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
-        """The best plan so far, of each kernel that has one within the limit."""
+        """The best plan so far of each kernel that has one within the limit."""
         return tuple(filter(None, (self._plans.get(p) or self._by_torch(p) for p in self._layers)))
 
     @property
@@ -161,7 +161,7 @@ class TuningScheduler:
         return self._budget.seconds
 
     def _begin_tuning(self) -> None:
-        """Derive the time budget from the step, where none is set, and say so."""
+        """Derive the time budget from the step if none is set, and report it."""
         shares, seconds = self._shares, self._budget.seconds
         self._total_ns = shares.cost_ns(self._layers)
         if seconds is None and self._by_share:
@@ -190,14 +190,14 @@ class TuningScheduler:
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
 
     def _keep_defaults(self) -> None:
-        """Decide the kernels that are not worth measuring anything of."""
+        """Leave kernels to torch that are not worth measuring."""
         for problem, reason in self._shares.ignored(self._total_ns, self._effort):
             plan = self._by_torch(problem, reason)
             if plan is not None:
                 self._plans[problem] = plan
 
     def _allot(self, session: Session, problems: Sequence[Problem]) -> None:
-        """Give a group its part of the time that is left, by what it could gain."""
+        """Give a group its part of the remaining time, by its possible gain."""
         if self._by_share:
             # Devices work at the same time, so that a group may take as many times its part of the
             # time as there are of them.
@@ -206,7 +206,7 @@ class TuningScheduler:
             self._budget.allot(session, part * len(self.devices))
 
     def _look(self, problem: Problem) -> Task:
-        """Run torch's own convolution once: a plan to fall back to, and a time to weigh it by."""
+        """Run torch's own convolution once, for a plan to fall back to and for its time."""
 
         def task(session: Session) -> None:
             # Kernels that are left out here are named in a warning at the end.
@@ -221,7 +221,7 @@ class TuningScheduler:
         return task
 
     def _tune(self, problems: Sequence[Problem]) -> Task:
-        """Measure and plan kernels of one geometry, until none of them wants to know more."""
+        """Measure and plan kernels of one geometry."""
 
         def task(session: Session) -> None:
             if self._budget.is_over:
@@ -269,7 +269,8 @@ class TuningScheduler:
         tolerance = 0.0
         if self._total_ns and default is not None and self._by_share:
             tolerance = shares.stakes[problem].tolerance(self._total_ns, self._effort)
-        planner = KernelPlanner(session, config, kernel, Bounds(limit, limit, tolerance), default)
+        bounds = Bounds(limit, limit, tolerance)
+        planner = KernelPlanner(source_of(session, config, kernel, bounds, default))
         # A recording says what torch's own convolution takes without a first run.
         if planner.default is not None:
             shares.defaults[problem] = planner.default
@@ -278,7 +279,7 @@ class TuningScheduler:
     def _by_torch(
         self, problem: Problem, note: str = "not tuned: the time was over"
     ) -> KernelPlan | None:
-        """Torch's own convolution, where it is within the limit."""
+        """The plan by torch's own convolution, if it is within the limit."""
         limit = self._config.limit_bytes
         if self._pool is not None:
             # A kernel that has no part of the pool may not even take 0 bytes of it.

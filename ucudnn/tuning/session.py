@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import monotonic
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.backends import AbstractBackend, Cost, Roofline
+from ucudnn.backends import AbstractBackend, Cost, DeviceState, Roofline
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.cache import AbstractCache
-from ucudnn.measurement import Measurement, MeasurementKey, is_perturbation
+from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.overhead import planned_call_ns
@@ -34,15 +34,15 @@ class Session:
     """State of one device that measures: the backend, the cache, deadlines and counts.
 
     Args:
-        backend: where candidates come from.
+        backend: the backend of the device.
         cache: where measurements are kept.
-        on_run: called whenever something was measured or found, to show progress.
-        until: when to stop measuring chunks, by `time.monotonic`; None: when everything is known.
-        race_until: when to stop timing whole calls, likewise.
+        on_run: called after each measurement, new or found in the cache, to show progress.
+        until: the `time.monotonic` at which to stop measuring chunks; None: no limit.
+        race_until: the `time.monotonic` at which to stop timing whole calls; None: no limit.
         isolated: measure in a process of its own.
         effort: how precisely times are taken, and which gains are too small to look for.
         lock: held while the cache is used, where several sessions share it.
-        remeasure: take every time anew, whatever is known.
+        remeasure: measure everything anew, even if it is known.
     """
 
     backend: AbstractBackend
@@ -65,11 +65,11 @@ class Session:
         self._conditions = self.backend.conditions()
         self._worker = Worker(self.backend) if self.isolated else None
         # Decided once, so that all of a session's perturbed measurements are recalled, or none is.
-        self.is_busy = any(is_perturbation(note) for note in self.backend.state())
+        self.is_busy = self.backend.state().load > 0
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
-    def key(self, problem: Problem, algorithm: str, role: str = "alone") -> MeasurementKey:
+    def key(self, problem: Problem, algorithm: str, role: Role = Role.ALONE) -> MeasurementKey:
         """The key of a candidate that this session would measure."""
         conditions = replace(self._conditions, role=role)
         return MeasurementKey(
@@ -77,7 +77,7 @@ class Session:
         )
 
     def kernel_of(self, problem: Problem, algorithm: str) -> str | None:
-        """Name of the kernel by which an algorithm runs a problem, None where it does not."""
+        """Name of the implementation by which an algorithm runs a problem; None if it does not."""
         return self._kernel(problem, algorithm)
 
     def _find_kernel(self, problem: Problem, algorithm: str) -> str | None:
@@ -86,28 +86,30 @@ class Session:
         return self.backend.kernel(problem, algorithm)
 
     def roofline(self, dtype: str) -> Roofline | None:
-        """Greatest speed of the machine, None where it is not known or gains are not judged by it.
+        """Peak rates of the machine; None if they are not known or the effort does not use them.
 
-        It is kept like any other measurement, so that a second tune decides as the first did.
+        They are cached like measurements, so that a second tune decides as the first did.
         """
         # `thorough` tuning, and tuning shared by several ranks, rule nothing out by a bound.
         if not self.effort.ignored_share:
             return None
         speed = replace(_SPEED_PROBLEM, dtype=dtype)
         keys = [self.key(speed, name) for name in ("roofline operations", "roofline bytes")]
-        known = [self.find(key) for key in keys]
-        if not all(known):
+        if not all(map(self.find, keys)):
             found = self.backend.roofline(dtype)
             if found is None:
                 return None
-            times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
-            for key, time_ns in zip(keys, times, strict=True):
-                self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
-            # Read back, so that this run computes with the same rounded numbers as a second one.
-            known = [self.find(key) for key in keys]
-        operations, moved = (entry for entry in known if entry is not None)
+            self._note_roofline(keys, found)
+        # Read back, so that this run computes with the same rounded numbers as a second one.
+        operations, moved = filter(None, map(self.find, keys))
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
+
+    def _note_roofline(self, keys: Sequence[MeasurementKey], found: Roofline) -> None:
+        times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
+        for key, time_ns in zip(keys, times, strict=True):
+            kept = found.cached_bytes
+            self.note(_of_machine(Measurement(key, "ok", time_ns, 0, workspace_bytes=kept)))
 
     def planned_call_ns(self) -> int:
         """Overhead of a planned call in ns, measured once and kept in the cache."""
@@ -119,7 +121,7 @@ class Session:
             # free.
             if not time_ns:
                 return 0
-            known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
+            known = _of_machine(Measurement(key, "ok", time_ns, 0, workspace_bytes=0))
             self.note(known)
         return known.time_ns or 0
 
@@ -132,7 +134,7 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """True after the time to measure chunks in."""
+        """True after the time for measuring chunks."""
         return self.until is not None and monotonic() >= self.until
 
     @property
@@ -143,8 +145,8 @@ class Session:
     def find(self, key: MeasurementKey) -> Measurement | None:
         """The measurement of a key, unless it is to be taken anew.
 
-        Taken anew are measurements of other sessions, with `remeasure`, and those that were taken
-        while other processes used the machine, as soon as it is quiet.
+        With `remeasure`, measurements of other sessions are taken anew. Measurements that were
+        taken while other processes used the machine are taken anew as soon as it is quiet.
         """
         # Not written yet: the newest there is.
         if key in self._fresh:
@@ -174,18 +176,18 @@ class Session:
         self.on_run()
         return measurement
 
-    def state(self) -> tuple[str, ...]:
-        """Notes on what perturbs times now; a worker's results carry its own."""
-        return () if self.isolated else self.backend.state()
+    def state(self) -> DeviceState:
+        """Conditions that perturb times now; results of a worker have those of the worker."""
+        return DeviceState() if self.isolated else self.backend.state()
 
     def note(self, measurement: Measurement) -> None:
-        """Keep a measurement that is no candidate's, and count nothing."""
+        """Keep a measurement that is not of a candidate, without counting it."""
         self._fresh[measurement.key] = measurement
 
     def flush(self) -> None:
-        """Write new measurements to the cache, in one go.
+        """Write new measurements to the cache, in one step.
 
-        What was taken while others used the machine never replaces what was not.
+        Measurements from a busy machine never replace measurements from a quiet one.
         """
         if self._fresh:
             with self.lock:
@@ -200,10 +202,14 @@ class Session:
         return known is None or known.is_perturbed or known.status != entry.status
 
     def close(self) -> None:
-        """Write what is left and end the worker."""
+        """Write the remaining measurements and end the worker."""
         try:
             # A cache that cannot be written, as on a full disk, must not leave a process behind.
             self.flush()
         finally:
             if self._worker is not None:
                 self._worker.close()
+
+
+def _of_machine(measurement: Measurement) -> Measurement:
+    return replace(measurement, subject=Subject.MACHINE)

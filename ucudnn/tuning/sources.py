@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.config import Config
-from ucudnn.measurement import ADDS_BIAS, Measurement
+from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
 from ucudnn.system.forking import cached_property
+from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.confirmation import Finalist, race, recall_race
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.replay import miss, recall
+from ucudnn.tuning.row_splits import RowSplits
 from ucudnn.tuning.session import Session
+from ucudnn.tuning.split_table import AbstractSplitTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +39,40 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """Measurements of a kernel's chunks.
+class Cut:
+    """One way to cut a kernel into chunks.
 
     Args:
-        plain: what a split along the batch may consist of.
-        fused: the same of algorithms that add a bias.
-        slabs: what a split along the rows may consist of.
-        everything: these and what failed, was beaten or does not fit.
-        notes: how good the best split of them is.
+        table: the kind of table that finds splits into such chunks.
+        axis: along which the kernel is cut.
+        sizes: of the chunks; none where the kernel is not cut in this way.
+        adds_bias: chunks are computed by algorithms that add a bias, too, and by no others.
     """
 
-    plain: tuple[Measurement, ...]
-    fused: tuple[Measurement, ...]
-    slabs: tuple[Measurement, ...]
-    everything: tuple[Measurement, ...]
+    table: type[AbstractSplitTable]
+    axis: AbstractAxis
+    sizes: tuple[int, ...]
+    adds_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Measurements of a kernel's chunks, for each cut of its source.
+
+    Args:
+        usable: chunks that a split may consist of.
+        known: these, and those that failed, were eliminated or do not fit.
+        notes: notes for the plan, such as the remaining gap.
+    """
+
+    usable: tuple[tuple[Measurement, ...], ...]
+    known: tuple[tuple[Measurement, ...], ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def everything(self) -> tuple[Measurement, ...]:
+        """All that is known, of any cut."""
+        return tuple(entry for entries in self.known for entry in entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +96,7 @@ class AbstractSource(ABC):
     Args:
         session: the device and the cache.
         config: the settings.
-        kernel: whose they are.
+        kernel: the kernel that is measured.
         bounds: limits of its plan.
         default: torch's own convolution of the whole batch, as far as it was measured.
     """
@@ -92,27 +114,48 @@ class AbstractSource(ABC):
         self.kernel = kernel
         self.bounds = bounds
         self.default = default
-        self.axis = BatchAxis(kernel.problem)
-        self.rows_axis = RowAxis(kernel.problem)
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes of the chunks of samples that a split may have."""
-        return self.axis.sizes(self.config.policy)
+    def cuts(self) -> tuple[Cut, ...]:
+        """The ways to cut the kernel; torch's own convolution is a chunk of the first one."""
+        samples, rows = BatchAxis(self.kernel.problem), RowAxis(self.kernel.problem)
+        sizes = samples.sizes(self.config.policy)
+        return (
+            Cut(BatchSplits, samples, sizes),
+            # Without a bias to add, a kernel that adds one computes too much.
+            Cut(BatchSplits, samples, sizes if self.kernel.has_bias else (), adds_bias=True),
+            # Neighbouring slabs read some input rows twice, so they are tried only where the limit
+            # excludes the whole.
+            Cut(RowSplits, rows, () if self._default_fits else rows.sizes(self.config.policy)),
+        )
 
-    @cached_property
-    def row_sizes(self) -> tuple[int, ...]:
-        """Sizes of slabs: none unless torch's own convolution exceeds the workspace limit."""
+    @property
+    def _default_fits(self) -> bool:
+        """True where torch's own convolution is known to fit the workspace limit."""
         workspace, limit = self.default.workspace_bytes if self.default else None, self.bounds.limit
-        # Neighbouring slabs read some input rows twice, so they are tried only where the limit
-        # excludes the whole.
-        if limit is None or (workspace is not None and workspace <= limit):
-            return ()
-        return self.rows_axis.sizes(self.config.policy)
+        return limit is None or (workspace is not None and workspace <= limit)
+
+    def tables(
+        self, measurements: Iterable[Sequence[Measurement]], limit: int | None
+    ) -> list[AbstractSplitTable]:
+        """The split table of each cut.
+
+        Args:
+            measurements: of each cut.
+            limit: workspace in bytes that a split may use, None for any.
+        """
+        return [
+            cut.table.of(cut.axis, cut.sizes, entries, self.session.kernel_of, limit)
+            for cut, entries in zip(self.cuts, measurements, strict=True)
+        ]
+
+    def within(self, bounds: Bounds) -> Self:
+        """Measurements of the same kernel within other limits."""
+        return type(self)(self.session, self.config, self.kernel, bounds, self.default)
 
     @abstractmethod
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
+        """Torch's own convolution of the whole batch, run at least once; None if it fails."""
 
     @abstractmethod
     def step(self) -> bool:
@@ -120,7 +163,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def evidence(self) -> Evidence:
-        """Measure whatever is still wanted, or recall what was.
+        """Measure everything that is still wanted, or recall it from a recording.
 
         Raises:
             PlanError: a recording has nothing of this kernel.
@@ -128,7 +171,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """Time splits as whole calls, or recall that race; None where neither can be done."""
+        """Time splits as whole calls, or recall the race; None if neither is possible."""
 
     @abstractmethod
     def release(self) -> None:
@@ -136,44 +179,39 @@ class AbstractSource(ABC):
 
 
 class LiveSource(AbstractSource):
-    """Measures on the session's device what the cache does not have."""
+    """Source that measures on the session's device, unless the cache has the measurement."""
 
     @cached_property
-    def _plain(self) -> KernelMeasurer:
-        return self._measurer(self.axis, self.sizes)
+    def _measurer_by_cut(self) -> dict[Cut, KernelMeasurer]:
+        """The measurers made so far."""
+        return {}
 
-    @cached_property
-    def _fused(self) -> KernelMeasurer:
-        # Without a bias to add, a kernel that adds one computes too much.
-        sizes = self.sizes if self.kernel.has_bias else ()
-        return self._measurer(self.axis, sizes, adds_bias=True)
-
-    @cached_property
-    def _slabs(self) -> KernelMeasurer:
-        return self._measurer(self.rows_axis, self.row_sizes)
-
-    def _measurer(
-        self, axis: AbstractAxis, sizes: Iterable[int], adds_bias: bool = False
-    ) -> KernelMeasurer:
-        bounds = self.bounds
-        more = (self.config.max_error, adds_bias, bounds.tolerance)
-        return KernelMeasurer(self.session, axis, bounds.chunk_limit, sizes, *more)
+    def _measurer(self, cut: Cut) -> KernelMeasurer:
+        """The measurer of a cut, made when it is first needed."""
+        if cut not in self._measurer_by_cut:
+            bounds = self.bounds
+            more = (self.config.max_error, cut.adds_bias, bounds.tolerance)
+            self._measurer_by_cut[cut] = KernelMeasurer(
+                self.session, cut.axis, bounds.chunk_limit, cut.sizes, *more
+            )
+        return self._measurer_by_cut[cut]
 
     def _working(self) -> list[KernelMeasurer]:
         """Measurers that have something to measure."""
-        # The plain one is always there: it knows torch's own convolution.
-        return [self._plain, *(one for one in (self._fused, self._slabs) if not one.is_empty)]
+        first, *others = map(self._measurer, self.cuts)
+        # The first one is always there: it knows torch's own convolution.
+        return [first, *(one for one in others if not one.is_empty)]
 
     def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None where it fails."""
-        return self._plain.look_at_default()
+        """Torch's own convolution of the whole batch, run at least once; None if it fails."""
+        return self._measurer(self.cuts[0]).look_at_default()
 
     def step(self) -> bool:
         """Measure the micro-batches that the solver asks for next; False if it asks for none."""
-        return self._plain.step()
+        return self._measurer(self.cuts[0]).step()
 
     def evidence(self) -> Evidence:
-        """Measure whatever is still wanted."""
+        """Measure everything that is still wanted."""
         working = self._working()
         for place, measurer in enumerate(working):
             if place:
@@ -182,16 +220,15 @@ class LiveSource(AbstractSource):
             while measurer.step():
                 pass
             self.session.flush()
+        measurers = [self._measurer(cut) for cut in self.cuts]
         return Evidence(
-            tuple(self._plain.usable),
-            tuple(self._fused.usable),
-            tuple(self._slabs.usable),
-            tuple(entry for one in working for entry in one.measurements),
+            tuple(tuple(one.usable) for one in measurers),
+            tuple(tuple(one.measurements) for one in measurers),
             tuple(note for one in working for note in one.certificate()),
         )
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
-        """Time splits as whole calls while there is time, else recall that race."""
+        """Time splits as whole calls while there is time, else recall the race."""
         session, problem, has_bias = self.session, self.kernel.problem, self.kernel.has_bias
         # A race in the cache costs no time, and a plan by measured whole calls is the better one.
         if not session.may_race:
@@ -201,15 +238,12 @@ class LiveSource(AbstractSource):
 
     def release(self) -> None:
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
-        for name in ("_plain", "_fused", "_slabs"):
-            # A cached property is found there once it was asked for; asking now would make a
-            # measurer.
-            if name in self.__dict__:
-                self.__dict__[name].release()
+        for measurer in self._measurer_by_cut.values():
+            measurer.release()
 
 
 class ReplayedSource(AbstractSource):
-    """Recalls what was measured on a device that need not be here."""
+    """Source that recalls the measurements of a device, which need not be here."""
 
     def __init__(
         self, session: Session, config: Config, kernel: Kernel, bounds: Bounds, _: object = None
@@ -221,35 +255,34 @@ class ReplayedSource(AbstractSource):
 
     def look_at_default(self) -> Measurement | None:
         """Torch's own convolution of the whole batch, as it was recorded."""
-        whole = recall(self.session, self.axis, [self.axis.extent])
+        samples = BatchAxis(self.kernel.problem)
+        whole = recall(self.session, samples, [samples.extent])
         known = (entry for entry in whole if entry.key.algorithm == DEFAULT_ALGORITHM)
         return next(known, None)
 
     def step(self) -> bool:
-        """There is nothing to measure."""
+        """False: a recording measures nothing."""
         return False
 
     def evidence(self) -> Evidence:
-        """Recall what was measured.
+        """Recall the measurements.
 
         Raises:
             PlanError: the recording has nothing of this kernel.
         """
-        # Sizes of slabs depend on torch's own workspace, which `__init__` has looked up.
-        of_batch = recall(self.session, self.axis, self.sizes)
-        of_rows = recall(self.session, self.rows_axis, self.row_sizes)
-        if not of_batch and not of_rows:
+        known = tuple(tuple(self._recalled(cut)) for cut in self.cuts)
+        if not any(known):
             # Nothing at all: the error names the nearest entry and in which fields of the key it
             # differs.
             raise miss(self.session, self.kernel.problem)
-        usable = [entry for entry in of_batch if self._is_usable(entry)]
-        return Evidence(
-            tuple(entry for entry in usable if ADDS_BIAS not in entry.notes),
+        usable = (tuple(filter(self._is_usable, entries)) for entries in known)
+        return Evidence(tuple(usable), known)
+
+    def _recalled(self, cut: Cut) -> Iterator[Measurement]:
+        for entry in recall(self.session, cut.axis, cut.sizes):
             # A recording may be of a layer with a bias and be replayed for one without.
-            tuple(e for e in usable if ADDS_BIAS in e.notes and self.kernel.has_bias),
-            tuple(entry for entry in of_rows if self._is_usable(entry)),
-            (*of_batch, *of_rows),
-        )
+            if entry.adds_bias == cut.adds_bias:
+                yield entry
 
     def _is_usable(self, entry: Measurement) -> bool:
         most = self.config.max_error
@@ -261,7 +294,7 @@ class ReplayedSource(AbstractSource):
         return recall_race(self.session, self.kernel.problem, splits, self.kernel.has_bias)
 
     def release(self) -> None:
-        """There are no operands."""
+        """Do nothing: there are no operands."""
 
 
 def source_of(

@@ -1,8 +1,8 @@
-"""Whole steps of a model by its plan against torch's own, which has the last word on the plan.
+"""Judge a plan by whole training steps, which make the last decision on it.
 
-A plan whose kernels are all faster can still slow a step down: planned calls cost the host more,
-and caches differ. Where the plan is not faster beyond the noise, the kernels that do pay are found
-by halving, and the others are given back to torch.
+A plan whose kernels are all faster can still slow down a step, because planned calls cost the host
+more, and because the caches hold other data. If steps are not faster beyond the noise, the kernels
+that pay are found by halving, and the others are given back to torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import NamedTuple
@@ -26,7 +26,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 7
 # With it one perturbed round of seven is forgiven, and of fewer none.
 CONFIDENCE = 0.75
 
-Installer = Callable[[Plan], AbstractContextManager[object]]
+Step = Callable[[], None]
 Decided = Callable[[Sequence[Sequence[int]]], bool]
 
 
@@ -35,92 +35,116 @@ class Raced(NamedTuple):
 
     Args:
         race: times of steps by a plan and without it.
-        pays: True where steps are faster by the plan. torch's own convolutions cost nothing to
-            keep, so the plan bears the burden of proof: noise must not hide that it is faster.
+        pays: True if steps are faster by the plan beyond the noise. The plan must prove this,
+            because torch's own convolutions cost nothing to keep.
     """
 
     race: StepRace
     pays: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StepMeter:
+    """Measures steps of a model on one device, by plans or by torch's own convolutions.
+
+    Args:
+        install: lets the convolutions of this process follow a plan while its context is open.
+        elapsed: runs something once and returns the time in ns that it took on the device.
+        peak: the same for its peak of allocated memory in bytes.
+        until: the `time.monotonic` after which no more rounds begin; None: no limit.
+    """
+
+    install: Callable[[Plan], AbstractContextManager[object]]
+    elapsed: Callable[[Step], int]
+    peak: Callable[[Step], int]
+    until: float | None = None
+
+    def is_over(self) -> bool:
+        """True after the time for rounds."""
+        return self.until is not None and monotonic() >= self.until
+
+    def elapsed_ns(self, step: Step, plan: Plan | None) -> int:
+        """Time of one step by a plan; None: by torch's own convolutions."""
+        with self._following(plan):
+            return self.elapsed(step)
+
+    def peak_bytes(self, step: Step, plan: Plan | None) -> int:
+        """Peak of memory of one step, likewise."""
+        with self._following(plan):
+            return self.peak(step)
+
+    def _following(self, plan: Plan | None) -> AbstractContextManager[object]:
+        return nullcontext() if plan is None else self.install(plan)
+
+
 class StepJudge:
     """Races steps of one model.
 
     Args:
-        step: computes one.
-        install: lets the convolutions of this process follow a plan while its context is open.
-        elapsed_ns: runs something once and returns the time in ns that it took on the device.
-        peak_bytes: the same for its peak of allocated memory.
-        until: the `time.monotonic` after which no more rounds begin; None: no limit.
+        step: computes a step.
+        meter: measures steps by plans.
     """
 
-    def __init__(
-        self,
-        step: Callable[[], None],
-        install: Installer,
-        elapsed_ns: Callable[[Callable[[], None]], int],
-        peak_bytes: Callable[[Callable[[], None]], int],
-        until: float | None = None,
-    ) -> None:
+    def __init__(self, step: Step, meter: StepMeter) -> None:
         self._step = step
-        self._install = install
-        self._elapsed_ns = elapsed_ns
-        self._peak_bytes = peak_bytes
-        self._until = until
+        self._meter = meter
 
     def judge(self, plan: Plan, raced: Raced | None = None) -> Plan:
         """The plan with the outcome of its race, without the kernels that do not pay in a step.
 
-        A kernel whose default exceeds the workspace limit stays planned whatever it costs.
+        A kernel whose default exceeds the workspace limit keeps its plan, whatever it costs.
 
         Args:
-            plan: not judged yet.
-            raced: its race against torch's own, with peaks, where that was run already.
+            plan: the plan to judge.
+            raced: its race against torch, with peaks, if that was run already.
         """
         changed = [kernel for kernel in plan.kernels if not kernel.is_default]
         if not changed:
             return plan
-        if raced is None:
-            # Taking a peak runs a step, which warms up both.
-            peaks = self._peak(None), self._peak(plan)
-            raced = self._race(plan, is_warm=True)
-        else:
-            peaks = raced.race.torch_peak_bytes, raced.race.plan_peak_bytes
+        raced = raced or self._raced_with_peaks(plan)
         # The rest must stay planned: without a plan they would exceed the workspace limit.
         replaceable = [kernel for kernel in changed if has_default(plan, kernel)]
-        race = raced.race
-        if replaceable and not self._pays(plan, replaceable, raced):
-            kept = self._kept(plan, replaceable)
-            dropped = [kernel for kernel in replaceable if kernel not in kept]
-            plan = _without(plan, dropped)
-            names = tuple(str(kernel.problem) for kernel in dropped)
+        if not replaceable or self._pays(plan, replaceable, raced):
+            return replace(plan, step_race=raced.race)
+        kept = self._kept(plan, replaceable)
+        return self._judged_without([one for one in replaceable if one not in kept], plan, raced)
+
+    def _raced_with_peaks(self, plan: Plan) -> Raced:
+        # Taking a peak runs a step, which warms up both.
+        peaks = [self._meter.peak_bytes(self._step, one) for one in (None, plan)]
+        raced = self._race(plan, is_warm=True)
+        race = replace(raced.race, torch_peak_bytes=peaks[0], plan_peak_bytes=peaks[1])
+        return raced._replace(race=race)
+
+    def _judged_without(self, dropped: Sequence[KernelPlan], plan: Plan, raced: Raced) -> Plan:
+        """The plan without some kernels, and the race of what is left of it."""
+        plan, race = _without(plan, dropped), raced.race
+        names = tuple(str(kernel.problem) for kernel in dropped)
+        torch_peak, plan_peak = race.torch_peak_bytes, race.plan_peak_bytes
+        if all(kernel.is_default for kernel in plan.kernels):
+            # The plan is torch's own now, so that there is nothing to race.
+            race, plan_peak = StepRace(race.torch_ns, race.torch_ns, rounds=race.rounds), torch_peak
+        else:
             # The first race was of another plan: steps without the dropped kernels are timed anew.
-            if all(kernel.is_default for kernel in plan.kernels):
-                # The plan is torch's own now, so that there is nothing to race.
-                race = StepRace(race.torch_ns, race.torch_ns, rounds=race.rounds, dropped=names)
-                peaks = (peaks[0], peaks[0])
-            else:
-                race = replace(self._race(plan).race, dropped=names)
-        torch_peak, plan_peak = peaks
-        return replace(
-            plan, step_race=replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak)
-        )
+            race = self._race(plan).race
+        race = replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak, dropped=names)
+        return replace(plan, step_race=race)
 
     def _pays(self, plan: Plan, replaceable: Sequence[KernelPlan], raced: Raced) -> bool:
         """True if steps are faster by the plan than without its replaceable kernels."""
         if all(kernel.is_default for kernel in _without(plan, replaceable).kernels):
             return raced.pays
         # Those that must stay planned may cost time, for which the others are not to blame.
-        return not self._is_over and self._race(plan, _without(plan, replaceable)).pays
+        return not self._meter.is_over() and self._race(plan, _without(plan, replaceable)).pays
 
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
-        """Find the kernels with which a step is faster than without, by halving those that fail."""
+        """Find the kernels with which a step is faster than without them, by halving."""
         if len(kernels) == 1:
             return []
         middle, kept = len(kernels) // 2, list[KernelPlan]()
         for half in (kernels[:middle], kernels[middle:]):
             # What could not be shown to pay is given back to torch.
-            if self._is_over:
+            if self._meter.is_over():
                 break
             # torch's own convolutions for all that may be replaced but these, so that only these
             # are judged, against those that must stay planned alone.
@@ -132,26 +156,10 @@ class StepJudge:
             kept += half if pays else self._kept(plan, half)
         return kept
 
-    @property
-    def _is_over(self) -> bool:
-        return self._until is not None and monotonic() >= self._until
-
-    def _peak(self, plan: Plan | None) -> int:
-        with self._following(plan):
-            return self._peak_bytes(self._step)
-
-    def _following(self, plan: Plan | None) -> AbstractContextManager[object]:
-        return nullcontext() if plan is None else self._install(plan)
-
     def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
-        """Time steps by a plan and by another one in turn; None: by torch's own convolutions."""
-
-        def timed(followed: Plan | None) -> int:
-            with self._following(followed):
-                return self._elapsed_ns(self._step)
-
-        runs = [partial(timed, other), partial(timed, plan)]
-        return raced_of(*race(runs, lambda: self._is_over, is_warm))
+        """Time steps by a plan and by another plan in turn; None: by torch's own convolutions."""
+        runs = [partial(self._meter.elapsed_ns, self._step, one) for one in (other, plan)]
+        return raced_of(*race(runs, self._meter.is_over, is_warm))
 
 
 def race(
@@ -160,14 +168,14 @@ def race(
     is_warm: bool = False,
     is_decided: Decided | None = None,
 ) -> list[list[int]]:
-    """Time several ways of a step in turn, until it is known which is faster or time is over.
+    """Time several ways to compute a step in turn, until it is clear which is faster.
 
     Args:
         runs: each runs a step and returns its time in ns.
         is_over: no more rounds begin when this is true.
-        is_warm: all have just run; else a round that does not count comes first.
-        is_decided: True where the times so far, in the order of `runs`, are enough; default: one of
-            two is faster, or neither is.
+        is_warm: True if all have just run; else the first round does not count.
+        is_decided: called with the times so far, in the order of `runs`; True ends the race.
+            Default: it ends when one of two is clearly faster, or clearly neither.
 
     Returns:
         Times of each, one of each per round.
@@ -194,7 +202,7 @@ def race(
 
 
 def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True where the interval of the ratio tells a gain, a loss or neither from the others.
+    """True if the interval of the ratio shows a gain, a loss, or that there is neither.
 
     >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
     (True, False)
@@ -224,13 +232,13 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
-    """True where torch's own convolution may replace a kernel's plan.
+    """True if torch's own convolution may replace a kernel's plan.
 
-    It must be within the workspace limit. Of a pool no kernel may take more than it did.
+    It must be within the workspace limit. With a pool, it must need no more than the plan.
 
     Args:
-        plan: that the kernel is of.
-        kernel: with what was measured of its default.
+        plan: the plan of the kernel.
+        kernel: the kernel, with the measurement of its default.
     """
     limit = plan.config.limit_bytes
     # The other calls of the step own the rest of the pool.

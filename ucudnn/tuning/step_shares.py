@@ -1,4 +1,4 @@
-"""Shares of the kernels in a step by torch's own convolution, and what plans could gain."""
+"""Parts of the kernels in a step by torch's own convolutions, and the possible gains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ucudnn.tuning.worth import Stake, least_ns
 
 
 class StepShares:
-    """Times of torch's own convolutions in a step, as far as they are known.
+    """Known times of torch's own convolutions in a step.
 
     Args:
         session: of a device, with the algorithms that it has and its roofline.
@@ -34,7 +34,7 @@ class StepShares:
 
     @cached_property
     def stakes(self) -> dict[Problem, Stake]:
-        """The parts of the kernels in the step; taken once, when all of them were looked at."""
+        """The stake of each kernel in the step; computed once, after all kernels were run."""
         found = {}
         for problem, entry in self.defaults.items():
             calls = len(self._layers[problem])
@@ -47,7 +47,7 @@ class StepShares:
         return found
 
     def _least_ns(self, problem: Problem) -> int:
-        """A lower bound of a call's time by any algorithm; 0 where nothing is known."""
+        """A lower bound of a call's time by any algorithm; 0 if nothing is known."""
         session = self._session
         listed = session.backend.candidates(problem)
         costs = [session.cost(problem, candidate.algorithm) for candidate in listed]
@@ -59,11 +59,11 @@ class StepShares:
         return sum((entry.time_ns or 0) * calls for entry, calls in known if entry is not None)
 
     def gain_ns(self, problems: Iterable[Problem]) -> int:
-        """The most that plans of some kernels could save of a step."""
+        """Upper bound of the time that plans of some kernels could save in a step."""
         return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
 
     def ignored(self, total_ns: int, effort: Effort) -> Iterator[tuple[Problem, str]]:
-        """Kernels that are not worth measuring anything of, with the reason.
+        """Kernels that are not worth measuring, with the reason.
 
         Args:
             total_ns: of all kernels of the step.
@@ -79,16 +79,16 @@ class StepShares:
                 )
 
     def by_expected_cost(self) -> list[Problem]:
-        """The kernels that are likely to take longest first, before any was run."""
+        """Kernels in the order of their expected time, the longest first, before any was run."""
         # Floating-point operations are all that is known of a kernel that never ran.
         return sorted(self._layers, key=lambda p: -p.flops * len(self._layers[p]))
 
     def by_geometry(self) -> list[list[Problem]]:
-        """Kernels that differ in their batch alone share measurements; the costliest come first."""
+        """Groups of kernels that differ only in their batch, the longest first."""
         return sorted(_grouped(self._layers), key=self.cost_ns, reverse=True)
 
     def by_gain(self, problems: Iterable[Problem]) -> list[list[Problem]]:
-        """Some kernels in such groups, the largest possible gain first."""
+        """Some kernels in such groups, those with the largest possible gain first."""
         # Sorting keeps the order of equals: of groups with one gain the costlier comes first.
         groups = sorted(_grouped(problems), key=self.cost_ns, reverse=True)
         return sorted(groups, key=self.gain_ns, reverse=True)

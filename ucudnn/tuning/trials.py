@@ -15,9 +15,9 @@ class Trials:
 
     Args:
         listed: the candidates.
-        records: what was measured so far.
-        elimination: which implementations cannot matter.
-        must_probe: a large chunk may run only where its workspace is known or extrapolated.
+        records: the measurements so far.
+        elimination: tells which implementations cannot be part of the best split.
+        must_probe: True if a chunk may run only when its workspace is known or extrapolated.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Trials:
         return probes or self._elimination.trials()
 
     def _probes(self) -> list[Arm]:
-        """The smallest chunks of curves whose workspace must be known and is not."""
+        """The smallest chunks of curves whose workspace must be known, but is not."""
         if not self._must_probe:
             return []
         # An implementation may need other workspace in another role, so each role is probed.
@@ -53,37 +53,44 @@ class Trials:
         return [arm for arm in found if arm is not None]
 
     def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
-        """The smallest arm to run first, or a second one to extrapolate the whole, or neither."""
-        workspaces, curves, whole = (
-            self._records.workspaces,
-            self._listed.curves,
-            self._listed.axis.extent,
-        )
-        known = [
-            arm
-            for arm in arms
-            for workspace in [workspaces.known(arm)]
-            if workspace is not None and workspaces.fits(arm, workspace)
-        ]
+        """The smallest arm of a curve, or a second one to extrapolate from, or None."""
         # No split holds such chunks. They are run only where that may show that the whole fits.
         if not self._listed.lists(arms[0]) and not self._is_worth_telling(curve, arms[-1]):
             return None
+        known = sum(map(self._is_known_to_fit, arms))
         if not known:
-            smaller = any(arm.size < whole for arm, name in curves.items() if name == curve)
-            # The whole is never the first chunk of an implementation to run where smaller ones
-            # exist: it may need more memory than there is.
-            is_no_probe = arms[0] in self._records.by_arm or (arms[0].size == whole and smaller)
-            return None if is_no_probe else arms[0]
-        # One point gives workspace in proportion to the size, two give a line. The second is run
-        # only where the first leaves open whether the whole fits.
-        last, second = arms[-1], arms[min(1, len(arms) - 1)]
-        is_open = last.size == whole and last not in self._records.by_arm
-        is_open = is_open and not workspaces.can_be_run(last)
-        tells_more = len(known) == 1 and not self._listed.lists(second)
-        return second if is_open and tells_more and workspaces.can_be_run(second) else None
+            return self._first(curve, arms)
+        # One point gives workspace in proportion to the size, two give a line.
+        return self._second(arms) if known == 1 else None
+
+    def _is_known_to_fit(self, arm: Arm) -> bool:
+        workspaces = self._records.workspaces
+        known = workspaces.known(arm)
+        return known is not None and workspaces.fits(arm, known)
+
+    def _first(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
+        """The smallest arm; None if it ran, or if it is the whole and other roles have smaller."""
+        first, curves, whole = arms[0], self._listed.curves, self._listed.axis.extent
+        if first in self._records.by_arm:
+            return None
+        # The whole is never the first chunk of an implementation to run where smaller ones exist:
+        # it may need more memory than there is.
+        smaller = any(arm.size < whole for arm, name in curves.items() if name == curve)
+        return None if first.size == whole and smaller else first
+
+    def _second(self, arms: Sequence[Arm]) -> Arm | None:
+        """The second smallest arm, where the first leaves open whether the whole fits."""
+        workspaces, whole = self._records.workspaces, arms[-1]
+        if whole.size != self._listed.axis.extent or whole in self._records.by_arm:
+            return None
+        second = arms[min(1, len(arms) - 1)]
+        # One that a split may hold is run when the solver asks for it.
+        if workspaces.can_be_run(whole) or self._listed.lists(second):
+            return None
+        return second if workspaces.can_be_run(second) else None
 
     def _is_worth_telling(self, curve: str, whole: Arm) -> bool:
-        """True if small chunks alone could show that the undivided call fits, when no others do."""
+        """True if the undivided call may fit, and only small chunks in role alone can show it."""
         if not self._records.workspaces.may_fit(whole) or self._records.workspaces.can_be_run(
             whole
         ):

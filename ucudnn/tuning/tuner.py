@@ -53,18 +53,19 @@ def tune_problems(
     """Measure and plan a list of problems; equal ones are measured once.
 
     Args:
-        layers: the name of a layer and its problem, once per call; all of them, whatever
-            `config.ops` says: that is what to trace.
+        layers: the name of a layer and its problem, once per call. All of them are planned;
+            `config.ops` matters only for tracing.
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
-        measurements: an open cache to use, which stays open; None: that of the config.
-        backends: one per device, all of one kind, each of which measures a part of the kernels in
-            a process of its own; None: the device of the config.
-        biased: of the problems those to whose result a layer adds a bias, which is timed with them.
-        is_whole_step: they are all convolutions of a training step: each is measured as carefully
-            as its share of the step is worth, within the default time budget of the effort.
-        reserved_steps: time to leave of the budget, in steps.
-        remeasure: take every time anew, whatever the cache has.
+        measurements: an open cache to use, which stays open; None: the cache of the config.
+        backends: one per device, all of one kind. Each measures some of the kernels in a process of
+            its own. None: the device of the config.
+        biased: problems to whose result a layer adds a bias, which is timed with them.
+        is_whole_step: the problems are all convolutions of a training step. Then each is measured
+            as carefully as its part of the step is worth, within the default time budget of the
+            effort.
+        reserved_steps: time of the budget to leave unused, in steps.
+        remeasure: measure everything anew, even if it is in the cache.
 
     Raises:
         ConfigError: there is no problem to plan, or the devices are of several kinds.
@@ -146,7 +147,7 @@ def _plan(
         config=replace(
             config, backend=cast(Backend, backend.name), device=None, device_profile=None
         )
-        if is_replayed(config)
+        if config.is_replayed
         else config,
         backend=backend.name,
     )
@@ -159,7 +160,7 @@ def device_type(config: Config) -> str:
     'cpu'
 
     Raises:
-        ConfigError: as for `tune_problems`, where a recording says it.
+        ConfigError: as for `tune_problems`, if it depends on a recording.
     """
     # Only the measurements say what device they are of.
     if config.backend == "recorded":
@@ -168,17 +169,8 @@ def device_type(config: Config) -> str:
     return backend_entry(config.backend).device_type
 
 
-def is_replayed(config: Config) -> bool:
-    """True where nothing is measured: a recording says what a device would.
-
-    >>> is_replayed(Config(backend="recorded"))
-    True
-    """
-    return config.backend == "recorded" or config.device_profile is not None
-
-
 def _open_cache(config: Config) -> AbstractContextManager[AbstractCache]:
-    if is_replayed(config):
+    if config.is_replayed:
         # Read only, and a file that was exported from a cache serves as well.
         return open_recording(config.cache)
     return cache_room.open(config.cache)

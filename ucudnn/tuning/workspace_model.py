@@ -1,4 +1,4 @@
-"""Workspace that chunks of one kernel need, or are expected to need before they run."""
+"""Workspace of the chunks of one kernel: known, or expected before they run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SMALL_BYTES = 128 << 20
 class WorkspaceModel:
     """Known and extrapolated workspace of a kernel's chunks.
 
-    Workspace is taken to grow on a line with the chunk, for each implementation.
+    For each implementation, workspace is assumed to grow linearly with the chunk.
 
     Args:
         candidates: of the kernel.
-        records: what was measured so far, by arm; changed by its owner as more is.
+        records: measurements so far, by arm; their owner adds to them.
         limit: workspace in bytes that a chunk may use, None for any.
         available_bytes: memory that a benchmark may use on this machine.
     """
@@ -47,24 +47,24 @@ class WorkspaceModel:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Workspace that any candidate may take here, whatever the limit."""
+        """Largest workspace that a candidate may take on this machine, apart from the limit."""
         if self.limit is not None:
             return self._available_bytes
         whole = _operand_bytes(self._candidates.problem)
         return min(self._available_bytes, max(_SMALL_BYTES, _MOST_OPERANDS * whole))
 
     def fits(self, arm: Arm, workspace: int) -> bool:
-        """True where so many bytes of workspace are within the limit."""
+        """True if this number of bytes of workspace is within the limit."""
         held = workspace + held_bytes(self._candidates.problem, arm.role)
         return self.limit is None or held <= self.limit
 
     def may_fit(self, arm: Arm) -> bool:
-        """False where the least that the algorithm takes, by its own account, is too much."""
+        """False if the lower bound that the algorithm states is too large."""
         cost = self._candidates.cost(arm.size, arm.algorithm)
         return cost is None or self.may_run(arm, cost.workspace_bytes)
 
     def may_run(self, arm: Arm, workspace: int) -> bool:
-        """True where so many bytes are within the limit and within the machine's memory."""
+        """True if this number of bytes is within the limit and within the machine's memory."""
         return self.fits(arm, workspace) and workspace <= self.most_bytes
 
     def can_be_run(self, arm: Arm) -> bool:
@@ -73,14 +73,14 @@ class WorkspaceModel:
         return arm not in self._records and workspace is not None and self.may_run(arm, workspace)
 
     def known(self, arm: Arm) -> int | None:
-        """Bytes that an arm was seen to need, or that the backend states."""
+        """Workspace of an arm in bytes, as measured or as stated by the backend."""
         entry = self._records.get(arm)
         if entry is not None and entry.workspace_bytes is not None:
             return entry.workspace_bytes
         return self._candidates.by_arm[arm].workspace_bytes
 
     def expected(self, arm: Arm) -> int | None:
-        """Bytes that an arm needs, or is expected to by its curve; None where nobody knows."""
+        """Workspace of an arm in bytes, known or extrapolated; None if it cannot be told."""
         known = self.known(arm)
         if known is not None:
             return known
@@ -95,7 +95,7 @@ class WorkspaceModel:
         return _on_the_line(points, arm.size, self._candidates.sizes)
 
     def _points(self, arm: Arm) -> list[tuple[int, int]]:
-        """Sizes and workspaces known of a curve, in the arm's role or else in another."""
+        """Known sizes and workspaces of a curve, in the arm's role or else in another one."""
         curves = self._candidates.curves
         known = [
             (other, entry.workspace_bytes)
@@ -120,7 +120,7 @@ class WorkspaceModel:
 
 
 def must_be_known(problem: Problem, limit: int | None, available_bytes: int) -> bool:
-    """True where the workspace of a large chunk must be known before it may run.
+    """True if the workspace of a large chunk must be known before it may run.
 
     >>> must_be_known(Problem("fprop", 1, 1, 1, (9,), (3,)), None, 1 << 30)
     False

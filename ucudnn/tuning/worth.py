@@ -1,4 +1,4 @@
-"""The gain that each kernel could bring to a training step, which decides its effort. Pure."""
+"""Possible gain of each kernel in a training step, which decides how much it is measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_TOLERANCE = 0.25
 
 
 def least_ns(costs: Iterable[Cost | None], roofline: Roofline | None) -> int:
-    """A lower bound of what a kernel takes by any of its algorithms; 0 where nothing is known.
+    """Lower bound of a kernel's time by any of its algorithms; 0 if nothing is known.
 
     >>> least_ns([Cost(2000, 0, 0), Cost(0, 400, 0)], Roofline(1e9, 1e9, 0))
     400
@@ -37,8 +37,8 @@ class Stake:
     """The part of one kernel in a step.
 
     Args:
-        time_ns: of all its calls by torch's own convolution.
-        least_ns: a lower bound of what these calls take by any algorithm.
+        time_ns: time of all its calls by torch's own convolution.
+        least_ns: lower bound of the time of these calls by any algorithm.
         is_forced: torch's own exceeds the workspace limit, so another plan must be found.
     """
 
@@ -48,11 +48,11 @@ class Stake:
 
     @property
     def gain_ns(self) -> int:
-        """Upper bound of what a plan saves; all of the time where a plan must be found."""
+        """Upper bound of the time that a plan saves; all of the time if a plan must be found."""
         return self.time_ns if self.is_forced else max(0, self.time_ns - self.least_ns)
 
     def is_ignored(self, step_ns: int, effort: Effort) -> bool:
-        """True where torch's own convolution is kept without measuring anything else.
+        """True if torch's own convolution is kept without measuring anything else.
 
         >>> from ucudnn.tuning.effort import EFFORTS
         >>> Stake(900, 100, False).is_ignored(100_000, EFFORTS["normal"])  # 0.9 % of the step
@@ -67,7 +67,7 @@ class Stake:
         return is_small and not self.is_forced
 
     def tolerance(self, step_ns: int, effort: Effort) -> float:
-        """The fraction of the kernel's time below which a possible gain is not looked for.
+        """Fraction of the kernel's time: smaller possible gains are ignored.
 
         >>> from ucudnn.tuning.effort import EFFORTS
         >>> Stake(50_000, 0, True).tolerance(1_000_000, EFFORTS["normal"])

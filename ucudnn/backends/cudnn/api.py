@@ -1,7 +1,7 @@
-"""libcudnn's graph API as Python objects: descriptors, handles, errors. Nothing is decided here.
+"""libcudnn's graph API as Python objects: descriptors, handles, errors; no decisions.
 
-Every number comes from `constants`; every status other than success becomes a `CudnnError`. ctypes
-releases the interpreter's lock during each call.
+Every number comes from `constants`. Every status other than success becomes a `CudnnError`. ctypes
+releases the interpreter lock during each call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cudnn:
         path: the file, or a name that the dynamic loader knows.
 
     Raises:
-        UnsupportedError: the file cannot be loaded, or is no cuDNN 9.
+        UnsupportedError: the file cannot be loaded, or is not cuDNN 9.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -119,12 +119,12 @@ class Cudnn:
         """Describe a tensor.
 
         Args:
-            uid: number by which a variant pack names it.
+            uid: number of the tensor in a variant pack.
             dtype: of its elements.
             shape: (N, C, *spatial).
             strides: in elements, in the order of `shape`.
-            alignment_bytes: what its address is a multiple of.
-            virtual: it passes between two operations and is never in memory.
+            alignment_bytes: its address is a multiple of this.
+            virtual: the tensor passes between two operations and is never in memory.
         """
         tensor = Descriptor(self, Kind.TENSOR)
         tensor.set_enum(Attribute.TENSOR_DATA_TYPE, Type.DATA_TYPE, dtype)
@@ -141,12 +141,12 @@ class Cudnn:
     def variant_pack(
         self, uids: tuple[int, ...], pointers: tuple[int, ...], workspace: int
     ) -> Descriptor:
-        """Addresses to run a plan on; may be kept and used again while they stay the same.
+        """Addresses to run a plan on, which can be reused as long as they stay the same.
 
         Args:
             uids: numbers of the tensors.
             pointers: their device addresses, in the order of `uids`.
-            workspace: device address, 0 where the plan needs none.
+            workspace: device address, 0 if the plan needs none.
         """
         # A finalized pack cannot be changed, so other addresses need another pack.
         pack = Descriptor(self, Kind.VARIANT_PACK)
@@ -168,10 +168,10 @@ class Cudnn:
 
 
 class Descriptor(AbstractClosable):
-    """One cuDNN object: its attributes are set, it is finalized, then they can be read.
+    """One cuDNN object: attributes are set, it is finalized, and then attributes can be read.
 
-    A context manager: leaving it destroys the object. It also goes when nothing refers to it, and
-    keeps alive whatever it was made from.
+    Leaving its context destroys the object, and so does garbage collection. It keeps the objects
+    alive that it was made from.
 
     Args:
         cudnn: the library.
@@ -245,16 +245,16 @@ class Descriptor(AbstractClosable):
         self._set(attribute, Type.HANDLE, 1, byref(handle.pointer))
 
     def set_descriptors(self, attribute: Attribute, *parts: Descriptor) -> None:
-        """Set the descriptors it is made from; they live as long as it does."""
+        """Set the descriptors that it is made from; they live as long as it does."""
         array = (c_void_p * len(parts))(*(part.pointer for part in parts))
         self._set(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)
         self._parts += parts
 
     def finalize(self) -> Self:
-        """Complete it, so that it can be used and read.
+        """Finalize it, so that it can be used and read.
 
         Raises:
-            CudnnError: cuDNN does not support what the attributes say.
+            CudnnError: cuDNN does not support these attributes.
         """
         status = self._cudnn.functions.cudnnBackendFinalize(self.pointer)
         if status:
@@ -302,17 +302,17 @@ class Descriptor(AbstractClosable):
         return self.read_into([Descriptor(self._cudnn, kind) for _ in range(count)], attribute)
 
     def read_into(self, parts: list[Descriptor], attribute: Attribute) -> list[Descriptor]:
-        """Read a list of descriptors into some that exist; returns those that were filled.
+        """Read a list of descriptors into existing ones; return those that were filled.
 
-        cuDNN tells the number of knob choices only when it reads them, so there must be parts
-        enough for any engine.
+        cuDNN tells the number of knob choices only while it reads them, so there must be enough
+        descriptors for any engine.
         """
         array = (c_void_p * len(parts))(*(part.pointer for part in parts))
         return parts[: self._get(attribute, Type.BACKEND_DESCRIPTOR, len(parts), array)]
 
 
 class Handle(AbstractClosable):
-    """cuDNN's context on the device that is current in this thread; one thread uses it at a time.
+    """cuDNN's context on the current device of this thread; only one thread may use it at a time.
 
     A context manager: leaving it destroys the handle.
 
@@ -320,7 +320,7 @@ class Handle(AbstractClosable):
         cudnn: the library.
 
     Raises:
-        CudnnError: there is no device here.
+        CudnnError: there is no device.
     """
 
     __slots__ = ("_cudnn", "pointer")
@@ -334,7 +334,7 @@ class Handle(AbstractClosable):
         """Enqueue what follows on a CUDA stream.
 
         Args:
-            stream: its address, as torch's `Stream.cuda_stream`.
+            stream: its address, such as torch's `Stream.cuda_stream`.
         """
         self._cudnn.check(
             self._cudnn.functions.cudnnSetStream(self.pointer, stream), "set the stream"

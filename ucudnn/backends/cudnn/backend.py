@@ -1,4 +1,4 @@
-"""The cuDNN backend on a GPU: lists engines, builds them, and measures memory and time."""
+"""The cuDNN backend on a GPU: list and build engines, and measure memory and time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import AbstractBackend, Executable
+from ucudnn.backends._base import AbstractBackend, DeviceState, Executable
 from ucudnn.backends.cudnn import identity
 from ucudnn.backends.cudnn.api import Cudnn
 from ucudnn.backends.cudnn.engine import parse_identity
@@ -22,10 +22,11 @@ from ucudnn.backends.cudnn.raw import empty_raw
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
+from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import ADDS_BIAS, Candidate, Conditions, Device, Software
-from ucudnn.plan import DEFAULT_ALGORITHM
+from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM
 
 _MOST_ELEMENTS = 2**31 - 1  # engines index with 32 bits
 # Problems whose engines are remembered. Listing them takes milliseconds, and tuning asks for the
@@ -54,11 +55,6 @@ def _is_deterministic() -> bool:
     return bool(_torch.deterministic) or torch.are_deterministic_algorithms_enabled()
 
 
-def _lower(notes: Iterable[str]) -> tuple[str, ...]:
-    # Tuning looks for notes such as "nondeterministic" in small letters.
-    return tuple(note.lower() for note in notes)
-
-
 def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
     """The backend of the same GPU and settings in another process."""
     torch.cuda.set_device(index)
@@ -78,11 +74,11 @@ def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) ->
 class CudnnBackend(AbstractBackend):
     """cuDNN's precompiled engines, and torch's own convolution, on the GPU that is current.
 
-    Engines that compile their kernel when they are built are left out: that takes up to two
-    seconds for each, at every start of a process.
+    Engines that compile their kernel when they are built are left out, because each would take up
+    to two seconds in every process.
 
     Attributes:
-        runtime: what builds and launches.
+        runtime: builds and launches plans.
 
     Raises:
         UnsupportedError: torch sees no GPU, or its cuDNN cannot be used.
@@ -116,12 +112,15 @@ class CudnnBackend(AbstractBackend):
         """Versions of torch, cuDNN, CUDA and the driver."""
         return identity.cuda_software(self.runtime.cudnn.version_text)
 
-    def conditions(self, role: str = "alone") -> Conditions:
-        """The allocator of torch, and the percentage of the GPU that MPS grants this process."""
+    def conditions(self) -> Conditions:
+        """The allocator of torch, and the ranks that share the GPU, by MPS or by turns."""
+        ranks = ranks_per_device()
+        percent = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
         return Conditions(
-            role=role,
             allocator=f"torch-{torch.cuda.get_allocator_backend()}",
-            mps_percent=int(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") or 100),
+            ranks_per_device=ranks,
+            # Without MPS, which `ucudnn launch` always gives a percentage, ranks take turns.
+            mps_percent=int(percent) if percent else 100 if ranks == 1 else 0,
         )
 
     def is_broken(self) -> bool:
@@ -132,18 +131,19 @@ class CudnnBackend(AbstractBackend):
             return True
         return False
 
-    def state(self) -> tuple[str, ...]:
-        """Clock, heat, throttling and other processes now, as notes of a measurement."""
-        return identity.gpu_state(self._index).notes
+    def state(self) -> DeviceState:
+        """Clock, heat, throttling and other processes now, as notes."""
+        return DeviceState(notes=identity.gpu_state(self._index).notes)
 
     def algorithms(self) -> tuple[str, ...]:
-        """torch's own alone: engines are enumerated for each problem."""
+        """torch's own only: engines are enumerated for each problem."""
         return (DEFAULT_ALGORITHM,)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a problem; None where it does, or may.
+        """Reason why an algorithm does not compute a problem; None if it does, or may.
 
-        Whether an engine computes a batch that was never enumerated is known when it is built.
+        Whether an engine computes a batch that was never enumerated is only known after building
+        it.
         """
         if problem.layout == "nhwc" and problem.rank == 1:
             return "torch has no channels-last layout for 1-D tensors; use layout='nchw'"
@@ -181,9 +181,15 @@ class CudnnBackend(AbstractBackend):
             proposed = self.runtime.configurations(self._index, problem, bias=bias)
         except UnsupportedError:  # cuDNN has nothing; torch has kernels of its own
             proposed = []
-        more = (ADDS_BIAS,) if bias else ()
         return tuple(
-            Candidate(problem, one.identity, one.workspace_bytes, _lower(one.notes) + more)
+            Candidate(
+                problem,
+                one.identity,
+                one.workspace_bytes,
+                one.notes,
+                is_deterministic=one.is_deterministic,
+                adds_bias=bias,
+            )
             for one in proposed
             if one.is_allowed(problem, deterministic)
             and not one.is_runtime_compiled
@@ -191,14 +197,14 @@ class CudnnBackend(AbstractBackend):
         )
 
     def kernel(self, problem: Problem, algorithm: str) -> str:
-        """The algorithm: an engine is one implementation, and torch's choice is not visible."""
+        """The algorithm: an engine is one implementation, and torch does not show its choice."""
         del problem
         return algorithm
 
     def executable(self, problem: Problem, algorithm: str) -> Executable:
         """Build a candidate, for any number of samples.
 
-        One that cuDNN does not compute by this engine is found by `build_refusal`, or by a run.
+        If cuDNN does not compute a problem by this engine, `build_refusal` or a run shows it.
         """
         # operands beyond 32 bits may be met in chunks that are not
         reason = self.refusal(problem.with_batch(1), algorithm)
@@ -209,7 +215,7 @@ class CudnnBackend(AbstractBackend):
         return EngineExecutable(self.runtime, problem, algorithm)
 
     def build_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Build an engine's plan for this batch, and the one that adds to a gradient."""
+        """Build an engine's plans for this batch, also the one that adds to a gradient."""
         if algorithm == DEFAULT_ALGORITHM:
             return None
         # beta=1 is a plan of its own, with more workspace. In half precision chunks are added in
@@ -267,7 +273,7 @@ class CudnnBackend(AbstractBackend):
         return int(torch.cuda.get_device_properties(self._index).L2_cache_size)
 
     def memory_bytes(self) -> int:
-        """Half of the memory that is free, or kept free by torch's allocator."""
+        """Half of the memory that is free or cached by torch's allocator."""
         free, _ = torch.cuda.mem_get_info(self._index)
         kept = torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
         # torch's allocator keeps blocks that CUDA does not count as free, though they can be used.

@@ -1,7 +1,7 @@
 """Numbers of the header cudnn_graph.h that are used here, under their names in the header.
 
-cuDNN 9 keeps them fixed (its C interface is versioned by libcudnn.so.9), and tests hold each
-against the headers of two releases.
+cuDNN 9 keeps them fixed (its C interface is versioned by libcudnn.so.9), and tests compare each
+with the headers of two releases.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A child process in which cuDNN plans for a device that is not here, and how to ask it.
+"""A child process in which cuDNN plans for a device of another machine, and requests to it.
 
-The child imports no framework: where there is no NVIDIA driver it loads stubs in its place, which
-must never share a process with anything that may use a GPU.
+The child imports no framework. Without an NVIDIA driver, it loads stubs in place of the driver. A
+process with the stubs must not contain anything that may use a GPU.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Listing(NamedTuple):
 
     Args:
         problem: the convolution.
-        configurations: best first; none where cuDNN has no engine.
-        refusal: why there is none, else "".
+        configurations: the configurations, best first; empty if cuDNN has no engine.
+        refusal: why there is none; "" if there are some.
         cudnn_version: such as "9.28.0".
     """
 
@@ -58,11 +58,11 @@ def list_configurations(
         problems: the convolutions.
         profile: the device.
         library: libcudnn; None: the one that torch would use.
-        views: how the tensors of some of them lie in memory; the others' are contiguous.
+        views: layouts in memory of the tensors of some problems; others are contiguous.
 
     Raises:
-        UnsupportedError: there is no cuDNN, it is too old or does not know the device, or no C
-            compiler builds what stands in for the driver.
+        UnsupportedError: there is no cuDNN, it is too old or does not know the device, or there is
+            no C compiler to build the stubs.
     """
     request = {
         "library": str(library or find_library()),
@@ -122,7 +122,7 @@ def _answers(child: subprocess.Popen[str], request: dict[str, Any]) -> Iterator[
 
 
 def main() -> None:
-    """Be the child: read a request, answer one line per problem."""
+    """Main function of the child: read a request, answer one line per problem."""
     # What libraries print must not get between the answers.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)

@@ -1,9 +1,9 @@
 """Stub libraries in place of the NVIDIA driver, for a child process that only plans.
 
-cuDNN loads libcuda and libcublasLt even where it runs nothing. Where there is no driver, both are
-built once with the system's C compiler into the user's cache folder (as Triton builds its launcher)
+cuDNN loads libcuda and libcublasLt even if it runs nothing. Without a driver, stubs of both are
+built once with the system's C compiler in the user's cache folder (as Triton builds its launcher),
 and loaded before cuDNN. A process with the stubs cannot use a GPU, and frameworks that try would
-fail with misleading errors: importing them is blocked.
+fail with misleading errors. So importing them is blocked.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def has_driver() -> bool:
 
 
 def load_stubs(cache: Path | None = None) -> None:
-    """Load the stub libraries into this process, which must be one that only plans.
+    """Load the stub libraries into this process, which must only plan.
 
     From then on importing torch, CuPy, JAX or TensorFlow fails here.
 
@@ -61,7 +61,7 @@ def load_stubs(cache: Path | None = None) -> None:
         cache: folder to build them in; None: the user's cache folder.
 
     Raises:
-        UnsupportedError: a library that may use a GPU is loaded here, or they cannot be built.
+        UnsupportedError: a library that may use a GPU is loaded, or the stubs cannot be built.
     """
     loaded = [name for name in _USERS_OF_A_DRIVER if sys.modules.get(name) is not None]
     if loaded:
@@ -77,7 +77,7 @@ def load_stubs(cache: Path | None = None) -> None:
 
 
 def build_stubs(cache: Path | None = None) -> Path:
-    """Build the stub libraries unless that was done before, and return their folder.
+    """Build the stub libraries if they do not exist yet, and return their folder.
 
     Args:
         cache: folder to build in; None: the user's cache folder.

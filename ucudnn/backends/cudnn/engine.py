@@ -1,9 +1,10 @@
-"""Engine configurations of a problem: list them, name each exactly, build one again by its name.
+"""Engine configurations of a problem: list them, name them exactly, build one by its name.
 
-An identity such as "eng67_k2=20_k13=0" is an engine's global index and every knob's value, by
-cuDNN's numbers. It names the same kernel at any batch size, while its place in a heuristic's list
-does not; a knob left out would silently mean its default. "bias_eng41_k2=3" is an engine of the
-fused pattern convolution + bias, whose engines are numbered apart.
+An identity such as "eng67_k2=20_k13=0" is an engine's global index and every knob's value, in
+cuDNN's numbers. It names the same implementation at any batch size, which a position in a
+heuristic's list does not. No knob is left out, because cuDNN would silently use its default.
+"bias_eng41_k2=3" is an engine of the fused pattern convolution + bias, whose engines are numbered
+apart.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ _IDENTITY = re.compile(r"(?P<bias>bias_)?eng(?P<engine>\d+)(?P<knobs>(?:_k\d+=-?
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """An engine with all its knobs, as a heuristic proposes it.
+    """An engine with all its knobs, as proposed by a heuristic.
 
     Args:
         identity: its exact, lasting name.
-        workspace_bytes: what it needs at the problem's batch to write its result; to add to a
-            gradient (beta 1) it may need a copy of that and 16 bytes more.
+        workspace_bytes: workspace needed at the problem's batch to write the result. To add to a
+            gradient (beta 1), it may need the size of the gradient and 16 bytes more.
         mode: the first heuristic that proposes it: "A", "B" or "FALLBACK".
-        rank: its place among all of the problem's configurations, 0 first: those of A, then what
-            B adds, then what FALLBACK adds.
+        rank: its position among all configurations of the problem, 0 first: those of A, then
+            further ones of B, then further ones of FALLBACK.
         notes: names of cuDNN's numerical and behavior notes, such as "TENSOR_CORE".
     """
 
@@ -62,14 +63,21 @@ class Configuration:
         """True if building it compiles code: 0.3 to 2 s instead of 0.1 ms."""
         return BehaviorNote.RUNTIME_COMPILATION.name in self.notes
 
+    @property
+    def is_deterministic(self) -> bool:
+        """True if it computes the same bits each time."""
+        return NumericalNote.NONDETERMINISTIC.name not in self.notes
+
     def is_allowed(self, problem: Problem, deterministic: bool = False) -> bool:
         """True if PyTorch's rules allow it for a problem.
 
-        float32 is never converted to a narrower type; a tensor core multiplies float32 as TF32,
-        which `problem.math` may rule out; `deterministic` rules out results that vary.
+        float32 is never converted to a narrower type. A tensor core multiplies float32 as TF32,
+        which `problem.math` may rule out. `deterministic` rules out results that vary.
         """
         # The rules follow the notes, because no attribute of a convolution switches TF32 off.
-        ruled_out = {NumericalNote.NONDETERMINISTIC.name} if deterministic else set()
+        if deterministic and not self.is_deterministic:
+            return False
+        ruled_out: set[str] = set()
         if problem.dtype == "float32":
             ruled_out.add(NumericalNote.DOWN_CONVERT_INPUTS.name)
             if problem.math == "strict":
@@ -82,9 +90,9 @@ class ExecutionPlan:
     """A configuration that is ready to run, by one thread at a time.
 
     Args:
-        descriptor: what `Cudnn.execute` takes.
-        identity: of its configuration.
-        workspace_bytes: what a run needs.
+        descriptor: the descriptor for `Cudnn.execute`.
+        identity: identity of its configuration.
+        workspace_bytes: workspace of a run.
         uids: numbers for a variant pack, in the order of the operands and the result: (x, w, y),
             (dy, w, dx) or (x, dy, dw); the bias last where there is one.
     """
@@ -104,10 +112,10 @@ def configurations(
         target: what to plan for.
         problem: the convolution.
         views: how its tensors lie in memory; None: contiguous.
-        bias: of the fused pattern that also adds a bias (fprop alone).
+        bias: use the fused pattern that also adds a bias (fprop only).
 
     Raises:
-        UnsupportedError: cuDNN has nothing for the problem.
+        UnsupportedError: cuDNN has no configuration for the problem.
     """
     found: dict[str, Configuration] = {}
     notes: dict[int, tuple[str, ...]] = {}  # within a graph they depend on the engine alone
@@ -153,7 +161,7 @@ def _proposals(target: Target, graph: Descriptor, mode: HeuristicMode) -> list[D
 
 
 class _Reader:
-    """Reader of the engine and knobs of configurations, with descriptors that are made once."""
+    """Reads the engine and the knobs of configurations, with descriptors that are made once."""
 
     def __init__(self, cudnn: Cudnn) -> None:
         self._engine = [Descriptor(cudnn, Kind.ENGINE)]
@@ -161,7 +169,7 @@ class _Reader:
         self._knobs = [Descriptor(cudnn, Kind.KNOB_CHOICE) for _ in range(KNOB_TYPES)]
 
     def engine(self, config: Descriptor) -> Descriptor:
-        """The engine, until the next is read."""
+        """The engine, which is valid until the next one is read."""
         (engine,) = config.read_into(self._engine, Attribute.ENGINECFG_ENGINE)
         return engine
 
@@ -188,7 +196,7 @@ def _notes(engine: Descriptor) -> tuple[str, ...]:
 
 
 def _name(notes: type[NumericalNote | BehaviorNote], kind: str, value: int) -> str:
-    """Name of a note; one that only a newer cuDNN has is named by its number."""
+    """Name of a note; an unknown note of a newer cuDNN is named by its number."""
     return notes(value).name if value in list(notes) else f"{kind}_{value}"
 
 
@@ -201,20 +209,20 @@ def build(
     beta: float = 0.0,
     views: Views | None = None,
 ) -> ExecutionPlan:
-    """Build a configuration by its identity, at whatever batch the problem has.
+    """Build a configuration by its identity, for the batch of the problem.
 
-    The plan computes alpha * convolution + beta * what the result holds.
+    The plan computes alpha * convolution + beta * (old value of the result).
 
     Args:
         target: what to plan for.
         problem: the convolution.
-        identity: from `configurations`, maybe at another batch, or of another version of cuDNN.
+        identity: from `configurations`, possibly at another batch or of another cuDNN version.
         alpha: factor of the convolution.
         beta: factor of the result's old value; 0: it is not read.
         views: how the tensors lie in memory; None: contiguous.
 
     Raises:
-        UnsupportedError: no such configuration computes this problem here: a miss.
+        UnsupportedError: no such configuration computes this problem on the target.
     """
     index, knobs, bias = parse_identity(identity)
     said = f"cuDNN {target.cudnn.version_text} does not compute {problem} by {identity}"
@@ -257,13 +265,13 @@ def _finalized(
 
 
 def parse_identity(identity: str) -> tuple[int, list[tuple[int, int]], bool]:
-    """Take an identity apart: engine index, (knob, value) pairs, whether it also adds a bias.
+    """Parse an identity: engine index, (knob, value) pairs, whether it also adds a bias.
 
     >>> parse_identity("bias_eng41_k2=3_k12=-1")
     (41, [(2, 3), (12, -1)], True)
 
     Raises:
-        UnsupportedError: it is no name of an engine configuration.
+        UnsupportedError: it is not the name of an engine configuration.
     """
     match = _IDENTITY.fullmatch(identity)
     if match is None:

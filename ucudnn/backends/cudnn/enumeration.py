@@ -1,4 +1,4 @@
-"""List what cuDNN could run each layer by on some device, and write it as a table."""
+"""List the engines by which cuDNN could run each layer on some device, as a table."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Enumeration:
     """Counts of the listed configurations.
 
     Args:
-        rows: of the table; layers that are alike have rows each.
-        candidates: distinct pairs of problem and algorithm.
-        problems: distinct problems, with each micro-batch for itself.
-        refused: why cuDNN has nothing, one sentence for each such problem.
+        rows: number of rows of the table; equal layers have a row each.
+        candidates: number of distinct pairs of problem and algorithm.
+        problems: number of distinct problems; each micro-batch is a problem.
+        refused: for each problem without configurations, the reason in one sentence.
         cudnn: version of the library.
-        library: its file.
-        device: whose candidates they are.
+        library: file of the library.
+        device: the device of the candidates.
     """
 
     rows: int
@@ -61,8 +61,8 @@ def enumerate_candidates(
 ) -> Enumeration:
     """List every configuration of every layer, op and micro-batch, and write a CSV file.
 
-    Needs no GPU: cuDNN's own heuristics answer for the profile's device, in a child process. What
-    PyTorch's rules on float32 rule out (`Configuration.is_allowed`) is left out.
+    It needs no GPU: cuDNN's own heuristics answer for the profile's device, in a child process.
+    Configurations that PyTorch's rules on float32 forbid are left out (`Configuration.is_allowed`).
 
     Args:
         layers: name and problem, as of `read_layers` or a trace.
@@ -80,26 +80,14 @@ def enumerate_candidates(
     # Checked first: listing a whole network takes a while, and would be lost.
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigError(f"candidates are written to a file in a folder that exists, got {target}")
-    sizes = None if batches is None else tuple(batches)
-    chunks = {
-        (name, problem): [problem.with_batch(size) for size in sizes or _powers(problem.batch)]
-        for name, problem in layers
-    }
+    chunks = _chunks(layers, None if batches is None else tuple(batches))
     # Networks repeat layers, and layers share micro-batches: cuDNN is asked once for each problem.
-    distinct = list(dict.fromkeys(chunk for found in chunks.values() for chunk in found))
+    distinct = list(dict.fromkeys(chunk for _, chunk in chunks))
     # Found once, so that the summary names the library that answered.
     library = find_library()
-    listings: dict[Problem, Listing] = {}
-    for done, listing in enumerate(list_configurations(distinct, profile, library), start=1):
-        allowed = (one for one in listing.configurations if one.is_allowed(listing.problem))
-        listings[listing.problem] = listing._replace(configurations=tuple(allowed))
-        if on_progress is not None:
-            on_progress(done, len(distinct))
+    listings = _allowed_listings(distinct, profile, library, on_progress)
     # Written by layer, though cuDNN was asked by distinct problem.
-    rows = _write(
-        target,
-        ((name, listings[chunk]) for (name, _), found in chunks.items() for chunk in found),
-    )
+    rows = _write(target, ((name, listings[chunk]) for name, chunk in chunks))
     return Enumeration(
         rows=rows,
         candidates=sum(len(listing.configurations) for listing in listings.values()),
@@ -118,7 +106,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
     (1, 32)
 
     Raises:
-        ConfigError: they are no ints of at least 1, separated by commas.
+        ConfigError: the text is not a list of ints of at least 1, separated by commas.
     """
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) for word in words):
@@ -126,6 +114,33 @@ def parse_batches(text: str) -> tuple[int, ...]:
             f"batches must be ints of at least 1, separated by commas, such as 1,32; got {text!r}"
         )
     return tuple(sorted({int(word) for word in words}))
+
+
+def _chunks(
+    layers: Iterable[tuple[str, Problem]], sizes: tuple[int, ...] | None
+) -> list[tuple[str, Problem]]:
+    """Every micro-batch of every layer, by the layer's name; a layer that is listed twice once."""
+    return [
+        (name, problem.with_batch(size))
+        for name, problem in dict.fromkeys(layers)
+        for size in sizes or _powers(problem.batch)
+    ]
+
+
+def _allowed_listings(
+    problems: Sequence[Problem],
+    profile: DeviceProfile,
+    library: Path,
+    on_progress: Callable[[int, int], None] | None,
+) -> dict[Problem, Listing]:
+    """The configurations of each problem that PyTorch's rules on float32 allow."""
+    listings: dict[Problem, Listing] = {}
+    for done, listing in enumerate(list_configurations(problems, profile, library), start=1):
+        allowed = (one for one in listing.configurations if one.is_allowed(listing.problem))
+        listings[listing.problem] = listing._replace(configurations=tuple(allowed))
+        if on_progress is not None:
+            on_progress(done, len(problems))
+    return listings
 
 
 def _powers(batch: int) -> list[int]:
@@ -139,7 +154,7 @@ def _powers(batch: int) -> list[int]:
 
 
 def _write(path: Path, entries: Iterable[tuple[str, Listing]]) -> int:
-    """Write the table, in place of the one that is there; return the number of rows."""
+    """Write the table, replacing an existing one; return the number of rows."""
     rows = 0
     try:
         # Written beside the file and renamed, so that an interrupted run leaves the old table.

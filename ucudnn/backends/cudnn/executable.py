@@ -1,7 +1,7 @@
 """Algorithms of the cuDNN backend as executables: an engine by its identity, torch's own default.
 
-Nothing here waits for the device. All memory is torch's: results, workspace and temporary copies
-come from its allocator on the stream that is current.
+No function here waits for the device. Results, workspace and temporary copies come from torch's
+allocator on the current stream.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 # Both bases: tuning treats an UnsupportedError as a miss, and a training step expects of an
 # operator the RuntimeError that torch raises.
 class RefusedError(UnsupportedError, RuntimeError):
-    """An engine does not compute these operands, which its first run has shown."""
+    """An engine's first run has shown that it does not compute these operands."""
 
 
 class AnyPlan(Protocol):
@@ -69,15 +69,15 @@ class AnyRuntime(Protocol):
 
 
 class EngineExecutable(Executable):
-    """A cuDNN engine on operands of any number of samples, wherever they lie in memory.
+    """A cuDNN engine for operands with any number of samples, strides and alignment.
 
-    A plan belongs to the number of samples, the strides and the alignment of its tensors, and is
-    built when they are first met. Where cuDNN does not take the strides or the alignment, operands
-    are copied to where it does.
+    A plan is for certain numbers of samples, strides and alignments, and is built when these first
+    occur. If cuDNN does not support the strides or the alignment, operands are copied to supported
+    ones.
 
     Args:
         runtime: builds and launches.
-        problem: its number of samples does not matter.
+        problem: the problem; its number of samples does not matter.
         identity: the engine and its knobs.
     """
 
@@ -101,7 +101,7 @@ class EngineExecutable(Executable):
         return self._new(a, b, bias=bias)
 
     def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
-        """Compute that into a slice of an existing result (fprop, dgrad)."""
+        """Compute the result plus a bias into a slice of an existing result (fprop, dgrad)."""
         if not self._adds_bias:
             super().write_biased(a, b, out, bias)
         else:
@@ -118,7 +118,7 @@ class EngineExecutable(Executable):
         return out
 
     def begin(self, a: Tensor, b: Tensor) -> Tensor:
-        """Compute a new result that others are added to: half precision as float32 (wgrad)."""
+        """Compute a new result to which others are added; float32 for half precision (wgrad)."""
         if a.dtype.itemsize >= 4:
             return self._new(a, b)
         scale = _headroom(a)
@@ -223,11 +223,11 @@ def _headroom(like: Tensor) -> float:
 
 
 class _Built:
-    """A plan with the packs of addresses that it was launched on; one thread launches at a time.
+    """A plan with the variant packs of its launches; only one thread launches it at a time.
 
-    cuDNN does not guarantee that two threads may execute one plan at once, across all engines.
-    PyTorch keeps its plans per thread; a lock gives the same guarantee for a tenth of a
-    microsecond, where plans per thread would be built again in each, even during a capture.
+    cuDNN does not guarantee for all engines that two threads may execute one plan at once. PyTorch
+    keeps plans per thread. A lock gives the same guarantee for a tenth of a microsecond, while
+    plans per thread would be built again in each thread, even during a capture.
     """
 
     def __init__(self, runtime: AnyRuntime, device: int, plan: AnyPlan) -> None:
@@ -280,7 +280,8 @@ def _as_xwy(problem: Problem, a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor
 def _view(tensor: Tensor, layout: str) -> View:
     """Layout of a tensor in memory.
 
-    torch leaves the stride of an axis of size 1 to chance, and cuDNN reads the layout from it.
+    torch does not define the stride of an axis of size 1, but cuDNN derives the layout from it, so
+    it is set here.
     """
     axes = range(tensor.dim())
     inward = [1, *reversed(axes[2:]), 0] if layout == "nhwc" else [*reversed(axes)]
@@ -293,7 +294,7 @@ def _view(tensor: Tensor, layout: str) -> View:
 
 
 class DefaultExecutable(Executable):
-    """torch's own convolution, whatever engine it picks."""
+    """torch's own convolution, with the engine that it picks."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

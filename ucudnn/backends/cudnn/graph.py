@@ -77,12 +77,12 @@ _OPERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Device to plan for: one that is here, or one that a profile describes.
+    """Device to plan for: one of this machine, or one that a profile describes.
 
     Args:
         cudnn: the library.
-        handle: of the device that is here, else None.
-        device: the device property descriptor of one that is not, else None.
+        handle: of a device of this machine, else None.
+        device: device property descriptor of a profile, else None.
     """
 
     cudnn: Cudnn
@@ -95,7 +95,7 @@ class View(NamedTuple):
 
     Args:
         strides: in elements, in the order (N, C, *spatial).
-        alignment_bytes: what its address is a multiple of.
+        alignment_bytes: its address is a multiple of this.
     """
 
     strides: tuple[int, ...]
@@ -113,15 +113,15 @@ class Views(NamedTuple):
 def views_of(problem: Problem, whole: Problem | None = None) -> Views:
     """Layouts of a problem's tensors, as a chunk of a batch or a slab of a larger problem.
 
-    A chunk begins a multiple of its own size after the start of its tensor, a slab at any row;
-    that decides the alignment which the view can claim.
+    A chunk begins at a multiple of its own size after the start of its tensor, and a slab at any
+    row. This determines the alignment of the view.
 
     >>> views_of(Problem("fprop", 2, 3, 8, (5, 5), (3, 3))).x
     View(strides=(75, 25, 5, 1), alignment_bytes=8)
 
     Args:
         problem: the chunk or slab.
-        whole: the problem whose tensors a slab's are views of; None: `problem` is no slab.
+        whole: for a slab, the problem whose tensors it views; None: `problem` is not a slab.
     """
     # A slab has the strides of the whole tensors that it is a view of.
     of = whole or problem
@@ -165,7 +165,7 @@ def graph_of(
         beta: factor of the result's old value; 0: it is not read.
 
     Raises:
-        CudnnError: cuDNN does not know such a problem.
+        CudnnError: cuDNN does not support such a problem.
         UnsupportedError: a tensor is too large.
     """
     views = views or views_of(problem)

@@ -1,7 +1,7 @@
 """Names of a GPU, its state and its software in measurements and plans.
 
-Two sources: what CUDA tells torch, and what the driver's management library (NVML) tells without
-it. Where NVML is missing, as in some containers, what only it knows is left empty.
+There are two sources: CUDA through torch, and the driver's management library (NVML). If NVML is
+missing, as in some containers, fields that only NVML knows are empty.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GpuState:
 
 
 def slowdowns(reasons: int) -> tuple[str, ...]:
-    """The names in NVML's bit mask of reasons for a lower clock that disturb a measurement.
+    """Names of NVML's reasons for a lower clock that perturb a measurement, from a bit mask.
 
     >>> slowdowns(0x01 | 0x04 | 0x40)
     ('sw_power_cap', 'hw_thermal_slowdown')
@@ -115,7 +115,7 @@ def cuda_software(cudnn: str) -> Software:
 
 
 def gpu_state(index: int) -> GpuState:
-    """Clock, temperature, power and processes of a GPU now; waits for no kernel."""
+    """Clock, temperature, power and processes of a GPU now; does not wait for kernels."""
     gpu = _gpu(index)
     if gpu is None:
         return GpuState()
@@ -142,7 +142,7 @@ def _ask(question: Callable[[], T], unknown: T) -> T:
 
 @cache
 def _nvml() -> bool:
-    """True if NVML is there; it is opened once, for as long as the process lives."""
+    """True if NVML is available; it is opened once per process."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -152,7 +152,7 @@ def _nvml() -> bool:
 
 @cache
 def _gpu(index: int) -> Any:
-    """NVML's handle, found by UUID: CUDA_VISIBLE_DEVICES renumbers only CUDA's devices."""
+    """NVML's handle, found by UUID, because CUDA_VISIBLE_DEVICES renumbers only CUDA's devices."""
     # torch gives the UUID without the prefix by which NVML tells a whole GPU from a slice.
     for kind in ("GPU", "MIG") if _nvml() else ():
         uuid = f"{kind}-{cuda_uuid(index)}"
@@ -163,5 +163,5 @@ def _gpu(index: int) -> Any:
 
 
 def _board(gpu: Any) -> Any:
-    """The board that a MIG slice is part of; a whole GPU is its own."""
+    """The board of a MIG slice; a whole GPU is its own board."""
     return _ask(partial(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, gpu), gpu)

@@ -1,4 +1,4 @@
-"""Choice of libcudnn: torch's where torch is loaded, so that a process never holds two."""
+"""Choice of libcudnn: torch's if torch is loaded, so that a process never loads two."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _WHEEL_FOLDERS = ("nvidia/cudnn/lib", "torch/lib")
 
 
 def find_library() -> Path:
-    """Find the libcudnn that torch has loaded, or the one that it would load; load nothing.
+    """Find the libcudnn that torch has loaded or would load, without loading it.
 
-    That is the file this process has mapped; else, unless a CUDA torch is loaded, the one of the
-    nvidia-cudnn wheel beside torch, or of the environment's own library folder.
+    It is the file that this process has mapped. If there is none and no CUDA build of torch is
+    loaded, it is the one of the nvidia-cudnn wheel beside torch, or of the environment's library
+    folder.
 
     Raises:
         UnsupportedError: there is none.

@@ -1,4 +1,4 @@
-"""Device profile: a JSON file with all that cuDNN must know of a GPU to plan without it."""
+"""Device profile: a JSON file from which cuDNN can plan for a GPU without having it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class DeviceProfile:
     """A GPU, as cuDNN describes it.
 
     Args:
-        name: what the driver calls it, such as "NVIDIA H200".
+        name: the driver's name of it, such as "NVIDIA H200".
         compute_capability: its architecture, such as "9.0".
         text: the JSON that cuDNN reads.
-        source: the file it comes from, for messages.
+        source: the file that it was read from, for messages.
     """
 
     name: str
@@ -50,8 +50,8 @@ class DeviceProfile:
         """Read a profile, as `ucudnn doctor --save-device-profile` writes it.
 
         Raises:
-            ConfigError: it cannot be read, or a field is missing or of the wrong kind; the message
-                names the field.
+            ConfigError: it cannot be read, or a field is missing or invalid; the message names the
+                field.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ class DeviceProfile:
 
         Args:
             text: the JSON.
-            source: where it comes from, for messages.
+            source: where the JSON comes from, for messages.
 
         Raises:
             ConfigError: as for `load`.
@@ -91,7 +91,7 @@ class DeviceProfile:
 
     @classmethod
     def of_handle(cls, cudnn: Cudnn, handle: Handle) -> DeviceProfile:
-        """The profile of the device that is here.
+        """The profile of a device of this machine.
 
         Args:
             cudnn: the library.
@@ -101,7 +101,7 @@ class DeviceProfile:
 
     @staticmethod
     def text_of_handle(cudnn: Cudnn, handle: Handle) -> str:
-        """The JSON in which cuDNN describes the device that is here.
+        """The JSON in which cuDNN describes a device of this machine.
 
         Args:
             cudnn: the library.
@@ -127,13 +127,13 @@ class DeviceProfile:
             ) from error
 
     def descriptor(self, cudnn: Cudnn) -> Descriptor:
-        """Make the descriptor by which cuDNN plans for the device.
+        """Make the descriptor with which cuDNN plans for the device.
 
         Args:
             cudnn: the library.
 
         Raises:
-            ConfigError: the library asks for a field that the profile lacks.
+            ConfigError: the library needs a field that the profile lacks.
             UnsupportedError: the library is too old for this, or does not know the architecture.
         """
         _require_deviceless(cudnn)

@@ -1,8 +1,8 @@
-"""Memory for measuring that torch's caching allocator neither holds nor counts, by CuPy.
+"""Memory for measuring from CuPy, which torch's caching allocator neither holds nor counts.
 
-Operands of a benchmark are larger than the GPU's cache. From torch's allocator they would leave its
-blocks cut in other ways than training does, and count as workspace where they are made in a run.
-Without CuPy (the extras cuda12 and cuda13) they come from torch.
+Operands of a benchmark are larger than the GPU's cache. From torch's allocator, they would change
+how its blocks are split, and would count as workspace if they are allocated during a run. Without
+CuPy (the extras cuda12 and cuda13) they come from torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @cache
 def _cupy() -> Any:
-    """CuPy, None where it is not installed."""
+    """CuPy, None if it is not installed."""
     try:
         import cupy
     except ImportError:
@@ -27,7 +27,7 @@ def _cupy() -> Any:
 
 
 def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new contiguous tensor in memory of its own, given back when the tensor goes.
+    """A new contiguous tensor in separate memory, which is freed with the tensor.
 
     Args:
         shape: its sizes, all above 0.

@@ -1,8 +1,8 @@
 """cuDNN on the GPUs of this process: handles, plans, launches.
 
-A launch waits for nothing and allocates only through torch, so that it can be captured in a CUDA
-graph and follows whatever stream torch's user has made current. What cuDNN keeps per context - a
-handle, a module that is loaded - is made at the first launch of a thread: run once before capture.
+A launch waits for nothing and allocates only through torch. So it can be captured in a CUDA graph,
+and it runs on the current stream of torch. Handles and loaded modules, which cuDNN keeps per
+context, are made at the first launch of a thread, so a call must run once before capture.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Handles:
     """One handle per thread and device, on the stream that is current there.
 
     cuDNN forbids two threads in one handle. Setting the stream costs microseconds, so it is set
-    only when it changes. The number of a thread that ended is given to a new one, and with it the
-    handle: there are never more than threads that lived at once.
+    only when it changes. A new thread may get the number of a thread that has ended, and then gets
+    its handle, too. So there are never more handles than threads that ran at the same time.
 
     Args:
-        open_handle: makes a handle on a device.
+        open_handle: opens a handle on a device.
         current_stream: address of the stream that is current on a device.
     """
 
@@ -95,7 +95,7 @@ class Runtime:
         """cuDNN's proposals for a problem on a device, or for one with a bias.
 
         Raises:
-            UnsupportedError: nothing.
+            UnsupportedError: cuDNN proposes nothing.
         """
         with self._building, torch.cuda.device(device):
             return configurations(self._target(device), problem, views=views, bias=bias)
@@ -109,12 +109,12 @@ class Runtime:
         beta: float,
         views: Views,
     ) -> ExecutionPlan:
-        """A plan of alpha * convolution + beta * what the result holds.
+        """A plan of alpha * convolution + beta * (old value of the result).
 
         Threads may launch it one at a time.
 
         Raises:
-            UnsupportedError: cuDNN does not compute it so.
+            UnsupportedError: cuDNN does not compute the problem by this engine.
             RuntimeError: cuDNN or the device failed.
         """
         with self._building, torch.cuda.device(device), _failures():
@@ -134,7 +134,7 @@ class Runtime:
             return self.cudnn.variant_pack(plan.uids, pointers, workspace)
 
     def launch(self, device: int, plan: ExecutionPlan, pack: Descriptor) -> None:
-        """Enqueue a plan on the stream that is current on a device.
+        """Enqueue a plan on the current stream of a device.
 
         Raises:
             RuntimeError: cuDNN or the device failed, as torch would say it.
@@ -152,7 +152,7 @@ class Runtime:
 def _failures() -> Iterator[None]:
     """Raise failures of cuDNN as RuntimeErrors, as torch does for its own operators.
 
-    Tuning then counts it against the candidate, and asks whether the device still works.
+    Tuning then marks the candidate as failed, and checks whether the device still works.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""CPU backend: real convolution algorithms on PyTorch operators."""
+"""CPU backend: convolution algorithms made of PyTorch operators."""
 
 from __future__ import annotations
 

@@ -16,6 +16,12 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.units import format_bytes
 
+# Implementations that are oneDNN's, and those of aten that multiply matrices of columns (im2col).
+ONEDNN_KERNELS = frozenset({"onednn", "onednn_nhwc"})
+COLUMN_KERNELS = frozenset(
+    {"slow_conv2d", "slow_conv3d", "slow_conv_dilated2d", "slow_conv_dilated3d"}
+)
+
 
 class AbstractAlgorithm(ABC):
     """A way to compute fprop, dgrad and wgrad; stateless, it builds executables."""
@@ -24,7 +30,7 @@ class AbstractAlgorithm(ABC):
 
     @abstractmethod
     def refusal(self, problem: Problem) -> str | None:
-        """Reason why this algorithm does not apply, as a clause; None where it does."""
+        """Reason why this algorithm does not apply, as a clause; None if it does."""
 
     @abstractmethod
     def cost(self, problem: Problem) -> Cost:
@@ -32,15 +38,15 @@ class AbstractAlgorithm(ABC):
 
     @abstractmethod
     def executable(self, problem: Problem) -> Executable:
-        """Build for a problem that is not refused."""
+        """Build the executable for a problem that is not refused."""
 
     def kernels(self, problem: Problem) -> Iterable[tuple[Problem, str]]:
-        """Pairs of a problem and the implementation that computes it, in the order of running."""
+        """Pairs of a problem and the implementation that computes it, in the order of execution."""
         return ((problem, self.name),)
 
 
 class OpsExecutable(Executable):
-    """Base of executables with a method per op; `alone` calls that of the problem's op."""
+    """Base of executables with one method per op; `alone` calls the one of the problem's op."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -64,7 +70,7 @@ class OpsExecutable(Executable):
 
 
 def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
-    """A new tensor in the problem's dtype and layout, whatever torch's default device is."""
+    """A new CPU tensor in the problem's dtype and layout."""
     # The device is given because `torch.set_default_device` may name another one.
     return torch.empty(
         shape, dtype=torch_dtype(problem), device="cpu", memory_format=memory_format(problem)
@@ -72,9 +78,9 @@ def empty(problem: Problem, shape: tuple[int, ...]) -> Tensor:
 
 
 def phantom(problem: Problem, shape: tuple[int, ...]) -> Tensor:
-    """A shape-only tensor: it reads as zeros, occupies no memory, and must not be written.
+    """A shape-only tensor of zeros that takes no memory and must not be written.
 
-    aten's backward operators read only the shape of x (dgrad) or w (wgrad), but ask for a tensor.
+    aten's backward operators need only the shape of x (dgrad) or w (wgrad), but take a tensor.
     """
     # mmap refuses a length of 0.
     size = max(prod(shape) * problem.bytes_per_element, 1)

@@ -1,7 +1,7 @@
-"""The malloc of this process, and the setting of glibc's that decides what page faults cost.
+"""The malloc of this process, and glibc's setting that decides the cost of page faults.
 
-glibc gives blocks above its mmap threshold (at most 32 MiB by itself) back to the kernel when they
-are freed, so every large temporary is paged in anew at each call.
+glibc returns freed blocks above its mmap threshold (by default at most 32 MiB) to the operating
+system, so every large temporary is paged in anew at each call.
 """
 
 from __future__ import annotations
@@ -19,40 +19,45 @@ LARGE_THRESHOLD_TUNABLES = (
 )
 # Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_GLIBC = "glibc"
 # Allocators that users preload instead of glibc's; each has settings of its own.
 _REPLACEMENTS = ("tcmalloc", "jemalloc", "mimalloc")
 _threshold_set_here: list[int] = []
 
 
 def describe_allocator() -> str:
-    """Name the malloc of this process and its mmap threshold where one was set.
+    """Name the malloc of this process, and its mmap threshold if one was set.
 
     Returns:
         "glibc", "glibc,mmap_threshold=1073741824", "tcmalloc", "jemalloc", "mimalloc" or "system".
     """
+    name = _allocator()
+    threshold = _threshold_set_here[-1] if _threshold_set_here else _threshold_of_environment()
+    return name if name != _GLIBC or threshold is None else f"{name},mmap_threshold={threshold}"
+
+
+def _allocator() -> str:
     maps = Path("/proc/self/maps")
     loaded = maps.read_text(errors="replace") if maps.exists() else ""
     for name in _REPLACEMENTS:
         if f"lib{name}" in loaded:
             return name
     # Other C libraries, such as musl's, do not have this function.
-    if not hasattr(_c_library(), "gnu_get_libc_version"):
-        return "system"
-    threshold = _threshold_set_here[-1] if _threshold_set_here else _threshold_of_environment()
-    return "glibc" if threshold is None else f"glibc,mmap_threshold={threshold}"
+    return _GLIBC if hasattr(_c_library(), "gnu_get_libc_version") else "system"
 
 
 def set_mmap_threshold(threshold_bytes: int) -> None:
     """Set glibc's mmap threshold of this process, and its trim threshold to twice as much.
 
     Args:
-        threshold_bytes: blocks of at least this size are returned to the kernel when freed.
+        threshold_bytes: blocks of at least this size are returned to the operating system when
+            freed.
 
     Raises:
         UnsupportedError: the process does not run on glibc's malloc, or it refuses the value.
     """
     library = _c_library()
-    if not describe_allocator().startswith("glibc"):
+    if _allocator() != _GLIBC:
         raise UnsupportedError(
             f"only glibc's malloc has an mmap threshold, this process runs {describe_allocator()}"
         )

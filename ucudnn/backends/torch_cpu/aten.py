@@ -1,4 +1,4 @@
-"""Algorithms behind aten operators: torch's own choice, oneDNN and the slow convolution."""
+"""Algorithms of aten operators: torch's own choice, oneDNN, and aten's slow convolution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from torch import Tensor
 from ucudnn.backends import aten
 from ucudnn.backends._base import Cost, Executable
 from ucudnn.backends.tensors import memory_format
-from ucudnn.backends.torch_cpu._base import AbstractAlgorithm, OpsExecutable, phantom
+from ucudnn.backends.torch_cpu._base import (
+    COLUMN_KERNELS,
+    AbstractAlgorithm,
+    OpsExecutable,
+    phantom,
+)
 from ucudnn.backends.torch_cpu.padding import padded, symmetric
 from ucudnn.backends.torch_cpu.taps import columns_bytes, direct_cost
 from ucudnn.problem import Problem
@@ -80,7 +85,7 @@ def chosen_kernel(problem: Problem) -> str:
 
 
 class TorchDefault(AbstractAlgorithm):
-    """torch's own convolution, whatever kernel it picks."""
+    """torch's own convolution, with the kernel that it picks."""
 
     name = "torch_default"
 
@@ -103,9 +108,10 @@ class TorchDefault(AbstractAlgorithm):
 
 
 class OneDnn(AbstractAlgorithm):
-    """oneDNN in the layout of the operands, also where aten would pick another kernel.
+    """oneDNN in the layout of the operands, also if aten would pick another kernel.
 
-    fprop has an operator of its own; backward has none, so there it is what aten picks or nothing.
+    fprop has an operator of its own. The backward passes have none, so they use oneDNN only if aten
+    picks it.
     """
 
     name = "onednn"
@@ -124,7 +130,7 @@ class OneDnn(AbstractAlgorithm):
 
 
 class OneDnnNhwc(AbstractAlgorithm):
-    """oneDNN on operands copied to channels-last, the result copied back."""
+    """oneDNN on operands that are copied to channels-last; the result is copied back."""
 
     name = "onednn_nhwc"
 
@@ -136,7 +142,7 @@ class OneDnnNhwc(AbstractAlgorithm):
         return cramped_refusal(problem) or onednn_refusal(problem.as_2d())
 
     def cost(self, problem: Problem) -> Cost:
-        """Cost of oneDNN, and the copies of operands and result, written once and read once."""
+        """Cost of oneDNN and of copies of operands and result, each written once and read once."""
         inner = _kernel_cost(problem, "onednn")
         *operands, result = (
             0 if _is_both(shape) else prod(shape) * problem.bytes_per_element
@@ -155,7 +161,7 @@ class OneDnnNhwc(AbstractAlgorithm):
 
 
 class SlowConv2d(AbstractAlgorithm):
-    """aten's own im2col and GEMM per sample, threads over the batch."""
+    """aten's own im2col and GEMM per sample, parallel over the batch."""
 
     name = "slow_conv2d"
 
@@ -169,7 +175,7 @@ class SlowConv2d(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Products of columns, padding included."""
+        """Cost of the products of columns, with padding."""
         return _kernel_cost(problem, self.name)
 
     def executable(self, problem: Problem) -> Executable:
@@ -181,12 +187,12 @@ class SlowConv2d(AbstractAlgorithm):
 
 
 def _is_both(shape: tuple[int, ...]) -> bool:
-    """True if channels-first and channels-last put the elements of a shape in the same order."""
+    """True if a shape has the same order of elements in channels-first and channels-last."""
     return shape[1] == 1 or prod(shape[2:]) == 1
 
 
 def _kernel_cost(problem: Problem, kernel: str) -> Cost:
-    if kernel.startswith("slow"):
+    if kernel in COLUMN_KERNELS:
         return _columns_cost(problem, kernel)
     direct = direct_cost(problem)
     # On x86 oneDNN computes convolutions directly; elsewhere it may use Winograd.
@@ -217,10 +223,11 @@ def _columns_cost(problem: Problem, kernel: str) -> Cost:
 
 
 def _is_cramped(problem: Problem) -> bool:
-    """True if a filter is larger than the input along an axis, hangs over it, or has one place.
+    """True if along an axis the filter is larger than the input, overhangs it, or has one place.
 
-    There the half-precision kernels of oneDNN read memory that is not theirs (torch 2.13, oneDNN
-    3.12, AVX-512), most often channels-last: results change from run to run, or the process ends.
+    For such problems the half-precision kernels of oneDNN read memory outside their operands (torch
+    2.13, oneDNN 3.12, AVX-512), mostly in channels-last. Results then change from run to run, or
+    the process ends.
     """
     axes = zip(
         problem.input_size,
@@ -244,14 +251,14 @@ def _is_cramped(problem: Problem) -> bool:
 
 
 def cramped_refusal(problem: Problem) -> str | None:
-    """Reason why oneDNN does not compute a problem rightly; None where it does."""
+    """Reason why oneDNN does not compute a problem correctly; None if it does."""
     if problem.dtype in _HALF and _is_cramped(symmetric(problem)):
         return f"oneDNN's {problem.dtype} kernels take filters inside the input only"
     return None
 
 
 def onednn_refusal(problem: Problem) -> str | None:
-    """Reason why oneDNN does not compute a problem here; None where it does."""
+    """Reason why oneDNN does not compute a problem on this machine; None if it does."""
     if problem.dtype == "float64":
         return "oneDNN has no float64 convolution"
     kernel = chosen_kernel(problem)
@@ -402,10 +409,10 @@ def _slow_conv2d_backward(
 
 
 def _plain(tensor: Tensor, is_last: bool) -> Tensor:
-    """A contiguous tensor whose strides are in order along axes of one element, too.
+    """A contiguous tensor with ordered strides, also along axes of size 1.
 
-    By such strides torch's kernel would take one layout for the other, as with one column; a view
-    of a view forgets them.
+    Otherwise torch's kernel would mistake one layout for the other, for example if there is one
+    column. A view of a view has ordered strides.
     """
     if not is_last:
         return tensor.contiguous().view(-1).view(tensor.shape)

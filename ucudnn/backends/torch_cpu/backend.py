@@ -1,4 +1,4 @@
-"""The CPU backend: lists and builds algorithms, and measures memory and time in this process."""
+"""The CPU backend: list and build algorithms, and measure memory and time in this process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ucudnn.backends._base import AbstractBackend, Activity, Cost, Executable, Roofline
+from ucudnn.backends._base import AbstractBackend, Activity, Cost, DeviceState, Executable, Roofline
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu import identity
-from ucudnn.backends.torch_cpu._base import empty
+from ucudnn.backends.torch_cpu._base import ONEDNN_KERNELS, empty
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
 from ucudnn.backends.torch_cpu.aten import (
     OneDnn,
@@ -30,6 +30,7 @@ from ucudnn.backends.torch_cpu.load import LoadMeter
 from ucudnn.backends.torch_cpu.phases import Phases
 from ucudnn.backends.torch_cpu.speed import roofline
 from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes, unseen_bytes
+from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
@@ -77,10 +78,12 @@ class TorchCpuBackend(AbstractBackend):
         """Versions of torch and oneDNN."""
         return identity.cpu_software()
 
-    def conditions(self, role: str = "alone") -> Conditions:
-        """The threads and the malloc of this process."""
+    def conditions(self) -> Conditions:
+        """The threads and the malloc of this process, and how many ranks share the processor."""
         return Conditions(
-            role=role, threads=torch.get_num_threads(), allocator=describe_allocator()
+            threads=torch.get_num_threads(),
+            allocator=describe_allocator(),
+            ranks_per_device=ranks_per_device(),
         )
 
     def algorithms(self) -> tuple[str, ...]:
@@ -88,7 +91,7 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(_ALGORITHMS)
 
     def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a problem; None where it does."""
+        """Reason why an algorithm does not compute a problem; None if it does."""
         # TF32 is a number format of NVIDIA's tensor cores.
         if problem.math != "strict":
             return "a CPU computes float32 in full precision; use math='strict'"
@@ -99,11 +102,11 @@ class TorchCpuBackend(AbstractBackend):
         return _ALGORITHMS[algorithm].refusal(problem)
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a slab; None where it does."""
+        """Reason why an algorithm does not compute a slab; None if it does."""
         reason = self.refusal(problem, algorithm)
         # A slab is low, so that a filter may hang over it; there oneDNN's half-precision kernels
         # read memory that is not theirs. Of a whole problem, torch's own choice is never refused.
-        if reason is None and self.kernel(problem, algorithm).startswith("onednn"):
+        if reason is None and self.kernel(problem, algorithm) in ONEDNN_KERNELS:
             reason = cramped_refusal(problem)
         return reason
 
@@ -121,10 +124,15 @@ class TorchCpuBackend(AbstractBackend):
         # Timing the same kernel twice would only add noise to the choice between the two.
         if "torch_default" in names and chosen_kernel(problem) == "onednn":
             names = [name for name in names if name != "onednn"]
-        return tuple(Candidate(problem, name, notes=self._notes(problem, name)) for name in names)
-
-    def _notes(self, problem: Problem, name: str) -> tuple[str, ...]:
-        return (f"kernel={chosen_kernel(problem)}",) if name == "torch_default" else ()
+        return tuple(
+            Candidate(
+                problem,
+                name,
+                # Any other algorithm is one implementation, whose name it has.
+                implementation=chosen_kernel(problem) if name == "torch_default" else "",
+            )
+            for name in names
+        )
 
     def cost(self, problem: Problem, algorithm: str) -> Cost | None:
         """Lower bounds of what a candidate needs; None if the algorithm does not compute it."""
@@ -146,7 +154,8 @@ class TorchCpuBackend(AbstractBackend):
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
         """Standard normal operands, so that sums neither overflow nor vanish.
 
-        Some samples are drawn, the others repeat them: drawing many takes longer than timing them.
+        A few samples are drawn and the others repeat them, because drawing many takes longer than
+        timing them.
         """
         drawn = replace(problem, batch=min(samples, _DRAWN_SAMPLES))
         shapes = replace(problem, batch=samples).operand_shapes
@@ -181,9 +190,9 @@ class TorchCpuBackend(AbstractBackend):
         run()
         return time.perf_counter_ns() - start
 
-    def state(self) -> tuple[str, ...]:
-        """Number of processors that other processes use, if these are too many for this one."""
-        return _load.notes()
+    def state(self) -> DeviceState:
+        """The load by other processes, if it takes processors that this one needs."""
+        return DeviceState(_load.load())
 
     def activity(self) -> Activity:
         """CPU time and involuntary context switches of this process."""
@@ -197,7 +206,7 @@ class TorchCpuBackend(AbstractBackend):
         return tuple(range(threads, problem.batch + 1, threads))
 
     def cache_bytes(self) -> int:
-        """Size of the last-level cache, as far as this process may count on it."""
+        """Size of the last-level cache that this process can use."""
         return identity.usable_cache_bytes()
 
     def memory_bytes(self) -> int:

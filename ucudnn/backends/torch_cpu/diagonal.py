@@ -1,10 +1,10 @@
 """Weight gradients of depthwise convolutions by matrix products whose diagonals are summed.
 
-An element of the gradient is the sum of x times dy over all pairs of places at one distance. The
-product of all columns of x with all columns of dy, summed over rows and samples, holds the sum of
-every pair of columns; pairs at one distance lie on a diagonal of it. Most of the product is not
-needed, but it is one matrix product per channel and filter row, where kernels that compute only
-what is needed multiply element by element. It pays for wide filters.
+An element of the gradient is the sum of x times dy over all pairs of places at one distance. A
+matrix product of all columns of x with all columns of dy, over rows and samples, holds the sum for
+every pair of columns. Pairs at one distance lie on a diagonal of it. Most of the product is not
+needed, but it is one matrix product per channel and filter row. Kernels that compute only the
+needed elements multiply element by element. So it pays for wide filters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DiagonalGemm(AbstractAlgorithm):
         return None
 
     def cost(self, problem: Problem) -> Cost:
-        """Cost of the products of blocks; blocks are copies of x and dy, written and read once."""
+        """Cost of the products of blocks, and of the blocks, which are written and read once."""
         flat = problem.as_2d()
         blocks, element = _blocks(flat), max(problem.bytes_per_element, 4)
         places = problem.groups * problem.batch * blocks.number
@@ -71,7 +71,7 @@ class DiagonalGemm(AbstractAlgorithm):
 
 
 class _RowTap(NamedTuple):
-    """Rows of x and dy that meet at a filter row, numbered as in the copies."""
+    """Rows of x and dy that a filter row combines, numbered as in the copies."""
 
     position: int
     x_begin: int
@@ -80,16 +80,16 @@ class _RowTap(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """A division of the columns of dy into blocks, each with the columns of x that it meets.
+    """A division of the columns of dy into blocks, each with the columns of x that it needs.
 
     Args:
         number: of blocks.
-        block: columns of dy in each; the last is filled up with zeros.
+        block: columns of dy in each block; the last block is padded with zeros.
         window: columns of x that the filter covers beside a block, padding included.
-        columns: those of them that are copied: a single block needs no padding.
-        skipped: columns of padding before those.
-        x_rows: rows of x, sorted by their remainder of the stride and filled up to its multiple.
-        taps: rows that meet, by filter row.
+        columns: number of these that are copied; a single block needs no padding.
+        skipped: columns of padding before the copied ones.
+        x_rows: rows of x, sorted by their remainder modulo the stride, padded to a multiple of it.
+        taps: the rows that are combined, by filter row.
     """
 
     number: int
@@ -103,7 +103,7 @@ class _Blocks(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _blocks(problem: Problem) -> _Blocks:
-    """The division for a problem of two axes; about as many columns as the filter covers."""
+    """The division for a problem of two axes, in blocks about as wide as the filter."""
     extent = problem.dilation[1] * (problem.kernel_size[1] - 1) + 1
     places, size, begin = problem.output_size[1], problem.input_size[1], problem.padding[1][0]
     # In a wider block more of the product lies on no diagonal that is needed; between narrower ones
@@ -146,7 +146,7 @@ def _row_taps(problem: Problem, per_phase: int) -> list[_RowTap]:
 
 
 class _DiagonalGemm(Executable):
-    """Rows of the copies are (row, sample, block), so that a filter row shifts them as a whole."""
+    """Executable whose copies have rows (row, sample, block): a filter row shifts all of them."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -217,7 +217,7 @@ class _DiagonalGemm(Executable):
 
 
 def _copy_columns(source: Tensor, target: Tensor, begin: int) -> None:
-    """Copy the columns that begin at one of the source; those that it lacks are zero."""
+    """Copy columns from some position of the source on; columns beyond its end are zero."""
     wanted, there = target.shape[-1], source.shape[-1]
     first = min(max(0, -begin), wanted)
     last = max(first, min(wanted, there - begin))

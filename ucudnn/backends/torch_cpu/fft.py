@@ -55,7 +55,7 @@ class Fft(AbstractAlgorithm):
 def transform_sizes(problem: Problem) -> list[int]:
     """Sizes of the transforms along each axis.
 
-    No larger than the padded input: what wraps around falls on outputs that are cut away.
+    They need not exceed the padded input, because only outputs that are cut off wrap around.
     """
     return [
         smooth_size(size + sum(padding))
@@ -69,7 +69,7 @@ def _transform_operations(sizes: list[int]) -> int:
 
 
 def _summands(problem: Problem) -> int:
-    """Number of products of spectra that are added up in each spectrum of the result."""
+    """Number of products of spectra that are summed in each spectrum of the result."""
     return {
         "fprop": problem.in_channels // problem.groups,
         "dgrad": problem.out_channels // problem.groups,
@@ -100,7 +100,7 @@ def _workspace(problem: Problem, sizes: list[int], padded: list[int], spectra: l
 
 
 class _Fft(OpsExecutable):
-    """Sums over channels are products of spectra, with one of them conjugated for correlation."""
+    """Sums over channels of products of spectra, one of them conjugated for a correlation."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

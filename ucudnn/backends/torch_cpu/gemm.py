@@ -86,7 +86,7 @@ class Im2colGemm(AbstractAlgorithm):
 
 
 def _sampled_shape(problem: Problem) -> tuple[int, ...]:
-    """Shape of the part of x that a 1x1 filter reads: every stride-th place."""
+    """Shape of the part of x that a 1x1 filter reads: every stride-th position."""
     return (problem.batch, problem.in_channels, *problem.output_size)
 
 
@@ -154,7 +154,7 @@ class _Gemm(OpsExecutable):
 
 
 class _Im2colGemm(OpsExecutable):
-    """Columns have the shape (C, *kernel_size, N, *output_size): all samples are one GEMM."""
+    """Executable: columns of shape (C, *kernel_size, N, *output_size), one GEMM for all samples."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

@@ -1,4 +1,4 @@
-"""Names of this CPU, its memory and its software in measurements and plans."""
+"""Names of this CPU and its software in measurements and plans, and sizes of its memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cpu_software() -> Software:
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache of the first processor; 32 MiB where the system does not tell."""
+    """Size of the largest cache of the first processor; 32 MiB if the system does not tell."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
@@ -63,7 +63,7 @@ def usable_cache_bytes() -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be allocated without swapping or being killed by a container's limit.
+    """Memory that can be allocated without swapping and within a container's limit.
 
     Args:
         root: where proc and sys are mounted.
@@ -82,7 +82,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _idle_bytes(path: Path) -> int:
-    """Files that the kernel holds in a container's memory, and drops when it is needed."""
+    """Bytes of cached files in a container's memory, which the system drops when needed."""
     text = path.read_text() if path.exists() else ""
     match = re.search(r"^(?:total_)?inactive_file (\d+)$", text, re.MULTILINE)
     return int(match[1]) if match else 0

@@ -1,7 +1,7 @@
-"""Dtypes that this processor computes in by instructions of its own, as far as oneDNN may use them.
+"""Dtypes for which this processor has instructions that oneDNN may use.
 
-Without such instructions oneDNN and aten fall back on general matrix products, which take scratch
-from malloc that torch's allocator does not see.
+Without such instructions oneDNN and aten fall back to general matrix products, which take scratch
+memory from malloc that torch's allocator does not see.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _BELOW_BFLOAT16 = (*_BELOW_AVX2, "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_COR
 
 
 def onednn_isa_limit() -> str:
-    """The newest instruction set that the environment allows oneDNN; "" where there is no limit.
+    """The newest instruction set that the environment allows oneDNN to use; "" for no limit.
 
-    oneDNN reads the variable itself; no function of torch tells what it found.
+    oneDNN reads the variable itself, and torch has no function that returns the result.
     """
     # The second name is that of releases when oneDNN was called DNNL.
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
@@ -32,7 +32,7 @@ def onednn_isa_limit() -> str:
 
 
 def has_instructions(dtype: str) -> bool:
-    """Tell if convolutions and matrix products in a dtype need no such fallback here.
+    """True if convolutions and matrix products in a dtype need no such fallback here.
 
     Args:
         dtype: of a problem. Half precision counts only with AVX-512, where it was checked.
@@ -46,10 +46,10 @@ def has_instructions(dtype: str) -> bool:
 
 
 def product_dtype(problem: Problem) -> torch.dtype:
-    """The dtype in which matrices are multiplied.
+    """The dtype in which matrices are multiplied for a problem.
 
-    float32 instead of a half precision that the processor lacks instructions for: torch would
-    multiply element by element, or convert in memory that its allocator does not see.
+    It is float32 instead of a half precision for which the processor has no instructions. torch
+    would multiply element by element, or convert in memory that its allocator does not see.
     """
     is_half = problem.bytes_per_element == 2
     return (

@@ -26,13 +26,13 @@ class _Reading(NamedTuple):
 
 
 class LoadMeter:
-    """Tells how many processors others used since it was last asked.
+    """Measures how many processors other processes have used since the last call.
 
-    >>> LoadMeter(Path("no/such/file")).notes()
-    ()
+    >>> LoadMeter(Path("no/such/file")).load()
+    0.0
 
     Args:
-        path: of the kernel's counters; on systems that have none there is no load to tell.
+        path: file of the system's counters; if there is none, the load is reported as 0.
     """
 
     def __init__(self, path: Path = Path("/proc/stat")) -> None:
@@ -42,7 +42,7 @@ class LoadMeter:
         self._others = 0.0
 
     def others(self) -> float:
-        """Processors that other processes used on average, in the last moments or seconds."""
+        """Average number of processors that other processes used recently."""
         with self._lock:
             now, last = self._read(), self._last
             if now is not None and last is not None and now.clock_s - last.clock_s > _MOST_S:
@@ -55,11 +55,11 @@ class LoadMeter:
             self._last, self._others = now, max(0.0, spent_s / elapsed_s)
             return self._others
 
-    def notes(self) -> tuple[str, ...]:
-        """The load as a note of a measurement, where it takes processors that this process uses."""
+    def load(self) -> float:
+        """Processors that others use, if they take some that this process needs; else 0."""
         others = self.others()
         left = (os.cpu_count() or 1) - torch.get_num_threads()
-        return (f"load={others:.1f}",) if others > max(0, left) + _TOLERATED else ()
+        return round(others, 1) if others > max(0, left) + _TOLERATED else 0.0
 
     def _read(self) -> _Reading | None:
         try:

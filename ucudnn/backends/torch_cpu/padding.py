@@ -1,7 +1,7 @@
-"""Paddings that differ at the two ends, for operators of aten, which pad both ends alike.
+"""Paddings that differ at the two ends, for aten's operators, which pad both ends equally.
 
-What one end has more is written out as zeros, as torch does for `padding="same"`. The copy that
-this takes is temporary memory like any other, and is counted and timed with the algorithm.
+The excess padding of one end is written out as zeros, as torch does for `padding="same"`. The copy
+that this takes is counted as workspace and timed with the algorithm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ucudnn.problem import Problem
 
 
 def symmetric(problem: Problem) -> Problem:
-    """The problem on a larger input, with the lesser of each axis' two paddings at both ends.
+    """The problem on a larger input, with the smaller padding of each axis at both ends.
 
     >>> p = symmetric(Problem("fprop", 1, 4, 4, (8,), (3,), padding=((2, 1),)))
     >>> p.input_size, p.padding
@@ -36,7 +36,7 @@ def symmetric(problem: Problem) -> Problem:
 
 
 def padded(problem: Problem, build: Callable[[Problem], Executable]) -> Executable:
-    """Build an executable of a problem from one that pads both ends alike."""
+    """Build an executable from one that pads both ends equally."""
     like = symmetric(problem)
     return build(problem) if like == problem else _Padded(problem, build(like))
 

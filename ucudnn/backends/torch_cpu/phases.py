@@ -1,8 +1,9 @@
-"""Data gradients of strided convolutions, one phase of the input after another.
+"""Data gradients of strided convolutions, computed phase by phase.
 
-Inputs whose places have the same remainder of the stride, a phase, meet the same filter positions,
-and neighbours among them meet neighbouring outputs: the gradient of a phase is a convolution of dy
-at stride 1, with every so many-th position of the filter in reverse, and no product with a zero.
+A phase consists of the inputs whose positions have the same remainder modulo the stride. They use
+the same filter positions, and neighbours among them use neighbouring outputs. So the gradient of a
+phase is a convolution of dy at stride 1 with a reversed subset of the filter, without products with
+zeros.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _ALL = slice(None)
 
 
 class Phases(AbstractAlgorithm):
-    """One convolution at stride 1 per phase, each written into a strided view of dx."""
+    """One convolution at stride 1 per phase, written into a strided view of dx."""
 
     name = "phases"
 
     def refusal(self, problem: Problem) -> str | None:
-        """Refuse other ops, stride 1, and phases that no inner algorithm computes."""
+        """Refuse other ops, stride 1, and problems with a phase that nothing here computes."""
         # At stride 1 there is a single phase, the whole problem.
         if problem.op != "dgrad" or set(problem.stride) == {1}:
             return "it computes data gradients of strided convolutions only"
@@ -85,18 +86,18 @@ def _inner(problem: Problem) -> AbstractAlgorithm | None:
 
 
 class _AxisPhase(NamedTuple):
-    """One phase along one axis; phases that no output reads are left out.
+    """One phase along one axis; phases that no output reads are omitted.
 
     Args:
-        taps: positions of the filter that read it.
+        taps: positions of the filter that read the phase.
         taps_count: number of them.
-        inputs: its places in dx that some output reads.
+        inputs: its positions in dx that some output reads.
         places: number of them.
-        outputs: places of dy that read it.
+        outputs: positions of dy that read it.
         outputs_count: number of them.
         begin: zeros before the outputs, in units of the phase.
         end: zeros after them.
-        dilation: of the filter that is left.
+        dilation: dilation of the remaining filter.
     """
 
     taps: slice
@@ -113,9 +114,9 @@ class _AxisPhase(NamedTuple):
 def _axis_phases(problem: Problem, axis: int) -> Iterator[_AxisPhase]:
     """The phases along an axis.
 
-    With g the greatest common divisor of stride s and dilation d, every (s/g)-th position of the
-    filter falls on a phase, and neighbours among these read outputs at a distance of d/g. Places of
-    a phase are counted in strides from the begin of the padding.
+    Let g be the greatest common divisor of stride s and dilation d. Then every (s/g)-th position of
+    the filter falls on a phase, and neighbours among these read outputs at a distance of d/g.
+    Positions of a phase are counted in strides from the beginning of the padding.
     """
     stride, dilation = problem.stride[axis], problem.dilation[axis]
     size, outputs = problem.input_size[axis], problem.output_size[axis]
@@ -157,12 +158,12 @@ class _Phase(NamedTuple):
     """One phase along all axes.
 
     Args:
-        problem: forward convolution of dy with reversed filters that computes it; both ends of an
-            axis are padded alike.
+        problem: forward convolution of dy with reversed filters that computes the phase; both ends
+            of an axis have the same padding.
         taps: positions of the filter.
-        inputs: places in dx.
-        outputs: places of dy.
-        kept: places of the result that belong to dx; the others come from the excess padding.
+        inputs: positions in dx.
+        outputs: positions of dy.
+        kept: positions of the result that belong to dx; the others come from excess padding.
         places: number of them.
     """
 

@@ -1,4 +1,4 @@
-"""Matrix products of channels-last tensors, which are matrices of places by channels as they lie.
+"""Matrix products of channels-last tensors, which are matrices of positions by channels.
 
 A 1x1 convolution at stride 1 is one product of the operands themselves, for the whole chunk. Other
 filters take columns: for each output the channels of every input that its filter covers.
@@ -23,7 +23,7 @@ _Index = tuple[int | slice | EllipsisType, ...]
 
 
 def needs_columns(problem: Problem) -> bool:
-    """True unless each output meets the one input at its place.
+    """True unless each output reads only the input at its own position.
 
     >>> needs_columns(Problem("fprop", 2, 4, 8, (9, 9), (1, 1), layout="nhwc"))
     False
@@ -34,7 +34,7 @@ def needs_columns(problem: Problem) -> bool:
 
 
 def places_refusal(problem: Problem) -> str | None:
-    """Reason why the products do not compute a channels-last problem; None where they do."""
+    """Reason why the products do not compute a channels-last problem; None if they do."""
     # In channels-last the other groups' channels lie between the rows of one group's matrix.
     if problem.groups > 1:
         return "it computes channels-last operands without groups only"
@@ -42,7 +42,7 @@ def places_refusal(problem: Problem) -> str | None:
 
 
 def places_cost(problem: Problem) -> Cost:
-    """Cost of the product, padding included; columns, if any, are written and read once."""
+    """Cost of the product with padding; columns, if any, are written and read once."""
     direct = direct_cost(problem)
     if not needs_columns(problem):
         return direct
@@ -106,7 +106,7 @@ class PlacesGemm(OpsExecutable):
             dx.copy_(total)
 
     def _product(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """Multiply into a tensor, without a temporary if it is laid out like the product."""
+        """Multiply into a tensor, without a temporary if it has the layout of the product."""
         # With channels moved last, a channels-last tensor is contiguous: a matrix without a copy.
         target = out.movedim(1, -1)
         if out.dtype == self._dtype and target.is_contiguous():
@@ -136,7 +136,7 @@ class PlacesGemm(OpsExecutable):
         return columns.view(places, prod(self.problem.kernel_size) * self.problem.in_channels)
 
     def _matrix(self, tensor: Tensor) -> Tensor:
-        """A matrix of places by channels; a view, if the tensor is contiguous."""
+        """A matrix of positions by channels; a view if the tensor is contiguous."""
         batch, channels, *sizes = tensor.shape
         matrix = tensor.movedim(1, -1).reshape(batch * prod(sizes), channels)
         return matrix.to(self._dtype)

@@ -66,9 +66,9 @@ def _bytes_per_s(threads: int) -> float:
 
 
 def _shortest_ns(run: Callable[[], object]) -> int:
-    """The least processor time of this thread, which does an even share of the work.
+    """The shortest processor time of this thread, which does an equal part of the work.
 
-    Other processes on the machine lengthen it much less than the time by the clock.
+    Other processes on the machine affect it much less than elapsed time.
     """
     times: list[int] = []
     while sum(times) < _BUDGET_NS:

@@ -1,4 +1,4 @@
-"""Filter positions (taps): the outputs and inputs that meet at each, and costs from these."""
+"""Filter positions (taps): the outputs and inputs of each, and costs from these."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def taps(problem: Problem) -> Iterator[tuple[tuple[int, ...], Slices, Slices]]:
 
 
 def direct_cost(problem: Problem) -> Cost:
-    """The cost of multiplying each input by each tap that meets it, without temporaries.
+    """Cost of multiplying each input by each tap that reads it, without temporaries.
 
-    Products with padding are left out, and so are operands that only meet padding or no filter.
+    Products with padding are left out, and so are operands that are multiplied only with padding or
+    not at all.
 
     >>> direct_cost(Problem("fprop", 1, 1, 1, (3,), (2,), padding=((1, 0),)))
     Cost(operations=10, traffic_bytes=32, workspace_bytes=0)

@@ -1,8 +1,8 @@
-"""Temporary memory of a call: the peak that torch's allocator saw, beyond the result.
+"""Temporary memory of a call: the peak in torch's allocator, beyond the result.
 
 torch's profiler reports every allocation of torch's CPU allocator, oneDNN's scratch included, and
-changes no state. It misses what a kernel takes from malloc itself and what other threads take:
-`unseen_bytes` bounds that.
+changes no state. It misses memory that a kernel takes from malloc directly or in other threads.
+`unseen_bytes` is an upper bound of that.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from ucudnn.backends.torch_cpu._base import COLUMN_KERNELS, ONEDNN_KERNELS
 from ucudnn.backends.torch_cpu.instructions import has_instructions
 from ucudnn.errors import BusyError
 from ucudnn.problem import OPS, Problem
@@ -58,12 +59,12 @@ def allocated_peak_bytes(run: Callable[[], Tensor | None]) -> int:
 
 
 def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
-    """Upper bound of the bytes that a kernel takes where the profiler does not see them.
+    """Upper bound of the bytes that a kernel takes without the profiler seeing them.
 
-    That is from malloc itself, or in a thread other than the caller's: aten's convolutions keep
-    the columns of one sample per thread (dgrad) and the scratch of half-precision products;
-    oneDNN keeps such scratch where the processor lacks instructions. Held against a counting
-    malloc by a test, on this processor and on poorer ones that oneDNN imitates.
+    These bytes come from malloc directly, or from threads other than the caller's. aten's
+    convolutions take the columns of one sample per thread (dgrad) and the scratch of half-precision
+    products. oneDNN takes such scratch if the processor lacks instructions. A test compares the
+    bound with a counting malloc, on this processor and on older ones that oneDNN imitates.
 
     Args:
         problem: with the chunk as its batch.
@@ -71,9 +72,9 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
         threads: intra-operator threads.
     """
     native = has_instructions(problem.dtype)
-    if kernel.startswith("onednn"):
+    if kernel in ONEDNN_KERNELS:
         return 0 if native else threads * _fallback_scratch_bytes(problem)
-    if not kernel.startswith("slow_conv"):
+    if kernel not in COLUMN_KERNELS:
         return 0
     unseen = 0
     # a weight gradient is summed one sample after another
@@ -89,7 +90,7 @@ def unseen_bytes(problem: Problem, kernel: str, threads: int) -> int:
 
 
 def _fallback_scratch_bytes(problem: Problem) -> int:
-    """Scratch of one thread that multiplies a sample's matrices without instructions for them.
+    """Scratch of one thread that multiplies a sample's matrices without special instructions.
 
     The operands are packed, and half precision is computed in float32.
     """
@@ -101,14 +102,14 @@ def _fallback_scratch_bytes(problem: Problem) -> int:
 
 
 def _packed_elements(problem: Problem, least: int) -> int:
-    """Elements of both operands of a sample's product, with at least so many along its sum."""
+    """Elements of both packed operands of a sample's product; its sums count as `least` or more."""
     sizes = _matrix_sizes(problem)
     summed = sizes[OPS.index(problem.op)]
     return (sum(sizes) - summed + _PADDING) * max(summed, least)
 
 
 def _matrix_sizes(problem: Problem) -> tuple[int, int, int]:
-    """Per group: inputs of an output, channels, places; each op sums over the one at its index."""
+    """Sizes per group: inputs of an output, channels, positions; each op sums over one of them."""
     channels = problem.in_channels // problem.groups
     return (
         channels * prod(problem.kernel_size),

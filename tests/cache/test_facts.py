@@ -1,0 +1,275 @@
+"""Facts beside a measurement's numbers: they come back from every file, also from older ones."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+
+from ucudnn import cache as caches
+from ucudnn.cache.exchange import read_entries, write_entries
+from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, wrap
+from ucudnn.cache.table.facts import Facts
+from ucudnn.errors import UcudnnError
+from ucudnn.measurement import (
+    Conditions,
+    Device,
+    FailureKind,
+    Measurement,
+    MeasurementKey,
+    Software,
+    Subject,
+)
+from ucudnn.problem import Problem
+
+TESTS = Path(__file__).parents[1]
+# Written before measurements had fields for facts.
+OLDER_CACHE = TESTS / "tuning" / "earlier" / "cache"
+OLDER_TABLE = next((TESTS.parent / "benchmarks" / "results").rglob("exhaustive.csv"))
+KEY = MeasurementKey(
+    Problem("fprop", 4, 3, 5, (12, 12), (3, 3)),
+    "gemm",
+    Device("cpu", "Some Processor"),
+    Software("2.13.0"),
+    Conditions(threads=2),
+    1,
+)
+VALUES = {
+    "failure": FailureKind.HANG,
+    "lost_to": "onednn, the “fast” one",
+    "subject": Subject.CALL,
+    "implementation": "slow_conv2d",
+    "is_deterministic": False,
+    "adds_bias": True,
+    "load": 1.5,
+}
+# One measurement for each fact, one with all and one with none.
+MEASUREMENTS = [
+    Measurement(replace(KEY, algorithm=f"algorithm {place}"), "failed", reason="why", **facts)
+    for place, facts in enumerate([{}, VALUES, *({name: VALUES[name]} for name in VALUES)])
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    with caches.open(tmp_path) as cache:
+        cache.put(MEASUREMENTS)
+    (path,) = tmp_path.rglob("*.h5")
+    return path
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> Path:
+    folder = tmp_path / "older"
+    shutil.copytree(OLDER_CACHE, folder)
+    return folder
+
+
+def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
+    """Change the HDF5 part of a file, and seal it again."""
+    image = path.with_suffix(".image")
+    image.write_bytes(path.read_bytes()[ENVELOPE_BYTES:])
+    with h5py.File(image, "r+") as opened:
+        change(opened)
+    path.write_bytes(wrap(image.read_bytes()))
+    image.unlink()
+
+
+def test_every_fact_is_stored() -> None:
+    assert set(VALUES) == set(Facts._fields)
+    assert Facts.of(MEASUREMENTS[0]) == Facts()
+    assert Facts.of(MEASUREMENTS[1])._asdict() == VALUES
+
+
+def test_facts_come_back_from_hdf5_as_members(file: Path) -> None:
+    with caches.open(file.parent, "r") as cache:
+        found = [cache.get(one.key) for one in MEASUREMENTS]
+    assert found == MEASUREMENTS
+    assert found[1].failure is FailureKind.HANG
+    assert found[1].subject is Subject.CALL
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_facts_come_back_from_text_as_members(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"timings{suffix}"
+    write_entries(path, [caches.Entry(one, 1) for one in MEASUREMENTS])
+    found = [entry.measurement for entry in read_entries(path)]
+    assert found == MEASUREMENTS
+    assert found[1].failure is FailureKind.HANG
+    assert found[1].subject is Subject.CALL
+
+
+@pytest.mark.parametrize("changes", [{"failure": "boredom"}, {"subject": "weather"}])
+def test_words_that_are_none_are_refused(changes: dict[str, str]) -> None:
+    with pytest.raises(UcudnnError, match="must be one of"):
+        replace(MEASUREMENTS[0], **changes)
+
+
+@pytest.mark.parametrize("text", ['{"energy_uj": 4}', '{"failure": "boredom"}', '{"load": "high"}'])
+def test_facts_of_a_later_version_hide_only_what_has_them(file: Path, text: str) -> None:
+    def change(opened: h5py.File) -> None:
+        place = opened["facts"].asstr()[()].tolist().index('{"adds_bias": true}')
+        opened["facts"][place] = text
+
+    edit(file, change)
+    data = file.read_bytes()
+    with caches.open(file.parent) as cache:
+        assert {one.key for one in cache} == {
+            one.key for one in MEASUREMENTS if one.failure or not one.adds_bias
+        }
+        cache.put([Measurement(KEY, "ok", 5)])
+        assert any("later version" in note for note in cache.check().notes)
+    assert file.read_bytes() == data
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "lost_to"])
+def test_facts_that_are_no_object_are_damage(file: Path, text: str) -> None:
+    edit(file, lambda opened: opened["facts"].__setitem__(0, text))
+    with caches.open(file.parent) as cache, pytest.warns(caches.CacheWarning):
+        assert not list(cache)
+
+
+def test_a_fact_that_was_changed_does_not_agree_with_the_checksum(file: Path) -> None:
+    def change(opened: h5py.File) -> None:
+        place = opened["facts"].asstr()[()].tolist().index('{"adds_bias": true}')
+        opened["facts"][place] = '{"is_deterministic": false}'
+
+    edit(file, change)
+    with caches.open(file.parent) as cache:
+        assert "1 entries do not agree" in cache.check().problems[0]
+
+
+@pytest.mark.parametrize("facts", [{}, {"lost_to": "onednn", "load": 1.5}])
+def test_the_checksum_covers_facts_as_documented(tmp_path: Path, facts: dict[str, Any]) -> None:
+    true = Measurement(KEY, "ok", 5, **facts)
+    with caches.open(tmp_path) as cache:
+        cache.put([true])
+    (path,) = tmp_path.rglob("*.h5")
+    with h5py.File(path) as opened:
+        (row,) = opened["measurements"][()]
+    problem = {
+        "problem.op": "fprop",
+        "problem.batch": 4,
+        "problem.in_channels": 3,
+        "problem.out_channels": 5,
+        "problem.input_size": [12, 12],
+        "problem.kernel_size": [3, 3],
+        "problem.stride": [1, 1],
+        "problem.padding": [[0, 0], [0, 0]],
+        "problem.dilation": [1, 1],
+    }
+    context = {
+        "device.type": "cpu",
+        "device.name": "Some Processor",
+        "software.torch": "2.13.0",
+        "conditions.threads": 2,
+        "protocol": 1,
+    }
+    missing = -(2**63)
+    content = [
+        json.dumps(problem, sort_keys=True).encode(),
+        json.dumps(context, sort_keys=True).encode(),
+        json.dumps(["gemm", "", [], ""]).encode(),
+        json.dumps(facts, sort_keys=True).encode() if facts else b"",
+        struct.pack("<16sqqqd?Iq", b"ok", 5, missing, missing, 0.0, False, 0, row["stored_ns"]),
+    ]
+    digest = hashlib.blake2b(b"".join(content), digest_size=8).digest()
+    assert row["checksum"] == int.from_bytes(digest, "little")
+
+
+def test_rows_of_an_older_cache_are_read_by_their_texts(older: Path) -> None:
+    """What the file holds is read here with h5py alone."""
+    (path,) = older.glob("*.h5")
+    with h5py.File(path) as opened:
+        names, reasons, notes = (
+            opened[name].asstr()[()] for name in ("algorithms", "reasons", "notes")
+        )
+        assert "facts" not in opened
+        truth = {
+            int(row["stored_ns"]): (
+                names[row["algorithm"]],
+                reasons[row["reason"]],
+                json.loads(notes[row["notes"]]),
+            )
+            for row in opened["measurements"][()]
+        }
+    with caches.open(older, "r") as cache:
+        found = list(cache.entries())
+    assert len(found) == len(truth)
+    for entry in found:
+        algorithm, reason, texts = truth[entry.stored_ns]
+        one = entry.measurement
+        assert (one.subject == Subject.CALL) == ("plan[" in algorithm)
+        assert f"beaten by {one.lost_to}" == (reason or "beaten by ")
+        assert one.reason == ""
+        kernel = [f"kernel={one.implementation}"] if one.implementation else []
+        assert kernel + list(one.notes) == texts
+    assert {one.measurement.lost_to for one in found} == {"", "torch_default", "slow_conv2d"}
+
+
+def test_an_older_cache_that_is_rewritten_says_the_same(older: Path) -> None:
+    with caches.open(older, "r") as cache:
+        before = {one.key: one for one in cache}
+    # As many, so that all are written to one file.
+    new = [
+        Measurement(replace(key, algorithm="new", protocol=n), "ok", n + 1)
+        for n, key in enumerate(before)
+    ]
+    with caches.open(older) as cache:
+        cache.put(new)
+    (path,) = older.glob("*.h5")
+    with h5py.File(path) as opened:
+        assert set(opened["facts"].asstr()[()]) == {"", "{}"}
+    with caches.open(older) as cache:
+        assert {one.key: one for one in cache} == {**before, **{one.key: one for one in new}}
+        assert cache.check().clean
+
+
+def test_an_older_table_is_read_by_its_texts() -> None:
+    with OLDER_TABLE.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    found = [entry.measurement for entry in read_entries(OLDER_TABLE)]
+    assert len(found) == len(rows)
+    wanted = [text for row in rows for text in json.loads(row["notes"] or "[]")]
+    assert any(text.startswith("kernel=") for text in wanted)
+    given = [f"kernel={one.implementation}" for one in found if one.implementation]
+    assert [text for text in wanted if text.startswith("kernel=")] == given
+    assert not any("kernel=" in note for one in found for note in one.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("nondeterministic", {"is_deterministic": False}),
+        ("adds bias", {"adds_bias": True}),
+        ("load=1.5", {"load": 1.5}),
+        ("kernel=onednn", {"implementation": "onednn"}),
+    ],
+)
+def test_notes_of_older_documents_become_facts(
+    tmp_path: Path, text: str, fact: dict[str, object]
+) -> None:
+    path = tmp_path / "timings.json"
+    plain = Measurement(KEY, "ok", 5, notes=("max_ulp=2",))
+    write_entries(path, [caches.Entry(replace(plain, notes=("max_ulp=2", text)), 1)])
+    document = json.loads(path.read_text())
+    for name in Facts._fields:
+        del document["measurements"][0][name]
+    path.write_text(json.dumps(document))
+    assert read_entries(path)[0].measurement == replace(plain, **fact)
+
+
+def test_notes_of_today_are_left_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    entry = caches.Entry(Measurement(KEY, "ok", 5, notes=("load=1.5", "nondeterministic")), 1)
+    write_entries(path, [entry])
+    assert read_entries(path) == [entry]

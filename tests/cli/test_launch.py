@@ -1,0 +1,72 @@
+"""`ucudnn launch`: what it hands on, and what it refuses; tests/distributed start real ranks."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from ucudnn.distributed.launching import agent, search
+from ucudnn.distributed.launching.agent import Launch
+from ucudnn.distributed.launching.search import Found
+from ucudnn.errors import RankError
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Scripts and settings that would have been launched."""
+    calls = []
+    monkeypatch.setattr(
+        agent, "launch", lambda script, settings, _: calls.append((script, settings))
+    )
+    return calls
+
+
+def test_options_and_the_script_with_its_own_are_told_apart(ucudnn, launched):
+    words = ["--ranks-per-gpu", "2", "--device-workspace", "1GiB", "--mps", "off"]
+    words += ["--torchrun", "--max-restarts=2 --nnodes=2"]
+    for separator in (["--"], []):
+        done = ucudnn("launch", *words, *separator, "train.py", "--mps", "mine", "-x")
+        assert done.status == 0, done.err
+        script, settings = launched.pop()
+        assert script == ["train.py", "--mps", "mine", "-x"]
+        options = ("--max-restarts=2", "--nnodes=2")
+        assert settings == Launch(2, "off", device_workspace=1 << 30, torchrun_options=options)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--ranks-per-gpu", "many"], "--ranks-per-gpu must be a number or auto, got 'many'"),
+        (["--ranks-per-gpu", "0"], "must be above 0, got 0"),
+        (["--mps", "perhaps"], "mps must be one of auto, require, off, got 'perhaps'"),
+        (["--mps-percent", "101"], "mps_percent must be from 1 to 100, got 101"),
+        (["--device-workspace", "much"], "--device-workspace"),
+        (["--ranks-per-gpu", "auto", "--trial-rounds", "0"], "at least one round"),
+        (["--ranks-per-gpu", "auto", "--torchrun", "--nnodes=2"], "found on one host"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_in_a_sentence(ucudnn, launched, words, sentence):
+    done = ucudnn("launch", *words, "--", "train.py")
+    assert done.status == 2
+    assert sentence in done.err
+    assert not launched
+
+
+def test_auto_launches_what_was_found(ucudnn, launched, monkeypatch):
+    found = Found(4, {1: (10.0, 11.0), 4: (20.0, 21.0)})
+    monkeypatch.setattr(search, "find_ranks", lambda *_: found)
+    done = ucudnn("launch", "--ranks-per-gpu", "auto", "--", "train.py")
+    assert done.status == 0, done.err
+    assert "4 rank(s) per device: 20, 21 samples/s" in done.out
+    assert launched == [(["train.py"], Launch(4))]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RankError("rank 1 ended"), 1), (SignalException("got it", 15), 143)]
+)
+def test_how_ranks_end_is_the_exit_status(ucudnn, monkeypatch, error, status):
+    def launch(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(agent, "launch", launch)
+    assert ucudnn("launch", "--", "train.py").status == status

@@ -1,0 +1,626 @@
+"""Split tables and the plans made of them, against every split there is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import pytest
+
+from ucudnn.axis import BatchAxis, RowAxis
+from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
+from ucudnn.problem import OPS, Problem
+from ucudnn.slabs import slabs
+from ucudnn.solvers import Item, WalkEntry
+from ucudnn.solvers.reuse import reuse_by_position
+from ucudnn.tuning.batch_splits import BatchSplits
+from ucudnn.tuning.plan_draft import PlanDraft, end_of
+from ucudnn.tuning.replay import predict
+from ucudnn.tuning.row_splits import RowSplits
+from ucudnn.tuning.split_table import (
+    CHUNK_NS,
+    WORTHWHILE_NS,
+    AbstractSplitTable,
+    known_chunks,
+    plan_by,
+)
+
+SEEDS = range(5)
+N = 5
+ALGORITHMS = (DEFAULT_ALGORITHM, "gemm", "winograd")
+TIMING = Timing(time_ns=7, spread_ns=0, workspace_bytes=0, samples=3)
+
+
+class Chunk(NamedTuple):
+    """A way to compute so much of the axis."""
+
+    size: int
+    algorithm: str
+    time_ns: int
+    workspace_bytes: int
+
+
+def kernel(op: str = "fprop", dtype: str = "float32") -> Problem:
+    """9 rows of y and of dx, so that there are slabs of 1, 2, 4 and 8 rows."""
+    return Problem(op, N, 2, 2, (9, 3), (3, 3), padding=((1, 1), (1, 1)), dtype=dtype)
+
+
+def one_kernel(problem: Problem, algorithm: str) -> str:
+    """An algorithm runs every batch by the same implementation."""
+    del problem
+    return algorithm
+
+
+def measured(problem: Problem, role: str, chunk: Chunk) -> Measurement:
+    key = MeasurementKey(
+        problem, chunk.algorithm, Device("cpu", "none"), Software("0"), Conditions(role), 1
+    )
+    time_ns = chunk.time_ns
+    return Measurement(key, "ok", time_ns, 0, (time_ns,), workspace_bytes=chunk.workspace_bytes)
+
+
+class Known:
+    """Random times of chunks, as measurements and as the positions in a split they allow.
+
+    Which roles a chunk is timed in is told here once more: a chunk of fprop or dgrad costs the same
+    at any position beside others; the first one of wgrad runs as a lone one does in full precision,
+    and in half precision begins a sum in float32, which all chunks then hold.
+    """
+
+    def __init__(self, axis, sizes, seed, shortest_ns=WORTHWHILE_NS, density=1.0, names=ALGORITHMS):
+        self.axis, self.sizes = axis, tuple(sizes)
+        self.measurements: list[Measurement] = []
+        self.alone: list[Chunk] = []
+        self.first: list[Chunk] = []
+        self.later: list[Chunk] = []
+        chance, problem = random.Random(seed), axis.problem
+        half = problem.op == "wgrad" and problem.dtype == "float16"
+        sum_bytes = 4 * prod(problem.w_shape) if half else 0
+        for size in self.sizes:
+            for name in names:
+                # A lone chunk does no more than a first one.
+                least, more = chance.randint(1, 9), chance.randint(0, 3)
+                workspace = chance.choice([0, 100, 300, 500]) * size
+                time_ns = shortest_ns * least * (1 + size) + chance.randrange(1000)
+                alone = Chunk(size, name, time_ns, workspace)
+                later = alone._replace(time_ns=alone.time_ns + shortest_ns * more)
+                if chance.random() > density:
+                    continue
+                self._add("later", later, sum_bytes, self.later)
+                if problem.op != "wgrad":
+                    self.first.append(later)
+                    self._add("alone", alone, 0, self.alone)
+                else:
+                    self._add("alone", alone, 0, self.alone)
+                    if half:
+                        first = later._replace(time_ns=alone.time_ns + shortest_ns)
+                        self._add("first", first, sum_bytes, self.first)
+                    else:
+                        self.first.append(alone)
+
+    def _add(self, role: str, chunk: Chunk, more_bytes: int, position: list[Chunk]) -> None:
+        self.measurements.append(measured(self.axis.part(chunk.size), role, chunk))
+        position.append(chunk._replace(workspace_bytes=chunk.workspace_bytes + more_bytes))
+
+    @cache  # noqa: B019 - each lives as long as its test
+    def splits(self, extent: int) -> list[tuple[Chunk, ...]]:
+        """Every split; later chunks in one order only, as they cost the same in any."""
+        several = (
+            (first, *later)
+            for first in self.first
+            if first.size < extent
+            for later in sums(self.later, extent - first.size)
+        )
+        return [*((chunk,) for chunk in self.alone if chunk.size == extent), *several]
+
+    def fitting(self, extent: int, limit: int | None) -> list[tuple[Chunk, ...]]:
+        """Those within a limit; with chunks too short for their launch only where no others are."""
+        within = [s for s in self.splits(extent) if limit is None or workspace_of(s) <= limit]
+        return [s for s in within if len(s) == 1 or is_worthwhile(s)] or within
+
+
+def sums(chunks: list[Chunk], size: int) -> Iterator[tuple[Chunk, ...]]:
+    """Every multiset of chunks of a size altogether."""
+    if size == 0:
+        yield ()
+    for place, chunk in enumerate(chunks):
+        if chunk.size <= size:
+            for rest in sums(chunks[place:], size - chunk.size):
+                yield (chunk, *rest)
+
+
+def is_worthwhile(split: tuple[Chunk, ...]) -> bool:
+    return all(chunk.time_ns >= WORTHWHILE_NS for chunk in split)
+
+
+def time_of(split: tuple[Chunk, ...], launch_ns: int = 0) -> int:
+    return sum(chunk.time_ns + launch_ns for chunk in split)
+
+
+def workspace_of(split: tuple[Chunk, ...]) -> int:
+    return max(chunk.workspace_bytes for chunk in split)
+
+
+def batch_of(seed: int, op="fprop", dtype="float32", **settings) -> Known:
+    return Known(BatchAxis(kernel(op, dtype)), range(1, N + 1), seed, **settings)
+
+
+def rows_of(seed: int, op="fprop", dtype="float32", **settings) -> Known:
+    return Known(RowAxis(kernel(op, dtype)), (2, 3, 4), seed, names=ALGORITHMS[1:], **settings)
+
+
+def table_of(
+    known: Known, limit: int | None = None, kernel_of=one_kernel, timed_only: bool = False
+) -> AbstractSplitTable:
+    """The table; `timed_only`: without sizes that are bounded by the time of larger ones."""
+    if known.axis.name == "spatial":
+        return RowSplits.of(known.axis, known.sizes, known.measurements, kernel_of, limit)
+    sizes = () if timed_only else known.sizes
+    return BatchSplits.of(known.axis, sizes, known.measurements, kernel_of, limit)
+
+
+def plan_of(
+    winner: Split, *tables: AbstractSplitTable, op: str = "fprop", dtype: str = "float32"
+) -> KernelPlan:
+    return plan_by(tables, PlanDraft(kernel(op, dtype), winner), ("layer",), TIMING, None)
+
+
+def chunks_by_truth(known: Known, split: Split) -> tuple[Chunk, ...]:
+    """The fastest way that is known of each step in its position."""
+    found = []
+    for number, step in enumerate(split.steps):
+        listed = known.later if number else known.first if len(split.steps) > 1 else known.alone
+        size = known.axis.size_of(step)
+        ways = [one for one in listed if (one.size, one.algorithm) == (size, step.algorithm)]
+        found.append(min(ways, key=lambda one: one.time_ns))
+    return tuple(found)
+
+
+KINDS = [(op, "float32") for op in OPS] + [("wgrad", "float16")]
+kinds = pytest.mark.parametrize(("op", "dtype"), KINDS)
+of_any_axis = pytest.mark.parametrize("known_of", [batch_of, rows_of])
+
+
+@kinds
+@of_any_axis
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_first_split_is_the_fastest_and_all_are_whole_and_fit(known_of, op, dtype, seed):
+    known = known_of(seed, op, dtype, density=0.7)
+    for limit in (None, 1200, 600, 300, 0):
+        table = table_of(known, limit, timed_only=True)
+        expected = known.fitting(known.axis.extent, limit)
+        splits = table.splits()
+        assert bool(splits) == bool(expected)
+        for split in splits:
+            chunks = chunks_by_truth(known, split)
+            assert sum(chunk.size for chunk in chunks) == known.axis.extent
+            assert limit is None or workspace_of(chunks) <= limit
+        if splits:
+            assert time_of(chunks_by_truth(known, splits[0])) == min(map(time_of, expected))
+
+
+def timed(*chunks: Chunk, sizes=range(1, N + 1)) -> BatchSplits:
+    """A table of chunks of fprop: of the whole alone, of others beside others."""
+    entries = [
+        measured(kernel().with_batch(one.size), "alone" if one.size == N else "later", one)
+        for one in chunks
+    ]
+    return BatchSplits.of(BatchAxis(kernel()), sizes, entries, one_kernel, None)
+
+
+def sizes_of(split: Split) -> list[int]:
+    return sorted(step.size for step in split.steps)
+
+
+def test_a_short_call_of_the_whole_is_no_chunk_that_is_too_short():
+    short, chunk = WORTHWHILE_NS // 2, WORTHWHILE_NS
+    table = timed(
+        Chunk(5, "gemm", short, 0), Chunk(1, "gemm", chunk, 0), Chunk(4, "gemm", chunk, 0)
+    )
+    assert sizes_of(table.splits()[0]) == [5]
+    assert [point[:2] for point in table.front()] == [(0, short)]
+
+
+def test_the_undivided_call_is_offered_though_it_is_slower_under_every_penalty():
+    second = CHUNK_NS[-1]
+    slow = Chunk(5, "gemm", 9 * second, 0), Chunk(5, "winograd", 7 * second, 0)
+    table = timed(*slow, Chunk(1, "gemm", second, 0), Chunk(4, "gemm", second, 0))
+    found = [split.steps for split in table.splits()]
+    assert sizes_of(table.splits()[0]) == [1, 4]
+    assert found[-1] == (Step(5, "winograd"),)
+
+
+def test_the_largest_batch_is_split_into_sizes_that_were_timed():
+    """Two samples take no more than three do, which would be the faster split if it were timed."""
+    cheap, dear = WORTHWHILE_NS, 9 * WORTHWHILE_NS
+    table = timed(Chunk(3, "gemm", cheap, 0), Chunk(1, "gemm", dear, 0))
+    assert [sizes_of(split) for split in table.splits()] == [[1, 1, 3]]
+    plan = plan_of(table.splits()[0], table)
+    assert plan.predicted_time_ns == cheap + 2 * dear
+    # The chain of 5 leads through 4, so its steps are those of 4, too.
+    assert [sizes_of(plan.split(n)) for n in (1, 2, 3, 4)] == [[1], [2], [3], [1, 3]]
+
+
+def test_where_nothing_timed_adds_up_smaller_chunks_of_the_same_kernel_are_raced():
+    known = Known(BatchAxis(kernel()), (3,), 0, names=("gemm",))
+    assert table_of(known, timed_only=True).splits() == []
+    table = BatchSplits.of(known.axis, (1, 2, 3), known.measurements, one_kernel, None)
+    (split,) = table.splits()
+    assert sorted(step.size for step in split.steps) == [2, 3]
+    assert table.chunks(split) is None
+    plan = plan_of(split, table)
+    assert (plan.split(N), plan.predicted_time_ns) == (split, TIMING.time_ns)
+
+
+@of_any_axis
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_split_is_offered_for_every_penalty_of_a_chunk(known_of, seed):
+    known = known_of(seed)
+    offered = [chunks_by_truth(known, split) for split in table_of(known).splits()]
+    for launch_ns in CHUNK_NS:
+        expected = min(time_of(split, launch_ns) for split in known.splits(known.axis.extent))
+        assert min(time_of(split, launch_ns) for split in offered) == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_best_undivided_call_within_the_limit_is_offered(seed):
+    known = batch_of(seed)
+    for limit in (None, 1500, 500):
+        undivided = [one for one in known.fitting(N, limit) if len(one) == 1]
+        found = [split for split in table_of(known, limit).splits() if len(split.steps) == 1]
+        assert bool(found) == bool(undivided)
+        if found:
+            least = min(map(time_of, undivided))
+            assert least in [time_of(chunks_by_truth(known, split)) for split in found]
+
+
+@of_any_axis
+@pytest.mark.parametrize("seed", SEEDS)
+def test_short_chunks_are_used_only_where_nothing_else_fits(known_of, seed):
+    known = known_of(seed, shortest_ns=WORTHWHILE_NS // 12)
+    for limit in (None, 600, 100, 0):
+        expected = known.fitting(known.axis.extent, limit)
+        splits = [chunks_by_truth(known, split) for split in table_of(known, limit).splits()]
+        assert bool(splits) == bool(expected)
+        if splits and (is_worthwhile(expected[0]) or len(expected[0]) == 1):
+            assert time_of(splits[0]) == min(map(time_of, expected))
+        # Of the batch only what is left after a short chunk need not be short.
+        assert all(limit is None or workspace_of(split) <= limit for split in splits)
+
+
+@kinds
+@of_any_axis
+@pytest.mark.parametrize("shortest_ns", [WORTHWHILE_NS, WORTHWHILE_NS // 12])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_front_says_which_split_each_limit_would_give(known_of, op, dtype, shortest_ns, seed):
+    known = known_of(seed, op, dtype, shortest_ns=shortest_ns)
+    front, extent = table_of(known).front(), known.axis.extent
+    limits = sorted({workspace_of(split) for split in known.splits(extent)})
+    for limit in limits:
+        expected = min(map(time_of, known.fitting(extent, limit)))
+        within = [point for point in front if point.workspace_bytes <= limit]
+        # Where long chunks fit they are taken, though short ones, which fitted before, be faster.
+        taken = [point for point in within if point.below is None or limit < point.below]
+        if taken:
+            assert taken[-1].time_ns == expected
+        else:
+            assert within[-1].time_ns <= expected
+    assert front[0].workspace_bytes == limits[0]
+    assert list(front) == sorted(front, key=lambda point: (point.workspace_bytes, -point.time_ns))
+
+
+@of_any_axis
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_smallest_workspace_of_any_split_is_named(known_of, seed):
+    known = known_of(seed, density=0.5)
+    every = known.splits(known.axis.extent)
+    smallest = table_of(known, 0).smallest()
+    assert (smallest is None) == (not every)
+    if smallest is not None:
+        assert smallest[0] == min(map(workspace_of, every))
+        assert any(name in smallest[1] for name in ALGORITHMS)
+        assert table_of(known, smallest[0]).splits()
+        if smallest[0]:
+            assert not table_of(known, smallest[0] - 1, timed_only=True).splits()
+
+
+@kinds
+@of_any_axis
+def test_a_prediction_is_the_sum_of_the_chunks_in_their_positions(known_of, op, dtype):
+    known = known_of(3, op, dtype)
+    table = table_of(known)
+    for split in table.splits():
+        expected = chunks_by_truth(known, split)
+        chunks = table.chunks(split)
+        assert [(item.time_ns, item.workspace_bytes) for item in chunks] == [
+            (chunk.time_ns, chunk.workspace_bytes) for chunk in expected
+        ]
+        (finalist,) = predict([table], [split], default=None)
+        assert finalist.samples == (time_of(expected),)
+        assert finalist.timing == Timing(time_of(expected), 0, workspace_of(expected), samples=0)
+
+
+def test_what_was_not_timed_in_its_position_is_not_predicted():
+    table = table_of(rows_of(0))
+    unknown = [
+        Split("spatial", (Step(4, "gemm"), Step(4, "gemm"), Step(1, "gemm"))),
+        Split("spatial", (Step(9, "gemm"),)),
+        Split("spatial", (Step(4, "gemm"), Step(5, "cufft"))),
+        Split("batch", (Step(4, "gemm"), Step(1, "gemm"))),
+    ]
+    assert [table.chunks(split) for split in unknown] == [None] * 4
+    assert predict([table], unknown, default=None) == []
+    assert known_chunks([], unknown[0]) is None
+
+
+def test_the_default_is_predicted_as_it_was_measured_or_else_by_its_chunks():
+    known = batch_of(1)
+    split = Split("batch", (Step(N, DEFAULT_ALGORITHM),))
+    chunk = Chunk(N, DEFAULT_ALGORITHM, 123, 45)
+    default = measured(kernel(), "alone", chunk)
+    (finalist,) = predict([table_of(known)], [split], default)
+    assert (finalist.timing.time_ns, finalist.timing.workspace_bytes) == (123, 45)
+    (finalist,) = predict([table_of(known)], [split], default=None)
+    assert finalist.timing.time_ns == time_of(chunks_by_truth(known, split))
+
+
+@kinds
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_smaller_batch_gets_its_fastest_split(op, dtype, seed):
+    known = batch_of(seed, op, dtype, names=ALGORITHMS[1:])
+    for limit in (None, 900):
+        table = table_of(known, limit)
+        winner = table.splits()[0]
+        plan = plan_of(winner, table, op=op, dtype=dtype)
+        assert plan.split(N) == winner
+        assert plan.predicted_time_ns == time_of(chunks_by_truth(known, winner))
+        for n in range(1, N):
+            found = chunks_by_truth(known, plan.split(n))
+            assert limit is None or workspace_of(found) <= limit
+            assert time_of(found) == min(map(time_of, known.fitting(n, limit)))
+
+
+def penalty_of(known: Known, winner: Split) -> int:
+    """The first penalty per chunk under which a split is the fastest; of none the middle one."""
+    for launch_ns in CHUNK_NS:
+        least = min(time_of(split, launch_ns) for split in known.splits(N))
+        if time_of(chunks_by_truth(known, winner), launch_ns) == least:
+            return launch_ns
+    return CHUNK_NS[1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_smaller_batches_follow_the_penalty_under_which_the_winner_was_found(seed):
+    known = batch_of(seed, names=ALGORITHMS[1:])
+    table = table_of(known)
+    for winner in table.splits():
+        launch_ns, plan = penalty_of(known, winner), plan_of(winner, table)
+        for n in range(1, N):
+            found = time_of(chunks_by_truth(known, plan.split(n)), launch_ns)
+            assert found == min(time_of(split, launch_ns) for split in known.splits(n))
+
+
+def by_batch(chance: random.Random):
+    """Implementations that change with the batch, as torch's own do."""
+    names = {(n, name): chance.choice("ab") for n in range(1, N + 1) for name in ALGORITHMS}
+    return lambda problem, algorithm: names[problem.batch, algorithm]
+
+
+def bounded(known: Known, position: list[Chunk], sizes, kernel_of) -> set[tuple[int, str, int]]:
+    """Chunks of any of the sizes: timed, or run as the next larger one that was timed."""
+    found = set()
+    for name in ALGORITHMS:
+        timed = {one.size: one.workspace_bytes for one in position if one.algorithm == name}
+        for size in {*sizes, *timed}:
+            larger = min((one for one in timed if one >= size), default=None)
+            if larger is not None:
+                parts = (known.axis.part(one) for one in (size, larger))
+                if len({kernel_of(part, name) for part in parts}) == 1:
+                    found.add((size, name, timed[larger]))
+    return found
+
+
+@kinds
+@pytest.mark.parametrize("seed", SEEDS)
+def test_batches_that_nothing_computes_are_named(op, dtype, seed):
+    known = batch_of(seed, op, dtype, density=0.25)
+    kernel_of = by_batch(random.Random(seed))
+    for limit in (None, 300):
+        ways = {
+            position: {
+                size
+                for size, _, workspace in bounded(known, chunks, sizes, kernel_of)
+                if limit is None or workspace <= limit
+            }
+            for position, chunks, sizes in (
+                ("alone", known.alone, range(1, N + 1)),
+                ("first", known.first, known.sizes),
+                ("later", known.later, known.sizes),
+            )
+        }
+        if op == "wgrad":
+            # To return a gradient costs no more than to begin a sum with it.
+            ways["alone"] |= {one.size for one in known.first if limit is None or fits(one, limit)}
+        else:
+            # To return a result costs no more than to write it into a larger one.
+            ways["alone"] |= ways["first"]
+        sums = set(ways["first"])
+        for n in range(1, N + 1):
+            if any(n - size in sums for size in ways["later"]):
+                sums.add(n)
+        missing = [n for n in range(1, N + 1) if n not in ways["alone"] | sums]
+        table = table_of(known, limit, kernel_of)
+        assert table.uncovered() == missing
+
+
+def fits(chunk: Chunk, limit: int) -> bool:
+    return chunk.workspace_bytes <= limit
+
+
+def test_the_default_serves_the_batches_at_which_the_same_kernel_runs():
+    known = batch_of(4)
+    default = Split("batch", (Step(N, DEFAULT_ALGORITHM),))
+
+    def kernel_of(problem, algorithm):
+        return "small" if problem.batch in (1, 3) else algorithm
+
+    plan = plan_of(default, table_of(known, kernel_of=kernel_of))
+    alike = [n for n in range(1, N + 1) if plan.split(n).is_default]
+    assert {2, 4, 5} <= set(alike)
+    launch_ns = penalty_of(known, default)
+    for n in (1, 3):
+        # Each is split, or computed undivided, as if there were no default.
+        found = time_of(chunks_by_truth(known, plan.split(n)), launch_ns)
+        assert found == min(time_of(split, launch_ns) for split in known.splits(n))
+
+
+def test_chains_lead_through_batches_that_the_default_computes():
+    default = Split("batch", (Step(N, DEFAULT_ALGORITHM),))
+
+    def kernel_of(problem, algorithm):
+        is_other = algorithm == DEFAULT_ALGORITHM and problem.batch not in (3, 5)
+        return "small" if is_other else algorithm
+
+    known = Known(BatchAxis(kernel()), (1,), 0, names=("gemm",))
+    plan = plan_of(default, table_of(known, kernel_of=kernel_of))
+    assert [plan.split(n).is_default for n in range(1, N + 1)] == [False, False, True, False, True]
+    assert sizes_of(plan.split(4)) == [1, 1, 1, 1]
+    # The chain of 4 needs the one of 3, and nothing needs one of 5.
+    assert plan.last[2] == plan.last[3]
+    assert plan.last[4] == (0, -1)
+
+
+def test_an_undivided_winner_that_no_table_has_is_the_plan_of_its_batch_alone():
+    known = batch_of(5, names=ALGORITHMS[1:])
+    winner = Split("batch", (Step(N, "cufft"),))
+    plan = plan_of(winner, table_of(known))
+    assert plan.split(N) == winner
+    assert plan.predicted_time_ns == TIMING.time_ns
+    # The others are split into few, large chunks, of what was timed.
+    for n in range(1, N):
+        found = time_of(chunks_by_truth(known, plan.split(n)), CHUNK_NS[1])
+        assert found == min(time_of(split, CHUNK_NS[1]) for split in known.splits(n))
+
+
+def test_the_winners_table_comes_first_and_the_others_fill_what_it_lacks():
+    """The fused algorithms run another implementation below batch 3, which was never timed."""
+    plain = batch_of(6, names=("gemm",))
+    fused = Known(plain.axis, (3, 5), 7, names=("gemm+bias",))
+
+    def kernel_of(problem, algorithm):
+        return "small" if problem.batch < 3 else algorithm
+
+    tables = [table_of(plain, kernel_of=kernel_of), table_of(fused, kernel_of=kernel_of)]
+    assert tables[1].uncovered() == [1, 2]
+    names = [
+        [{step.algorithm for step in plan_of(table.splits()[0], *tables).split(n).steps}]
+        for table in tables
+        for n in range(1, N + 1)
+    ]
+    assert names == [[{"gemm"}]] * N + [[{"gemm"}]] * 2 + [[{"gemm+bias"}]] * 3
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_slabs_serve_the_batches_at_which_each_runs_as_it_was_timed(op, seed):
+    known, kernel_of = rows_of(seed, op), by_batch(random.Random(seed))
+    table, batch = table_of(known, kernel_of=kernel_of), table_of(batch_of(seed, op))
+    winner = table.splits()[-1]
+    plan = plan_of(winner, batch, table, op=op)
+    assert plan.split(N) == winner
+    assert plan.predicted_time_ns == time_of(chunks_by_truth(known, winner))
+    entries = slabs(kernel(op), [step.size for step in winner.steps])
+    parts = [
+        (entry.problem, step.algorithm)
+        for entry, step in zip(entries, winner.steps, strict=True)
+        if entry.problem is not None
+    ]
+    for n in range(1, N + 1):
+        alike = all(kernel_of(p.with_batch(n), name) == kernel_of(p, name) for p, name in parts)
+        assert (plan.split(n) == winner) == alike
+        assert plan.split(n).axis == ("spatial" if alike else "batch")
+
+
+def test_nothing_measured_is_nothing_to_plan_with():
+    for known in (batch_of(0, density=-1.0), rows_of(0, density=-1.0)):
+        table = table_of(known)
+        assert table.is_empty
+        assert table.splits() == []
+        assert table.front() == ()
+        assert table.smallest() is None
+    assert table_of(batch_of(0, density=-1.0)).uncovered() == list(range(1, N + 1))
+    # Chunks that add up to nothing: torch's own whole call may yet be raced along the batch.
+    lone = Known(BatchAxis(kernel()), (3,), 0)
+    assert not table_of(lone).is_empty
+    assert table_of(lone).splits() == []
+    assert table_of(Known(RowAxis(kernel()), (4,), 0)).is_empty
+
+
+def test_over_the_limit_slabs_are_nothing_to_plan_with():
+    known = rows_of(2)
+    least, _ = table_of(known).smallest()
+    assert least > 0
+    assert table_of(known, least - 1).is_empty
+    assert not table_of(known, least).is_empty
+
+
+class Mirrored(AbstractSplitTable):
+    """Toy of a third kind of chunk: one split of the whole, known by its time."""
+
+    @classmethod
+    def of(cls, *_):
+        return cls()
+
+    is_empty = False
+    split = Split("batch", (Step(3, "mirror"), Step(2, "mirror")))
+
+    def splits(self):
+        return [self.split]
+
+    def front(self):
+        return ()
+
+    def chunks(self, split):
+        items = Item(3, 0, 30, "mirror"), Item(2, 0, 20, "mirror")
+        return items if split == self.split else None
+
+    def smallest(self):
+        return None
+
+    def fill(self, draft):
+        if draft.winner == self.split:
+            last = {2: Item(2, 0, 20, "mirror"), 3: Item(3, 0, 30, "mirror")}
+            last[5] = last[2]
+            draft.follow([[WalkEntry(None, last.get(n)) for n in range(1, N + 1)]] * len(CHUNK_NS))
+
+
+def test_another_kind_of_table_is_one_more_entry_of_the_list():
+    tables = [table_of(batch_of(8)), table_of(rows_of(8)), Mirrored()]
+    plan = plan_of(Mirrored.split, *tables)
+    assert plan.split(N) == Mirrored.split
+    assert plan.predicted_time_ns == 50
+    assert [plan.split(n).steps[0].algorithm == "mirror" for n in (2, 3)] == [True, True]
+    assert all(plan.covers(n) for n in range(1, N + 1))
+    assert "mirror" not in plan_of(tables[0].splits()[0], *tables).algorithms
+
+
+def test_a_walk_that_ends_nowhere_is_no_split():
+    gap = [WalkEntry(None, None), WalkEntry(None, Item(1, 0, 5, "gemm"))]
+    assert end_of(gap) is None
+    whole = [WalkEntry(None, None), WalkEntry(Item(2, 0, 5, "gemm"), None)]
+    assert end_of(whole) == Split("batch", (Step(2, "gemm"),))
+
+
+def test_lists_that_hold_no_split_are_not_solved():
+    one = [Item(1, 0, 5, "gemm")]
+    nothing = {"alone": [], "first": [], "later": []}
+    assert reuse_by_position(nothing, 2) is None
+    assert reuse_by_position({**nothing, "first": one}, 2) is None
+    assert reuse_by_position({**nothing, "later": one}, 2) is None
+    assert reuse_by_position({**nothing, "alone": one}, 1).time_ns(1) == 5
+    both = reuse_by_position({**nothing, "first": one, "later": one}, 2, launch_ns=3)
+    assert both.time_ns(2) == 16

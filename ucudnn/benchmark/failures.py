@@ -1,0 +1,77 @@
+"""Failures of candidates: their kinds, told from errors where the candidate ran."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ucudnn.measurement import FailureKind
+
+# torch's CPU allocator and CUDA raise a plain RuntimeError, whose text alone says what it is.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+class Failure(NamedTuple):
+    """A candidate's failure: its kind, and a line that says more to people."""
+
+    kind: FailureKind
+    reason: str
+
+
+class CandidateError(RuntimeError):
+    """A candidate raised an error in another process, where the class of the error stays.
+
+    Args:
+        reason: the first line of that error.
+        kind: of the failure.
+    """
+
+    def __init__(self, reason: str, kind: FailureKind = FailureKind.ERROR) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class LostError(RuntimeError):
+    """A candidate ended its process, or took too long.
+
+    Args:
+        reason: which of the two, as a sentence.
+        kind: the same as a kind of failure.
+        turn: index of the candidate among those that were measured together.
+    """
+
+    def __init__(self, reason: str, kind: FailureKind = FailureKind.CRASH, turn: int = 0) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.turn = turn
+
+
+def failure_of(error: BaseException) -> Failure:
+    r"""The failure of a candidate that raised an error.
+
+    >>> failure_of(RuntimeError("no such kernel\nat length"))
+    Failure(kind=<FailureKind.ERROR: 'error'>, reason='no such kernel')
+    """
+    reason = first_line(error)
+    if isinstance(error, CandidateError | LostError):
+        return Failure(error.kind, reason)
+    kind = FailureKind.OUT_OF_MEMORY if is_out_of_memory(error) else FailureKind.ERROR
+    return Failure(kind, reason)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, or its class if it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for errors that mean that there is too little memory.
+
+    >>> is_out_of_memory(RuntimeError("can't allocate memory")), is_out_of_memory(ValueError("no"))
+    (True, False)
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

@@ -1,0 +1,1 @@
+"""Whole steps of a model timed by torch in the ways a user has, and by plans."""

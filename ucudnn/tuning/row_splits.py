@@ -1,0 +1,116 @@
+"""Splits of one kernel along its rows, into slabs of all samples. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ucudnn.axis import AbstractAxis
+from ucudnn.measurement import Measurement, Role, role_of
+from ucudnn.plan import Split
+from ucudnn.slabs import slabs
+from ucudnn.solvers import Item
+from ucudnn.solvers.reuse import reuse_by_position
+from ucudnn.tuning.fronts import Front
+from ucudnn.tuning.items import KernelOf, chunk_items
+from ucudnn.tuning.plan_draft import PlanDraft
+from ucudnn.tuning.split_table import (
+    CHUNK_NS,
+    AbstractSplitTable,
+    Items,
+    front_of,
+    measured_chunks,
+    smallest_of,
+    worthwhile,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RowSplits(AbstractSplitTable):
+    """Splits of the largest batch into slabs, which may serve smaller batches, too.
+
+    Args:
+        axis: the rows of the kernel.
+        items: what was timed, by the position of the slab in a split.
+        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        limit: workspace in bytes that a split may use, None for any.
+    """
+
+    axis: AbstractAxis
+    items: Items
+    kernel_of: KernelOf
+    limit: int | None
+
+    @classmethod
+    def of(
+        cls,
+        axis: AbstractAxis,
+        sizes: Iterable[int],
+        measurements: Sequence[Measurement],
+        kernel_of: KernelOf,
+        limit: int | None,
+    ) -> RowSplits:
+        """Collect the measurements of slabs."""
+        size_by_part = {axis.part(size): size for size in sizes}
+        first, later = (
+            chunk_items(axis.problem, measurements, role, size_by_part)
+            for role in (role_of(axis.problem, Role.FIRST), Role.LATER)
+        )
+        # No slab runs alone: the undivided call is a split along the batch.
+        return cls(axis, {Role.ALONE: (), Role.FIRST: first, Role.LATER: later}, kernel_of, limit)
+
+    @property
+    def is_empty(self) -> bool:
+        """True where no slabs within the limit add up to all rows."""
+        return not self.splits()
+
+    def splits(self) -> list[Split]:
+        """Splits worth timing as wholes: the fastest as measured, and with fewer, larger slabs."""
+        # Slabs that are too short for what their calls cost only where no others fit.
+        return self._splits(worthwhile(self.items)) or self._splits(self.items)
+
+    def _splits(self, items: Items) -> list[Split]:
+        extent, found = self.axis.extent, []
+        for launch_ns in CHUNK_NS:
+            table = reuse_by_position(items, extent, launch_ns)
+            if table is not None and table.time_ns(extent, self.limit) is not None:
+                found.append(self.axis.split(table.split(extent, self.limit)))
+        # Several penalties often lead to the same split.
+        return list(dict.fromkeys(found))
+
+    def front(self) -> Front:
+        """Front of time over workspace of the splits, whatever the limit."""
+        return front_of(self.items, self.axis.extent)
+
+    def chunks(self, split: Split) -> tuple[Item, ...] | None:
+        """The fastest measurement of each slab in its position; None where one has none."""
+        return measured_chunks(self.items, self.axis, split)
+
+    def smallest(self) -> tuple[int, str] | None:
+        """The least workspace in bytes of any split, and the split."""
+        found = smallest_of(self.items, self.axis.extent)
+        return None if found is None else (found[0], str(self.axis.split(found[1])))
+
+    def fill(self, draft: PlanDraft) -> None:
+        """Add the batches that the winner's slabs compute, where slabs have won."""
+        if self.chunks(draft.winner) is not None:
+            draft.compute_as_winner(self._batches_of(draft.winner))
+
+    def _batches_of(self, split: Split) -> list[int]:
+        """The batches at which every slab runs the kernel that it was measured with."""
+        problem = self.axis.problem
+        entries = slabs(problem, [step.size for step in split.steps])
+        parts = {
+            (entry.problem, step.algorithm)
+            for entry, step in zip(entries, split.steps, strict=True)
+            if entry.problem is not None
+        }
+        # Another batch may be computed by another implementation, whose workspace is not known.
+        return [
+            n
+            for n in range(1, problem.batch + 1)
+            if all(
+                self.kernel_of(part.with_batch(n), algorithm) == self.kernel_of(part, algorithm)
+                for part, algorithm in parts
+            )
+        ]
