@@ -23,7 +23,6 @@ from pathlib import Path
 from ucudnn.cache.base import AbstractCache
 from ucudnn.cache.entries import (
     CacheInfo,
-    CacheWarning,
     CheckReport,
     DeviceInfo,
     Entry,
@@ -33,7 +32,7 @@ from ucudnn.cache.entries import (
 from ucudnn.cache.memory import MemoryCache
 from ucudnn.cache.overlay import LayeredCache
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError
+from ucudnn.errors import CacheWarning, ConfigError
 
 __all__ = [
     "open",

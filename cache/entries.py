@@ -11,10 +11,6 @@ from ucudnn.measurement import Device, Measurement, MeasurementKey
 LATEST_NS = 2**62
 
 
-class CacheWarning(UserWarning):
-    """Warning that something was not kept or could not be read; tuning goes on without it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A measurement as a cache keeps it.

@@ -30,6 +30,7 @@ ROLE_BY_ROOM = {
     "doctor": "describes this machine",
     "steps": "whole steps by a plan beside torch's own ways",
     "testing": "laws that every cache must keep",
+    "types": "names of types, for annotations",
     "nn": "layers that follow a plan",
     "tuning": "many candidates become one plan: what to measure next, which splits, "
     "who wins, what a whole step gains",

@@ -6,12 +6,14 @@ any of its own modules.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 # As type checkers know it; loading `typing` takes longer than all other work of this import.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from types import ModuleType
     from typing import Any
 
     from ucudnn.config import Config as Config
@@ -65,6 +67,28 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_MODULE_BY_NAME, *_SUBMODULES, "__version__"])
+
+
+def _autoload() -> None:
+    """Follow UCUDNN_PLAN or UCUDNN_RECORD: torch calls this at the end of its import.
+
+    It is the entry point `torch.backends` of the distribution.
+    """
+    files = import_module("ucudnn.config").startup()
+    if not files:
+        return
+    # A module of ucudnn that imports torch is not ready now, and others cannot import it.
+    if any(getattr(module.__spec__, "_initializing", False) for module in _own_modules()):
+        import_module("ucudnn.errors").warn(
+            "UCUDNN_PLAN and UCUDNN_RECORD have no effect in this process, because it imports "
+            "ucudnn before torch; import torch first"
+        )
+        return
+    import_module("ucudnn.convert").follow_startup(files)
+
+
+def _own_modules() -> list[ModuleType]:
+    return [module for name, module in sys.modules.items() if name.startswith("ucudnn.")]
 
 
 def _version() -> str:

@@ -58,6 +58,10 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
     except UnsupportedError as error:
         yield device_is_missing(plan, error)
         return
+    if plan.left_out:
+        count = len(plan.left_out)
+        said = f"{count} of {count + len(plan.kernels)} kernels are not in it, tune again to go on"
+        yield Finding("complete", None, said)
     yield from findings_without_running(plan, backend)
     # Another device has other times.
     if backend.device() == plan.device:
@@ -125,7 +129,9 @@ def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> 
     said += f", torch's own convolution {ratio:.2f} times that (95 % {low:.2f} to {high:.2f})"
     assert kernel.default is not None
     planned = kernel.default.time_ns / kernel.timing.time_ns
-    said += f"; the plan says {planned:.2f}"
+    # The plan may be right to split all the same, so this alone is no reason to say no.
+    outside = "" if low <= planned <= high else ", which is outside of that interval"
+    said += f"; the plan says {planned:.2f}{outside}"
     # Beyond the noise, and only where the plan's own limit would have let torch's run.
     if high < 1 and (limit is None or theirs.workspace_bytes <= limit):
         return Finding(about, False, f"{said}; it fits and is faster now: tune again")

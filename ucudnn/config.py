@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, warn
 from ucudnn.problem import OPS
 from ucudnn.units import parse_bytes
 
-POLICIES = ("undivided", "powers-of-two", "all")
-UNPLANNED = ("torch", "tune", "error")
+Policy = Literal["undivided", "powers-of-two", "all"]
+Unplanned = Literal["torch", "tune", "error"]
 # The names in backends/registry.py, which this module must not import, and two more.
-BACKENDS = ("auto", "torch_cpu", "cudnn", "recorded")
-SOLVERS = ("auto", "exact", "highs", "cbc")
-EFFORT_NAMES = ("quick", "normal", "thorough")
-LAYOUTS = ("keep", "auto")
+Backend = Literal["auto", "torch_cpu", "cudnn", "recorded"]
+Solver = Literal["auto", "exact", "highs", "cbc"]
+Effort = Literal["quick", "normal", "thorough"]
+Layout = Literal["keep", "auto"]
+# The same at run time, for which type checkers are no help.
+POLICIES: tuple[str, ...] = get_args(Policy)
+UNPLANNED: tuple[str, ...] = get_args(Unplanned)
+BACKENDS: tuple[str, ...] = get_args(Backend)
+SOLVERS: tuple[str, ...] = get_args(Solver)
+EFFORT_NAMES: tuple[str, ...] = get_args(Effort)
+LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 # Facts that `ucudnn launch` tells its ranks, no settings: how many share a device, which is part of
 # the conditions of every measurement, and where they count samples in a trial.
@@ -40,6 +46,9 @@ _MUCUDNN_REFUSED = {
     "set UCUDNN_CACHE to a folder instead",
 }
 
+
+# Files that an unchanged script is run with: no settings of tuning, and no fields of `Config`.
+_PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 # Defaults where the environment sets nothing. A plan file gets the same for fields that it lacks.
 _FALLBACKS: dict[str, Any] = {
@@ -63,10 +72,11 @@ _FALLBACKS: dict[str, Any] = {
     "time_budget_s": None,
     "step_race": True,
     "curve": False,
+    "exceed": False,
 }
 # Fields that say where a process looks and what tuning may cost there, not what a plan is.
 _OF_THE_PROCESS = frozenset(
-    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "curve"}
+    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "curve", "exceed"}
 )
 # Left out of a plan's file and hash where they are not set, as before there were these fields.
 _SWITCHES = ("frozen", "deterministic", "batch_invariant")
@@ -136,6 +146,8 @@ class Config:
             kernels that do not pay back to torch.
         curve: measure every kernel for every workspace limit, too, so that the plan says what the
             network would take within any memory (`plan.curve`).
+        exceed: leave kernels of which nothing fits the workspace limit to torch's own convolution,
+            whatever that needs, and plan the others; else they are an error.
 
     Raises:
         ConfigError: a value is not allowed; the message lists the allowed ones.
@@ -144,46 +156,51 @@ class Config:
     workspace_limit: int | str | None = _default("workspace_limit")
     total_workspace: int | str | None = _default("total_workspace")
     memory_budget: int | str | None = _default("memory_budget")
-    solver: str = _default("solver")
-    policy: str = _default("policy")
+    solver: Solver = _default("solver")
+    policy: Policy = _default("policy")
     ops: tuple[str, ...] = _default("ops")
-    unplanned: str = _default("unplanned")
+    unplanned: Unplanned = _default("unplanned")
     frozen: bool = _default("frozen")
     cache: str | None = _default("cache", compare=False)
-    backend: str = _default("backend")
+    backend: Backend = _default("backend")
     device: str | None = _default("device", compare=False)
     device_profile: str | None = _default("device_profile", compare=False)
     deterministic: bool | None = _default("deterministic")
     batch_invariant: bool = _default("batch_invariant")
     max_error: float | None = _default("max_error")
-    layout: str = _default("layout")
-    effort: str = _default("effort", compare=False)
+    layout: Layout = _default("layout")
+    effort: Effort = _default("effort", compare=False)
     time_budget_s: float | None = _default("time_budget_s", compare=False)
     step_race: bool = _default("step_race", compare=False)
     curve: bool = _default("curve", compare=False)
+    exceed: bool = _default("exceed", compare=False)
 
     def __post_init__(self) -> None:
-        values = {
-            "workspace_limit": _bytes("workspace_limit", self.workspace_limit),
-            "total_workspace": _bytes("total_workspace", self.total_workspace),
-            "memory_budget": _budget(self.memory_budget),
-            "solver": _choice("solver", self.solver, SOLVERS),
-            "policy": _choice("policy", self.policy, POLICIES),
-            "ops": _passes(self.ops),
-            "unplanned": _choice("unplanned", self.unplanned, UNPLANNED),
-            "frozen": _switch("frozen", self.frozen),
-            "cache": _path("cache", self.cache, "a folder's path"),
-            "backend": _choice("backend", self.backend, BACKENDS),
-            "device_profile": _path("device_profile", self.device_profile, "a file's path"),
-            "deterministic": _switch("deterministic", self.deterministic, or_none=True),
-            "batch_invariant": _switch("batch_invariant", self.batch_invariant),
-            "max_error": _positive("max_error", self.max_error),
-            "layout": _choice("layout", self.layout, LAYOUTS),
-            "effort": _choice("effort", self.effort, EFFORT_NAMES),
-            "time_budget_s": _positive("time_budget_s", self.time_budget_s),
-            "step_race": _switch("step_race", self.step_race),
-            "curve": _switch("curve", self.curve),
-        }
+        try:
+            values = {
+                "workspace_limit": _bytes("workspace_limit", self.workspace_limit),
+                "total_workspace": _bytes("total_workspace", self.total_workspace),
+                "memory_budget": _budget(self.memory_budget),
+                "solver": _choice("solver", self.solver, SOLVERS),
+                "policy": _choice("policy", self.policy, POLICIES),
+                "ops": _passes(self.ops),
+                "unplanned": _choice("unplanned", self.unplanned, UNPLANNED),
+                "frozen": _switch("frozen", self.frozen),
+                "cache": _path("cache", self.cache, "a folder's path"),
+                "backend": _choice("backend", self.backend, BACKENDS),
+                "device_profile": _path("device_profile", self.device_profile, "a file's path"),
+                "deterministic": _switch("deterministic", self.deterministic, or_none=True),
+                "batch_invariant": _switch("batch_invariant", self.batch_invariant),
+                "max_error": _positive("max_error", self.max_error),
+                "layout": _choice("layout", self.layout, LAYOUTS),
+                "effort": _choice("effort", self.effort, EFFORT_NAMES),
+                "time_budget_s": _positive("time_budget_s", self.time_budget_s),
+                "step_race": _switch("step_race", self.step_race),
+                "curve": _switch("curve", self.curve),
+                "exceed": _switch("exceed", self.exceed),
+            }
+        except ConfigError as error:
+            raise self._with_source(error) from error
         for name, value in values.items():
             # The dataclass is frozen; this replaces what was given by its checked form.
             object.__setattr__(self, name, value)
@@ -210,6 +227,11 @@ class Config:
             )
         if self.memory_budget is not None:
             self._require_budget()
+        if self.exceed and self.total_workspace is not None:
+            raise ConfigError(
+                "exceed=True leaves kernels out of workspace_limit, and every kernel needs a part "
+                "of total_workspace; leave one of the two out"
+            )
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
 
@@ -248,6 +270,15 @@ class Config:
         if isinstance(self.memory_budget, str):
             return own_peak_bytes + int(self.memory_budget)
         return self.memory_budget
+
+    def _with_source(self, error: ConfigError) -> ConfigError:
+        """The error of a field with the variable that its value is from, if it is from one."""
+        # Every message begins with the name of the field.
+        name = str(error).partition(" ")[0]
+        given = _settings().get(name)
+        if given is None or given != getattr(self, name, None):
+            return error
+        return ConfigError(f"{error}; it is from the environment variable UCUDNN_{name.upper()}")
 
     @property
     def limit_bytes(self) -> int | None:
@@ -305,6 +336,25 @@ class Config:
         given = {name: value for name, value in values.items() if name in known}
         # Every field is passed, so that no default reads this process's environment.
         return cls(**{**_FALLBACKS, **given})
+
+
+def require_config(config: object) -> Config:
+    """The settings that a public function was given, or the default ones.
+
+    >>> require_config(None) == Config()
+    True
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    if config is None:
+        return Config()
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config must be a ucudnn.Config, such as Config(workspace_limit='64MiB'), got "
+            f"{type(config).__name__}"
+        )
+    return config
 
 
 def _bytes(name: str, value: Any) -> int | None:
@@ -395,6 +445,49 @@ def check_environment() -> None:
     _settings()
 
 
+class Startup(NamedTuple):
+    """Files that a process takes part in from its start, without a line of code.
+
+    Args:
+        plan: plan to follow, None for none.
+        record: table of layers to write the convolutions of the process to, None for none.
+    """
+
+    plan: str | None = None
+    record: str | None = None
+
+    def __bool__(self) -> bool:
+        """True if there is one."""
+        return self.plan is not None or self.record is not None
+
+
+def startup() -> Startup:
+    """The files that UCUDNN_PLAN and UCUDNN_RECORD name.
+
+    >>> startup()
+    Startup(plan=None, record=None)
+    """
+    # Empty counts as unset, as for settings.
+    return Startup(os.environ.get(_PLAN) or None, os.environ.get(_RECORD) or None)
+
+
+def set_startup(files: Startup) -> None:
+    """Hand files down to the processes that this one starts, and take others away from them."""
+    for name, value in ((_PLAN, files.plan), (_RECORD, files.record)):
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def environment_without_startup() -> dict[str, str]:
+    """The environment for a process that measures: what it times must be torch's own.
+
+    >>> "UCUDNN_PLAN" in environment_without_startup()
+    False
+    """
+    return {name: value for name, value in os.environ.items() if name not in (_PLAN, _RECORD)}
+
+
 def ranks_per_device() -> int:
     """Number of processes that share this one's device, as `ucudnn launch` tells them.
 
@@ -459,15 +552,12 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     environment = dict(variables)
     settings = read_environment(environment)
     known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
+    known |= {_PLAN, _RECORD}
     for name in environment:
         if name not in known and name not in {RANKS_PER_DEVICE, PROGRESS}:
-            warnings.warn(
+            warn(
                 f"environment variable {name} is no setting of ucudnn and has no effect; settings "
                 f"are {', '.join(sorted(known))}",
-                UserWarning,
-                # who makes the Config: beyond this function, `_settings`, the field's default and
-                # the generated __init__
-                stacklevel=5,
             )
     return settings
 

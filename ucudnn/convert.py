@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import warnings
+import atexit
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from ucudnn import nn as planned_nn
-from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.config import Config, Startup
+from ucudnn.errors import PlanError, warn
 from ucudnn.execution.layout import lay_out_, restore_layout_
 from ucudnn.execution.override import Installation
+from ucudnn.execution.recording import Recorder
 from ucudnn.execution.runner import Layer, Runner, require_same_device
 from ucudnn.execution.untraced import untraced
 from ucudnn.nn import planned_runner
 from ucudnn.plan import KernelPlan, Plan
+from ucudnn.system.markup import html_table
 from ucudnn.tuning.model import tune
 from ucudnn.tuning.progress import Progress
 
+Model = TypeVar("Model", bound=nn.Module)
 # By exact class: a subclass may have a forward of its own, which a change of class would drop.
 _PLANNED_BY_TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: planned_nn.Conv1d,
@@ -37,7 +42,7 @@ _SWAPPABLE = {*_PLANNED_BY_TORCH, *_TORCH_BY_PLANNED}
 _SLOTS = ("__dict__", "__weakref__")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Conversion:
     """Result of `convert_`.
 
@@ -58,6 +63,24 @@ class Conversion:
     unplanned: tuple[str, ...]
     not_swappable: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        # The generated one would print the whole model and the whole plan.
+        return f"<Conversion of {type(self.model).__name__}: {self}>"
+
+    def _repr_html_(self) -> str:
+        """A table of the layers, for notebooks."""
+        rows = {
+            "follow the plan": self.swapped,
+            "torch's own by plan": self.left,
+            "not planned": self.unplanned,
+            "planned, but not swappable": self.not_swappable,
+        }
+        return html_table(
+            f"Conversion of {type(self.model).__name__}",
+            ("", "layers", "names"),
+            [(what, str(len(names)), ", ".join(names)) for what, names in rows.items()],
+        )
+
     def __str__(self) -> str:
         return (
             f"{len(self.swapped)} layers follow the plan, {len(self.left)} stay torch's own by "
@@ -68,7 +91,7 @@ class Conversion:
 
 def convert_(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | str | os.PathLike[str],
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     *,
     parameters: bool = True,
@@ -88,7 +111,7 @@ def convert_(
 
     Args:
         model: any module, also a convolution itself.
-        plan: a plan for this model, or for layers of the same shapes.
+        plan: a plan for this model, or for layers of the same shapes; or the path of its file.
         filter_fn: called with (module, name); False leaves the layer out.
         parameters: False leaves the strides of parameters as they are, for FSDP2 and others that
             need contiguous ones. With a plan for channels_last, each convolution then converts its
@@ -97,8 +120,9 @@ def convert_(
     Raises:
         PlanError: the plan was made for another device, or covers no convolution of the model; with
             `Config.frozen` also: something of it does not hold here, or a convolution of the model
-            has no plan.
+            has no plan; or its file cannot be read.
     """
+    plan = _loaded(plan)
     config = _config_here(plan)
     require_same_device(plan, config.frozen)
     found = _find(model, plan, filter_fn or (lambda *_: True))
@@ -143,6 +167,10 @@ def _find(model: nn.Module, plan: Plan, wanted: Callable[[nn.Module, str], bool]
         name for name in _planned_otherwise(modules, plan, matched) if wanted(modules[name], name)
     )
     return _Found(convolutions, matched, unplanned, otherwise)
+
+
+def _loaded(plan: Plan | str | os.PathLike[str]) -> Plan:
+    return Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan
 
 
 def _planned_layers(convolutions: Mapping[str, Any], plan: Plan) -> dict[str, Layer]:
@@ -216,17 +244,14 @@ def _listed(names: Sequence[str]) -> str:
 def _warn_of(otherwise: Sequence[str]) -> None:
     """Warn of what is planned and cannot be swapped."""
     if otherwise:
-        # The stack level is that of the caller of `convert_`.
-        warnings.warn(
+        warn(
             f"planned, but no torch.nn convolution that could be swapped: {_listed(otherwise)}; "
             f"torch's own computes them; use ucudnn.installed(plan), or leave them out by "
             f"filter_fn",
-            UserWarning,
-            stacklevel=3,
         )
 
 
-def revert_(model: nn.Module) -> nn.Module:
+def revert_(model: Model) -> Model:
     """Turn every planned convolution of a model back into torch.nn's, in place.
 
     Tensors whose strides `convert_` changed get their old strides back.
@@ -294,7 +319,7 @@ def _planned_otherwise(
 
 
 @untraced
-def installed(plan: Plan) -> Installation:
+def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
     """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
 
     Acts from the call until the context ends or `close` is called, in all threads, including
@@ -315,12 +340,14 @@ def installed(plan: Plan) -> Installation:
     True
 
     Args:
-        plan: made for this device.
+        plan: made for this device, or the path of its file.
 
     Raises:
-        PlanError: the plan was made for another device; with `Config.frozen` also: something of it
-            does not hold here. Later a convolution of this process that has no plan raises it.
+        PlanError: the plan was made for another device, or its file cannot be read; with
+            `Config.frozen` also: something of it does not hold here. Later a convolution of this
+            process that has no plan raises it.
     """
+    plan = _loaded(plan)
     config = _config_here(plan)
     require_same_device(plan, config.frozen)
     return Installation(plan.device.type, planned_runner(plan, config))
@@ -329,3 +356,35 @@ def installed(plan: Plan) -> Installation:
 def _config_here(plan: Plan) -> Config:
     """Settings to run a plan by: its own, and frozen where UCUDNN_FROZEN says so."""
     return replace(plan.config, frozen=True) if Config().frozen else plan.config
+
+
+# What `follow_startup` has begun in this process: it lasts as long as the process does.
+_started: list[Installation] = []
+
+
+@untraced
+def follow_startup(files: Startup) -> None:
+    """Install a plan, or record convolutions, until this process ends.
+
+    A plan is held against the device at the first convolution that it may be for: a script sets
+    its threads and picks its GPU after it has imported torch.
+
+    Args:
+        files: the plan, or the table to write; where there are both, convolutions are recorded.
+
+    Raises:
+        PlanError: the plan cannot be read.
+    """
+    if _started:
+        return
+    if files.record is None:
+        if files.plan is not None:
+            plan = Plan.load(files.plan)
+            runner = planned_runner(plan, _config_here(plan), is_checked=False)
+            _started.append(Installation(plan.device.type, runner))
+        return
+    recorder = Recorder()
+    kinds = [kind for kind in ("cpu", "cuda") if kind == "cpu" or torch.version.cuda]
+    _started.extend(Installation(kind, recorder) for kind in kinds)
+    os.register_at_fork(after_in_child=recorder.clear)
+    atexit.register(recorder.save, files.record)

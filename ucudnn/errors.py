@@ -1,6 +1,16 @@
-"""Errors: one base class; each message is a sentence with the rule, the value and the remedy."""
+"""Errors and warnings; each message is a sentence with the rule, the value and the remedy.
+
+There is one base class for each, and all of them are importable from here.
+"""
 
 from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ucudnn.plan import Plan
 
 # A damaged file can hold a value of any length, and a message must stay readable.
 _LONGEST_QUOTE = 300
@@ -56,6 +66,18 @@ class PlanError(UcudnnError):
         self.smallest_bytes = smallest_bytes
 
 
+class PlanFileError(PlanError):
+    """A file that cannot be read as a plan: it is not there, no plan, damaged, or too new."""
+
+
+class OutputError(PlanError):
+    """A file that cannot be written; what was there before still is."""
+
+
+class TableError(CacheError):
+    """A file that cannot be read as a table of measurements, or cannot become one."""
+
+
 class RankError(UcudnnError):
     """Ranks of one job that do not agree, or do not answer; the message names them.
 
@@ -66,3 +88,68 @@ class RankError(UcudnnError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class TuningInterruptedError(KeyboardInterrupt):
+    """Ctrl-C during tuning; the measurements so far are in the cache.
+
+    Attributes:
+        plan: the best plan so far. Kernels that were never run are not in it, and those that were
+            not finished run torch's own convolution.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("tuning was interrupted")
+        self.plan = plan
+
+
+class UcudnnWarning(UserWarning):
+    """Base of every warning of ucudnn."""
+
+
+class CacheWarning(UcudnnWarning):
+    """Something is wrong with a cache; it goes on with what is sound."""
+
+
+class NoiseWarning(UcudnnWarning):
+    """Other processes use the machine during measuring, or times of a plan are unreliable."""
+
+
+class UntunedWarning(UcudnnWarning):
+    """The time ran out before some kernels were run once, so the plan leaves them out."""
+
+
+class WrongResultWarning(UcudnnWarning):
+    """A candidate computed a wrong result, and is rejected."""
+
+
+class UnplannedWarning(UcudnnWarning):
+    """Torch's own convolution computes what a plan was expected to cover."""
+
+
+class MismatchWarning(UcudnnWarning):
+    """A plan was made for other versions, threads or another layout than are here."""
+
+
+# Their frames are not where a user can change anything.
+_NOT_THE_USERS = frozenset({"ucudnn", "torch", "contextlib", "concurrent", "threading"})
+
+
+def warn(sentence: str, category: type[UcudnnWarning] = UcudnnWarning) -> None:
+    """Warn at the line of the user's code from which ucudnn, or torch, was called.
+
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     warn("the machine is busy", NoiseWarning)
+    >>> caught[0].category.__name__, str(caught[0].message)
+    ('NoiseWarning', 'the machine is busy')
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _package(frame.f_globals) in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    # In a thread of torch's own there is no such line, and the outermost one is shown.
+    warnings.warn(sentence, category, stacklevel=level)
+
+
+def _package(variables: dict[str, object]) -> str:
+    return str(variables.get("__name__")).partition(".")[0]

@@ -1,11 +1,15 @@
-"""Read a table of convolution layers from a CSV file, as problems."""
+"""Tables of convolution layers as CSV files: read and written as problems."""
 
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 from ucudnn.errors import ConfigError, ProblemError, shortened
 from ucudnn.problem import OPS, Problem
@@ -15,29 +19,91 @@ COLUMNS = (
     *("name", "n", "c", "d", "h", "w", "k", "kd", "kh", "kw", "pad_d", "pad_h", "pad_w"),
     *("stride_d", "stride_h", "stride_w", "dil_d", "dil_h", "dil_w", "groups"),
 )
+# What tables of a real model or run have besides; a table may have any of them.
+OPTIONAL_COLUMNS = ("rank", "dtype", "layout", "math", "ops", "bias", "count")
+# A step with more calls of one convolution is taken for one with so many.
+_MOST_CALLS = 1000
+
+
+class Row(NamedTuple):
+    """One convolution of a table.
+
+    Args:
+        name: of its layer.
+        problem: to compute.
+        calls: how often it is computed, relative to other rows.
+        has_bias: a bias is added to its result.
+    """
+
+    name: str
+    problem: Problem
+    calls: int = 1
+    has_bias: bool = False
 
 
 def read_layers(
     path: str | os.PathLike[str],
     ops: Iterable[str] = OPS,
-    dtype: str = "float32",
-    layout: str = "nchw",
+    dtype: str | None = None,
+    layout: str | None = None,
 ) -> list[tuple[str, Problem]]:
     """Read layers from a CSV file, one problem per layer and op.
 
-    A layer whose depth and kernel depth are 1 is two-dimensional, any other three-dimensional.
+    The columns are those of `read_rows`.
 
     Args:
-        path: a file with the columns name, n, c, d, h, w, k, kd, kh, kw, pad_*, stride_*, dil_*
-            and groups.
+        path: the file.
         ops: which of "fprop", "dgrad", "wgrad".
-        dtype: of all problems.
-        layout: of all problems.
+        dtype: as for `read_rows`.
+        layout: as for `read_rows`.
 
     Raises:
         ConfigError: the file cannot be read, lacks a column, or has an impossible line, which the
             message names.
     """
+    return [(row.name, row.problem) for row in read_rows(path, ops, dtype, layout)]
+
+
+def read_rows(
+    path: str | os.PathLike[str],
+    ops: Iterable[str] = OPS,
+    dtype: str | None = None,
+    layout: str | None = None,
+    math: str | None = None,
+    *,
+    has_tf32: bool = False,
+) -> list[Row]:
+    """Read the convolutions of a table with their counts.
+
+    Without a column `rank` a layer whose depth and kernel depth are 1 is two-dimensional, any
+    other three-dimensional.
+
+    Args:
+        path: a file with the columns name, n, c, d, h, w, k, kd, kh, kw, pad_*, stride_*, dil_*
+            and groups, and any of rank, dtype, layout, math, ops, bias and count.
+        ops: which of "fprop", "dgrad", "wgrad", as far as the table has them.
+        dtype: of all problems; default: the table's, or float32.
+        layout: of all problems; default: the table's, or nchw.
+        math: of all float32 problems; default: the table's, or by `has_tf32`.
+        has_tf32: float32 problems of which nothing is said may use TF32.
+
+    Raises:
+        ConfigError: the file cannot be read, lacks a column, a line is impossible, or a value is
+            given that the table has, too.
+    """
+    lines = _lines(path)
+    given = {"dtype": dtype, "layout": layout, "math": math}
+    _refuse_twice(path, lines[0][1], given)
+    fallbacks = {"math": "tf32" if has_tf32 else "strict"}
+    fallbacks |= {name: value for name, value in given.items() if value is not None}
+    wanted = tuple(ops)
+    return [
+        found for line, row in lines for found in _rows(path, line, {**fallbacks, **row}, wanted)
+    ]
+
+
+def _lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, str]]]:
+    """The rows of a file with their lines."""
     try:
         # Spreadsheets begin UTF-8 files with a byte order mark, which would be part of the first
         # name; newline="" leaves line ends to the csv module, which knows quoted ones.
@@ -56,18 +122,54 @@ def read_layers(
         raise ConfigError(f"cannot read the table of layers {path}: {reason}") from error
     if not rows:
         raise ConfigError(f"{path} has no layers: only a header")
+    return rows
+
+
+def _refuse_twice(path: object, columns: Collection[str], given: Mapping[str, str | None]) -> None:
+    for name, value in given.items():
+        if value is not None and name in columns:
+            raise ConfigError(
+                f"{name} (={value!r}) is given, and {path} has a column {name}; leave one of them "
+                f"out"
+            )
+
+
+def _rows(path: object, line: int, row: Mapping[str, str], ops: Collection[str]) -> list[Row]:
+    """The problems of one line."""
+    # A row that is too short has None for what it lacks.
+    listed = _split(row.get("ops")) or OPS
+    biased = _split(row.get("bias"))
+    for name, values in (("ops", listed), ("bias", biased)):
+        if not set(values) <= set(OPS):
+            raise ConfigError(
+                f"{path} line {line}: {name} names some of {', '.join(OPS)}, joined by +, got "
+                f"{shortened(repr(row[name]))}"
+            )
+    count = row.get("count") or "1"
+    if not _is_int(count) or int(count) < 1:
+        raise ConfigError(
+            f"{path} line {line}: count is an int of at least 1, got {shortened(repr(count))}"
+        )
     return [
-        (row["name"], _problem(path, line, row, op, dtype, layout))
-        for line, row in rows
+        Row(row["name"], _problem(path, line, row, op), int(count), op in biased)
         for op in ops
+        if op in listed
     ]
 
 
-def _problem(
-    path: object, line: int, row: Mapping[str, str], op: str, dtype: str, layout: str
-) -> Problem:
+def _split(text: str | None) -> tuple[str, ...]:
+    return tuple(text.split("+")) if text else ()
+
+
+def _problem(path: object, line: int, row: Mapping[str, str], op: str) -> Problem:
     value = _ints(path, line, row)
-    axes = _AXES if value["d"] > 1 or value["kd"] > 1 else _AXES[1:]
+    rank = row.get("rank") or ("3" if value["d"] > 1 or value["kd"] > 1 else "2")
+    if rank not in ("1", "2", "3"):
+        raise ConfigError(f"{path} line {line}: rank is 1, 2 or 3, got {shortened(repr(rank))}")
+    axes = _AXES[-int(rank) :]
+    dtype = row.get("dtype") or "float32"
+    # TF32 is a way to multiply float32, and no other dtype.
+    math = (row.get("math") or "strict") if dtype == "float32" else "strict"
     try:
         return Problem(
             op=op,
@@ -81,7 +183,8 @@ def _problem(
             dilation=tuple(value[f"dil_{axis}"] for axis in axes),
             groups=value["groups"],
             dtype=dtype,
-            layout=layout,
+            layout=row.get("layout") or "nchw",
+            math=math,
         )
     except ProblemError as error:
         reason = shortened(f"{row['name']}: {error}")
@@ -101,3 +204,102 @@ def _ints(path: object, line: int, row: Mapping[str, str]) -> dict[str, int]:
                 f"{shortened(f'{column} is {row[column]!r}')}"
             ) from None
     return value
+
+
+def _is_int(text: str | None) -> bool:
+    try:
+        # None, of a row that is too short, is no int either.
+        int(text or "")
+    except ValueError:
+        return False
+    return True
+
+
+def as_calls(rows: Iterable[Row]) -> list[tuple[str, Problem]]:
+    """Each problem as often as a step calls it, by the counts of a table.
+
+    The counts of a recorded run are those of all its steps. The most frequent count is taken for
+    one call in a step, the others are rounded, and what is rarer counts as one.
+
+    >>> one, two = Problem("fprop", 2, 3, 4, (9,), (3,)), Problem("fprop", 2, 4, 4, (9,), (3,))
+    >>> rows = [Row("a", one, 500), Row("b", two, 1000), Row("c", one, 500), Row("last", two, 1)]
+    >>> [name for name, _ in as_calls(rows)]
+    ['a', 'b', 'b', 'c', 'last']
+    """
+    kept = list(rows)
+    frequency = Counter(row.calls for row in kept)
+    # Of counts that are equally frequent the smaller one: rounding loses least by it.
+    unit = min(frequency, key=lambda count: (-frequency[count], count), default=1)
+    return [
+        (row.name, row.problem)
+        for row in kept
+        # In integers, because counts may be larger than any float.
+        for _ in range(min(max(1, (2 * row.calls + unit) // (2 * unit)), _MOST_CALLS))
+    ]
+
+
+def counted(layers: Iterable[tuple[str, Problem]], biased: Collection[Problem] = ()) -> list[Row]:
+    """Rows of a list of calls: equal ones are one row with their count.
+
+    Args:
+        layers: the name of a layer and its problem, once per call.
+        biased: of the problems those to whose result a layer adds a bias.
+    """
+    counts = Counter(layers)
+    return [
+        Row(name, problem, count, problem in biased) for (name, problem), count in counts.items()
+    ]
+
+
+def format_rows(rows: Iterable[Row]) -> str:
+    """The text of a table with all columns, which `read_rows` reads.
+
+    Raises:
+        ConfigError: the padding of a problem is not the same at both ends, for which there is no
+            column.
+    """
+    # The passes of one layer that are called equally often share a line.
+    lines: dict[tuple[str, Problem, int], list[Row]] = {}
+    for row in rows:
+        geometry = replace(row.problem, op="fprop")
+        lines.setdefault((row.name, geometry, row.calls), []).append(row)
+    text = StringIO()
+    writer = csv.DictWriter(text, (*COLUMNS, *OPTIONAL_COLUMNS), lineterminator="\n")
+    writer.writeheader()
+    for (name, problem, count), passes in lines.items():
+        ops = [op for op in OPS if any(row.problem.op == op for row in passes)]
+        biased = [op for op in OPS if any(row.problem.op == op and row.has_bias for row in passes)]
+        cells = {"ops": "+".join(ops), "bias": "+".join(biased), "count": count}
+        writer.writerow({"name": name, **_cells(problem), **cells})
+    return text.getvalue()
+
+
+def _cells(problem: Problem) -> dict[str, object]:
+    if any(begin != end for begin, end in problem.padding):
+        raise ConfigError(
+            f"a table of layers has one padding for both ends of an axis, and {problem} has "
+            f"{problem.padding}"
+        )
+    cells: dict[str, object] = {
+        "n": problem.batch,
+        "c": problem.in_channels,
+        "k": problem.out_channels,
+        "groups": problem.groups,
+        "rank": problem.rank,
+        "dtype": problem.dtype,
+        "layout": problem.layout,
+        "math": problem.math,
+    }
+    # Axes that the problem does not have are of one element.
+    absent = 3 - problem.rank
+    columns = {
+        "": ((1,) * absent, problem.input_size),
+        "k": ((1,) * absent, problem.kernel_size),
+        "pad_": ((0,) * absent, [begin for begin, _ in problem.padding]),
+        "stride_": ((1,) * absent, problem.stride),
+        "dil_": ((1,) * absent, problem.dilation),
+    }
+    for prefix, (ones, values) in columns.items():
+        for axis, value in zip(_AXES, (*ones, *values), strict=True):
+            cells[f"{prefix}{axis}"] = value
+    return cells

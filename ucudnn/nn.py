@@ -24,18 +24,26 @@ if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attri
 
     class _Convolution(nn.modules.conv._ConvTransposeNd):
         def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+        def extra_repr(self) -> str: ...
 
 else:
     _Convolution = object
 
 
-def planned_runner(plan: Plan | None, config: Config | None = None) -> Runner:
+def planned_runner(
+    plan: Plan | None, config: Config | None = None, *, is_checked: bool = True
+) -> Runner:
     """A runner that tunes shapes without a plan if its settings ask for that.
 
     >>> planned_runner(None, Config(unplanned="error")).config.unplanned
     'error'
+
+    Args:
+        plan: as for `Runner`.
+        config: as for `Runner`.
+        is_checked: as for `Runner`.
     """
-    return Runner(plan, config, _tune_unplanned)
+    return Runner(plan, config, _tune_unplanned, is_checked)
 
 
 def _tune_unplanned(problem: Problem, config: Config, has_bias: bool) -> Plan:
@@ -61,6 +69,12 @@ class AbstractPlanned(_Convolution):
             kwargs["device"] = device
         super().__init__(*args, **kwargs)
         follow(self, planned_runner(None, config))
+
+    def extra_repr(self) -> str:
+        """torch's own, and what the layer follows."""
+        plan = self._ucudnn_runner.plan
+        said = "no plan" if plan is None else f"plan {plan.hash[:8]}"
+        return f"{super().extra_repr()}, {said}"
 
 
 class AbstractConvolution(AbstractPlanned):
@@ -107,8 +121,8 @@ class Conv1d(AbstractConvolution, nn.Conv1d):
 class Conv2d(AbstractConvolution, nn.Conv2d):
     """torch.nn.Conv2d that follows a plan.
 
-    >>> Conv2d(64, 192, 5, padding=2).extra_repr()
-    '64, 192, kernel_size=(5, 5), stride=(1, 1), padding=(2, 2)'
+    >>> Conv2d(64, 192, 5, padding=2)
+    Conv2d(64, 192, kernel_size=(5, 5), stride=(1, 1), padding=(2, 2), no plan)
     """
 
 

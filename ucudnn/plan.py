@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ucudnn import plan_file
 from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.measurement import Conditions, Device, Origin, Software
 from ucudnn.problem import Problem
 from ucudnn.races import (
     MEMORY_FORMATS,
@@ -22,8 +21,11 @@ from ucudnn.races import (
 )
 from ucudnn.slabs import row_count
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step, Timing
+from ucudnn.system import documents
 from ucudnn.system.files import write
 from ucudnn.system.forking import cached_property
+from ucudnn.system.markup import html_table
+from ucudnn.units import format_bytes
 
 __all__ = ["DEFAULT_ALGORITHM", "KernelPlan", "Plan", "Split", "Step", "Timing"]
 
@@ -32,12 +34,13 @@ BY_BATCH, BY_SLABS = -1, -2
 # Also the note by which alone plan files of ucudnn before 0.1.0 tell what `is_perturbed` is.
 _PERTURBED = "timed while others used the processors"
 # Fields of a plan that only say what whole steps showed; the hash leaves them out.
-_OUTCOMES: dict[str, type[StepRace | LayoutRace | LayoutHint | StepMemory | Curve]] = {
+_OUTCOMES: dict[str, type[StepRace | LayoutRace | LayoutHint | StepMemory | Curve | Origin]] = {
     "step_race": StepRace,
     "layout_race": LayoutRace,
     "layout_hint": LayoutHint,
     "memory": StepMemory,
     "curve": Curve,
+    "origin": Origin,
 }
 
 
@@ -99,7 +102,7 @@ class KernelPlan:
                 f"the plan of {self.problem} must have one entry per batch "
                 f"({self.problem.batch}), got {len(self.alone)} and {len(self.last)}"
             )
-        plan_file.require_chains(
+        documents.require_chains(
             self.problem, self.alone, self.last, range(BY_SLABS, len(self.algorithms))
         )
         # Smaller batches may lack a split within the limit; the planned one may not.
@@ -113,15 +116,15 @@ class KernelPlan:
 
     def _require_types(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        plan_file.require_count("predicted_time_ns", self.predicted_time_ns)
+        documents.require_count("predicted_time_ns", self.predicted_time_ns)
         if self.live_bytes is not None:
-            plan_file.require_count("live_bytes", self.live_bytes)
+            documents.require_count("live_bytes", self.live_bytes)
         for name in ("layers", "algorithms", "notes"):
-            plan_file.require_strings(name, getattr(self, name))
+            documents.require_strings(name, getattr(self, name))
         for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
-            plan_file.require_ints(name, rows)
+            documents.require_ints(name, rows)
         for name in ("is_perturbed", "default_is_deterministic"):
-            plan_file.require_bool(name, getattr(self, name))
+            documents.require_bool(name, getattr(self, name))
 
     def _require_slabs(self) -> None:
         if not self.slabs and BY_SLABS not in self.alone:
@@ -136,10 +139,10 @@ class KernelPlan:
             )
 
     def _require_invariant(self) -> None:
-        plan_file.require_count("micro_batch", self.micro_batch)
+        documents.require_count("micro_batch", self.micro_batch)
         if not self.micro_batch:
             return
-        expected = {BY_BATCH}, plan_file.invariant_steps(self.problem.batch, self.micro_batch)
+        expected = {BY_BATCH}, documents.invariant_steps(self.problem.batch, self.micro_batch)
         if self.micro_batch > self.problem.batch or (set(self.alone), self.last) != expected:
             raise PlanError(
                 f"the plan of {self.problem} must compute every batch in chunks of "
@@ -240,7 +243,7 @@ class KernelPlan:
         return self.split(self.problem.batch).is_default
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The split of every batch of every kernel of a model, with its device, versions and settings.
 
@@ -264,6 +267,7 @@ class Plan:
             would change nothing, or if no steps were run.
         memory: memory of a whole step; None if there was no memory budget.
         curve: time over memory of the network; None if the settings did not ask for it.
+        origin: how it came about; None in files of versions that did not note it.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -281,14 +285,40 @@ class Plan:
     layout_hint: LayoutHint | None = field(default=None, compare=False)
     memory: StepMemory | None = field(default=None, compare=False)
     curve: Curve | None = field(default=None, compare=False)
+    origin: Origin | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        plan_file.require_strings("backend", (self.backend,))
+        documents.require_strings("backend", (self.backend,))
         if self.memory_format not in MEMORY_FORMATS:
             raise PlanError(
                 f"memory_format must be one of {', '.join(MEMORY_FORMATS)}, "
                 f"got {self.memory_format!r}"
             )
+
+    def __repr__(self) -> str:
+        # The generated one would print every table of every kernel.
+        return f"<Plan {self.hash[:8]}: {self}>"
+
+    def __str__(self) -> str:
+        changed = sum(not kernel.is_default for kernel in self.kernels)
+        partial = f", {len(self.left_out)} left out" if self.left_out else ""
+        return (
+            f"{len(self.kernels)} kernels{partial}, {changed} not torch's own, up to "
+            f"{format_bytes(self.workspace_bytes)} of workspace, for {self.device}"
+        )
+
+    def _repr_html_(self) -> str:
+        """A table of the kernels, for notebooks."""
+        rows = [
+            (str(kernel.problem), ", ".join(kernel.layers), str(kernel.split(kernel.problem.batch)))
+            for kernel in self.kernels
+        ]
+        return html_table(repr(self), ("kernel", "layers", "split"), rows)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Kernels that the plan lacks: the time was over, or nothing fits the workspace limit."""
+        return () if self.origin is None else (*self.origin.left_out, *self.origin.over_limit)
 
     def split(self, problem: Problem) -> Split:
         """The split of a problem at its batch, which may be any batch up to the planned one.
@@ -363,12 +393,12 @@ class Plan:
         # Without software and conditions, and in any order of kernels: two machines of one kind
         # that decide alike have equal hashes.
         decisions = {
-            "kernels": sorted(plan_file.canonical(kernel.decisions()) for kernel in self.kernels),
+            "kernels": sorted(documents.canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
             "device": asdict(self.device),
             **self._layout_to_dict(),
         }
-        return plan_file.sha256_of(decisions)
+        return documents.sha256_of(decisions)
 
     def _layout_to_dict(self) -> dict[str, str]:
         """The memory format; empty if the model keeps its own, as before version 3."""
@@ -386,14 +416,14 @@ class Plan:
         """Write the plan to a JSON file; readers see the old file or the new one, never a part.
 
         Raises:
-            PlanError: the file cannot be written.
+            OutputError: the file cannot be written.
         """
-        write(path, f"{plan_file.canonical(self.to_dict())}\n".encode(), "the plan")
+        write(path, f"{documents.canonical(self.to_dict())}\n".encode(), "the plan")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""
         document: dict[str, Any] = {
-            "format": plan_file.FORMAT,
+            "format": documents.FORMAT,
             "version": self._version,
             **self._layout_to_dict(),
             "hash": self.hash,
@@ -408,20 +438,20 @@ class Plan:
             if getattr(self, name) is not None:
                 document[name] = getattr(self, name).to_dict()
         # Unlike the hash it covers times and names, so that any damage shows.
-        return {**document, "checksum": plan_file.sha256_of(document)}
+        return {**document, "checksum": documents.sha256_of(document)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a JSON file.
 
         Raises:
-            PlanError: it cannot be read, is not a plan, is damaged, or is of a later version.
+            PlanFileError: it cannot be read, is not a plan, is damaged, or is of a later version.
             ConfigError: an environment variable is refused; the file may be fine.
         """
         # First: a refused variable must not be reported as damage of the file.
         check_environment()
-        document = plan_file.read_document(path)
-        with plan_file.damage_named(path):
+        document = documents.read_document(path)
+        with documents.damage_named(path):
             return cls.from_dict(document)
 
     @classmethod
@@ -431,7 +461,7 @@ class Plan:
         Raises:
             PlanError: the values are not those of a plan.
         """
-        plan_file.require_checksum(document)
+        documents.require_checksum(document)
         outcomes: dict[str, Any] = {
             name: kind.from_dict(document[name])
             for name, kind in _OUTCOMES.items()
@@ -450,18 +480,18 @@ class Plan:
 
 
 def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
-    notes = plan_file.strings_in(fields["notes"])
+    notes = documents.strings_in(fields["notes"])
     return KernelPlan(
         problem=Problem.from_dict(fields["problem"]),
-        layers=plan_file.strings_in(fields["layers"]),
-        algorithms=plan_file.strings_in(fields["algorithms"]),
+        layers=documents.strings_in(fields["layers"]),
+        algorithms=documents.strings_in(fields["algorithms"]),
         alone=tuple(fields["alone"]),
-        last=plan_file.pairs_in(fields["last"]),
+        last=documents.pairs_in(fields["last"]),
         predicted_time_ns=fields["predicted_time_ns"],
         timing=Timing(**fields["timing"]),
         default=Timing(**fields["default"]) if fields["default"] else None,
         notes=tuple(note for note in notes if note != _PERTURBED),
-        slabs=plan_file.pairs_in(fields.get("slabs", ())),  # version 1 may have none
+        slabs=documents.pairs_in(fields.get("slabs", ())),  # version 1 may have none
         is_perturbed=fields.get("is_perturbed", _PERTURBED in notes),
         micro_batch=fields.get("micro_batch", 0),
         free=Timing(**fields["free"]) if fields.get("free") else None,

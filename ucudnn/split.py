@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from ucudnn.errors import PlanError
-from ucudnn.plan_file import require_count
+from ucudnn.system.documents import require_count
 
 # Torch's own convolution, by whichever implementation torch chooses for the shape.
 DEFAULT_ALGORITHM = "torch_default"

@@ -6,7 +6,6 @@ calls are seen alike, in the dtype and the layout in which they would be compute
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,7 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, warn
 from ucudnn.execution.randomness import same_random_states
 from ucudnn.execution.snapshot import unchanged
 from ucudnn.execution.stepping import Stepper, tensors_of
@@ -113,11 +112,22 @@ def trace_layers(
     names = {id(module): name for name, module in model.named_modules()}
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     for inputs in several:
+        _require_tensors(inputs)
         # tensors that a model keeps outside its parameters and buffers are made fake on the way
         fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
         with unchanged(model, fake_mode), _module_names(recorder, names):
             _trace_one(model, inputs, recorder, fake_mode, memory_format)
     return Traced(recorder.layers, frozenset(recorder.biased))
+
+
+def _require_tensors(inputs: Any) -> None:
+    # A shape is the most likely slip, and torch's error for it names no argument.
+    is_shape = isinstance(inputs, (tuple, torch.Size)) and inputs
+    if is_shape and all(isinstance(size, int) for size in inputs):
+        raise ConfigError(
+            f"example_inputs must hold tensors, got the numbers {tuple(inputs)}; for a shape give "
+            f"torch.empty{tuple(inputs)}"
+        )
 
 
 def _trace_one(
@@ -168,11 +178,9 @@ def _lenient(hook: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return hook(*args, **kwargs)
         except _MODEL_ERRORS as error:
-            warnings.warn(
+            warn(
                 f"a hook of {type(args[0]).__name__} was left out of tracing, because it does not "
                 f"run on fake tensors ({error}); use real=True if it computes convolutions",
-                UserWarning,
-                stacklevel=2,
             )
             return None
 

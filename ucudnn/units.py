@@ -34,8 +34,11 @@ def parse_bytes(text: int | str, name: str = "size") -> int:
     # What is no size at all ends in the same error as a size that is too large.
     size = float(match[1]) * factor if match and factor else TOO_LARGE
     if size >= TOO_LARGE:
+        decimal = match is not None and match[2].upper() in ("KB", "MB", "GB", "K", "M", "G")
+        meant = f"; did you mean {match[1]}{match[2][0].upper()}iB?" if match and decimal else ""
         raise ConfigError(
-            f"{name} must be a number of bytes such as 8388608, '64MiB' or '1.5GiB', got {text!r}"
+            f"{name} must be a number of bytes such as 8388608, '64MiB' or '1.5GiB', got "
+            f"{text!r}{meant}"
         )
     return int(size)
 

@@ -15,7 +15,7 @@ from ucudnn.cache.entries import Entry
 from ucudnn.cache.exchange.csv import from_csv, to_csv
 from ucudnn.cache.exchange.json import from_json, to_json
 from ucudnn.cache.exchange.parsing import read_text
-from ucudnn.errors import CacheError
+from ucudnn.errors import CacheError, TableError
 from ucudnn.system.files import make_folder, replacing
 
 _WRITERS = {".csv": to_csv, ".json": to_json}
@@ -73,7 +73,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
 def _suffix(path: Path) -> str:
     suffix = path.suffix.lower()
     if suffix not in _WRITERS:
-        raise CacheError(
+        raise TableError(
             f"measurements are exported and imported as {' or '.join(_WRITERS)}, got {path.name!r}"
         )
     return suffix

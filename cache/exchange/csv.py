@@ -10,7 +10,7 @@ from pathlib import Path
 from ucudnn.cache.entries import Entry
 from ucudnn.cache.exchange.parsing import parse_entry, parse_values
 from ucudnn.cache.table.schema import FIELD_BY_NAME, FIELDS
-from ucudnn.errors import CacheError
+from ucudnn.errors import TableError
 
 
 def to_csv(entries: Iterable[Entry]) -> str:
@@ -44,7 +44,7 @@ def from_csv(path: Path, text: str) -> list[Entry]:
     try:
         header = next(reader, [])
         if "problem.op" not in header:
-            raise CacheError(
+            raise TableError(
                 f"{path} line 1: a table of measurements has the columns "
                 f"{', '.join(FIELD_BY_NAME)}; import a probe's timings.csv with its layer tables"
             )
@@ -52,9 +52,9 @@ def from_csv(path: Path, text: str) -> list[Entry]:
         for row in reader:
             place = f"{path} line {reader.line_num}"
             if len(row) != len(header):
-                raise CacheError(f"{place}: {len(header)} values are needed, got {len(row)}")
+                raise TableError(f"{place}: {len(header)} values are needed, got {len(row)}")
             values = parse_values(place, dict(zip(header, row, strict=True)))
             entries.append(parse_entry(place, values))
     except csv.Error as error:
-        raise CacheError(f"{path} line {reader.line_num}: {error}") from error
+        raise TableError(f"{path} line {reader.line_num}: {error}") from error
     return entries

@@ -14,7 +14,7 @@ from typing import Any
 from ucudnn.cache.entries import Entry
 from ucudnn.cache.exchange.parsing import parse_entry, parse_values
 from ucudnn.cache.table.schema import FIELDS
-from ucudnn.errors import CacheError, shortened
+from ucudnn.errors import TableError, shortened
 from ucudnn.system.files import parse_json
 
 FORMAT = "ucudnn-measurements"
@@ -55,17 +55,17 @@ def from_json(path: Path, text: str) -> list[Entry]:
     try:
         document = parse_json(text)
     except ValueError as error:
-        raise CacheError(f"{path} is not valid JSON: {error}") from error
+        raise TableError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CacheError(f"{path} is no table of measurements: it has no format={FORMAT!r}")
+        raise TableError(f"{path} is no table of measurements: it has no format={FORMAT!r}")
     version, records = document.get("version"), document.get("measurements")
     if version != VERSION:
-        raise CacheError(
+        raise TableError(
             f"{path} has format version {shortened(repr(version))}, this ucudnn reads {VERSION}; "
             f"import it with the ucudnn that wrote it"
         )
     if not isinstance(records, list) or not all(isinstance(one, dict) for one in records):
-        raise CacheError(f"{path}: measurements must be a list of objects")
+        raise TableError(f"{path}: measurements must be a list of objects")
     entries = []
     for number, record in enumerate(records, start=1):
         place = f"{path} measurement {number}"

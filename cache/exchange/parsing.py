@@ -8,7 +8,7 @@ from typing import Any
 
 from ucudnn.cache.entries import Entry
 from ucudnn.cache.table.schema import FIELD_BY_NAME, entry_from_values
-from ucudnn.errors import CacheError, shortened
+from ucudnn.errors import CacheError, TableError, shortened
 
 
 def read_text(path: Path) -> str:
@@ -21,9 +21,9 @@ def read_text(path: Path) -> str:
         # Python's strings may hold half a surrogate pair, and `write_entries` keeps it.
         return path.read_bytes().decode("utf-8", "surrogatepass")
     except OSError as error:
-        raise CacheError(f"cannot read {path}: {error.strerror}") from error
+        raise TableError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CacheError(f"{path} is not a table of measurements: it is not text") from error
+        raise TableError(f"{path} is not a table of measurements: it is not text") from error
 
 
 def parse_values(place: str, texts: Mapping[str, str]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def parse_values(place: str, texts: Mapping[str, str]) -> dict[str, Any]:
             values[name] = text if field is None else field.kind.load(text)
         except ValueError:
             kind = field.type if field else "text"
-            raise CacheError(f"{place}: {name} must be {kind}, got {shortened(text)!r}") from None
+            raise TableError(f"{place}: {name} must be {kind}, got {shortened(text)!r}") from None
     return values
 
 
@@ -60,4 +60,4 @@ def parse_entry(place: str, values: Mapping[str, Any]) -> Entry:
     try:
         return entry_from_values(values)
     except CacheError as error:
-        raise CacheError(f"{place}: {shortened(str(error))}") from error
+        raise TableError(f"{place}: {shortened(str(error))}") from error

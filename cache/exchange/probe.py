@@ -18,7 +18,7 @@ from typing import Any
 
 from ucudnn.cache.entries import Entry
 from ucudnn.cache.exchange.parsing import read_text
-from ucudnn.errors import CacheError, UcudnnError, shortened
+from ucudnn.errors import TableError, UcudnnError, shortened
 from ucudnn.layer_table import read_layers
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -65,10 +65,10 @@ def read_probe(
     try:
         columns = reader.fieldnames or ()
     except csv.Error as error:
-        raise CacheError(f"{path} line 1: {error}") from error
+        raise TableError(f"{path} line 1: {error}") from error
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
-        raise CacheError(f"{path} line 1: a probe's table has the columns {', '.join(missing)} too")
+        raise TableError(f"{path} line 1: a probe's table has the columns {', '.join(missing)} too")
     entries = []
     try:
         for row in reader:
@@ -79,27 +79,27 @@ def read_probe(
             entries.append(Entry(_measurement(key, row)))
     # DictReader gives None for a cell that a short line lacks, hence TypeError.
     except (ValueError, TypeError, KeyError, OverflowError, csv.Error, UcudnnError) as error:
-        raise CacheError(f"{path} line {reader.line_num}: {shortened(str(error))}") from error
+        raise TableError(f"{path} line {reader.line_num}: {shortened(str(error))}") from error
     return entries
 
 
 def _require_profile(path: Path, profile: Mapping[str, Any]) -> None:
     for name, kind in _PROFILE.items():
         if name not in profile:
-            raise CacheError(f"{path} lacks {name!r}")
+            raise TableError(f"{path} lacks {name!r}")
         # A bool is an int for isinstance.
         if type(profile[name]) is not kind:
             given = shortened(repr(profile[name]))
-            raise CacheError(f"{path}: {name} must be of type {kind.__name__}, got {given}")
+            raise TableError(f"{path}: {name} must be of type {kind.__name__}, got {given}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = parse_json(read_text(path))
     except ValueError as error:
-        raise CacheError(f"{path} is not valid JSON: {error}") from error
+        raise TableError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise CacheError(f"{path} must hold one JSON object")
+        raise TableError(f"{path} must hold one JSON object")
     return values
 
 
@@ -128,13 +128,13 @@ def _layer_problems(paths: Iterable[str | os.PathLike[str]]) -> dict[str, Proble
         for name, problem in read_layers(path, ops=("fprop",)):
             # A repeated line is harmless, another layer of that name is not.
             if problems.setdefault(f"{path.stem}:{name}", problem) != problem:
-                raise CacheError(f"{path} has two layers called {name}; give them other names")
+                raise TableError(f"{path} has two layers called {name}; give them other names")
     return problems
 
 
 def _problem(row: Mapping[str, str], problems: Mapping[str, Problem], has_tf32: bool) -> Problem:
     if row["name"] not in problems:
-        raise CacheError(
+        raise TableError(
             f"layer {row['name']!r} is in none of the layer tables; name the table that the probe "
             f"was given"
         )

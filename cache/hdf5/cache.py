@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from time import time_ns
@@ -12,7 +11,7 @@ from time import time_ns
 import numpy as np
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import CacheInfo, CacheWarning, CheckReport, Entry, MergeReport
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport
 from ucudnn.cache.hdf5.check import check_folder
 from ucudnn.cache.hdf5.device_files import DeviceFiles
 from ucudnn.cache.hdf5.envelope import DamagedError, NewerError, verify
@@ -22,7 +21,7 @@ from ucudnn.cache.hdf5.store import DeviceStore
 from ucudnn.cache.summary import info_of
 from ucudnn.cache.table.builder import select_rows
 from ucudnn.cache.table.schema import matches, parse_where
-from ucudnn.errors import CacheError
+from ucudnn.errors import CacheError, CacheWarning, TableError, warn
 from ucudnn.measurement import Device, Measurement, MeasurementKey
 from ucudnn.system.forking import ForkSafeLock
 
@@ -226,10 +225,10 @@ class HDF5Cache(AbstractCache):
         folder = self._path.absolute()
         while not folder.exists():
             folder = folder.parent
-        return self._mode == "a" and folder.is_dir() and os.access(folder, os.W_OK)
+        return folder.is_dir() and os.access(folder, os.W_OK)
 
     def _report(self, sentence: str, severity: Severity) -> None:  # noqa: ARG002 - as `Report` has it
-        warnings.warn(sentence, CacheWarning, stacklevel=2)
+        warn(sentence, CacheWarning)
 
 
 def _copy_files(source: DeviceFiles, target: DeviceFiles) -> None:
@@ -260,5 +259,5 @@ def open_existing(path: str | os.PathLike[str]) -> HDF5Cache:
         CacheError: there is no such folder.
     """
     if not os.path.isdir(path):
-        raise CacheError(f"there is no cache in {path}: it is not a folder; name one that is")
+        raise TableError(f"there is no cache in {path}: it is not a folder; name one that is")
     return HDF5Cache(Path(path), "r")

@@ -30,7 +30,13 @@ def test_info_counts(folder: Path) -> None:
     assert info.records == 40
     assert info.files == 2
     assert info.file_bytes == sum(path.stat().st_size for path in folder.glob("*.h5"))
-    assert not info.writable
+    assert info.writable
+
+
+def test_a_folder_that_cannot_be_written_is_said_to_be_read_only(folder: Path) -> None:
+    file = folder.parent / "a file"
+    file.write_text("")
+    assert not commands.info(file / "cache").writable
 
 
 def test_check_only_looks_unless_told_to_fix(folder: Path) -> None:

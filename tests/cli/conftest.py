@@ -12,6 +12,7 @@ from ucudnn import cli
 from ucudnn.cli import console
 
 MODEL = """
+import torch
 from torch import nn
 
 def net():
@@ -25,6 +26,30 @@ def no_module():
 
 def needs_arguments(width):
     return nn.Conv2d(3, width, 1)
+
+made = net()
+
+class Conditional(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.embedding = nn.Embedding(10, width)
+        self.convolution = nn.Conv2d(3, width, 3)
+
+    def forward(self, x, t):
+        return self.convolution(x) + self.embedding(t)[:, :, None, None]
+
+def volumes():
+    return nn.Sequential(nn.Conv3d(4, 8, 3), nn.ReLU(), nn.Conv3d(8, 4, 1))
+
+def of_values():
+    class Model(nn.Conv1d):
+        def forward(self, x):
+            return super().forward(x) if x.sum() != 0 else x
+    return Model(3, 4, 3)
+
+def inputs():
+    yield {"x": torch.rand(2, 3, 8, 8), "t": torch.tensor([3, 9])}
+    yield torch.rand(4, 3, 6, 6), torch.tensor([0, 1, 2, 3])
 """
 
 HEADER = (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning")
 SHAPE = ("--input", "2x3x12x12")
 
 
@@ -39,3 +39,17 @@ def test_an_unknown_way_is_refused_before_anything_is_tuned(ucudnn, model):
     assert done.status == 2
     assert "ways must be some of eager, channels_last, compile" in done.err
     assert "'eager,fastest'" in done.err
+
+
+def test_flags_of_tuning_are_refused_where_nothing_is_tuned(ucudnn, model, tmp_path):
+    words = ("bench", f"{model}:net", *SHAPE, "--ways", "eager")
+    for flag in (("--time-budget", "3"), ("--cache", tmp_path), ("--plan", "net.plan.json")):
+        done = ucudnn(*words, *flag)
+        assert done.status == 2
+        assert f"--ways has none that follows a plan; leave out {flag[0]}" in done.err
+
+
+def test_several_sizes_of_inputs_are_refused(ucudnn, model):
+    done = ucudnn("bench", f"{model}:net", "--input", "2x3x12x12,2x3x9x9")
+    assert done.status == 2
+    assert "one input size, got 2 sizes" in done.err

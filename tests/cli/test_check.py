@@ -33,7 +33,7 @@ def test_a_plan_that_was_just_made_is_true_but_for_what_is_timed(ucudnn, planned
     assert done.status == 0, done.out
     assert "ok  device: " in done.out
     assert "skipped  canary" in done.out
-    assert done.out.endswith("The plan is true here.\n")
+    assert done.out.endswith("The plan is valid here.\n")
     found = json.loads(ucudnn("check", path, "--canaries", "0", "--json").out)
     assert found["is_true"] is True
     abouts = [one["about"] for one in found["findings"]]
@@ -48,7 +48,7 @@ def test_a_plan_of_another_torch_is_not(ucudnn, planned, tmp_path):
     done = ucudnn("check", old, "--canaries", "0")
     assert done.status == 1
     assert "NO  versions: torch 1.0 there and " in done.out
-    assert done.out.endswith("The plan is not true here any more.\n")
+    assert done.out.endswith("The plan is not valid here any more.\n")
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_canaries_are_timed(ucudnn, model, tmp_path, planned, one_thread):
 
 @pytest.mark.slow
 def test_bad_calls_of_check(ucudnn, tmp_path, planned):
-    assert ucudnn("check", tmp_path / "nowhere.json").status == 1
+    assert ucudnn("check", tmp_path / "nowhere.json").status == 2
     done = ucudnn("check", planned("plan"), "--canaries", "-1")
     assert done.status == 2
     assert "canaries must be at least 0, got -1" in done.err

@@ -161,3 +161,69 @@ def test_no_advice_on_a_recording(ucudnn, model):
     done = ucudnn("advise", f"{model}:net", "--input", "8x3x12x12", "--backend", "recorded")
     assert done.status == 2
     assert "advice is about this machine" in done.err
+
+
+def test_explain_needs_a_field(ucudnn):
+    done = ucudnn("cache", "explain")
+    assert done.status == 2
+    assert "name one or more" in done.err
+
+
+def test_cache_commands_for_machines(ucudnn, tmp_path):
+    with caches.open(tmp_path / "mine") as cache:
+        cache.put(testing.sample_measurements(3))
+    mine = ("--cache", tmp_path / "mine", "--json")
+    file = tmp_path / "timings.json"
+    assert json.loads(ucudnn("cache", "export", file, *mine).out) == {"measurements": 3}
+    other = ("--cache", tmp_path / "other", "--json")
+    assert json.loads(ucudnn("cache", "import", file, *other).out) == {"measurements": 3}
+    merged = json.loads(ucudnn("cache", "merge", tmp_path / "other", *mine).out)
+    assert merged == {"read": 3, "added": 0}
+    miss = ucudnn("cache", "explain", "--where", "software.torch=0.0", *mine)
+    assert json.loads(miss.out)["found"] is False
+    pruned = json.loads(ucudnn("cache", "prune", "--older-than-days", 9, *mine).out)
+    assert pruned == {"measurements": 0, "dry_run": False}
+    assert "(read-only)" not in ucudnn("cache", "info", "--cache", tmp_path / "mine").out
+
+
+def test_names_of_the_user_are_printed_as_they_are(ucudnn, model, tmp_path):
+    odd = tmp_path / "emoji.py"
+    odd.write_text("def fire(): raise ValueError('bad :fire: [red]x[/red]')")
+    done = ucudnn("trace", f"{odd}:fire", "--input", "2x3x9x9")
+    assert done.status == 2
+    assert "emoji.py:fire: ValueError: bad :fire: [red]x[/red]" in done.err
+    missing = ucudnn("show", ":fire:/[b]x.json")
+    assert "cannot read the plan :fire:/[b]x.json" in missing.err
+
+
+@pytest.mark.parametrize("words", [("tune", "-h"), ("-h",), ("cache", "-h"), ("run", "-h")])
+def test_short_help(ucudnn, words):
+    done = ucudnn(*words)
+    assert done.status == 0
+    assert "Usage: " in done.out
+
+
+def test_the_version(ucudnn):
+    import ucudnn as package
+
+    assert ucudnn("--version").out == f"ucudnn {package.__version__}\n"
+
+
+def test_completion_is_offered(ucudnn):
+    assert "--show-completion" in ucudnn("--help").out
+
+
+def test_progress_without_a_terminal_is_lines(ucudnn, model, monkeypatch):
+    from ucudnn.cli import console
+
+    monkeypatch.setattr(console, "_LINE_S", 0.0)
+    arguments = ("tune", f"{model}:net", "--input", "2x3x9x9", "--ops", "fprop", "--no-step-race")
+    loud = ucudnn(*arguments)
+    assert "ucudnn: tuning, " in loud.err
+    assert " measured, " in loud.err
+    assert "\n\n" not in loud.err
+    assert ucudnn(*arguments, "--remeasure", "-q").err == ""
+    said = ucudnn(*arguments, "-v")
+    assert "ucudnn: measured 0 candidates, reused" in said.err
+    monkeypatch.undo()
+    assert ucudnn(*arguments, "--json", "-q").err == ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 
 import pytest
 
+from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 
@@ -146,7 +149,28 @@ def test_show_one_kernel_every_batch(ucudnn, table, tmp_path):
 def test_show_json_is_the_plan(ucudnn, table, tmp_path):
     output = tmp_path / "plan.json"
     ucudnn("tune", table(), "--policy", "undivided", "-o", output)
-    assert json.loads(ucudnn("show", output, "--json").out) == json.loads(output.read_text())
+    shown, kept = json.loads(ucudnn("show", output, "--json").out), json.loads(output.read_text())
+    summaries = [kernel.pop("summary") for kernel in shown["kernels"]]
+    assert shown.pop("left_out") == []
+    del kept["checksum"]
+    assert shown == kept
+    assert shown["origin"]["protocol"] == PROTOCOL
+    assert shown["origin"]["made"].startswith("20")
+    rows = list(csv.DictReader(ucudnn("show", output, "--csv").out.splitlines()))
+    assert [list(row.values()) for row in rows] == [
+        ["" if value is None else str(value) for value in one.values()] for one in summaries
+    ]
+    plan = Plan.load(output)
+    for row, kernel in zip(rows, plan.kernels, strict=True):
+        assert int(row["plan_ns"]) == kernel.timing.time_ns
+        assert row["split"] == str(kernel.split(8))
+        assert float(row["gain"]) == pytest.approx(
+            1 if kernel.is_default else kernel.default.time_ns / kernel.timing.time_ns, rel=1e-3
+        )
+    markdown = ucudnn("show", output, "--markdown").out.splitlines()
+    assert len(markdown) == 2 + len(rows)
+    assert {line.count("|") for line in markdown} == {10}
+    assert ucudnn("show", output, "--markdown", "--csv").status == 2
 
 
 def test_settings_from_a_file_and_from_flags(ucudnn, table, tmp_path):
@@ -191,11 +215,58 @@ BAD_CALLS = {
     "no convolution": (("{model}:no_convolution", "--input", "2x3x3"), 2, "no convolution to plan"),
     "no input": (("{model}:net",), 2, "a model needs --input"),
     "wrong channels": (("{model}:net", "--input", "2x4x9x9"), 2, "shapes [(2, 4, 9, 9)]"),
-    "two sizes": (
-        ("{model}:net", "--input", "64x3"),
+    "two sizes": (("{model}:net", "--input", "64x3"), 2, "shapes [(64, 3)]"),
+    "a shape that ends in x": (("{model}:net", "--input", "64x"), 2, "SHAPE[,SHAPE ...][:DTYPE]"),
+    "no such dtype": (("{model}:net", "--input", "2x3x9x9:float8"), 2, "DTYPE one of float32"),
+    "other numbers of sizes": (
+        ("{model}:net", "--input", "2x3x9x9,1x3x9x9", "--input", "2,2,2"),
         2,
-        "--input must be batch x channels x sizes",
+        "one shape or as many as the others, got 2 and 3",
     ),
+    "no such keyword": (("{model}:net", "--input", "y=2x3x9x9"), 2, "y"),
+    "more than memory": (("{model}:net", "--input", "999999x3x16000x16000"), 2, "fit in memory"),
+    "inputs twice": (
+        ("{model}:net", "--input", SHAPE, "--inputs", "{model}:inputs"),
+        2,
+        "or else --inputs",
+    ),
+    "no inputs": (("{model}:net", "--inputs", "{model}:no_module"), 2, "it returned int"),
+    "arguments are no JSON": (
+        ("{model}:net", "--input", SHAPE, "--args", "{{"),
+        2,
+        "--args must be JSON",
+    ),
+    "arguments are a number": (
+        ("{model}:net", "--input", SHAPE, "--args", "3"),
+        2,
+        "a JSON object or list",
+    ),
+    "no colon": (("some_models", "--input", SHAPE), 2, "must be module:callable"),
+    "a model has its dtype": (
+        ("{model}:net", "--input", SHAPE, "--dtype", "float64"),
+        2,
+        "--dtype is for a table of layers",
+    ),
+    "a model has its math": (
+        ("{model}:net", "--input", SHAPE, "--math", "strict"),
+        2,
+        "--math is for a table of layers",
+    ),
+    "a table has no input": (("{table}", "--input", SHAPE), 2, "--input is for a model"),
+    "a table has no layout of its own": (
+        ("{table}", "--channels-last"),
+        2,
+        "--channels-last is for a model",
+    ),
+    "a table has no model": (("{table}", "--autocast"), 2, "--autocast is for a model"),
+    "a table has no steps": (("{table}", "--step-race"), 2, "--step-race runs steps of a model"),
+    "a CPU has no TF32": (("{table}", "--math", "tf32"), 2, "--math is about GPUs"),
+    "passes against passes": (
+        ("{model}:net", "--input", SHAPE, "--infer", "--ops", "wgrad"),
+        2,
+        "leave one out",
+    ),
+    "loud and quiet": (("{table}", "-v", "-q"), 2, "exclude each other"),
     "zero batch": (("{model}:net", "--input", "0x3x9x9"), 2, "got '0x3x9x9'"),
     "no such table": (("nowhere.csv",), 2, "cannot read the table of layers nowhere.csv"),
     "bad limit": (("{model}:net", "--input", SHAPE, "--workspace-limit", "8 potatoes"), 2, "64MiB"),
@@ -273,7 +344,7 @@ def test_show_what_is_no_plan(ucudnn, tmp_path):
         path = tmp_path / "some.json"
         path.write_text(text)
         done = ucudnn("show", path)
-        assert done.status == 1
+        assert done.status == 2
         assert said in done.err
     assert "No such file" in ucudnn("show", tmp_path / "none.json").err
 
@@ -351,3 +422,36 @@ def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, tmp_pat
     noise = json.loads(ucudnn(*arguments, "--json", "--remeasure").out)["noise"]
     assert noise["perturbed"] == 5
     assert noise["is_noisy"] is True
+
+
+def test_all_kernels_over_the_limit_are_named_with_the_one_that_fits(ucudnn, model, tmp_path):
+    output = tmp_path / "plan.json"
+    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided")
+    done = ucudnn(*arguments, "--workspace-limit", "1")
+    assert done.status == 1
+    named = re.findall(r"([\d.]+) KiB for (\w+ conv2d\(.*?\) at batch 8)", done.err)
+    assert len(named) > 1
+    suffices = re.search(r"raise the limit to (\S+) (\w+), which fits all", done.err)
+    assert float(suffices[1]) == max(float(need) for need, _ in named)
+    enough = "".join(suffices.groups())
+    fitting = ucudnn(*arguments, "--workspace-limit", enough, "-o", output)
+    assert fitting.status == 0, fitting.err
+    assert len(Plan.load(output).kernels) == 5
+
+
+@pytest.mark.filterwarnings("always:.*exceed the workspace limit")
+def test_the_limit_may_be_exceeded(ucudnn, model, tmp_path):
+    output = tmp_path / "plan.json"
+    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided", "--exceed")
+    done = ucudnn(*arguments, "--workspace-limit", "3KiB", "-o", output)
+    assert done.status == 0, done.err
+    plan = Plan.load(output)
+    assert "kernels exceed the workspace limit and run torch's own convolution" in done.err
+    assert plan.origin.over_limit == plan.left_out
+    assert len(plan.kernels) + len(plan.left_out) == 5
+    assert plan.left_out
+    assert all(kernel.timing.workspace_bytes <= 3 << 10 for kernel in plan.kernels)
+    assert "nothing fits the workspace limit for " in ucudnn("show", output).out
+    partial = ucudnn(*arguments, "--workspace-limit", "3KiB", "--fail-if-partial")
+    assert partial.status == 1
+    assert "The plan is partial" in partial.err

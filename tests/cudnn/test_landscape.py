@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from ucudnn.backends.cudnn.deviceless import list_configurations
-from ucudnn.backends.cudnn.enumeration import enumerate_table
+from ucudnn.backends.cudnn.enumeration import enumerate_candidates
 from ucudnn.backends.cudnn.profile import DeviceProfile
+from ucudnn.layer_table import read_rows
 from ucudnn.problem import Problem
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +95,9 @@ def test_resnet50_is_listed_whole(
     monkeypatch.setenv("XDG_CACHE_HOME", str(stub_cache))
     monkeypatch.setattr(sys, "path", [str(inside_928.library.parents[3]), *sys.path])
     table = ROOT / "benchmarks" / "layers" / "resnet50_n256.csv"
-    found = enumerate_table(table, H200, tmp_path / "candidates.csv")
+    layers = [(row.name, row.problem) for row in read_rows(table, has_tf32=True)]
+    profile = DeviceProfile.load(H200)
+    found = enumerate_candidates(layers, profile, tmp_path / "candidates.csv")
     assert (found.problems, found.candidates, found.rows) == (23 * 3 * 9, 21_532, 51_160)
     assert not found.refused
 

@@ -256,3 +256,21 @@ def test_other_versions_and_threads_are_said_once(plan_by_hand):
     assert len(caught) == 2
     assert "torch='1.0'" in str(caught[0].message)
     assert "99 threads" in str(caught[1].message)
+
+
+def test_a_plan_by_the_path_of_its_file_and_what_can_be_seen_of_it(plan_by_hand, tmp_path):
+    model = small_model()
+    plan = plan_by_hand(model, torch.empty(INPUT))
+    before = repr(model)
+    plan.save(tmp_path / "plan.json")
+    conversion = ucudnn.convert_(model, tmp_path / "plan.json")
+    assert conversion.swapped == ("0", "3")
+    assert repr(model).count(f"plan {plan.hash[:8]}") == 2
+    assert "BatchNorm2d" not in repr(conversion)
+    assert repr(conversion).startswith("<Conversion of Sequential: 2 layers follow the plan")
+    assert "<td>0, 3</td>" in conversion._repr_html_()
+    assert repr(ucudnn.revert_(model)) == before
+    with ucudnn.installed(str(tmp_path / "plan.json")):
+        pass
+    with pytest.raises(PlanError, match="No such file"):
+        ucudnn.convert_(model, "none.json")

@@ -18,8 +18,9 @@ from torch.nn import functional
 import ucudnn
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.config import Config
+from ucudnn.errors import UnplannedWarning
 from ucudnn.execution import override as dispatch
-from ucudnn.measurement import Device
+from ucudnn.measurement import Device, Origin
 
 
 @pytest.fixture(autouse=True)
@@ -356,3 +357,17 @@ def test_a_bias_that_is_not_contiguous(plan_by_hand, algorithm, chunk, bias_of):
         found = functional.conv2d(x, w, bias)
     expected = functional.conv2d(x.double(), w.double(), bias.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_that_was_left_out_is_not_said_to_be_unknown(plan_by_hand):
+    """Tuning with this shape is what the user did; there was no time for it."""
+    layer, x = torch.nn.Conv1d(3, 4, 3), torch.ones(2, 3, 9)
+    plan = plan_by_hand(layer, x)
+    fprop = next(kernel for kernel in plan.kernels if kernel.problem.op == "fprop")
+    rest = tuple(kernel for kernel in plan.kernels if kernel is not fprop)
+    partial = replace(plan, kernels=rest, origin=Origin(left_out=(str(fprop.problem),)))
+    with (
+        ucudnn.installed(partial),
+        pytest.warns(UnplannedWarning, match="was left out of the plan, because the time was over"),
+    ):
+        layer(x)

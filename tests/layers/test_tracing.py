@@ -281,3 +281,15 @@ def test_an_output_padding_of_a_stride_is_no_gradient_of_a_convolution(padding, 
     if problem is not None:
         y = functional.conv_transpose1d(x, w, stride=2, dilation=3, output_padding=padding)
         assert problem.result_shape == y.shape
+
+
+@pytest.mark.parametrize("call", [ucudnn.trace, ucudnn.tune, ucudnn.advise])
+def test_a_shape_in_place_of_inputs_is_said_to_be_one(call) -> None:
+    with pytest.raises(ConfigError, match=r"for a shape give torch.empty\(2, 3, 9, 9\)"):
+        call(torch.nn.Conv2d(3, 4, 3), (2, 3, 9, 9))
+
+
+@pytest.mark.parametrize("call", [ucudnn.tune, ucudnn.advise])
+def test_settings_in_a_dict_are_refused(call) -> None:
+    with pytest.raises(ConfigError, match="config must be a ucudnn.Config"):
+        call(torch.nn.Conv2d(3, 4, 3), torch.empty(2, 3, 9, 9), {"policy": "all"})

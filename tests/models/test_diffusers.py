@@ -93,7 +93,7 @@ def test_converted_it_computes_the_same_and_back_to_the_bit(make, random_plan):
         torch.testing.assert_close(step(model, inputs), truth, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning")
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
 def test_it_is_tuned():
     model, inputs = autoencoder()
     truth = model(**inputs).sample

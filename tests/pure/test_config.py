@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ucudnn.config import Config, read_environment
+from ucudnn.config import Config, read_environment, require_config
 from ucudnn.errors import ConfigError
 
 
@@ -96,6 +96,7 @@ ENVIRONMENT = [
     ("UCUDNN_TIME_BUDGET_S", "60", "time_budget_s", 60.0),
     ("UCUDNN_STEP_RACE", "0", "step_race", False),
     ("UCUDNN_CURVE", "1", "curve", True),
+    ("UCUDNN_EXCEED", "1", "exceed", True),
     ("UCUDNN_DEVICE_PROFILE", "h200.json", "device_profile", "h200.json"),
 ]
 
@@ -238,3 +239,22 @@ def test_a_switch_is_read_from_text(
 ) -> None:
     monkeypatch.setenv("UCUDNN_STEP_RACE", text)
     assert Config().step_race is value
+
+
+def test_a_value_from_the_environment_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCUDNN_WORKSPACE_LIMIT", "foo")
+    with pytest.raises(ConfigError, match=r"got 'foo'; it is from .* UCUDNN_WORKSPACE_LIMIT$"):
+        Config()
+    with pytest.raises(ConfigError, match="got 'bar'$"):
+        Config(workspace_limit="bar")
+    assert Config(workspace_limit=3).limit_bytes == 3
+
+
+def test_settings_of_another_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"config must be a ucudnn.Config, .* got dict"):
+        require_config({"workspace_limit": "1MiB"})
+
+
+def test_a_limit_that_may_be_exceeded_is_no_pool() -> None:
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        Config(exceed=True, total_workspace=3)

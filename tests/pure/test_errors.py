@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 
+import ucudnn
 from ucudnn import errors
 from ucudnn.errors import PlanError, RankError, UcudnnError
 
@@ -15,6 +18,8 @@ CLASSES = [
     value
     for _, value in inspect.getmembers(errors, inspect.isclass)
     if value.__module__ == errors.__name__
+    # Python's own base of interruptions is none of ours.
+    and not issubclass(value, (UserWarning, KeyboardInterrupt))
 ]
 
 
@@ -47,3 +52,37 @@ def test_rank_error_keeps_the_ranks() -> None:
 def test_misuse_is_also_a_value_error() -> None:
     assert issubclass(errors.ProblemError, ValueError)
     assert issubclass(errors.ConfigError, ValueError)
+
+
+def test_every_warning_has_one_base(package: Path) -> None:
+    """And all of them are in one module, as all errors are."""
+    found = [
+        node.name
+        for path in package.rglob("*.py")
+        if path.name != "errors.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Warning")
+    ]
+    assert found == []
+    warnings = {name for name in vars(errors) if name.endswith("Warning")}
+    assert len(warnings) >= 7
+    assert all(issubclass(getattr(errors, name), errors.UcudnnWarning) for name in warnings)
+    assert issubclass(errors.UcudnnWarning, UserWarning)
+
+
+def test_a_warning_shows_the_line_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCUDNN_WORKSPACE_LIMT", "3MiB")
+    with pytest.warns(errors.UcudnnWarning, match="UCUDNN_WORKSPACE_LIMT") as caught:
+        ucudnn.Config()
+    assert Path(caught[0].filename) == Path(__file__)
+
+
+def test_a_warning_from_within_a_model_shows_the_line_that_called_it() -> None:
+    import torch
+
+    from ucudnn import nn
+
+    layer = nn.Conv1d(3, 4, 3, config=ucudnn.Config(unplanned="torch"))
+    with pytest.warns(errors.UnplannedWarning) as caught:
+        torch.nn.Sequential(layer)(torch.ones(2, 3, 9))
+    assert Path(caught[0].filename) == Path(__file__)

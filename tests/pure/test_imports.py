@@ -18,7 +18,7 @@ import ucudnn
 
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
 VALUES = {
-    *("axis", "config", "errors", "layer_table", "measurement", "plan", "plan_file", "problem"),
+    *("axis", "config", "errors", "layer_table", "measurement", "plan", "problem"),
     *("races", "slabs", "split", "system", "units"),
 }
 # What each inner room may use beside itself.
@@ -86,6 +86,32 @@ def test_type_checkers_see_the_names_that_exist_when_it_runs(package: Path) -> N
         for alias in node.names
     }
     assert seen == set(ucudnn.__all__)
+
+
+def test_every_name_of_types_is_there_and_known_to_type_checkers(package: Path) -> None:
+    from ucudnn import types
+
+    tree = ast.parse((package / "types.py").read_text())
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        (node.module, alias.asname or alias.name)
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {name for _, name in seen} == set(types.__all__)
+    for module, name in seen:
+        assert getattr(types, name) is getattr(sys.modules[str(module)], name)
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = types.Nothing
+
+
+def test_importing_types_loads_no_framework(package: Path) -> None:
+    program = "import json, sys, ucudnn.types; print(json.dumps(list(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    command = [sys.executable, "-c", program]
+    output = subprocess.run(command, check=True, capture_output=True, env=environment).stdout
+    assert not HEAVY & set(json.loads(output))
 
 
 def test_no_import_cycle(package: Path) -> None:

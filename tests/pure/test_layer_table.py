@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ucudnn.errors import ConfigError
-from ucudnn.layer_table import COLUMNS, read_layers
+from ucudnn.layer_table import (
+    COLUMNS,
+    Row,
+    counted,
+    format_rows,
+    read_layers,
+    read_rows,
+)
 from ucudnn.problem import OPS, Problem
 
 FLAT = "flat,8,4,1,27,26,6,1,5,3,0,2,1,1,2,1,1,1,2,2"
@@ -89,3 +97,60 @@ def test_what_is_no_text_and_what_is_not_there_is_refused(path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read the table .*: 'utf-8'"):
         read_layers(path)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_what_was_written_is_read(path: Path, rank: int) -> None:
+    some = Problem("fprop", 4, 6, 8, (9, 8, 7)[:rank], (3, 1, 2)[:rank], dtype="bfloat16")
+    last = Problem("fprop", 4, 6, 8, (9, 8), (3, 3), layout="nhwc", math="tf32", groups=2)
+    rows = [
+        Row("a", some, 3, has_bias=True),
+        *(Row("a", replace(some, op=op), 3) for op in ("dgrad", "wgrad")),
+        Row("b,c", replace(last, op="wgrad"), 7),
+        # the passes of one layer, not equally often
+        Row("d", last, 9),
+        Row("d", replace(last, op="wgrad"), 5),
+    ]
+    path.write_text(format_rows(rows))
+    assert read_rows(path) == rows
+    assert len(path.read_text().splitlines()) == 5
+    only = [row for row in rows if row.problem.op == "wgrad"]
+    assert read_rows(path, ("wgrad",)) == only
+
+
+def test_calls_that_are_equal_are_counted() -> None:
+    one, two = (Problem("fprop", 2, 3, k, (9,), (3,)) for k in (4, 5))
+    rows = counted([("a", one), ("b", two), ("a", one), ("a", two)], {two})
+    assert rows == [Row("a", one, 2), Row("b", two, 1, True), Row("a", two, 1, True)]
+
+
+def test_what_the_table_says_is_not_said_twice(path: Path) -> None:
+    path.write_text(format_rows([Row("a", Problem("fprop", 2, 3, 4, (9,), (3,)))]))
+    for name in ("dtype", "layout", "math"):
+        with pytest.raises(ConfigError, match=f"{name} .* has a column {name}; leave one"):
+            read_rows(path, **{name: "strict"})
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "sentence"),
+    [
+        ("rank", "4", "line 2: rank is 1, 2 or 3, got '4'"),
+        ("ops", "fprop+bprop", r"line 2: ops names some of .* joined by \+, got 'fprop\+bprop'"),
+        ("bias", "yes", "line 2: bias names some of"),
+        ("count", "0", "line 2: count is an int of at least 1, got '0'"),
+        ("dtype", "float8", "line 2, layer flat: dtype must be one of"),
+        ("layout", "chwn", "line 2, layer flat: layout must be one of"),
+        ("math", "fast", "line 2, layer flat: math must be one of"),
+    ],
+)
+def test_a_bad_value_of_an_optional_column_is_named(
+    path: Path, column: str, value: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_rows(write(path, f"{FLAT},{value}", header=",".join((*COLUMNS, column))))
+
+
+def test_a_padding_without_a_column_is_refused() -> None:
+    uneven = Problem("fprop", 2, 3, 4, (9,), (3,), padding=((1, 0),))
+    with pytest.raises(ConfigError, match="one padding for both ends"):
+        format_rows([Row("a", uneven)])

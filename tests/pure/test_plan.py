@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.errors import ConfigError, PlanError, PlanFileError
+from ucudnn.measurement import Conditions, Device, Origin, Software
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
-from ucudnn.plan_file import sha256_of
 from ucudnn.problem import Problem
+from ucudnn.system.documents import sha256_of
 
 PERTURBED = "timed while others used the processors"
 TIMING = Timing(time_ns=900, spread_ns=9, workspace_bytes=4096, samples=7)
@@ -576,3 +576,36 @@ def layers(path: Path) -> list[Problem]:
             )
             for row in csv.DictReader(stream)
         ]
+
+
+def test_a_file_says_where_it_is_from_and_the_hash_does_not(tmp_path) -> None:
+    origin = Origin("net.py:net", ("8x3x9x9 float32",), "2026-01-31T12:00:00Z", "1.2", 5, "quick")
+    origin = replace(origin, left_out=("fprop conv2d(3->4, k3, 9x9) at batch 8",), seconds=3)
+    plain = Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config())
+    described = replace(plain, origin=origin)
+    assert (described.hash, described) == (plain.hash, plain)
+    path = tmp_path / "plan.json"
+    described.save(path)
+    loaded = Plan.load(path)
+    assert loaded.origin == origin
+    assert loaded.left_out == origin.left_out
+    assert "1 left out" in repr(loaded)
+    assert "net.py:net, on 8x3x9x9 float32, made 2026-01-31T12:00:00Z" in str(origin)
+
+
+@pytest.mark.parametrize("wrong", [{"seconds": "3"}, {"model": 3}, {"left_out": "abc"}, 3, [1]])
+def test_an_origin_of_other_types_is_damage(tmp_path, wrong) -> None:
+    plain = Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config())
+    document = {**plain.to_dict(), "origin": wrong}
+    del document["checksum"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**document, "checksum": sha256_of(document)}))
+    with pytest.raises(PlanFileError, match="is a damaged plan"):
+        Plan.load(path)
+
+
+def test_plans_are_short_to_print_and_show_what_they_hold_in_a_notebook() -> None:
+    plain = Plan((), Device("cpu", "<b>"), Software("2.13"), Conditions(), Config())
+    assert repr(plain).startswith(f"<Plan {plain.hash[:8]}: 0 kernels")
+    assert len(repr(plain)) < 200
+    assert "&lt;b&gt;" in plain._repr_html_()

@@ -96,3 +96,9 @@ def test_printed_time_has_three_digits_and_the_right_value(time_ns: int) -> None
 )
 def test_prints_a_time_in_the_largest_unit(time_ns: int, text: str) -> None:
     assert format_ns(time_ns) == text
+
+
+@pytest.mark.parametrize(("text", "meant"), [("64MB", "64MiB"), ("1.5 g", "1.5GiB")])
+def test_decimal_units_are_refused_with_what_was_meant(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+        parse_bytes(text)

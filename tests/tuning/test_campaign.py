@@ -9,13 +9,12 @@ import pytest
 
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back
 from ucudnn.tuning import budget, progress, session
 from ucudnn.tuning.confirmation import Finalist, choose
-from ucudnn.tuning.progress import TuningInterruptedError
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from ucudnn.backends import open_backend
 from ucudnn.check import check
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, UnsupportedError
-from ucudnn.measurement import Device
+from ucudnn.measurement import Device, Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning.tuner import tune_problems
@@ -173,3 +174,13 @@ def test_of_a_pool_a_kernel_may_take_what_is_left(here):
     assert said(plan)["canary 1"][0] is True
     here.costs["fast"] = cost(1, 2.6)
     assert said(plan)["canary 1"][0] is False
+
+
+def test_a_partial_plan_is_said_to_be_one_and_no_reason_to_say_no():
+    backend = open_backend("torch_cpu")
+    origin = Origin(left_out=("fprop conv1d(3->4, k3, 9) at batch 2",))
+    plan = Plan((), backend.device(), backend.software(), backend.conditions(), Config())
+    assert "complete" not in {finding.about for finding in check(plan, 0)}
+    findings = {one.about: one for one in check(replace(plan, origin=origin), 0)}
+    assert findings["complete"].is_true is None
+    assert "1 of 1 kernels are not in it" in findings["complete"].said

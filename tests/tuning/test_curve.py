@@ -111,7 +111,7 @@ def test_the_worst_of_all_kernels_is_named_with_the_least_budget(scripted):
     assert "its smallest plan needs 2 MiB (micro-batch 1, torch_default)" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning")
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
 def test_no_default_time_budget_breaks_a_memory_budget(scripted, monkeypatch):
     scripted(torch_default=lambda size: (size * MS, 2 * size * MIB))
     hurried = {"quick": replace(EFFORTS["quick"], least_budget_s=0.0, budget_steps=0)}

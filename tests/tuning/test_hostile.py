@@ -14,10 +14,9 @@ from ucudnn.backends import open_backend
 from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, UcudnnError
+from ucudnn.errors import ConfigError, UcudnnError, WrongResultWarning
 from ucudnn.measurement import FailureKind, Role
 from ucudnn.problem import Problem
-from ucudnn.tuning.measurer import WrongResultWarning
 from ucudnn.tuning.tuner import tune_problems
 
 CONFIG = {"policy": "undivided", "backend": "torch_cpu"}

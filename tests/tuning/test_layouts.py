@@ -17,16 +17,15 @@ from torch import nn
 import ucudnn
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.layout import lay_out_
 from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.reports.text import plan_verdict
 from ucudnn.tuning.layout_check import reason_against_layout
-from ucudnn.tuning.progress import TuningInterruptedError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning"),
-    pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
 ]
 AUTO = {"layout": "auto", "policy": "undivided", "effort": "quick"}
 SHAPE = (4, 3, 12, 12)

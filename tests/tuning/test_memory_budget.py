@@ -30,8 +30,8 @@ from ucudnn.tuning.step_profile import StepProfiler
 from ucudnn.tuning.tuner import tune_problems
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning"),
-    pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
 ]
 MIB = 1 << 20
 HERE = Path(__file__).parent

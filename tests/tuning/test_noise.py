@@ -12,11 +12,12 @@ from ucudnn import cache as caches
 from ucudnn.backends import DeviceState
 from ucudnn.backends.torch_cpu.load import LoadMeter
 from ucudnn.config import Config
+from ucudnn.errors import NoiseWarning
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_table
-from ucudnn.tuning.noise import Noise, NoiseWarning, noise_of
+from ucudnn.tuning.noise import Noise, noise_of
 from ucudnn.tuning.tuner import tune_problems
 
 MS = 1_000_000
@@ -151,7 +152,7 @@ def test_what_was_taken_under_load_is_taken_anew_when_it_is_quiet(backend):
         assert tuned(backend)[0] == 0
 
 
-@pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning")
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning")
 def test_a_recording_counts_as_it_is(backend):
     backend.load = 1.0
     _, plan = tuned(backend)
@@ -169,7 +170,7 @@ def test_all_times_are_taken_anew_where_that_is_wanted(backend):
     assert tuned(backend)[1].kernels[0].is_default
 
 
-@pytest.mark.filterwarnings("ignore::ucudnn.tuning.noise.NoiseWarning")
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning")
 def test_what_was_taken_under_load_replaces_nothing(backend):
     tuned(backend)
     quiet = {entry.key: entry for entry in entries() if entry.status == "ok"}

@@ -10,12 +10,11 @@ import warnings
 import pytest
 
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning import progress
-from ucudnn.tuning.progress import TuningInterruptedError
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20

@@ -15,12 +15,11 @@ from torch import nn
 
 import ucudnn
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.races import StepRace
-from ucudnn.tuning.progress import TuningInterruptedError
 from ucudnn.tuning.step_judge import StepJudge, StepMeter
 
 MIB = 1 << 20
@@ -173,7 +172,7 @@ def state_of(model):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ucudnn.tuning.progress.UntunedWarning")
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
 def test_judging_leaves_a_model_as_it_was(stateful_model):
     model, x = stateful_model, torch.randn(4, 3, 12, 12)
     model(x).sum().backward()

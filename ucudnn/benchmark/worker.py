@@ -21,6 +21,7 @@ from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.bench import THOROUGHLY, AbstractBench, Arm, How, LocalBench, Look, Whole
 from ucudnn.benchmark.failures import CandidateError, Failure, LostError, failure_of
 from ucudnn.benchmark.rounds import Result
+from ucudnn.config import environment_without_startup
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import FailureKind
 from ucudnn.split import Split
@@ -97,7 +98,7 @@ class Worker:
         # The child must find the same packages, whatever this process did to `sys.path`. An empty
         # entry there stands for the current folder.
         environment = {
-            **os.environ,
+            **environment_without_startup(),
             "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
         }
         self._child = subprocess.Popen(  # noqa: S603 - our own interpreter and module

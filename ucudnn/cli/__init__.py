@@ -4,44 +4,91 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
+from traceback import print_exception
+from types import TracebackType
+from typing import Annotated
 
 import typer
 
-from ucudnn.cli import cache, look
+from ucudnn import __version__
+from ucudnn.cli import cache, look, script, tables
 from ucudnn.cli.advise import advise
 from ucudnn.cli.bench import bench
 from ucudnn.cli.check import check, compare
 from ucudnn.cli.console import (
+    CRASHED,
     ENVIRONMENT,
     INTERRUPTED,
     SAYS_NO,
     USAGE,
     InterruptedCommandError,
     fail,
+    say,
     show_warning,
 )
 from ucudnn.cli.launch import launch
+from ucudnn.cli.options import common
 from ucudnn.cli.tune import tune
-from ucudnn.errors import ConfigError, PlanError, ProblemError, UcudnnError
+from ucudnn.config import Startup, set_startup
+from ucudnn.errors import (
+    ConfigError,
+    OutputError,
+    PlanError,
+    PlanFileError,
+    ProblemError,
+    TableError,
+    UcudnnError,
+)
+
+# Errors that a command ends with on purpose.
+_EXPECTED = (UcudnnError, InterruptedCommandError)
 
 app = typer.Typer(
     name="ucudnn",
     help="Split the mini-batch of each convolution, so that fast algorithms fit.",
     no_args_is_help=True,
-    add_completion=False,
+    # -h as well, which commands inherit.
+    context_settings={"help_option_names": ["-h", "--help"]},
     # Expected errors are sentences (`main`); of any other Python's own traceback tells most.
     pretty_exceptions_enable=False,
 )
-app.command()(tune)
-app.command()(advise)
-app.command()(bench)
-app.command("enumerate")(look.enumerate_)
-app.command()(look.show)
-app.command()(look.report)
-app.command()(look.doctor)
-app.command()(check)
-app.command()(compare)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"ucudnn {__version__}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
+]
+
+
+@app.callback()
+def _before(context: typer.Context, version: VersionOption = False) -> None:
+    del version  # its callback has printed it
+    # Commands measure and check what torch does by itself. The ranks of `launch` follow a plan.
+    if context.invoked_subcommand not in ("run", "launch"):
+        set_startup(Startup())
+
+
+app.command()(common(tune))
+app.command()(common(advise))
+app.command()(common(bench))
+app.command()(common(tables.trace))
+app.command("enumerate")(common(tables.enumerate_))
+app.command(context_settings=script.SETTINGS)(script.run)
+app.command(context_settings=script.SETTINGS)(script.record)
+app.command()(common(look.show))
+app.command()(common(look.report))
+app.command()(common(look.doctor))
+app.command()(common(check))
+app.command()(common(compare))
 # What follows the script's name are the script's options.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(cache.app, name="cache")
@@ -50,23 +97,67 @@ app.add_typer(cache.app, name="cache")
 def main() -> None:
     """Run the command line; an error prints one sentence and sets the exit status.
 
-    Exit status: 0 done, 1 the answer is no, 2 wrong usage, 3 the environment does not allow it,
-    130 interrupted.
+    Exit status: 0 done, 1 the answer is no, 2 wrong usage or a file that cannot be read, 3 the
+    environment does not allow it, 4 an error of ucudnn itself, 130 interrupted. A script that `run`
+    or `record` runs has its own.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # files may hold names that no terminal can show
-            stream.reconfigure(errors="backslashreplace")
+    call = _command()
+    # Outside of everything that the commands changed in this process, and of any exception.
+    if call is not None:
+        script.execute(call)
+
+
+def _command() -> script.ScriptCall | None:
+    """Run a command; returns the script that it asks to run, if it does."""
+    with _printable_names():
+        try:
+            # It puts `showwarning` back at the end, for a caller that goes on after `main`.
+            with warnings.catch_warnings(), _OwnErrors():
+                warnings.showwarning = show_warning
+                app()
+        except script.ScriptCall as call:
+            return call
+        except InterruptedCommandError as error:
+            fail(str(error), INTERRUPTED)
+        except UcudnnError as error:
+            fail(str(error), _status(error))
+    return None
+
+
+def _status(error: UcudnnError) -> int:
+    """The exit status of an error that a command ends with."""
+    # A full disk is no fault of whoever named the file.
+    if isinstance(error, (ConfigError, ProblemError, PlanFileError, TableError)):
+        return USAGE
+    if isinstance(error, PlanError) and not isinstance(error, OutputError):
+        return SAYS_NO
+    return ENVIRONMENT
+
+
+class _OwnErrors:
+    """Tell errors of ucudnn itself from the answer no, which Python's own exit status is."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del kind, traceback
+        if isinstance(error, Exception) and not isinstance(error, _EXPECTED):
+            print_exception(error)
+            sys.exit(CRASHED)
+
+
+@contextmanager
+def _printable_names() -> Iterator[None]:
+    """Let stdout and stderr take names that no terminal can show; afterwards as before."""
+    streams = [one for one in (sys.stdout, sys.stderr) if isinstance(one, TextIOWrapper)]
+    before = [stream.errors for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="backslashreplace")
     try:
-        # It puts `showwarning` back at the end, for a caller that goes on after `main`.
-        with warnings.catch_warnings():
-            warnings.showwarning = show_warning
-            app()
-    except InterruptedCommandError as error:
-        fail(str(error), INTERRUPTED)
-    # The subclasses come first: the first clause that matches sets the exit status.
-    except (ConfigError, ProblemError) as error:
-        fail(str(error), USAGE)
-    except PlanError as error:
-        fail(str(error), SAYS_NO)
-    except UcudnnError as error:
-        fail(str(error), ENVIRONMENT)
+        yield
+    finally:
+        for stream, errors in zip(streams, before, strict=True):
+            stream.reconfigure(errors=errors)

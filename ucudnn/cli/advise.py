@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich import box
-from rich.progress import Progress
 from rich.table import Table
 
 from ucudnn.cli import options
-from ucudnn.cli.console import err, out, say
-from ucudnn.cli.options import JsonOption, settings
-from ucudnn.cli.targets import name_model
+from ucudnn.cli.console import bar, out, say
+from ucudnn.cli.options import JsonOption, passes, settings
+from ucudnn.cli.targets import Recipe, name_model
 from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -21,13 +19,10 @@ if TYPE_CHECKING:
     from ucudnn.tuning.advice import Advice
 
 
+@options.takes_model(options.ModelArgument)
 def advise(
-    model: Annotated[str, typer.Argument(help="module:callable that returns a model.")],
-    input: options.InputOption = None,
+    recipe: Recipe,
     ops: options.OpsOption = None,
-    channels_last: options.ChannelsLastOption = False,
-    autocast: options.AutocastOption = False,
-    infer: options.InferOption = False,
     config_file: options.ConfigFileOption = None,
     backend: options.BackendOption = None,
     as_json: JsonOption = False,
@@ -36,28 +31,26 @@ def advise(
 
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
-    config = settings(config_file, {"ops": "fprop" if infer else ops, "backend": backend})
+    given = {"ops": passes(ops, recipe.infer), "backend": backend}
+    config = settings(config_file, given)
     # These import torch, which takes seconds: not for --help, nor for a setting that is wrong.
     from ucudnn.tuning.advisor import advised, require_live
     from ucudnn.tuning.tuner import device_type
 
     require_live(config)
     # After `require_live`, because making a model may take long.
-    named = name_model(model, input or [], channels_last, autocast, infer)
+    named = name_model(recipe)
     traced = named.trace(config.ops, device_type(config))
     # Tracing needs shapes only; the steps that run from here on need values.
     named.fill()
     # On stderr, so that stdout holds nothing but the result.
-    with Progress(console=err, transient=True) as bar, named.context():
-        task = bar.add_task("running steps", total=None)
+    with bar("running steps") as update, named.context():
         found = advised(
             named.module,
-            named.inputs,
+            named.examples,
             traced,
             config,
-            lambda done, total: bar.update(
-                task, completed=done, total=total, description="timing kernels"
-            ),
+            lambda done, total: update(done, total, "timing kernels"),
         )
     if as_json:
         # Not through rich, which breaks long lines.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -13,21 +13,21 @@ from rich.table import Table
 
 from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.cli import options
-from ucudnn.cli.console import err, out, progress, say
-from ucudnn.cli.options import CacheOption, JsonOption, settings
-from ucudnn.cli.targets import NamedModel, name_model
+from ucudnn.cli.console import bar, out, progress, say
+from ucudnn.cli.options import CacheOption, JsonOption, passes, settings
+from ucudnn.cli.targets import NamedModel, Recipe, name_model
 from ucudnn.errors import ConfigError
 from ucudnn.plan import Plan
-from ucudnn.steps.result import WAYS, StepBench, ways_of
+from ucudnn.steps.result import WAYS, StepBench, Way, ways_of
 from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from ucudnn.config import Config
 
 
+@options.takes_model(options.ModelArgument)
 def bench(
-    model: Annotated[str, typer.Argument(help="module:callable that returns a model.")],
-    input: options.InputOption = None,
+    recipe: Recipe,
     plan: Annotated[
         Path | None, typer.Option(help="A plan file; default: tune now, for the better layout.")
     ] = None,
@@ -39,9 +39,6 @@ def bench(
     layout: options.LayoutOption = None,
     effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
-    channels_last: options.ChannelsLastOption = False,
-    autocast: options.AutocastOption = False,
-    infer: options.InferOption = False,
     config_file: options.ConfigFileOption = None,
     backend: options.BackendOption = None,
     cache: CacheOption = None,
@@ -52,37 +49,74 @@ def bench(
     Example: ucudnn bench examples/models.py:resnet18 --input 32x3x224x224 --workspace-limit 16MiB
     """
     given = {"workspace_limit": workspace_limit, "effort": effort, "time_budget_s": time_budget}
-    given |= {"backend": backend, "cache": cache, "ops": "fprop" if infer else None}
+    given |= {"backend": backend, "cache": cache, "layout": layout}
+    chosen = ways_of(ways)
+    # Flags of tuning and of the trace before it.
+    of_tuning = {**given, "config": config_file, "real": recipe.real or None}
+    _refuse_idle(of_tuning, plan, is_planned=any(way.is_planned for way in chosen))
+    given |= {"ops": passes(None, recipe.infer)}
     # Of a setting that nobody gave, the better layout: this command looks for the fastest step.
     given |= {"layout": layout or (None if config_file else "auto")}
-    chosen = ways_of(ways)
     config = settings(config_file, given)
-    if plan is not None and any(value is not None for value in (workspace_limit, layout, effort)):
-        raise ConfigError(
-            "--plan is tuned already; leave out --workspace-limit, --layout, --effort"
-        )
     loaded = None if plan is None else Plan.load(plan)
-    # torch is imported only now that the command line is known to be right.
-    from ucudnn.steps.bench import bench_steps
-
-    named = name_model(model, input or [], channels_last, autocast, infer)
+    named = _one_size(name_model(recipe))
     named.fill()
     seconds = 0.0
     if loaded is None and any(way.is_planned for way in chosen):
         began = time.monotonic()
         loaded = _tuned(named, config)
         seconds = time.monotonic() - began
-    with err.status("") as status, named.context():
-        found = bench_steps(
+    found = _bench(named, loaded, chosen, rounds)
+    _print(found, loaded, seconds, as_json)
+
+
+def _refuse_idle(of_tuning: dict[str, Any], plan: Path | None, is_planned: bool) -> None:
+    """Refuse flags of tuning where nothing is tuned, and a plan that no step follows."""
+    idle = [name for name, value in of_tuning.items() if value is not None]
+    reason = "--plan is tuned already"
+    if not is_planned:
+        reason = "--ways has none that follows a plan"
+        idle += [] if plan is None else ["plan"]
+    elif plan is None:
+        return
+    if idle:
+        flags = ", ".join(_flag(name) for name in idle)
+        raise ConfigError(f"{reason}; leave out {flags}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.removesuffix('_s').replace('_', '-')}"
+
+
+def _one_size(named: NamedModel) -> NamedModel:
+    if len(named.examples) > 1:
+        raise ConfigError(
+            f"ucudnn bench times steps of one input size, got {len(named.examples)} sizes; "
+            f"call it once for each"
+        )
+    return named
+
+
+def _bench(named: NamedModel, plan: Plan | None, chosen: tuple[Way, ...], rounds: int) -> StepBench:
+    # torch is imported only now that the command line is known to be right.
+    from ucudnn.steps.bench import bench_steps
+
+    begun: list[str] = []
+    with bar("timing steps") as update, named.context():
+
+        def on_progress(name: str) -> None:
+            update(len(begun), len(chosen), f"first step by {name}, then the rounds")
+            begun.append(name)
+
+        return bench_steps(
             named.module,
-            named.inputs,
-            loaded,
-            training=not infer,
+            named.examples[0],
+            plan,
+            training=not named.recipe.infer,
             ways=chosen,
             rounds=rounds,
-            on_progress=lambda name: status.update(f"first step by {name}, then the rounds"),
+            on_progress=on_progress,
         )
-    _print(found, loaded, seconds, as_json)
 
 
 def _tuned(named: NamedModel, config: Config) -> Plan:
@@ -93,7 +127,7 @@ def _tuned(named: NamedModel, config: Config) -> Plan:
     traced = named.trace(config.ops, where)
     with progress() as (on_progress, _), named.context():
         return tune_traced(
-            named.module, named.inputs, traced, config, on_progress, device_type=where
+            named.module, named.examples, traced, config, on_progress, device_type=where
         )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from ucudnn.cli.console import SAYS_NO, say
-from ucudnn.cli.options import CacheOption, JsonOption
+from ucudnn.cli.options import CacheOption, JsonOption, common
+from ucudnn.errors import CacheError, CacheWarning, ConfigError
 from ucudnn.units import format_bytes
 
-app = typer.Typer(help="Look at and look after the measurement cache.", no_args_is_help=True)
+app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is_help=True)
 
 WhereOption = Annotated[
     list[str] | None,
@@ -22,6 +26,7 @@ WhereOption = Annotated[
 
 
 @app.command()
+@common
 def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
     """Print the contents of the cache: devices, measurements, versions.
 
@@ -41,6 +46,7 @@ def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+@common
 def check(
     fix: Annotated[bool, typer.Option("--fix", help="Put right what can be.")] = False,
     cache: CacheOption = None,
@@ -66,75 +72,122 @@ def check(
 
 
 @app.command()
+@common
 def merge(
     others: Annotated[list[Path], typer.Argument(help="Folders of other caches, only read.")],
     cache: CacheOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Add the entries of other caches.
 
     Example: ucudnn cache merge /mnt/fleet/ucudnn
     """
-    report = _cache_commands().merge(others, cache)
-    say(f"read {report.read} measurements, {report.added} of them new here")
+    with _kept():
+        report = _cache_commands().merge(others, cache)
+    _tell(
+        f"read {report.read} measurements, {report.added} of them new here", asdict(report), as_json
+    )
 
 
 @app.command()
+@common
 def export(
     file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.")],
     where: WhereOption = None,
     cache: CacheOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Write measurements to a CSV or JSON file, without loss.
 
     Example: ucudnn cache export timings.csv --where problem.op=fprop
     """
     count = _cache_commands().export(file, cache, where or ())
-    say(f"wrote {count} measurements to {file}")
+    _tell(f"wrote {count} measurements to {file}", {"measurements": count}, as_json)
 
 
 # The name is given, because `import` itself cannot be the name of a function.
 @app.command("import")
+@common
 def import_(
     file: Annotated[Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.")],
     layers: Annotated[
         list[Path] | None, typer.Option(help="A layer table that the probe was given.")
     ] = None,
     cache: CacheOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Add the measurements of a file; all of them, or none.
 
     Example: ucudnn cache import timings.csv
     """
-    count = _cache_commands().import_(file, cache, layers or ())
-    say(f"read {count} measurements from {file}")
+    with _kept():
+        count = _cache_commands().import_(file, cache, layers or ())
+    _tell(f"read {count} measurements from {file}", {"measurements": count}, as_json)
 
 
 @app.command()
+@common
 def prune(
     where: WhereOption = None,
     older_than_days: Annotated[float | None, typer.Option(help="Only what is older.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     cache: CacheOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove measurements that match, such as those of old versions.
 
     Example: ucudnn cache prune --where software.torch=2.12.0
     """
     count = _cache_commands().prune(cache, where or (), older_than_days, dry_run)
-    say(f"{'would remove' if dry_run else 'removed'} {count} measurements")
+    _tell(
+        f"{'would remove' if dry_run else 'removed'} {count} measurements",
+        {"measurements": count, "dry_run": dry_run},
+        as_json,
+    )
 
 
 @app.command()
-def explain(where: WhereOption = None, cache: CacheOption = None) -> None:
+@common
+def explain(
+    where: WhereOption = None, cache: CacheOption = None, as_json: JsonOption = False
+) -> None:
     """Say whether a measurement is in the cache, and if not, how the nearest one differs.
 
     Exit status 1 if there is none. Example: ucudnn cache explain --where problem.batch=32
     """
-    found = _cache_commands().explain(where or (), cache)
-    say(str(found))
+    if not where:
+        raise ConfigError(
+            "explain looks for a measurement and was given no field of it; name one or more, such "
+            "as --where problem.batch=32"
+        )
+    found = _cache_commands().explain(where, cache)
+    if as_json:
+        print(json.dumps({"found": found.found, "entries": found.entries, "said": str(found)}))
+    else:
+        say(str(found))
     # The answer is no, which is the exit status that scripts test for.
     if not found.found:
         raise typer.Exit(SAYS_NO)
+
+
+def _tell(sentence: str, document: dict[str, Any], as_json: bool) -> None:
+    # Not through rich, which breaks long lines.
+    print(json.dumps(document)) if as_json else say(sentence)
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Fail where the cache cannot be written, which tuning only warns of: this is all there is.
+
+    Raises:
+        CacheError: what was to be added is only in memory.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        try:
+            yield
+        except CacheWarning as warning:
+            raise CacheError(str(warning)) from warning
 
 
 def _cache_commands() -> Any:

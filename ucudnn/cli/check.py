@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from dataclasses import asdict
@@ -9,9 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 
-from ucudnn.cli.console import SAYS_NO, err, out, say
+from ucudnn.cli.console import SAYS_NO, bar, out, say
 from ucudnn.cli.options import JsonOption
 from ucudnn.plan import Plan
 
@@ -34,11 +34,11 @@ def check(
     # It imports torch, for which a wrong path need not wait.
     from ucudnn.check import check as check_plan
 
-    with Progress(console=err, transient=True) as bar:
-        # One finding each for device, versions, conditions and build, then the canaries. That on
-        # determinism, which few plans have, takes no time of its own.
-        task = bar.add_task("checking", total=4 + canaries)
-        findings = check_plan(loaded, canaries, lambda _: bar.advance(task))
+    # One finding each for device, versions, conditions and build, then the canaries. That on
+    # determinism, which few plans have, takes no time of its own.
+    numbers = itertools.count(1)
+    with bar("checking") as update:
+        findings = check_plan(loaded, canaries, lambda _: update(next(numbers), 4 + canaries))
     # What was not looked at is no reason to say no.
     is_true = all(finding.is_true is not False for finding in findings)
     if as_json:
@@ -47,7 +47,7 @@ def check(
     else:
         for finding in findings:
             say(f"{_WORDS[finding.is_true]:>7}  {finding.about}: {finding.said}")
-        say("The plan is true here." if is_true else "The plan is not true here any more.")
+        say("The plan is valid here." if is_true else "The plan is not valid here any more.")
     sys.exit(0 if is_true else SAYS_NO)
 
 
@@ -64,12 +64,14 @@ def compare(
     from ucudnn.reports.text import comparison_summary, comparison_table
 
     found = compare_plans(Plan.load(one), Plan.load(other))
+    names = (str(one), str(other))
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
         for difference in found.differences:
             say(f"{difference.name}: {difference.one} | {difference.other}")
         if found.changed:
-            out.print(comparison_table(found))
-        say(comparison_summary(found))
+            out.print(comparison_table(found, names))
+        for sentence in comparison_summary(found, names):
+            say(sentence)
     sys.exit(0 if found.is_same else SAYS_NO)

@@ -1,76 +1,30 @@
-"""`ucudnn enumerate`, `show`, `report`, `doctor`: engines, plans, and facts of this machine."""
+"""`ucudnn show`, `report`, `doctor`: plans, and facts of this machine."""
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 from rich.table import Table
 
-from ucudnn.cli import options
-from ucudnn.cli.console import err, out, say
-from ucudnn.cli.options import CacheOption, JsonOption, settings
-from ucudnn.cli.targets import name_model
+from ucudnn import __version__
+from ucudnn.cli.console import bar, out, say
+from ucudnn.cli.options import (
+    CacheOption,
+    InferOption,
+    InputOption,
+    JsonOption,
+    passes,
+    settings,
+)
+from ucudnn.cli.targets import Recipe, name_model
 from ucudnn.config import Config
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.units import format_bytes, format_ns
-
-
-def enumerate_(
-    problems: Annotated[Path, typer.Argument(help="A CSV table of layers.")],
-    device_profile: Annotated[
-        Path, typer.Option(help="JSON file that `doctor` wrote on the device.", metavar="FILE")
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="CSV file to write.")],
-    ops: Annotated[
-        str | None, typer.Option(help="Some of fprop,dgrad,wgrad, separated by commas.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Of all layers.")] = "float32",
-    layout: Annotated[str, typer.Option(help="Of all layers: nchw or nhwc.")] = "nchw",
-    math: Annotated[
-        str, typer.Option(help="For float32: tf32 allows it, strict does not.")
-    ] = "tf32",
-    batches: Annotated[
-        str | None, typer.Option(help="Micro-batches such as 1,32; default: powers of two.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """List every cuDNN engine configuration that could run each layer; needs no GPU.
-
-    Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
-    --device-profile benchmarks/devices/h200.json -o candidates.csv
-    """
-    # Imports the cuDNN backend, for which --help need not wait.
-    from ucudnn.backends.cudnn.enumeration import enumerate_table
-
-    start = time.monotonic()
-    with Progress(console=err, transient=True) as bar:
-        task = bar.add_task("asking cuDNN", total=None)
-        found = enumerate_table(
-            problems,
-            device_profile,
-            output,
-            # Through `Config`, which checks the names and has the default.
-            ops=settings(None, {"ops": ops}).ops,
-            dtype=dtype,
-            layout=layout,
-            math=math,
-            batches=batches,
-            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    seconds = round(time.monotonic() - start, 3)
-    if as_json:
-        # Not through rich, which breaks long lines.
-        print(json.dumps({**asdict(found), "seconds": seconds, "output": str(output)}))
-        return
-    for sentence in (*found.refused, f"{found} in {seconds:.1f} s; written to {output}."):
-        say(sentence)
 
 
 def show(
@@ -83,18 +37,29 @@ def show(
     curve: Annotated[
         bool, typer.Option("--curve", help="Time of all convolutions over the memory.")
     ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one row per kernel.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a plan: for each kernel torch's default, the split, times and workspaces.
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
+    forms = [as_csv, as_markdown, as_json, kernel is not None]
+    if sum(forms) > 1:
+        raise ConfigError("--csv, --markdown, --json and --kernel exclude each other; leave one")
     loaded = Plan.load(plan)
     if curve:
         _show_curve(loaded, as_json)
         return
-    if as_json:
-        print(json.dumps(loaded.to_dict()))
+    if any(forms[:3]):
+        from ucudnn.reports.rows import plan_csv, plan_document, plan_markdown
+
+        # Not through rich, which breaks long lines.
+        if as_json:
+            print(json.dumps(plan_document(loaded)))
+        else:
+            print(plan_csv(loaded) if as_csv else plan_markdown(loaded), end="")
         return
     if kernel is None:
         _show_all(loaded)
@@ -107,16 +72,20 @@ def _show_all(plan: Plan) -> None:
     from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
     from ucudnn.tuning.noise import noise_of
 
+    if plan.origin is not None:
+        out.print(str(plan.origin))
     # The width decides which columns the table has.
     out.print(plan_table(plan, out.width))
-    out.print(plan_summary(plan), highlight=False)
+    out.print(plan_summary(plan))
     if plan.layout_race is not None:
         if plan.layout_race.contestants:
             out.print(layout_table(plan.layout_race))
         say(as_sentence(str(plan.layout_race)))
+    if plan.layout_hint is not None:
+        say(as_sentence(str(plan.layout_hint)))
     if plan.memory is not None:
         say(as_sentence(str(plan.memory)))
-    out.print(f"Noise: {noise_of(plan)}.", highlight=False)
+    out.print(f"Noise: {noise_of(plan)}.")
 
 
 def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
@@ -229,8 +198,8 @@ def doctor(
         str | None,
         typer.Option(help="Scan this model, module:callable, for cliffs.", metavar="MODEL"),
     ] = None,
-    input: options.InputOption = None,
-    infer: options.InferOption = False,
+    input: InputOption = None,
+    infer: InferOption = False,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -239,8 +208,10 @@ def doctor(
     Example: ucudnn doctor --cliffs examples/models.py:resnet18 --input 32x3x224x224
     """
     if cliffs is not None:
-        _find_cliffs(cliffs, input or [], infer, as_json)
+        _find_cliffs(Recipe(cliffs, tuple(input or ()), infer=infer), as_json)
         return
+    if input or infer:
+        raise ConfigError("--input and --infer describe the model of --cliffs, which is not given")
     # Under another name, because this function has the module's.
     from ucudnn import doctor as room
 
@@ -252,9 +223,10 @@ def doctor(
     found = room.diagnose(cache or Config().cache)
     if as_json:
         # A property, which `asdict` leaves out.
-        print(json.dumps({**asdict(found), "advice": found.advice}))
+        print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": __version__}))
         return
     rows = {
+        "ucudnn": __version__,
         "device": str(found.device),
         "torch": found.software.torch,
         "oneDNN": found.software.onednn or "not in this torch",
@@ -272,23 +244,17 @@ def doctor(
         say(sentence)
 
 
-def _find_cliffs(model: str, inputs: list[str], infer: bool, as_json: bool) -> None:
+def _find_cliffs(recipe: Recipe, as_json: bool) -> None:
     """Scan the convolutions of a model's step."""
     from ucudnn.backends import open_backend
     from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
     from ucudnn.tuning.tuner import device_type, layers_by_problem
 
-    config = settings(None, {"ops": "fprop" if infer else None})
-    named = name_model(model, inputs, channels_last=False, autocast=False, infer=infer)
+    config = settings(None, {"ops": passes(None, recipe.infer)})
+    named = name_model(recipe)
     layers = layers_by_problem(named.trace(config.ops, device_type(config)).layers, config)
-    with Progress(console=err, transient=True) as bar:
-        task = bar.add_task("scanning kernels", total=len(layers))
-        found = find_cliffs(
-            layers,
-            open_backend(config.backend),
-            large_blocks_stay,
-            lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with bar("scanning kernels") as update:
+        found = find_cliffs(layers, open_backend(config.backend), large_blocks_stay, update)
     if as_json:
         # Not through rich, which breaks long lines.
         print(json.dumps(found.to_dict()))

@@ -7,27 +7,28 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ucudnn.cli import options
-from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, err, out, progress, say
-from ucudnn.cli.options import CacheOption, JsonOption, settings
-from ucudnn.cli.targets import NamedModel, name_model
-from ucudnn.config import LAYOUTS, Config
-from ucudnn.errors import ConfigError
+from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, out, progress, say, say_error
+from ucudnn.cli.options import CacheOption, JsonOption, passes, settings
+from ucudnn.cli.tables import TableFlags, read_traced
+from ucudnn.cli.targets import NamedModel, Recipe, name_model
+from ucudnn.config import Config
+from ucudnn.errors import ConfigError, TuningInterruptedError
+from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
-from ucudnn.problem import Problem
 
 if TYPE_CHECKING:
     from ucudnn.tracing import Traced
     from ucudnn.tuning.progress import Progress
 
 
+@options.takes_model(options.ModelOrTableArgument)
 def tune(
-    model: Annotated[str, typer.Argument(help="module:callable that returns a model, or a CSV.")],
-    input: options.InputOption = None,
+    recipe: Recipe,
     output: options.OutputOption = None,
     workspace_limit: options.WorkspaceLimitOption = None,
     total_workspace: options.TotalWorkspaceOption = None,
@@ -35,16 +36,13 @@ def tune(
     solver: options.SolverOption = None,
     policy: options.PolicyOption = None,
     ops: options.OpsOption = None,
-    dtype: options.DtypeOption = "float32",
+    dtype: options.DtypeOption = None,
     layout: options.LayoutOption = None,
-    channels_last: options.ChannelsLastOption = False,
-    autocast: options.AutocastOption = False,
-    infer: options.InferOption = False,
     config_file: options.ConfigFileOption = None,
     backend: options.BackendOption = None,
     device: options.DeviceOption = None,
     device_profile: options.DeviceProfileOption = None,
-    math: options.MathOption = "tf32",
+    math: options.MathOption = None,
     effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
     step_race: options.StepRaceOption = None,
@@ -52,7 +50,9 @@ def tune(
     batch_invariant: options.BatchInvariantOption = None,
     curve: options.CurveOption = None,
     remeasure: options.RemeasureOption = False,
+    exceed: options.ExceedOption = None,
     fail_if_noisy: options.FailIfNoisyOption = False,
+    fail_if_partial: options.FailIfPartialOption = False,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,32 +61,32 @@ def tune(
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
     # Settings by name, None where a flag was not given.
-    given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "ops": ops}
-    given |= {"cache": cache, "backend": backend, "device": device, "time_budget_s": time_budget}
+    given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "cache": cache}
+    given |= {"backend": backend, "device": device, "time_budget_s": time_budget}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace, "curve": curve}
     given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort}
-    given |= {"step_race": step_race}
+    given |= {"step_race": step_race, "exceed": exceed}
     given |= {"deterministic": deterministic, "batch_invariant": batch_invariant}
-    table_layout, given["layout"] = _layouts(layout, model.endswith(".csv"))
-    # --infer comes last, so that it wins over --ops.
-    config = settings(config_file, {**given, **({"ops": "fprop"} if infer else {})})
+    of_table = TableFlags(dtype, layout, math)
+    of_table.require_right(recipe)
+    given |= {"ops": passes(ops, recipe.infer), "layout": None if recipe.is_table else layout}
+    config = settings(config_file, given)
+    # Only what is given as a flag: a file or the environment may be for models, too.
+    if recipe.is_table and step_race:
+        raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
     _require_sense(config, solver, output)
     # torch is imported only now that the command line is known to be right.
-    from ucudnn.tracing import Traced
     from ucudnn.tuning.tuner import device_type
 
     where = device_type(config)
-    if model.endswith(".csv"):
-        # TF32 exists on GPUs only; elsewhere every problem is strict.
-        layers = _read_table(model, config, dtype, table_layout, math if where == "cuda" else None)
-        plan = _tune(Traced(layers), None, config, output, as_json, remeasure)
-        # After the plan was written and printed: noise is no reason to lose it.
-        _judge_noise(plan, fail_if_noisy)
-        return
-    named = name_model(model, input or [], channels_last, autocast, infer)
-    traced = named.trace(config.ops, where)
+    named = None if recipe.is_table else name_model(recipe)
+    if named is None:
+        traced = read_traced(recipe.model, of_table, config.ops, where)
+    else:
+        traced = named.trace(config.ops, where)
     plan = _tune(traced, named, config, output, as_json, remeasure)
-    _judge_noise(plan, fail_if_noisy)
+    # After the plan was written and printed: noise is no reason to lose it.
+    _judge(plan, fail_if_noisy, fail_if_partial)
 
 
 def _require_sense(config: Config, solver: str | None, output: Path | None) -> None:
@@ -102,36 +102,20 @@ def _require_sense(config: Config, solver: str | None, output: Path | None) -> N
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
 
 
-def _layouts(layout: str | None, is_table: bool) -> tuple[str, str | None]:
-    """The layout of a table's layers, and the setting for a model, from one flag."""
-    allowed = ("nchw", "nhwc") if is_table else LAYOUTS
-    if layout is not None and layout not in allowed:
-        what = "the layers of a CSV" if is_table else "a model"
-        raise ConfigError(
-            f"--layout must be one of {', '.join(allowed)} for {what}, got {layout!r}"
-        )
-    return (layout or "nchw", None) if is_table else ("nchw", layout)
-
-
-def _judge_noise(plan: Plan, fail_if_noisy: bool) -> None:
+def _judge(plan: Plan, fail_if_noisy: bool, fail_if_partial: bool) -> None:
+    from ucudnn.reports.text import left_out_sentence
     from ucudnn.tuning.noise import noise_of
 
     noise = noise_of(plan)
+    reasons = {}
     if fail_if_noisy and noise.is_noisy:
-        err.print(f"ucudnn: --fail-if-noisy: {noise}", highlight=False, soft_wrap=True)
+        reasons["--fail-if-noisy"] = str(noise)
+    if fail_if_partial and plan.left_out:
+        reasons["--fail-if-partial"] = left_out_sentence(plan)
+    for flag, reason in reasons.items():
+        say_error(f"{flag}: {reason}")
+    if reasons:
         raise typer.Exit(SAYS_NO)
-
-
-def _read_table(
-    path: str, config: Config, dtype: str, layout: str, math: str | None
-) -> list[tuple[str, Problem]]:
-    from ucudnn.layer_table import read_layers
-
-    layers = read_layers(path, config.ops, dtype, layout)
-    # TF32 is a way to multiply float32, and no other dtype.
-    if math is None or dtype != "float32":
-        return layers
-    return [(name, replace(problem, math=math)) for name, problem in layers]
 
 
 def _tune(
@@ -142,8 +126,6 @@ def _tune(
     as_json: bool,
     remeasure: bool,
 ) -> Plan:
-    from ucudnn.tuning.progress import TuningInterruptedError
-
     start = time.monotonic()
     try:
         with progress() as (on_progress, counts):
@@ -177,15 +159,17 @@ def _plan(
     if (config.step_race or config.memory_budget is not None) and not config.is_replayed:
         named.fill()
     with named.context():
-        return tune_traced(
+        plan = tune_traced(
             named.module,
-            named.inputs,
+            named.examples,
             traced,
             config,
             on_progress,
             device_type=device_type(config),
             remeasure=remeasure,
         )
+    # By the name under which it can be made again.
+    return replace(plan, origin=replace(plan.origin or Origin(), model=named.recipe.model))
 
 
 def _keep(plan: Plan, calls: int, output: Path | None) -> str:
@@ -220,6 +204,7 @@ def _print_tuned(
             "seconds": round(seconds, 3),
             "kernels": len(plan.kernels),
             "hash": plan.hash,
+            "left_out": list(plan.left_out),
             "workspace_bytes": plan.workspace_bytes,
             "predicted_time_ns": plan.predicted_time_ns,
             "noise": noise_of(plan).to_dict(),
@@ -234,7 +219,7 @@ def _print_tuned(
         print(json.dumps(summary))
         return
     out.print(plan_table(plan, out.width))
-    out.print(plan_summary(plan), highlight=False)
+    out.print(plan_summary(plan))
     if plan.layout_race is not None and plan.layout_race.contestants:
         out.print(layout_table(plan.layout_race))
     for sentence in plan_verdict(plan):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -34,11 +33,11 @@ from ucudnn.distributed.measurement_sync import packed, sync_measurements, unpac
 from ucudnn.distributed.recording import RecordingCache, Records, SealedCache
 from ucudnn.distributed.rendezvous import Group, Rendezvous
 from ucudnn.distributed.work_queue import Heartbeat, TurnLock, WorkQueue
-from ucudnn.errors import ConfigError, PlanError, UnsupportedError
+from ucudnn.errors import ConfigError, PlanError, UnsupportedError, UntunedWarning, warn
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning import tuner
-from ucudnn.tuning.progress import Progress, UntunedWarning
+from ucudnn.tuning.progress import Progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -205,17 +204,20 @@ def _decide(
     # An item whose result is None was not begun in time.
     tuned = [(name, problem) for name, problem in layers if _work_group_key(problem) in records]
     if len(tuned) < len(layers):
-        warnings.warn(
+        warn(
             f"{len(layers) - len(tuned)} of {len(layers)} calls are not in the plan and run "
             f"torch's own convolution: time_budget_s={config.time_budget_s} was over; raise it, or "
             f"tune again and go on from what is in the cache",
             UntunedWarning,
-            stacklevel=3,
         )
     sealed = SealedCache(records.values())
     # Deciding measures nothing; a budget would only let a slow rank decide otherwise.
     untimed = replace(config, time_budget_s=None)
     plan = tuner.tune_problems(tuned, untimed, None, sealed, biased=biased, is_whole_step=False)
+    left_out = [layer for layer in layers if layer not in tuned]
+    missing = dict.fromkeys(str(problem) for _, problem in left_out)
+    if missing and plan.origin is not None:
+        plan = replace(plan, origin=replace(plan.origin, left_out=tuple(missing)))
     return replace(plan, config=config), sealed
 
 

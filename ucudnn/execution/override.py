@@ -53,7 +53,8 @@ class Installation(AbstractClosable):
 
     Args:
         device_type: the kind of device whose convolutions follow it, "cpu" or "cuda".
-        runner: runs them by the plan; one of an earlier installation keeps the calls it looked up.
+        runner: runs them by the plan, or records them; one of an earlier installation keeps the
+            calls it looked up.
     """
 
     def __init__(self, device_type: str, runner: StandIn) -> None:

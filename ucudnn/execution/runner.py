@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +12,15 @@ from torch import Tensor
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.tensors import memory_format, problem_of
 from ucudnn.config import Config
-from ucudnn.errors import BusyError, PlanError, UcudnnError, UnsupportedError
+from ucudnn.errors import (
+    BusyError,
+    MismatchWarning,
+    PlanError,
+    UcudnnError,
+    UnplannedWarning,
+    UnsupportedError,
+    warn,
+)
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
 from ucudnn.execution.execute import Call, as_kernel, build
 from ucudnn.execution.validity import nondeterminism, require_valid
@@ -63,12 +70,19 @@ class Runner(AbstractRunner):
             settings.
         tuner: plans a shape that has no plan, if the settings ask for that; None: torch computes
             such shapes.
+        is_checked: the plan is known to be for this device; False: look when the first planned
+            shape comes.
     """
 
     def __init__(
-        self, plan: Plan | None, config: Config | None = None, tuner: Tuner | None = None
+        self,
+        plan: Plan | None,
+        config: Config | None = None,
+        tuner: Tuner | None = None,
+        is_checked: bool = True,
     ) -> None:
         super().__init__()
+        self._is_checked = is_checked
         self.config = config or (plan.config if plan else Config())
         self._tuner = tuner
         self._backend: AbstractBackend | None = None
@@ -88,8 +102,8 @@ class Runner(AbstractRunner):
         self.filter_shapes: Container[tuple[int, ...]] = _Any() if self.config.frozen else shapes
 
     # The backend and the bound calls hold handles of this process; a copy makes its own.
-    def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config, Tuner | None]]:
-        return type(self), (self.plan, self.config, self._tuner)
+    def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config, Tuner | None, bool]]:
+        return type(self), (self.plan, self.config, self._tuner, self._is_checked)
 
     def __deepcopy__(self, memo: object) -> Runner:
         return self  # plans are values: copies of a model may share one
@@ -141,6 +155,9 @@ class Runner(AbstractRunner):
         return bound.planned(which)
 
     def _bind(self, problem: Problem, has_bias: bool) -> Call | None:
+        if not self._is_checked and self.plan is not None:
+            require_same_device(self.plan)
+            self._is_checked = True
         if self.plan is None or not self.plan.covers(problem):
             # May tune and extend the plan, so what the plan covers is asked a second time below.
             self._unplanned(problem, has_bias)
@@ -176,7 +193,7 @@ class Runner(AbstractRunner):
         self._warned.add(same)
         last = len(self._warned) == _MOST_WARNINGS
         rest = " (there may be more of these, which are not reported)" if last else ""
-        warnings.warn(sentence + rest, UserWarning, stacklevel=4)
+        warn(sentence + rest, UnplannedWarning)
 
     def _unplanned(self, problem: Problem, has_bias: bool) -> None:
         if self.config.frozen:
@@ -195,6 +212,14 @@ class Runner(AbstractRunner):
                 f"{problem} has no plan and unplanned='error'; tune with an example input of this "
                 f"shape and at least this batch, or set unplanned='torch'"
             )
+        if self.plan is not None and str(problem) in self.plan.left_out:
+            self._warn(
+                problem,
+                f"{problem} was left out of the plan, because the time was over or nothing fits "
+                f"the workspace limit: torch's own convolution computes it; tune again, which goes "
+                f"on from what is in the cache, or with a larger limit",
+            )
+            return
         if self.config.unplanned == "torch" or self._tuner is None:
             self._warn(
                 problem,
@@ -212,13 +237,12 @@ class Runner(AbstractRunner):
     def _say_layout(self) -> None:
         if not self._said_layout:
             self._said_layout = True
-            warnings.warn(
+            warn(
                 "the plan is for a model in channels_last, and this one is not: torch's own "
                 "convolutions compute it; use ucudnn.convert_(model, plan), or "
                 "model.to(memory_format=torch.channels_last) and its inputs likewise (in 3-D "
                 "channels_last_3d)",
-                UserWarning,
-                stacklevel=4,
+                MismatchWarning,
             )
 
     def _tune(self, tuner: Tuner, problem: Problem, has_bias: bool) -> None:
@@ -282,19 +306,17 @@ def require_same_device(plan: Plan, frozen: bool = False) -> None:
         )
     # Algorithms compute the same sums in every version, so this is a warning and not an error.
     if plan.software != software:
-        warnings.warn(
+        warn(
             f"the plan was made with {plan.software}, this process runs {software}: its results "
             f"are right, its times may not be; tune again to renew it",
-            UserWarning,
-            stacklevel=3,
+            MismatchWarning,
         )
     said = nondeterminism(plan, backend) if plan.config.deterministic else ""
     if said:
-        warnings.warn(f"the plan is deterministic, and {said}", UserWarning, stacklevel=3)
+        warn(f"the plan is deterministic, and {said}", MismatchWarning)
     if plan.conditions.threads != threads:
-        warnings.warn(
+        warn(
             f"the plan was made for {plan.conditions.threads} threads, this process has {threads}: "
             f"its results are right, its times may not be; set torch.set_num_threads or tune again",
-            UserWarning,
-            stacklevel=3,
+            MismatchWarning,
         )

@@ -24,7 +24,7 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         width: characters in a line; below 110, a workspace is printed under its time.
     """
     table = Table(
-        title=f"{_limits(plan)}, {plan.device}, {plan.conditions.threads} threads, "
+        title=f"{_limits(plan)}, {plan.device}, {counted(plan.conditions.threads, 'thread')}, "
         f"torch {plan.software.torch}",
         caption=_caption(plan),
         box=box.SIMPLE_HEAD,
@@ -52,6 +52,15 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         cells = (*default, *planned, _gain(kernel), *predicted)
         table.add_row(str(index), name, calls, *cells, str(split))
     return table
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "thread"), counted(2, "thread")
+    ('1 thread', '2 threads')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _caption(plan: Plan) -> str:
@@ -119,10 +128,12 @@ def plan_summary(plan: Plan) -> str:
     timed = "timed one by one"
     if any(kernel.timing.is_predicted for kernel in plan.kernels):
         timed = "of which some are predicted, not timed"
+    partial = f"{left_out_sentence(plan)} " if plan.left_out else ""
     return (
-        f"{split} of {len(plan.kernels)} kernels leave torch's default. All convolutions: default "
-        f"{format_ns(default)} {most}, plan {format_ns(planned)} {planned_in} (sums of kernels "
-        f"{timed}; the solver predicted {format_ns(plan.predicted_time_ns)})."
+        f"{partial}{split} of {len(plan.kernels)} kernels leave torch's default. "
+        f"All convolutions: default {format_ns(default)} {most}, plan {format_ns(planned)} "
+        f"{planned_in} (sums of kernels {timed}; the solver predicted "
+        f"{format_ns(plan.predicted_time_ns)})."
         f"{invariance_cost(plan)}"
     )
 
@@ -143,6 +154,22 @@ def invariance_cost(plan: Plan) -> str:
     return (
         f" Batch-invariant kernels take {format_ns(ours)}, {ours / free:.2f} times the "
         f"{format_ns(free)} of their fastest splits."
+    )
+
+
+def left_out_sentence(plan: Plan) -> str:
+    """Sentence on the kernels that a partial plan lacks."""
+    count = len(plan.left_out)
+    assert plan.origin is not None
+    reasons = []
+    if plan.origin.left_out:
+        reasons.append("the time was over; tune again to go on")
+    if plan.origin.over_limit:
+        over = ", ".join(plan.origin.over_limit)
+        reasons.append(f"nothing fits the workspace limit for {over}")
+    return (
+        f"The plan is partial: {count} of {count + len(plan.kernels)} kernels are not in it, "
+        f"because {'; and '.join(reasons)}."
     )
 
 
@@ -279,6 +306,8 @@ def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
 
 def payback(plan: Plan, seconds: float) -> str:
     """Cost of tuning, and the number of steps after which it is paid back."""
+    if all(kernel.is_default for kernel in plan.kernels):
+        return f"Tuning cost {seconds:.1f} s: nothing is gained, all stays torch's own convolution."
     steps = steps_to_pay_back(plan, seconds)
     earned = (
         "the plan saves memory or nothing, no time that would pay it back"
@@ -318,8 +347,17 @@ def _lone_algorithm(kernel: KernelPlan, batch: int) -> str | None:
     return split.steps[0].algorithm
 
 
-def comparison_table(found: Comparison) -> Table:
-    """One row per kernel that two plans compute differently; times are from different runs."""
+# Names of two plans that have none.
+_PAIR = ("the one", "the other")
+
+
+def comparison_table(found: Comparison, names: tuple[str, str] = _PAIR) -> Table:
+    """One row per kernel that two plans compute differently; times are from different runs.
+
+    Args:
+        found: the two plans.
+        names: of both, such as their files.
+    """
     table = Table(
         caption="time and workspace of the whole call in each plan's own run, which may have been "
         "a faster or slower day; gain: over torch's default in the same run; -: not planned",
@@ -329,8 +367,8 @@ def comparison_table(found: Comparison) -> Table:
     table.add_column("kernel", overflow="fold", min_width=16)
     for heading in ("time", "workspace", "gain"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("split of the one", "split of the other"):
-        table.add_column(heading, overflow="fold", min_width=14)
+    for name in names:
+        table.add_column(f"split of {name}", overflow="fold", min_width=14)
     for pair in found.changed:
         kernels = (pair.one, pair.other)
         # A cell has two lines, one per plan.
@@ -348,8 +386,13 @@ def _compared(kernel: KernelPlan | None) -> tuple[str, str, str]:
     return _time(kernel.timing), workspace, _gain(kernel) or "-"
 
 
-def comparison_summary(found: Comparison) -> str:
-    """Sentences on how many kernels two plans decide alike, and on the totals of each plan."""
+def comparison_summary(found: Comparison, names: tuple[str, str] = _PAIR) -> list[str]:
+    """Sentences on how many kernels two plans decide alike, and on the totals of each plan.
+
+    Args:
+        found: the two plans.
+        names: of both, such as their files.
+    """
     same = len(found.pairs) - len(found.changed)
     if not found.changed:
         verdict = f"Both compute all {same} kernels alike"
@@ -358,9 +401,9 @@ def comparison_summary(found: Comparison) -> str:
         )
     else:
         verdict = f"{len(found.changed)} of {len(found.pairs)} kernels differ."
-    totals = " ".join(
-        f"The {name}: {plan_summary(plan)}"
+    totals = [
+        f"{name}: {plan_summary(plan)}"
         + (f" {as_sentence(str(plan.layout_race))}" if plan.layout_race else "")
-        for name, plan in (("one", found.one), ("other", found.other))
-    )
-    return f"{verdict} {totals}"
+        for name, plan in zip(names, (found.one, found.other), strict=True)
+    ]
+    return [verdict, *totals]

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ucudnn.errors import PlanError
+from ucudnn.errors import OutputError
 
 # Every JSON document of ours has fewer levels; Python's recursion limit allows many more.
 _DEEPEST = 32
@@ -117,13 +117,13 @@ def write(path: str | os.PathLike[str], content: bytes, what: str) -> None:
         what: name of the content in errors, such as "the plan".
 
     Raises:
-        PlanError: the file cannot be written; the old contents are still there.
+        OutputError: the file cannot be written; the old contents are still there.
     """
     try:
         with replacing(Path(path)) as stream:
             stream.write(content)
     except OSError as error:
-        raise PlanError(
+        raise OutputError(
             f"cannot write {what} to {path}: {error.strerror}; choose another path"
         ) from error
 

@@ -15,7 +15,7 @@ from torch import nn
 from ucudnn.backends import AbstractBackend, Cost, open_backend
 from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
-from ucudnn.config import Config
+from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.plan import Timing
@@ -76,7 +76,7 @@ def advise(
         ConfigError: the model does not accept the inputs or computes no convolution, or the
             backend is a recording, which cannot run steps.
     """
-    config = config or Config()
+    config = require_config(config)
     require_live(config)
     traced = trace_layers(model, example_inputs, config.ops, real=real)
     return advised(model, example_inputs, traced, config, on_kernel)

@@ -22,9 +22,9 @@ from ucudnn.plan import (
     Step,
     Timing,
 )
-from ucudnn.plan_file import invariant_steps
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
+from ucudnn.system.documents import invariant_steps
 from ucudnn.tuning.confirmation import Finalist
 from ucudnn.tuning.items import chunk_items
 from ucudnn.units import format_bytes

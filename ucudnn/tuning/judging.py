@@ -13,6 +13,7 @@ from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
+from ucudnn.errors import TuningInterruptedError
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
@@ -22,7 +23,6 @@ from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
-from ucudnn.tuning.progress import TuningInterruptedError
 from ucudnn.tuning.step_judge import StepJudge, StepMeter, has_default
 
 # Rounds of one step by the plan and one by torch in channels_last, for a hint.

@@ -6,7 +6,6 @@ decisions, and a second tune measures nothing.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from ucudnn.benchmark.bench import AbstractBench, Arm, Look
 from ucudnn.benchmark.failures import failure_of
 from ucudnn.benchmark.rounds import Result
 from ucudnn.benchmark.statistics import median_ns, spread_ns
+from ucudnn.errors import WrongResultWarning, warn
 from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Role, Subject
 from ucudnn.solvers.lazy import Outlook
 from ucudnn.split import DEFAULT_ALGORITHM
@@ -27,10 +27,6 @@ from ucudnn.tuning.requests import TOLERANCE, Requests
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.trials import Trials
 from ucudnn.tuning.workspace_model import must_be_known
-
-
-class WrongResultWarning(UserWarning):
-    """A candidate computed a wrong result, and is rejected."""
 
 
 class KernelMeasurer:
@@ -152,14 +148,16 @@ class KernelMeasurer:
 
     def certificate(self) -> tuple[str, ...]:
         """Number of timed candidates and the remaining gap, for the notes of a plan."""
-        timed = sum(entry.time_ns is not None for entry in self.measurements)
+        # Those that only tell about others are no candidates, whether they were timed or not.
+        options = [arm for arm in self._listed.by_arm if self._listed.lists(arm)]
+        entries = [self._records.by_arm.get(arm) for arm in options]
+        timed = sum(entry is not None and entry.time_ns is not None for entry in entries)
         gap = (
             f"no split along the {self._axis.name} axis is faster by more than "
             f"{self.outlook().gap:.1%} if the assumptions of lazy measuring hold"
         )
-        options = sum(bool(self._listed.lists(arm)) for arm in self._listed.by_arm)
         ruled_out = self._elimination.reasons().values()
-        return f"timed {timed} of {options} candidates", *ruled_out, gap
+        return f"timed {timed} of {len(options)} candidates", *ruled_out, gap
 
     def _measure(self, arms: Sequence[Arm]) -> None:
         """Run each new candidate once, then race those that can still win."""
@@ -258,11 +256,10 @@ def _looked_at(before: Measurement, look: Look) -> Measurement:
             else f"is wrong by {error:.2g} relative to float64, at most {allowed:.2g} is rounding"
         )
         reason = f"its result {what}"
-        warnings.warn(
+        warn(
             f"{key.algorithm} is disqualified for {key.problem}, role {key.conditions.role}: "
             f"{reason}",
             WrongResultWarning,
-            stacklevel=2,
         )
         return replace(seen, status="failed", reason=reason, failure=FailureKind.WRONG)
     if look.time_ns is None:

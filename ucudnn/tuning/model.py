@@ -10,15 +10,17 @@ from typing import Any
 from torch import nn
 
 from ucudnn.benchmark.failures import first_line
-from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError
+from ucudnn.config import Config, require_config
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.layout import memory_format_of
+from ucudnn.execution.stepping import tensors_of
+from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
 from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import judged, judged_in_layouts
 from ucudnn.tuning.memory_budget import MemoryBudget
-from ucudnn.tuning.progress import Progress, TuningInterruptedError
+from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.tuner import tune_problems
 
 # Steps to leave time for in the budget: five rounds of both contestants, two more than decide a
@@ -75,7 +77,7 @@ def tune(
         PlanError: no plan of some kernel fits the workspace limit, or what the memory budget
             leaves it.
     """
-    config, began = config or Config(), monotonic()
+    config, began = require_config(config), monotonic()
     traced = trace_layers(model, example_inputs, config.ops, real=real)
     tuning = _Tuning(config, on_progress, remeasure, began)
     return tuning.run(model, example_inputs, traced, real=real)
@@ -139,29 +141,30 @@ class _Tuning:
         device_type: str | None = None,
     ) -> Plan:
         """Tune and judge, until a step keeps the memory budget."""
+        how: dict[str, Any] = {"real": real, "device_type": device_type}
+        plan = self._within_budget(model, inputs, traced, how)
+        return _described(plan, model, inputs, self._began)
+
+    def _within_budget(
+        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
+    ) -> Plan:
         if self._config.memory_budget is None:
-            return self._run(model, inputs, traced, real, device_type)
+            return self._tuned_and_judged(model, inputs, traced, how)
         self._budget = MemoryBudget(model, inputs, self._config)
         for _ in range(_MOST_PASSES):
-            plan = self._run(model, inputs, traced, real, device_type)
+            plan = self._tuned_and_judged(model, inputs, traced, how)
             checked = self._budget.checked(plan)
             if checked is not None:
                 return checked
         raise self._budget.refusal(plan)
 
-    def _run(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        traced: Traced,
-        real: bool,
-        device_type: str | None,
+    def _tuned_and_judged(
+        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
     ) -> Plan:
         config = self._config
         if config.layout == "keep":
             return self._as_it_is(model, inputs, traced)
         try:
-            how: dict[str, Any] = {"real": real, "device_type": device_type}
             last = trace_layers(model, inputs, config.ops, **how, memory_format="channels_last")
         # A model that cannot be computed in channels_last keeps its layout. The error of its own
         # code is the cause; the one around it is about inputs, which were traced before.
@@ -286,6 +289,20 @@ class _Joined:
         )
         if self._report is not None:
             self._report(self._last)
+
+
+def _described(plan: Plan, model: nn.Module, inputs: Any, began: float) -> Plan:
+    """The plan with the name of its model and inputs, and the time of all of tuning."""
+    origin = replace(
+        plan.origin or Origin(),
+        model=type(model).__name__,
+        inputs=tuple(
+            f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+            for tensor in tensors_of(tuple(inputs) if isinstance(inputs, list) else inputs)
+        ),
+        seconds=round(monotonic() - began),
+    )
+    return replace(plan, origin=origin)
 
 
 def _problems(traced: Traced) -> list[Any]:

@@ -15,10 +15,6 @@ _OFF = 0.25
 _MOST_PERTURBED, _MOST_WIDE, _MOST_OFF = 0.1, 0.25, 0.25
 
 
-class NoiseWarning(UserWarning):
-    """Other processes use the machine during measuring, or times of a plan are unreliable."""
-
-
 @dataclass(frozen=True, slots=True)
 class Noise:
     """Counts of kernels with unreliable times, among those that were measured.

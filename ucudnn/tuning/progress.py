@@ -1,13 +1,10 @@
-"""Progress of tuning, and the warning or the error where it could not finish."""
+"""Progress of tuning, and the warning where it could not finish."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ucudnn.plan import Plan
+from ucudnn.errors import UntunedWarning, warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +30,6 @@ class Progress:
     budget_s: float | None = None
 
 
-class TuningInterruptedError(KeyboardInterrupt):
-    """Ctrl-C during tuning; the measurements so far are in the cache.
-
-    Attributes:
-        plan: the best plan so far. Kernels that were never run are not in it, and those that were
-            not finished run torch's own convolution.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__("tuning was interrupted")
-        self.plan = plan
-
-
-class UntunedWarning(UserWarning):
-    """The time ran out before some kernels were run once, so the plan leaves them out."""
-
-
 def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
     """Warn of kernels that are not in the plan.
 
@@ -59,13 +39,10 @@ def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
         budget_s: the time budget in seconds, None without one.
     """
     budget = "" if budget_s is None else f" of {budget_s:g} s"
-    # The warning shows the line that called `tune_problems`, from which `TuningScheduler.run` and
-    # then this function are called.
-    warnings.warn(
+    warn(
         f"{left_out} of {total} kernels are not in the plan: "
-        f"the time budget{budget} was over before they were looked at, or torch's own "
-        f"convolution exceeds the workspace limit; raise it by time_budget_s, "
-        f"or tune again and go on from what is in the cache",
+        f"the time budget{budget} was over before they had a plan, and torch's own convolution, "
+        f"which serves the others, was not run yet or exceeds a workspace limit; give "
+        f"a larger time_budget_s, or tune again, which goes on from what is in the cache",
         UntunedWarning,
-        stacklevel=4,
     )

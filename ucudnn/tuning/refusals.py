@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
+from ucudnn.problem import Problem
 from ucudnn.tuning.sources import AbstractSource, Evidence
 from ucudnn.units import format_bytes
 
@@ -46,7 +47,8 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
     if total is None or limit == config.limit_bytes:
         return PlanError(
             f"no plan for {problem} fits workspace_limit={format_bytes(limit or 0)}; the smallest "
-            f"needs {format_bytes(least)} ({what}); raise the limit{more}",
+            f"needs {format_bytes(least)} ({what}); raise the limit{more}, or leave this kernel to "
+            f"torch's own convolution by exceed=True",
             least,
         )
     together = f", {format_bytes(calls * least)} for its {calls} calls" if calls > 1 else ""
@@ -86,3 +88,27 @@ def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | N
 
 def _least_bytes(smallest: tuple[int, str]) -> int:
     return smallest[0]
+
+
+def all_over_limit(refused: Mapping[Problem, PlanError], limit: int, unknown: int) -> PlanError:
+    """One error for all kernels of which nothing fits the workspace limit.
+
+    Args:
+        refused: the error of each.
+        limit: workspace in bytes.
+        unknown: kernels that were not looked at before the time was over.
+    """
+    if len(refused) == 1 and not unknown:
+        return next(iter(refused.values()))
+    needs = [(error.smallest_bytes or 0, str(problem)) for problem, error in refused.items()]
+    # The largest first: its workspace is the limit that fits them all.
+    needs.sort(reverse=True)
+    listed = ", ".join(f"{format_bytes(need)} for {name}" for need, name in needs)
+    most = format_bytes(needs[0][0])
+    fits = f"fits all but {unknown} that there was no time for" if unknown else "fits all"
+    return PlanError(
+        f"no plan for {len(refused)} kernels fits workspace_limit={format_bytes(limit)}; the "
+        f"smallest needs {listed}; raise the limit to {most}, which {fits}, or leave these kernels "
+        f"to torch's own convolution by exceed=True",
+        needs[0][0],
+    )

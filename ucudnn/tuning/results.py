@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, UntunedWarning, warn
 from ucudnn.measurement import Measurement
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
@@ -16,6 +16,7 @@ from ucudnn.tuning.fronts import Front
 from ucudnn.tuning.invariant import invariant_by_torch
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.pool import Pool
+from ucudnn.tuning.refusals import all_over_limit
 
 
 class Results:
@@ -26,6 +27,8 @@ class Results:
         fronts: fronts of time over workspace, if the settings ask for the curve of the network.
         refusals: errors of kernels that have no plan within the memory budget. All kernels are
             tried, to name the worst one.
+        over_limit: errors of kernels of which nothing fits the limit of the user. They are named
+            together at the end, so that the limit can be raised once.
         pool: the pool that the kernels divide; None: there is none.
 
     Args:
@@ -52,6 +55,7 @@ class Results:
         self.plans: dict[Problem, KernelPlan] = {}
         self.fronts: dict[Problem, Front] = {}
         self.refusals: dict[Problem, PlanError] = {}
+        self.over_limit: dict[Problem, PlanError] = {}
         self.pool: Pool | None = None
 
     @property
@@ -68,7 +72,14 @@ class Results:
     def missing(self) -> list[Problem]:
         """Kernels without any plan so far, of which a plan may still be found."""
         done = {kernel.problem for kernel in self.kernels}
-        return [p for p in self._layers if p not in done and p not in self.refusals]
+        refused = self.refusals.keys() | self.over_limit.keys()
+        return [p for p in self._layers if p not in done and p not in refused]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Kernels that have no plan because the time was over."""
+        planned = {kernel.problem for kernel in self.kernels} | self.over_limit.keys()
+        return tuple(str(problem) for problem in self._layers if problem not in planned)
 
     def limit_of(self, problem: Problem) -> int | None:
         """Workspace that a call may use: its part of the pool, or what the settings leave it."""
@@ -91,19 +102,40 @@ class Results:
         return plan
 
     def refuse(self, problem: Problem, error: PlanError) -> bool:
-        """Record that a kernel has no plan within the memory budget, or within its part of a pool.
+        """Record that a kernel has no plan within the budget, the limit, or its part of a pool.
 
         Returns:
-            False if a limit of the user decided, which holds.
+            False if the error must end the tuning.
         """
         if self._limits.decides(problem):
             self.refusals[problem] = error
+            return True
+        if self.pool is None and error.smallest_bytes is not None:
+            self.over_limit[problem] = error
             return True
         # A part of the pool is our own decision, which the next division may correct.
         if self.pool is None or self.limit_of(problem) == self._limits.common:
             return False
         self.pool.refuse(problem, error)
         return True
+
+    def judge_over_limit(self) -> None:
+        """Name all kernels of which nothing fits the limit, in an error or in a warning.
+
+        Raises:
+            PlanError: there are some, and the settings do not allow to exceed the limit.
+        """
+        if not self.over_limit:
+            return
+        limit = self._config.limit_bytes or 0
+        error = all_over_limit(self.over_limit, limit, len(self.left_out))
+        if not self._config.exceed:
+            raise error
+        warn(
+            f"{len(self.over_limit)} of {len(self._layers)} kernels exceed the workspace limit and "
+            f"run torch's own convolution: {error}",
+            UntunedWarning,
+        )
 
     def require_plans(self) -> None:
         """Refuse a memory budget within which a kernel has no plan.

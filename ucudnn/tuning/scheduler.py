@@ -176,9 +176,15 @@ class TuningScheduler:
         finally:
             self.devices.close()
         self._begin("")
-        left_out = len(self._layers) - len(self.results.kernels)
+        self.results.judge_over_limit()
+        left_out = len(self.results.left_out)
         if left_out:
             warn_of_untuned(left_out, len(self._layers), self._budget.seconds)
+
+    @property
+    def budget_s(self) -> float | None:
+        """Seconds that tuning may take; None: without an end, or not known yet."""
+        return self._budget.seconds
 
     def _begin_tuning(self) -> None:
         """Derive the time budget from the step if none is set, and report it."""

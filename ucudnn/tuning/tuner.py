@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import logging
-import warnings
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import UTC, datetime
+from time import monotonic
+from typing import cast
 
 import torch
 
+from ucudnn import __version__
 from ucudnn import cache as cache_room
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.registry import backend_entry
+from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.cache import AbstractCache
-from ucudnn.config import Config
-from ucudnn.errors import ConfigError
+from ucudnn.config import Backend, Config, require_config
+from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, warn
+from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
 from ucudnn.tuning.limits import Limits
-from ucudnn.tuning.noise import NoiseWarning, noise_of
-from ucudnn.tuning.progress import Progress, TuningInterruptedError
+from ucudnn.tuning.noise import noise_of
+from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
 from ucudnn.tuning.scheduler import TuningScheduler
 
@@ -72,7 +78,7 @@ def tune_problems(
         BusyError: workspace must be measured, and torch's profiler is in use.
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
-    config = _resolved(config or Config())
+    config, began = _resolved(require_config(config)), monotonic()
     limits = limits or _common_limit(config)
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
@@ -81,18 +87,21 @@ def tune_problems(
         how = (on_progress, biased, is_whole_step, reserved_steps, remeasure)
         scheduler = TuningScheduler(devices, cache, config, by_problem, limits, *how)
         if scheduler.devices.is_busy:
-            _warn(_BUSY)
+            warn(_BUSY, NoiseWarning)
         try:
             scheduler.run()
         # Whoever interrupts tuning gets what it has found so far.
         except KeyboardInterrupt:
-            raise TuningInterruptedError(_plan(scheduler, devices[0], config)) from None
+            raise TuningInterruptedError(_plan(scheduler, devices[0], config, began)) from None
     measured = scheduler.devices.measured
     _log.info("measured %d candidates, reused %d", measured, scheduler.devices.reused)
-    plan = _plan(scheduler, devices[0], config)
+    plan = _plan(scheduler, devices[0], config, began)
     # A plan wholly from the cache is not warned of again.
     if measured and (noise := noise_of(plan)).is_noisy:
-        _warn(f"the times of this plan are noisy: {noise}; tune again when the machine is quiet")
+        sentence = (
+            f"the times of this plan are noisy: {noise}; tune again when the machine is quiet"
+        )
+        warn(sentence, NoiseWarning)
     return plan
 
 
@@ -141,19 +150,30 @@ def layers_by_problem(
     return {problem: tuple(found) for problem, found in names.items()}
 
 
-def _warn(sentence: str) -> None:
-    # The warning shows the line that called `tune_problems`, which calls this function.
-    warnings.warn(sentence, NoiseWarning, stacklevel=3)
-
-
-def _plan(scheduler: TuningScheduler, backend: AbstractBackend, config: Config) -> Plan:
+def _plan(
+    scheduler: TuningScheduler, backend: AbstractBackend, config: Config, began: float
+) -> Plan:
+    budget_s = scheduler.budget_s
     return Plan(
         kernels=scheduler.results.kernels,
+        origin=Origin(
+            made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            ucudnn=__version__,
+            protocol=PROTOCOL,
+            effort=config.effort,
+            budget="" if budget_s is None else f"{budget_s:g}",
+            seconds=round(monotonic() - began),
+            load=f"{os.getloadavg()[0]:.1f}",
+            left_out=scheduler.results.left_out,
+            over_limit=tuple(map(str, scheduler.results.over_limit)),
+        ),
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),
         # A plan from a recording is for the backend that runs it, not for the one that replays.
-        config=replace(config, backend=backend.name, device=None, device_profile=None)
+        config=replace(
+            config, backend=cast(Backend, backend.name), device=None, device_profile=None
+        )
         if config.is_replayed
         else config,
         backend=backend.name,

@@ -6,15 +6,14 @@ import csv
 import os
 from codecs import getwriter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ucudnn.backends.cudnn.deviceless import Listing, list_configurations
 from ucudnn.backends.cudnn.library import find_library
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import ConfigError
-from ucudnn.layer_table import read_layers
-from ucudnn.problem import OPS, Problem
+from ucudnn.problem import Problem
 from ucudnn.system.files import replacing
 
 # A file format that users read: names and order must stay.
@@ -53,47 +52,6 @@ class Enumeration:
         )
 
 
-def enumerate_table(
-    table: str | os.PathLike[str],
-    device_profile: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    *,
-    ops: Iterable[str] = OPS,
-    dtype: str = "float32",
-    layout: str = "nchw",
-    math: str = "tf32",
-    batches: str | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Enumeration:
-    """`enumerate_candidates` of the files of a table of layers and of a device profile.
-
-    Args:
-        table: a CSV file for `read_layers`.
-        device_profile: a JSON file for `DeviceProfile.load`.
-        output: file to write.
-        ops: which of "fprop", "dgrad", "wgrad".
-        dtype: of all layers.
-        layout: of all layers.
-        math: "tf32" or "strict", of float32.
-        batches: micro-batches such as "1,32".
-        on_progress: called with the problems done and all of them.
-
-    Raises:
-        ConfigError: a file or a value is invalid.
-        ProblemError: `math` has another value.
-        UnsupportedError: as for `enumerate_candidates`.
-    """
-    layers = [
-        # A table of layers says nothing of TF32, so all its rows get the same setting.
-        (name, replace(problem, math=math))
-        for name, problem in read_layers(table, ops, dtype, layout)
-    ]
-    # Before the profile is loaded and a child started, so that a typing error is found at once.
-    sizes = None if batches is None else parse_batches(batches)
-    profile = DeviceProfile.load(device_profile)
-    return enumerate_candidates(layers, profile, output, sizes, on_progress)
-
-
 def enumerate_candidates(
     layers: Sequence[tuple[str, Problem]],
     profile: DeviceProfile,
@@ -107,7 +65,7 @@ def enumerate_candidates(
     Configurations that PyTorch's rules on float32 forbid are left out (`Configuration.is_allowed`).
 
     Args:
-        layers: name and problem, as `read_layers` returns them.
+        layers: name and problem, as of `read_layers` or a trace.
         profile: the device.
         output: file to write; it appears when it is complete.
         batches: micro-batches; None: each layer's own and every power of two below it.

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ucudnn.errors import PlanError, UcudnnError, shortened
-from ucudnn.problem import Problem
+from ucudnn.errors import PlanError, PlanFileError, UcudnnError, shortened
 from ucudnn.system.files import parse_json
 from ucudnn.units import TOO_LARGE
 
@@ -25,22 +24,22 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the document of a plan's file.
 
     Raises:
-        PlanError: it cannot be read, is not a plan, or is of a later version.
+        PlanFileError: it cannot be read, is not a plan, or is of a later version.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PlanError(f"cannot read the plan {path}: {reason}") from error
+        raise PlanFileError(f"cannot read the plan {path}: {reason}") from error
     try:
         document = parse_json(text)
     except ValueError as error:
-        raise PlanError(f"{path} is not a plan: it is not valid JSON ({error})") from error
+        raise PlanFileError(f"{path} is not a plan: it is not valid JSON ({error})") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise PlanError(f"{path} is not a plan: it has no field format={FORMAT!r}")
+        raise PlanFileError(f"{path} is not a plan: it has no field format={FORMAT!r}")
     version = document.get("version")
     if version not in VERSIONS:
-        raise PlanError(
+        raise PlanFileError(
             f"{path} is a plan of format version {shortened(repr(version))}, "
             f"this ucudnn reads {VERSIONS[0]} to {VERSIONS[-1]}; "
             f"make it anew with `ucudnn tune` or use the ucudnn that wrote it"
@@ -53,25 +52,27 @@ def damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
     """Context in which errors of a file's values become one error that names the file.
 
     Raises:
-        PlanError: the values are not those of a plan.
+        PlanFileError: the values are not those of a plan.
     """
     try:
         yield
     # A file that was cut or edited may raise any of these while its values are built.
     except (KeyError, TypeError, AttributeError, ValueError, UcudnnError) as error:
         detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise PlanError(f"{path} is a damaged plan: {shortened(detail)}; make it anew") from error
+        raise PlanFileError(
+            f"{path} is a damaged plan: {shortened(detail)}; make it anew"
+        ) from error
 
 
 def require_checksum(document: Mapping[str, Any]) -> None:
     """Refuse a document that differs from what was written.
 
     Raises:
-        PlanError: its checksum is wrong.
+        PlanFileError: its checksum is wrong.
     """
     rest = {name: value for name, value in document.items() if name != "checksum"}
     if document["checksum"] != sha256_of(rest):
-        raise PlanError("its checksum does not agree with its contents")
+        raise PlanFileError("its checksum does not agree with its contents")
 
 
 def sha256_of(value: Any) -> str:
@@ -163,7 +164,7 @@ def require_strings(name: str, values: Iterable[str]) -> None:
 
 
 def require_chains(
-    problem: Problem, alone: Iterable[int], last: Iterable[tuple[int, int]], indices: range
+    problem: object, alone: Iterable[int], last: Iterable[tuple[int, int]], indices: range
 ) -> None:
     """Refuse tables of a kernel's plan that lead to no algorithm or to no end.
 

@@ -1,0 +1,140 @@
+"""`ucudnn trace` and tables of layers: what a model computes, as a file that `tune` takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import ucudnn as package
+from ucudnn.layer_table import read_rows
+from ucudnn.plan import Plan
+
+CONDITIONAL = ("--input", "8x3x12x12", "--input", "t=8:int64")
+
+
+def traced(ucudnn, tmp_path, *arguments):
+    output = tmp_path / "traced.csv"
+    done = ucudnn("trace", *arguments, "-o", output)
+    assert done.status == 0, done.err
+    return read_rows(output)
+
+
+def test_the_table_of_a_model_is_its_trace(ucudnn, model, tmp_path):
+    import torch
+
+    rows = traced(ucudnn, tmp_path, f"{model}:net", "--input", "8x3x12x12")
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 1)
+    )
+    expected = package.trace(net, torch.empty(8, 3, 12, 12))
+    assert sorted(map(str, expected)) == sorted(str(row.problem) for row in rows)
+    assert {row.name for row in rows} == {"0", "2"}
+    assert [row.problem.op for row in rows if row.has_bias] == ["fprop", "fprop"]
+    printed = ucudnn("trace", f"{model}:net", "--input", "8x3x12x12").out
+    assert printed == (tmp_path / "traced.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    "how", [CONDITIONAL, ("--input", "x=8x3x12x12", "--input", "t=8:int64"), None]
+)
+def test_inputs_by_keyword_of_any_dtype_or_from_a_function(ucudnn, model, tmp_path, how):
+    if how is None:
+        rows = traced(ucudnn, tmp_path, f"{model}:Conditional", "--inputs", f"{model}:inputs")
+        assert {(row.problem.batch, row.problem.input_size) for row in rows} == {
+            (2, (8, 8)),
+            (4, (6, 6)),
+        }
+        return
+    rows = traced(ucudnn, tmp_path, f"{model}:Conditional", *how)
+    assert {(row.problem.batch, row.problem.out_channels) for row in rows} == {(8, 4)}
+
+
+def test_arguments_of_the_callable_several_sizes_and_a_model_that_is_there(ucudnn, model, tmp_path):
+    sizes = ("--input", "8x3x12x12,2x3x9x9", "--input", "8,2:int64")
+    rows = traced(ucudnn, tmp_path, f"{model}:Conditional", *sizes, "--args", '{"width": 6}')
+    assert {(row.problem.batch, row.problem.out_channels) for row in rows} == {(8, 6), (2, 6)}
+    rows = traced(ucudnn, tmp_path, f"{model}:needs_arguments", "--args", "[5]", *sizes[:2])
+    assert {row.problem.out_channels for row in rows} == {5}
+    assert traced(ucudnn, tmp_path, f"{model}:made", "--input", "8x3x12x12")
+
+
+def test_volumes_in_channels_last(ucudnn, model, tmp_path):
+    rows = traced(ucudnn, tmp_path, f"{model}:volumes", "--input", "2x4x6x6x6", "--channels-last")
+    assert {row.problem.rank for row in rows} == {3}
+    import torch
+
+    net = torch.nn.Sequential(
+        torch.nn.Conv3d(4, 8, 3), torch.nn.ReLU(), torch.nn.Conv3d(8, 4, 1)
+    ).to(memory_format=torch.channels_last_3d)
+    x = torch.empty(2, 4, 6, 6, 6).to(memory_format=torch.channels_last_3d)
+    assert sorted(str(row.problem) for row in rows) == sorted(map(str, package.trace(net, x)))
+    assert "nhwc" in {row.problem.layout for row in rows}
+
+
+def test_a_model_whose_course_depends_on_values(ucudnn, model, tmp_path):
+    refused = ucudnn("trace", f"{model}:of_values", "--input", "2x3x9")
+    assert refused.status == 2
+    assert "use --real" in refused.err
+    rows = traced(ucudnn, tmp_path, f"{model}:of_values", "--input", "2x3x9", "--real")
+    assert {row.problem.rank for row in rows} == {1}
+
+
+def test_a_table_is_tuned_as_its_model_is(ucudnn, model, tmp_path):
+    table, output = tmp_path / "layers.csv", tmp_path / "plan.json"
+    ucudnn("trace", f"{model}:net", "--input", "4x3x9x9", "--autocast", "-o", table)
+    done = ucudnn("tune", table, "--policy", "undivided", "-o", output)
+    assert done.status == 0, done.err
+    kernels = Plan.load(output).kernels
+    assert {kernel.problem.dtype for kernel in kernels} == {"bfloat16"}
+    assert sorted(kernel.layers for kernel in kernels) == [("0",)] * 2 + [("2",)] * 3
+    refused = ucudnn("tune", table, "--dtype", "float32")
+    assert refused.status == 2
+    assert "has a column dtype" in refused.err
+
+
+def test_counts_are_calls_of_a_step(ucudnn, model, tmp_path):
+    table, output = tmp_path / "layers.csv", tmp_path / "plan.json"
+    header, first, second = ucudnn(
+        "trace", f"{model}:net", "--input", "4x3x9x9", "--infer"
+    ).out.splitlines()
+    lines = [header, f"{first.rpartition(',')[0]},900", f"{second.rpartition(',')[0]},300"]
+    table.write_text("\n".join([*lines, lines[2].replace("2,4,", "3,2,", 1)]) + "\n")
+    done = ucudnn("tune", table, "--policy", "undivided", "-o", output)
+    assert done.status == 0, done.err
+    calls = {kernel.layers[0]: len(kernel.layers) for kernel in Plan.load(output).kernels}
+    assert calls == {"0": 3, "2": 1, "3": 1}
+
+
+def test_what_trace_refuses(ucudnn, model, table):
+    for arguments, said in (
+        ((f"{model}:no_convolution", "--input", "2x3"), "computes no convolution"),
+        ((f"{model}:net", "--input", "8x3x12x12", "--device", "mps"), "must be cpu or cuda"),
+        ((table(), "--input", "8x3x12x12"), "is a table of layers already"),
+    ):
+        done = ucudnn("trace", *arguments)
+        assert (done.status, done.out) == (2, "")
+        assert said in done.err
+
+
+def test_the_origin_of_an_error_is_shown_where_that_is_wanted(ucudnn, model):
+    arguments = ("trace", f"{model}:needs_arguments", "--input", "8x3x12x12")
+    assert "Traceback" not in ucudnn(*arguments).err
+    done = ucudnn(*arguments, "--traceback")
+    assert done.status == 2
+    assert "Traceback" in done.err
+    assert "missing 1 required positional argument: 'width'" in done.err
+
+
+def test_flags_that_a_model_has_itself_are_refused_by_enumerate(ucudnn, model, tmp_path):
+    profile = tmp_path / "none.json"
+    arguments = ("enumerate", f"{model}:net", "--device-profile", profile, "-o", "c.csv")
+    for flag, value in (("--dtype", "float16"), ("--layout", "nhwc"), ("--math", "tf32")):
+        done = ucudnn(*arguments, "--input", "8x3x12x12", flag, value)
+        assert done.status == 2
+        assert flag in done.err
+
+
+def test_json_of_a_plan_from_a_table(ucudnn, table):
+    done = ucudnn("tune", table(), "--policy", "undivided", "--ops", "fprop", "--json")
+    assert json.loads(done.out)["kernels"] == 1

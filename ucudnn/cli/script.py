@@ -1,0 +1,192 @@
+"""`ucudnn run` and `ucudnn record`: an unchanged script by a plan, or with its convolutions noted.
+
+The script runs in this process as Python would run it: its arguments, `__main__`, exit status and
+tracebacks are its own. Processes that it starts find the same file in their environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import os
+import runpy
+import sys
+import zipfile
+from importlib.machinery import SourceFileLoader
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Annotated
+
+import typer
+
+from ucudnn.cli.console import say_error
+from ucudnn.config import Startup, set_startup, startup
+from ucudnn.errors import ConfigError, UcudnnError
+from ucudnn.layer_table import read_rows
+from ucudnn.plan import Plan
+
+# Everything from the script on is the script's own, also without `--` before it.
+SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+ScriptArgument = Annotated[
+    list[str],
+    typer.Argument(
+        help="After --: a script, or -m and a module, with its arguments.",
+        metavar="SCRIPT [ARGUMENT]...",
+    ),
+]
+
+
+class ScriptCall(BaseException):
+    """Request to run a script; raised through typer, which has its own ways with exceptions.
+
+    Args:
+        words: the script and its arguments, as after `python`.
+        files: what it and its child processes take part in.
+    """
+
+    def __init__(self, words: list[str], files: Startup) -> None:
+        super().__init__(words)
+        self.words = words
+        self.files = files
+
+
+def run(
+    script: ScriptArgument,
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan file; default: UCUDNN_PLAN.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Run a Python script whose convolutions follow a plan; the script is not changed.
+
+    Processes that it starts, such as the ranks of torchrun, follow the plan, too.
+
+    Example: ucudnn run --plan resnet18.plan.json -- train.py --epochs 3
+    """
+    path = plan or startup().plan
+    if path is None:
+        raise ConfigError("--plan is needed: a file that `ucudnn tune -o` wrote")
+    # A plan that cannot be read is refused before the script has done anything.
+    Plan.load(path)
+    raise ScriptCall(_checked(script), Startup(plan=str(Path(path).resolve())))
+
+
+def record(
+    script: ScriptArgument,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="CSV file to write.", metavar="FILE")
+    ] = Path("layers.csv"),
+) -> None:
+    """Run a Python script and write its convolutions as a table of layers, for `ucudnn tune`.
+
+    Example: ucudnn record -o layers.csv -- train.py --epochs 1
+    """
+    if output.is_dir() or not output.resolve().parent.is_dir():
+        raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+    path, words = output.resolve(), _checked(script)
+    # Processes add to the table that they find.
+    path.unlink(missing_ok=True)
+    # Handlers run in the reverse order of their registration: this one after the recorder, which
+    # comes with torch.
+    atexit.register(_tell, path, os.getpid())
+    raise ScriptCall(words, Startup(record=str(path)))
+
+
+def _checked(words: list[str]) -> list[str]:
+    if words[0] == "-m" and len(words) == 1:
+        raise ConfigError("-m must be followed by the name of a module")
+    # A folder or an archive with a __main__.py is a script for Python.
+    if words[0] != "-m" and not Path(words[0]).exists():
+        raise ConfigError(
+            f"after the options comes a script that exists, or -m MODULE, got {words[0]!r}"
+        )
+    return words
+
+
+def _tell(path: Path, process: int) -> None:
+    # A child that was forked has this handler, too.
+    if os.getpid() != process:
+        return
+    path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
+    try:
+        rows = read_rows(path) if path.exists() else []
+    except UcudnnError as error:
+        say_error(str(error))
+        return
+    if not rows:
+        say_error(f"no convolution was computed, and {path.name} was not written")
+        return
+    calls = sum(row.calls for row in rows)
+    say_error(f"recorded {calls} calls of {len(rows)} convolutions; written to {path}")
+
+
+def execute(call: ScriptCall) -> None:
+    """Run a script as `python` would; what it raises goes on, and is printed as Python does."""
+    set_startup(call.files)
+    if not _torch_calls_us():
+        # From a checkout that was never installed: the same, earlier than it need be.
+        import torch  # noqa: F401 - ucudnn's modules are imported after torch
+
+        from ucudnn.convert import follow_startup
+
+        follow_startup(call.files)
+    try:
+        _run(call.words)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # The interpreter ends as for any script; only the traceback is printed here, without the
+        # frames above the script.
+        sys.excepthook(type(error), error.with_traceback(_own(error.__traceback__)), None)
+        sys.excepthook = lambda *_: None
+        raise
+
+
+def _run(words: list[str]) -> None:
+    if words[0] == "-m":
+        _set_first_path(os.getcwd())
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = list(words)
+    if Path(words[0]).is_file() and not zipfile.is_zipfile(words[0]):
+        _run_file(Path(words[0]))
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _run_file(path: Path) -> None:
+    # `runpy` would give the script the absolute path as its name, and take `__main__` away at the
+    # end, which threads and processes that still run may need.
+    _set_first_path(str(path.resolve().parent))
+    name = str(path.absolute())
+    loader = SourceFileLoader("__main__", name)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=name, __loader__=loader, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    code = loader.source_to_code(loader.get_data(name), name)
+    exec(code, main.__dict__)  # noqa: S102 - the script that the user asks to run
+
+
+def _set_first_path(folder: str) -> None:
+    # With `python -P` no script's folder is on the path.
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _own(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first frame on."""
+    # The last ones are of a module or of a script with a syntax error.
+    importing = ("<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>")
+    ours = (__file__, runpy.__file__, "<frozen runpy>", *importing)
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _torch_calls_us() -> bool:
+    """True if torch will call ucudnn when the script imports it."""
+    # torch's own switch, and its own default.
+    if os.getenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return False
+    return bool(entry_points(group="torch.backends", name="ucudnn")) and "torch" not in sys.modules

@@ -1,0 +1,74 @@
+"""Types of what public functions return, take and report: for annotations and `isinstance`.
+
+Names resolve on first use, as those of the package do. Errors and warnings are in `ucudnn.errors`.
+
+>>> from ucudnn.types import Conversion, Policy
+>>> Conversion.__module__
+'ucudnn.convert'
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ucudnn.check import Finding as Finding
+    from ucudnn.config import Backend as Backend
+    from ucudnn.config import Effort as Effort
+    from ucudnn.config import Layout as Layout
+    from ucudnn.config import Policy as Policy
+    from ucudnn.config import Solver as Solver
+    from ucudnn.config import Unplanned as Unplanned
+    from ucudnn.convert import Conversion as Conversion
+    from ucudnn.execution.override import Installation as Installation
+    from ucudnn.layer_table import Row as Row
+    from ucudnn.measurement import Candidate as Candidate
+    from ucudnn.measurement import Conditions as Conditions
+    from ucudnn.measurement import Device as Device
+    from ucudnn.measurement import FailureKind as FailureKind
+    from ucudnn.measurement import Measurement as Measurement
+    from ucudnn.measurement import MeasurementKey as MeasurementKey
+    from ucudnn.measurement import Origin as Origin
+    from ucudnn.measurement import Role as Role
+    from ucudnn.measurement import Software as Software
+    from ucudnn.measurement import Subject as Subject
+    from ucudnn.plan import KernelPlan as KernelPlan
+    from ucudnn.plan import Timing as Timing
+    from ucudnn.races import LayoutHint as LayoutHint
+    from ucudnn.races import LayoutRace as LayoutRace
+    from ucudnn.races import StepRace as StepRace
+    from ucudnn.tuning.advice import Advice as Advice
+    from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
+    from ucudnn.tuning.noise import Noise as Noise
+    from ucudnn.tuning.progress import Progress as Progress
+
+# The same names as above: type checkers read the imports, `__getattr__` reads this.
+_NAMES_BY_MODULE = {
+    "check": ("Finding",),
+    "config": ("Backend", "Effort", "Layout", "Policy", "Solver", "Unplanned"),
+    "convert": ("Conversion",),
+    "execution.override": ("Installation",),
+    "layer_table": ("Row",),
+    "measurement": (
+        *("Candidate", "Conditions", "Device", "FailureKind", "Measurement", "MeasurementKey"),
+        *("Origin", "Role", "Software", "Subject"),
+    ),
+    "plan": ("KernelPlan", "Timing"),
+    "races": ("LayoutHint", "LayoutRace", "StepRace"),
+    "tuning.advice": ("Advice", "KernelAdvice"),
+    "tuning.noise": ("Noise",),
+    "tuning.progress": ("Progress",),
+}
+_MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+__all__ = list(_MODULE_BY_NAME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_BY_NAME:
+        raise AttributeError(f"module 'ucudnn.types' has no attribute {name!r}")
+    return getattr(import_module(f"ucudnn.{_MODULE_BY_NAME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_BY_NAME])
