@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -70,3 +72,11 @@ def test_how_ranks_end_is_the_exit_status(ucudnn, monkeypatch, error, status):
 
     monkeypatch.setattr(agent, "launch", launch)
     assert ucudnn("launch", "--", "train.py").status == status
+
+
+def test_ranks_follow_the_plan_of_the_environment(ucudnn, monkeypatch):
+    seen = []
+    monkeypatch.setenv("UCUDNN_PLAN", "net.plan.json")
+    monkeypatch.setattr(agent, "launch", lambda *_: seen.append(os.environ.get("UCUDNN_PLAN")))
+    assert ucudnn("launch", "--", "train.py").status == 0
+    assert seen == ["net.plan.json"]
