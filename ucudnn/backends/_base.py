@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucudnn.measurement import Candidate, Conditions, Device, Software
-from ucudnn.problem import Problem
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ucudnn.measurement import Candidate, Conditions, Device, Software
+    from ucudnn.problem import Problem
 
 
 # Built once per (problem, algorithm) and called in every training step, so that what is costly to

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ucudnn.backends._base import AbstractBackend
 from ucudnn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ucudnn.backends._base import AbstractBackend
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter_ns
+from typing import TYPE_CHECKING
 
 from ucudnn.backends import AbstractBackend, DeviceState
 from ucudnn.benchmark.failures import Failure, failure_of
-from ucudnn.benchmark.protocol import Protocol
 from ucudnn.benchmark.statistics import median_interval, median_ns, ratio_interval
+
+if TYPE_CHECKING:
+    from ucudnn.benchmark.protocol import Protocol
 
 # A smaller gain is not worth leaving torch's own call for, however certain it is.
 WORTHWHILE_GAIN = 0.02

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.measurement import Measurement, Role
-from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.solvers import Item, WalkEntry
 from ucudnn.solvers.reuse import reuse_by_position
+from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.fronts import Front
 from ucudnn.tuning.items import KernelOf, items_by_role, with_bounded

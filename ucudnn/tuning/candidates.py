@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from ucudnn.axis import AbstractAxis, RowAxis
-from ucudnn.backends import Cost
 from ucudnn.benchmark.bench import Arm
 from ucudnn.measurement import Candidate, Role, role_of
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.items import lists_of
-from ucudnn.tuning.session import Session
+
+if TYPE_CHECKING:
+    from ucudnn.backends import Cost
+    from ucudnn.tuning.session import Session
 
 
 class KernelCandidates:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ucudnn.benchmark.bench import Whole
 from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Measurement, MeasurementKey, Subject
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Timing
-from ucudnn.problem import Problem
-from ucudnn.tuning.measurer import KernelMeasurer
-from ucudnn.tuning.session import Session
+
+if TYPE_CHECKING:
+    from ucudnn.benchmark.bench import Whole
+    from ucudnn.problem import Problem
+    from ucudnn.tuning.measurer import KernelMeasurer
+    from ucudnn.tuning.session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,16 @@ and traffic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ucudnn.backends import Cost, Roofline
-from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Measurement
-from ucudnn.tuning.candidates import KernelCandidates
-from ucudnn.tuning.workspace_model import WorkspaceModel
 from ucudnn.units import format_bytes
+
+if TYPE_CHECKING:
+    from ucudnn.benchmark.bench import Arm
+    from ucudnn.measurement import Measurement
+    from ucudnn.tuning.candidates import KernelCandidates
+    from ucudnn.tuning.workspace_model import WorkspaceModel
 
 # An algorithm is ruled out where it is expected to take this many times the best known, per sample.
 # That leaves room for the error of an expectation that rests on one small chunk.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from ucudnn.measurement import Measurement, Role, role_of
-from ucudnn.plan import DEFAULT_ALGORITHM
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
+from ucudnn.split import DEFAULT_ALGORITHM
 
 # Which kernel an algorithm runs a problem by, None where it does not.
 KernelOf = Callable[[Problem, str], str | None]

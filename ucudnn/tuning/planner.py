@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ucudnn.axis import axis_of
-from ucudnn.errors import PlanError
-from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.fronts import Front, pareto
@@ -21,8 +20,12 @@ from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.refusals import nothing_fits, ran
 from ucudnn.tuning.replay import predict
-from ucudnn.tuning.sources import AbstractSource, Evidence
 from ucudnn.tuning.split_table import AbstractSplitTable, plan_by
+
+if TYPE_CHECKING:
+    from ucudnn.errors import PlanError
+    from ucudnn.measurement import Measurement
+    from ucudnn.tuning.sources import AbstractSource, Evidence
 
 
 class KernelPlanner:

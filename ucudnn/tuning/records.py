@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.statistics import median_interval
-from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.solvers.lazy import Interval
-from ucudnn.tuning.candidates import KernelCandidates
-from ucudnn.tuning.session import Session
 from ucudnn.tuning.workspace_model import WorkspaceModel
+
+if TYPE_CHECKING:
+    from ucudnn.benchmark.bench import Arm
+    from ucudnn.measurement import Measurement, MeasurementKey
+    from ucudnn.tuning.candidates import KernelCandidates
+    from ucudnn.tuning.session import Session
 
 
 class KernelRecords:

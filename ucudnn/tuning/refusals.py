@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Measurement
-from ucudnn.problem import Problem
-from ucudnn.tuning.sources import AbstractSource, Evidence
 from ucudnn.units import format_bytes
+
+if TYPE_CHECKING:
+    from ucudnn.measurement import Measurement
+    from ucudnn.problem import Problem
+    from ucudnn.tuning.sources import AbstractSource, Evidence
 
 
 def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes: int) -> PlanError:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ucudnn.benchmark.bench import Arm
 from ucudnn.execution.remainder import padding_bytes
 from ucudnn.measurement import Measurement, Role
 from ucudnn.solvers.lazy import Option, Outlook, outlook
 from ucudnn.tuning.batch_splits import BatchSplits
-from ucudnn.tuning.candidates import KernelCandidates
-from ucudnn.tuning.elimination import Elimination
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.records import KernelRecords, interval_of
-from ucudnn.tuning.session import Session
 from ucudnn.tuning.split_table import CHUNK_NS, WORTHWHILE_NS
+
+if TYPE_CHECKING:
+    from ucudnn.tuning.candidates import KernelCandidates
+    from ucudnn.tuning.elimination import Elimination
+    from ucudnn.tuning.session import Session
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
 TOLERANCE = 0.02

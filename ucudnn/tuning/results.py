@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from ucudnn.config import Config
 from ucudnn.errors import PlanError, UntunedWarning, warn
-from ucudnn.measurement import Measurement
-from ucudnn.plan import KernelPlan
-from ucudnn.problem import Problem
-from ucudnn.races import Curve
 from ucudnn.tuning.curve import plan_curve
 from ucudnn.tuning.fallback import plan_by_torch
-from ucudnn.tuning.fronts import Front
 from ucudnn.tuning.invariant import invariant_by_torch
-from ucudnn.tuning.limits import Limits
-from ucudnn.tuning.pool import Pool
 from ucudnn.tuning.refusals import all_over_limit
+
+if TYPE_CHECKING:
+    from ucudnn.config import Config
+    from ucudnn.measurement import Measurement
+    from ucudnn.plan import KernelPlan
+    from ucudnn.problem import Problem
+    from ucudnn.races import Curve
+    from ucudnn.tuning.fronts import Front
+    from ucudnn.tuning.limits import Limits
+    from ucudnn.tuning.pool import Pool
 
 
 class Results:

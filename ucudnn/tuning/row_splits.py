@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.measurement import Measurement, Role, role_of
-from ucudnn.plan import Split
 from ucudnn.slabs import slabs
 from ucudnn.solvers import Item
 from ucudnn.solvers.reuse import reuse_by_position
+from ucudnn.split import Split
 from ucudnn.tuning.fronts import Front
 from ucudnn.tuning.items import KernelOf, chunk_items
 from ucudnn.tuning.plan_draft import PlanDraft

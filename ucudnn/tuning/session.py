@@ -7,18 +7,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend, Cost, DeviceState, Roofline
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.benchmark.bench import AbstractBench, How, LocalBench
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
-from ucudnn.cache import AbstractCache
 from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.overhead import planned_call_ns
+
+if TYPE_CHECKING:
+    from ucudnn.axis import AbstractAxis
+    from ucudnn.cache import AbstractCache
 
 # A roofline is kept under this problem: the times of so many operations and bytes, and as workspace
 # the bytes that caches keep from memory.

@@ -11,8 +11,8 @@ from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.config import Config
 from ucudnn.measurement import Measurement
-from ucudnn.plan import DEFAULT_ALGORITHM, Split
 from ucudnn.problem import Problem
+from ucudnn.split import DEFAULT_ALGORITHM, Split
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.confirmation import Finalist, race, recall_race

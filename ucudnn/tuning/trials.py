@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ucudnn.benchmark.bench import Arm
-from ucudnn.tuning.candidates import KernelCandidates
-from ucudnn.tuning.elimination import Elimination
-from ucudnn.tuning.records import KernelRecords
+if TYPE_CHECKING:
+    from ucudnn.benchmark.bench import Arm
+    from ucudnn.tuning.candidates import KernelCandidates
+    from ucudnn.tuning.elimination import Elimination
+    from ucudnn.tuning.records import KernelRecords
 
 
 class Trials:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
-from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.system.forking import cached_property
-from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.items import held_bytes
+
+if TYPE_CHECKING:
+    from ucudnn.benchmark.bench import Arm
+    from ucudnn.measurement import Measurement
+    from ucudnn.tuning.candidates import KernelCandidates
 
 # Upper bound of workspace over operands and result; im2col with an 11x11 filter needs 121 times.
 _MOST_COPIES = 128
