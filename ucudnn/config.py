@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from ucudnn import settings
 from ucudnn.errors import ConfigError, warn
 from ucudnn.problem import OPS
 from ucudnn.units import parse_bytes
@@ -178,85 +178,39 @@ class Config:
     def __post_init__(self) -> None:
         try:
             values = {
-                "workspace_limit": _bytes("workspace_limit", self.workspace_limit),
-                "total_workspace": _bytes("total_workspace", self.total_workspace),
-                "memory_budget": _budget(self.memory_budget),
-                "solver": _choice("solver", self.solver, SOLVERS),
-                "policy": _choice("policy", self.policy, POLICIES),
-                "ops": _passes(self.ops),
-                "unplanned": _choice("unplanned", self.unplanned, UNPLANNED),
-                "frozen": _switch("frozen", self.frozen),
-                "cache": _path("cache", self.cache, "a folder's path"),
-                "backend": _choice("backend", self.backend, BACKENDS),
-                "device_profile": _path("device_profile", self.device_profile, "a file's path"),
-                "deterministic": _switch("deterministic", self.deterministic, or_none=True),
-                "batch_invariant": _switch("batch_invariant", self.batch_invariant),
-                "max_error": _positive("max_error", self.max_error),
-                "layout": _choice("layout", self.layout, LAYOUTS),
-                "effort": _choice("effort", self.effort, EFFORT_NAMES),
-                "time_budget_s": _positive("time_budget_s", self.time_budget_s),
-                "step_race": _switch("step_race", self.step_race),
-                "curve": _switch("curve", self.curve),
-                "exceed": _switch("exceed", self.exceed),
+                "workspace_limit": settings.size("workspace_limit", self.workspace_limit),
+                "total_workspace": settings.size("total_workspace", self.total_workspace),
+                "memory_budget": settings.budget(self.memory_budget),
+                "solver": settings.choice("solver", self.solver, SOLVERS),
+                "policy": settings.choice("policy", self.policy, POLICIES),
+                "ops": settings.passes(self.ops),
+                "unplanned": settings.choice("unplanned", self.unplanned, UNPLANNED),
+                "frozen": settings.switch("frozen", self.frozen),
+                "cache": settings.path("cache", self.cache, "a folder's path"),
+                "backend": settings.choice("backend", self.backend, BACKENDS),
+                "device_profile": settings.path(
+                    "device_profile", self.device_profile, "a file's path"
+                ),
+                "deterministic": settings.switch("deterministic", self.deterministic, or_none=True),
+                "batch_invariant": settings.switch("batch_invariant", self.batch_invariant),
+                "max_error": settings.positive("max_error", self.max_error),
+                "layout": settings.choice("layout", self.layout, LAYOUTS),
+                "effort": settings.choice("effort", self.effort, EFFORT_NAMES),
+                "time_budget_s": settings.positive("time_budget_s", self.time_budget_s),
+                "step_race": settings.switch("step_race", self.step_race),
+                "curve": settings.switch("curve", self.curve),
+                "exceed": settings.switch("exceed", self.exceed),
             }
         except ConfigError as error:
             raise self._with_source(error) from error
         for name, value in values.items():
             # The dataclass is frozen; this replaces what was given by its checked form.
             object.__setattr__(self, name, value)
-        if self.batch_invariant and self.total_workspace is not None:
-            raise ConfigError(
-                "batch_invariant chooses one micro-batch for each kernel by itself, and "
-                "total_workspace chooses for all together; leave one of them out, or set "
-                "workspace_limit instead"
-            )
-        if self.unplanned == "tune" and self.total_workspace is not None:
-            raise ConfigError(
-                "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "
-                "among all; set unplanned='torch' or 'error', or workspace_limit instead"
-            )
-        if self.unplanned == "tune" and self.frozen:
-            raise ConfigError(
-                "unplanned='tune' plans shapes while the model runs, and frozen=True runs only "
-                "what was planned before; set unplanned='torch' or 'error', or leave frozen out"
-            )
-        if self.curve and self.total_workspace is not None:
-            raise ConfigError(
-                "curve is of kernels that share their workspace, and total_workspace of kernels "
-                "that each own a part; set one of them"
-            )
-        if self.memory_budget is not None:
-            self._require_budget()
-        if self.exceed and self.total_workspace is not None:
-            raise ConfigError(
-                "exceed=True leaves kernels out of workspace_limit, and every kernel needs a part "
-                "of total_workspace; leave one of the two out"
-            )
+        conflict = settings.conflict(values)
+        if conflict:
+            raise ConfigError(conflict)
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
-
-    def _require_budget(self) -> None:
-        """Refuse settings that a memory budget cannot be kept with.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        if self.total_workspace is not None:
-            raise ConfigError(
-                "memory_budget is for kernels that run one after the other and total_workspace for "
-                "kernels that overlap; set one of them"
-            )
-        if self.unplanned == "tune":
-            raise ConfigError(
-                "unplanned='tune' tunes one shape at a time, and memory_budget is of a whole step; "
-                "set unplanned='torch' or 'error', or workspace_limit instead"
-            )
-        # What no plan covers takes as much workspace as torch likes.
-        if self.ops not in (OPS, ("fprop",)):
-            raise ConfigError(
-                f"memory_budget needs a plan for every pass: ops must be {','.join(OPS)}, or fprop "
-                f"for inference, got {','.join(self.ops)}"
-            )
 
     def budget_bytes(self, own_peak_bytes: int) -> int | None:
         """The memory budget in bytes, None for none.
@@ -355,63 +309,6 @@ def require_config(config: object) -> Config:
             f"{type(config).__name__}"
         )
     return config
-
-
-def _bytes(name: str, value: Any) -> int | None:
-    return None if value is None else parse_bytes(value, name)
-
-
-def _budget(value: Any) -> int | str | None:
-    """A number of bytes, or "+" and one: what a step needs, and so much more."""
-    if isinstance(value, str) and value.strip().startswith("+"):
-        return f"+{parse_bytes(value.strip()[1:], 'memory_budget, after the +,')}"
-    return _bytes("memory_budget", value)
-
-
-def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-    return str(value)
-
-
-def _switch(name: str, value: object, or_none: bool = False) -> bool | None:
-    """True or False, also as text from the environment; None where that is allowed."""
-    if or_none and value is None:
-        return None
-    # An environment variable is always text.
-    texts = {"1": True, "true": True, "0": False, "false": False}
-    found = texts.get(value.lower()) if isinstance(value, str) else value
-    if not isinstance(found, bool):
-        allowed = "True, False or None" if or_none else "True or False"
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
-    return found
-
-
-def _passes(value: Any) -> tuple[str, ...]:
-    ops = value.split(",") if isinstance(value, str) else value
-    if not isinstance(ops, (tuple, list)) or not ops or any(op not in OPS for op in ops):
-        raise ConfigError(f"ops must name some of {', '.join(OPS)}, got {value!r}")
-    # Once each and in one order, so that equal settings are equal and plans hash alike.
-    return tuple(op for op in OPS if op in ops)
-
-
-def _path(name: str, value: Any, what: str) -> str | None:
-    if value is not None and not isinstance(value, (str, Path)):
-        raise ConfigError(f"{name} must be {what} or None, got {value!r}")
-    return None if value is None else str(value)
-
-
-def _positive(name: str, value: object) -> float | None:
-    """A number above 0, also as text from the environment; None stays None."""
-    try:
-        if value is None:
-            return None
-        # True is an int of 1 for Python; nan is refused, because it is not above 0.
-        if isinstance(value, (int, float, str)) and value is not True and float(value) > 0:
-            return float(value)
-    except (ValueError, OverflowError):  # no number, or an int beyond the range of a float
-        pass
-    raise ConfigError(f"{name} must be a number above 0 or None, got {value!r}")
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:

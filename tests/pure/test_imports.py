@@ -18,7 +18,7 @@ import ucudnn
 
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
 VALUES = {
-    *("axis", "config", "errors", "layer_table", "measurement", "plan", "problem"),
+    *("axis", "config", "errors", "layer_table", "measurement", "plan", "problem", "settings"),
     *("races", "slabs", "split", "system", "units"),
 }
 # What each inner room may use beside itself.

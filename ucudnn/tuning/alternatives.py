@@ -109,7 +109,7 @@ def _raced(known: Sequence[Measurement]) -> Iterator[Alternative]:
 
 
 def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alternative]:
-    """Of each algorithm the fastest split into chunks of one size, and that of least workspace."""
+    """The fastest split of each algorithm into chunks of one size, and that of least workspace."""
     chunks = [entry for entry in known if entry.subject == Subject.CHUNK]
     timed = [
         entry for entry in chunks if entry.status in _TIMED and entry.workspace_bytes is not None

@@ -223,7 +223,7 @@ class _Scan:
         return [Cliff(problem, layers, kind, remedy.said, own_ns, time_ns, *sizes)]
 
     def _timed(self, remedies: Iterator[_Remedy]) -> list[tuple[int, _Remedy]]:
-        """Those that can be run with their shortest times, the fastest first."""
+        """Algorithms that can be run, with their shortest times, the fastest first."""
         found = [(self._shortest_ns(remedy), remedy) for remedy in remedies]
         timed = [(time_ns, remedy) for time_ns, remedy in found if time_ns is not None]
         return sorted(timed, key=lambda entry: entry[0])
@@ -278,7 +278,7 @@ class _Scan:
         return fits and least_ns * _CLIFF <= own_ns
 
     def _kind(self, problem: Problem, remedy: _Remedy) -> str:
-        """What the cost of a convolution is due to, by the remedy that removes it."""
+        """Cause of the cost of a convolution, by the remedy that removes it."""
         shapes = (*problem.operand_shapes, problem.result_shape)
         (first, *_), kernel = remedy.split.steps, self._backend.kernel
         part = problem.with_batch(first.size)

@@ -233,7 +233,7 @@ def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
 
 
 def _not_run(key: MeasurementKey, candidate: Candidate) -> Measurement:
-    """What is known of a candidate before it is run."""
+    """A measurement with the facts of a candidate that was not run."""
     return Measurement(
         key,
         "untimed",

@@ -97,12 +97,18 @@ def tune_problems(
     _log.info("measured %d candidates, reused %d", measured, scheduler.devices.reused)
     plan = _plan(scheduler, devices[0], config, began)
     # A plan wholly from the cache is not warned of again.
-    if measured and (noise := noise_of(plan)).is_noisy:
-        sentence = (
-            f"the times of this plan are noisy: {noise}; tune again when the machine is quiet"
-        )
-        warn(sentence, NoiseWarning)
+    if measured:
+        _warn_of_noise(plan)
     return plan
+
+
+def _warn_of_noise(plan: Plan) -> None:
+    noise = noise_of(plan)
+    if noise.is_noisy:
+        warn(
+            f"the times of this plan are noisy: {noise}; tune again when the machine is quiet",
+            NoiseWarning,
+        )
 
 
 def _resolved(config: Config) -> Config:

@@ -1,0 +1,160 @@
+"""Values of settings: each checked by itself, and those that exclude each other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ucudnn.errors import ConfigError
+from ucudnn.problem import OPS
+from ucudnn.units import parse_bytes
+
+
+def size(name: str, value: Any) -> int | None:
+    """A number of bytes, None for none."""
+    return None if value is None else parse_bytes(value, name)
+
+
+def budget(value: Any) -> int | str | None:
+    """A number of bytes, or "+" and one: what a step needs, and so much more."""
+    if isinstance(value, str) and value.strip().startswith("+"):
+        return f"+{parse_bytes(value.strip()[1:], 'memory_budget, after the +,')}"
+    return size("memory_budget", value)
+
+
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """One of some names."""
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    return str(value)
+
+
+def switch(name: str, value: object, or_none: bool = False) -> bool | None:
+    """True or False, also as text from the environment; None where that is allowed."""
+    if or_none and value is None:
+        return None
+    # An environment variable is always text.
+    texts = {"1": True, "true": True, "0": False, "false": False}
+    found = texts.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        allowed = "True, False or None" if or_none else "True or False"
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
+    return found
+
+
+def passes(value: Any) -> tuple[str, ...]:
+    """Passes, as names or as one text with commas."""
+    ops = value.split(",") if isinstance(value, str) else value
+    if not isinstance(ops, (tuple, list)) or not ops or any(op not in OPS for op in ops):
+        raise ConfigError(f"ops must name some of {', '.join(OPS)}, got {value!r}")
+    # Once each and in one order, so that equal settings are equal and plans hash alike.
+    return tuple(op for op in OPS if op in ops)
+
+
+def path(name: str, value: Any, what: str) -> str | None:
+    """A path as text, None for none."""
+    if value is not None and not isinstance(value, (str, Path)):
+        raise ConfigError(f"{name} must be {what} or None, got {value!r}")
+    return None if value is None else str(value)
+
+
+def positive(name: str, value: object) -> float | None:
+    """A number above 0, also as text from the environment; None stays None."""
+    try:
+        if value is None:
+            return None
+        # True is an int of 1 for Python; nan is refused, because it is not above 0.
+        if isinstance(value, (int, float, str)) and value is not True and float(value) > 0:
+            return float(value)
+    except (ValueError, OverflowError):  # no number, or an int beyond the range of a float
+        pass
+    raise ConfigError(f"{name} must be a number above 0 or None, got {value!r}")
+
+
+Values = Mapping[str, Any]
+
+
+def conflict(values: Values) -> str:
+    """Reason why settings that are right by themselves exclude each other, "" if they do not.
+
+    Args:
+        values: of all settings, by name.
+    """
+    said = (sentence for excludes, sentence in _CONFLICTS if excludes(values))
+    return next(said, "").format(ops=",".join(values["ops"]))
+
+
+def _has_pool(values: Values) -> bool:
+    return values["total_workspace"] is not None
+
+
+def _has_budget(values: Values) -> bool:
+    return values["memory_budget"] is not None
+
+
+def _tunes_later(values: Values) -> bool:
+    return bool(values["unplanned"] == "tune")
+
+
+# Looked at in this order.
+_CONFLICTS: tuple[tuple[Callable[[Values], bool], str], ...] = (
+    (
+        lambda values: values["batch_invariant"] and _has_pool(values),
+        (
+            "batch_invariant chooses one micro-batch for each kernel by itself, and "
+            "total_workspace chooses for all together; leave one of them out, or set "
+            "workspace_limit instead"
+        ),
+    ),
+    (
+        lambda values: _tunes_later(values) and _has_pool(values),
+        (
+            "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "
+            "among all; set unplanned='torch' or 'error', or workspace_limit instead"
+        ),
+    ),
+    (
+        lambda values: _tunes_later(values) and values["frozen"],
+        (
+            "unplanned='tune' plans shapes while the model runs, and frozen=True runs only what "
+            "was planned before; set unplanned='torch' or 'error', or leave frozen out"
+        ),
+    ),
+    (
+        lambda values: values["curve"] and _has_pool(values),
+        (
+            "curve is of kernels that share their workspace, and total_workspace of kernels that "
+            "each own a part; set one of them"
+        ),
+    ),
+    (
+        lambda values: _has_budget(values) and _has_pool(values),
+        (
+            "memory_budget is for kernels that run one after the other and total_workspace for "
+            "kernels that overlap; set one of them"
+        ),
+    ),
+    (
+        lambda values: _has_budget(values) and _tunes_later(values),
+        (
+            "unplanned='tune' tunes one shape at a time, and memory_budget is of a whole step; set "
+            "unplanned='torch' or 'error', or workspace_limit instead"
+        ),
+    ),
+    (
+        # What no plan covers takes as much workspace as torch likes.
+        lambda values: _has_budget(values) and values["ops"] not in (OPS, ("fprop",)),
+        (
+            f"memory_budget needs a plan for every pass: ops must be {','.join(OPS)}, or fprop for "
+            "inference, got {ops}"
+        ),
+    ),
+    (
+        lambda values: values["exceed"] and _has_pool(values),
+        (
+            "exceed=True leaves kernels out of workspace_limit, and every kernel needs a part of "
+            "total_workspace; leave one of the two out"
+        ),
+    ),
+)
