@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from ucudnn.backends._base import DeviceState
 from ucudnn.backends.cudnn.engine import Configuration
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.cache.exchange.probe import read_probe
@@ -74,7 +75,7 @@ class Backend:
         return self._cpu.software()
 
     def state(self):
-        return ()
+        return DeviceState()
 
 
 def strict(problem):

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ucudnn import cache as caches
-from ucudnn.cli import app
+from ucudnn.cli import app, console
 from ucudnn.config import Config
 from ucudnn.problem import Problem
 from ucudnn.tuning.alternatives import alternatives
@@ -77,11 +77,12 @@ def test_measurements_of_other_machines_say_nothing(planned):
     assert list(found(other, config)) == ["8 torch_default"]  # which the plan itself knows
 
 
-def test_show_prints_them(planned, tmp_path):
+def test_show_prints_them(planned, tmp_path, monkeypatch):
+    monkeypatch.setattr(console.out, "width", 200)
     plan, config = planned
     plan.save(tmp_path / "plan.json")
     command = ["show", str(tmp_path / "plan.json"), "--kernel", "0", "--cache", config.cache]
-    shown = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output
     assert "rejected alternatives" in shown.output
     assert "takes 3.00 times as long" in shown.output

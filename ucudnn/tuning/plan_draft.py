@@ -130,8 +130,8 @@ class PlanDraft:
 def end_of(walk: Walk) -> Split | None:
     """The split of the largest batch, step by step from its end; None where there is none.
 
-    >>> end_of([WalkEntry(None, Item(1, 0, 5, "gemm"))] * 2)
-    Split(axis='batch', steps=(Step(size=1, algorithm='gemm'), Step(size=1, algorithm='gemm')))
+    >>> end_of([WalkEntry(None, Item(1, 0, 5, "gemm"))] * 2).steps
+    (Step(size=1, algorithm='gemm'), Step(size=1, algorithm='gemm'))
     """
     n, steps = len(walk), list[Step]()
     lone = walk[n - 1].alone
