@@ -59,11 +59,15 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_child(in_child: InChild) 
 def test_renewed_as_in_a_child_it_is_free_and_what_it_guards_is_told() -> None:
     """As above, in this process, so that the lines of a child are seen to run."""
     renewed: list[int] = []
+    waiting: list[threading.Thread] = []
     lock = ForkSafeLock(lambda: renewed.append(1))
     with lock:
         lock.renew()
-        assert excludes_others(lock)
+        assert excludes_others(lock, waiting)
     assert not excludes_others(lock)
+    # The thread that had to wait must have let go of this lock before another takes its place.
+    for thread in waiting:
+        thread.join()
     # as if another thread held it: that would release the new lock when it goes on, here
     lock._lock = threading.Lock()  # type: ignore[assignment]
     lock._lock.acquire()
@@ -85,8 +89,8 @@ def test_a_lock_that_the_forking_thread_holds_stays_held(in_child: InChild) -> N
         assert excludes_others(lock)
 
 
-def excludes_others(lock: ForkSafeLock) -> bool:
-    """True where another thread has to wait for the lock."""
+def excludes_others(lock: ForkSafeLock, threads: list[threading.Thread] | None = None) -> bool:
+    """True where another thread has to wait for the lock; that thread is added to a list."""
     entered = threading.Event()
 
     def enter() -> None:
@@ -95,6 +99,8 @@ def excludes_others(lock: ForkSafeLock) -> bool:
 
     thread = threading.Thread(target=enter, daemon=True)
     thread.start()
+    if threads is not None:
+        threads.append(thread)
     return not entered.wait(0.2)
 
 
