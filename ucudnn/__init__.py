@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"ucudnn.{name}")
     if name == "__version__":
-        return _version()
+        return import_module("ucudnn.system.version").own_version()
     raise AttributeError(f"module 'ucudnn' has no attribute {name!r}")
 
 
@@ -89,13 +89,3 @@ def _autoload() -> None:
 
 def _own_modules() -> list[ModuleType]:
     return [module for name, module in sys.modules.items() if name.startswith("ucudnn.")]
-
-
-def _version() -> str:
-    # Not at import: finding and reading the metadata of a distribution takes a while.
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("ucudnn")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "0+unknown"

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, get_args
 from ucudnn import settings
 from ucudnn.errors import ConfigError, warn
 from ucudnn.problem import OPS
-from ucudnn.units import parse_bytes
 
 Policy = Literal["undivided", "powers-of-two", "all"]
 Unplanned = Literal["torch", "tune", "error"]
@@ -183,7 +182,7 @@ class Config:
                 "memory_budget": settings.budget(self.memory_budget),
                 "solver": settings.choice("solver", self.solver, SOLVERS),
                 "policy": settings.choice("policy", self.policy, POLICIES),
-                "ops": settings.passes(self.ops),
+                "ops": settings.passes(self.ops, OPS),
                 "unplanned": settings.choice("unplanned", self.unplanned, UNPLANNED),
                 "frozen": settings.switch("frozen", self.frozen),
                 "cache": settings.path("cache", self.cache, "a folder's path"),
@@ -206,7 +205,7 @@ class Config:
         for name, value in values.items():
             # The dataclass is frozen; this replaces what was given by its checked form.
             object.__setattr__(self, name, value)
-        conflict = settings.conflict(values)
+        conflict = settings.conflict(values, OPS)
         if conflict:
             raise ConfigError(conflict)
         if self.device is not None and not isinstance(self.device, str):
@@ -323,12 +322,12 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     for name, reason in _MUCUDNN_REFUSED.items():
         if name in environment:
             raise ConfigError(f"environment variable {name} is not supported: {reason}")
-    settings = _of_mucudnn(environment)
+    found = _of_mucudnn(environment)
     for name in _FALLBACKS:
         value = environment.get(f"UCUDNN_{name.upper()}")
         if value:  # empty counts as unset, as in a shell
-            settings[name] = value
-    return settings
+            found[name] = value
+    return found
 
 
 def check_environment() -> None:
@@ -447,7 +446,7 @@ def _settings() -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     environment = dict(variables)
-    settings = read_environment(environment)
+    found = read_environment(environment)
     known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
     known |= {_PLAN, _RECORD}
     for name in environment:
@@ -456,22 +455,22 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
                 f"environment variable {name} is no setting of ucudnn and has no effect; settings "
                 f"are {', '.join(sorted(known))}",
             )
-    return settings
+    return found
 
 
 def _of_mucudnn(environment: Mapping[str, str]) -> dict[str, Any]:
     """Settings given by variables of mu-cuDNN (2018)."""
-    settings: dict[str, Any] = {
-        ours: parse_bytes(environment[name], name)
+    found: dict[str, Any] = {
+        ours: settings.parse_bytes(environment[name], name)
         for name, ours in _MUCUDNN_BYTES.items()
         if name in environment
     }
     policy = environment.get("UCUDNN_BATCH_SIZE_POLICY")
     if policy is None:
-        return settings
+        return found
     if policy not in _MUCUDNN_POLICIES:
         raise ConfigError(
             f"UCUDNN_BATCH_SIZE_POLICY must be one of {', '.join(_MUCUDNN_POLICIES)}, got "
             f"{policy!r}; or set UCUDNN_POLICY to one of {', '.join(POLICIES)}"
         )
-    return {**settings, "policy": _MUCUDNN_POLICIES[policy]}
+    return {**found, "policy": _MUCUDNN_POLICIES[policy]}

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ucudnn.plan import Plan
+from typing import Any
 
 # A damaged file can hold a value of any length, and a message must stay readable.
 _LONGEST_QUOTE = 300
@@ -94,11 +91,11 @@ class TuningInterruptedError(KeyboardInterrupt):
     """Ctrl-C during tuning; the measurements so far are in the cache.
 
     Attributes:
-        plan: the best plan so far. Kernels that were never run are not in it, and those that were
+        plan: the best `Plan` so far. Kernels that were never run are not in it, and those that were
             not finished run torch's own convolution.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Any) -> None:
         super().__init__("tuning was interrupted")
         self.plan = plan
 

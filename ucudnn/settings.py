@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ucudnn.errors import ConfigError
-from ucudnn.problem import OPS
-from ucudnn.units import parse_bytes
+from ucudnn.units import TOO_LARGE
+
+_BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_BYTES_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: int | str, name: str = "size") -> int:
+    """Read a number of bytes as a person writes it.
+
+    >>> parse_bytes("64MiB")
+    67108864
+    >>> parse_bytes("1.5 KiB")
+    1536
+
+    Args:
+        text: an int (bytes) or a string with unit B, KiB, MiB or GiB (case does not matter).
+        name: what the value is called in the error message.
+
+    Raises:
+        ConfigError: it is not a size, it is negative, or it is at least 2^63 bytes.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and 0 <= text < TOO_LARGE:
+        return text
+    match = _BYTES_PATTERN.fullmatch(text) if isinstance(text, str) else None
+    factor = _BYTES_PER_UNIT.get(match[2].upper()) if match else None
+    # What is no size at all ends in the same error as a size that is too large.
+    size = float(match[1]) * factor if match and factor else TOO_LARGE
+    if size >= TOO_LARGE:
+        decimal = match is not None and match[2].upper() in ("KB", "MB", "GB", "K", "M", "G")
+        meant = f"; did you mean {match[1]}{match[2][0].upper()}iB?" if match and decimal else ""
+        raise ConfigError(
+            f"{name} must be a number of bytes such as 8388608, '64MiB' or '1.5GiB', got "
+            f"{text!r}{meant}"
+        )
+    return int(size)
 
 
 def size(name: str, value: Any) -> int | None:
@@ -43,13 +77,13 @@ def switch(name: str, value: object, or_none: bool = False) -> bool | None:
     return found
 
 
-def passes(value: Any) -> tuple[str, ...]:
+def passes(value: Any, known: tuple[str, ...]) -> tuple[str, ...]:
     """Passes, as names or as one text with commas."""
     ops = value.split(",") if isinstance(value, str) else value
-    if not isinstance(ops, (tuple, list)) or not ops or any(op not in OPS for op in ops):
-        raise ConfigError(f"ops must name some of {', '.join(OPS)}, got {value!r}")
+    if not isinstance(ops, (tuple, list)) or not ops or any(op not in known for op in ops):
+        raise ConfigError(f"ops must name some of {', '.join(known)}, got {value!r}")
     # Once each and in one order, so that equal settings are equal and plans hash alike.
-    return tuple(op for op in OPS if op in ops)
+    return tuple(op for op in known if op in ops)
 
 
 def path(name: str, value: Any, what: str) -> str | None:
@@ -75,14 +109,17 @@ def positive(name: str, value: object) -> float | None:
 Values = Mapping[str, Any]
 
 
-def conflict(values: Values) -> str:
+def conflict(values: Values, known_passes: tuple[str, ...]) -> str:
     """Reason why settings that are right by themselves exclude each other, "" if they do not.
 
     Args:
         values: of all settings, by name.
+        known_passes: all passes of a training step.
     """
-    said = (sentence for excludes, sentence in _CONFLICTS if excludes(values))
-    return next(said, "").format(ops=",".join(values["ops"]))
+    every = ",".join(known_passes)
+    given = {**values, "is_step": values["ops"] in (known_passes, ("fprop",))}
+    said = (sentence for excludes, sentence in _CONFLICTS if excludes(given))
+    return next(said, "").format(ops=",".join(values["ops"]), every=every)
 
 
 def _has_pool(values: Values) -> bool:
@@ -144,9 +181,9 @@ _CONFLICTS: tuple[tuple[Callable[[Values], bool], str], ...] = (
     ),
     (
         # What no plan covers takes as much workspace as torch likes.
-        lambda values: _has_budget(values) and values["ops"] not in (OPS, ("fprop",)),
+        lambda values: _has_budget(values) and not values["is_step"],
         (
-            f"memory_budget needs a plan for every pass: ops must be {','.join(OPS)}, or fprop for "
+            "memory_budget needs a plan for every pass: ops must be {every}, or fprop for "
             "inference, got {ops}"
         ),
     ),

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucudnn.errors import ConfigError
-from ucudnn.units import format_bytes, format_ns, parse_bytes
+from ucudnn.settings import parse_bytes
+from ucudnn.units import format_bytes, format_ns
 
 
 @pytest.mark.parametrize(

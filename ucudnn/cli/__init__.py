@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from ucudnn import __version__
 from ucudnn.cli import cache, look, script, tables
 from ucudnn.cli.advise import advise
 from ucudnn.cli.bench import bench
@@ -42,6 +41,7 @@ from ucudnn.errors import (
     TableError,
     UcudnnError,
 )
+from ucudnn.system.version import own_version
 
 # Errors that a command ends with on purpose.
 _EXPECTED = (UcudnnError, InterruptedCommandError)
@@ -59,7 +59,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"ucudnn {__version__}")
+        say(f"ucudnn {own_version()}")
         raise typer.Exit
 
 

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ucudnn import __version__
 from ucudnn.cli.console import bar, out, say
 from ucudnn.cli.options import (
     CacheOption,
@@ -24,6 +23,7 @@ from ucudnn.cli.targets import Recipe, name_model
 from ucudnn.config import Config
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.plan import KernelPlan, Plan
+from ucudnn.system.version import own_version
 from ucudnn.units import format_bytes, format_ns
 
 
@@ -223,10 +223,10 @@ def doctor(
     found = room.diagnose(cache or Config().cache)
     if as_json:
         # A property, which `asdict` leaves out.
-        print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": __version__}))
+        print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": own_version()}))
         return
     rows = {
-        "ucudnn": __version__,
+        "ucudnn": own_version(),
         "device": str(found.device),
         "torch": found.software.torch,
         "oneDNN": found.software.onednn or "not in this torch",

@@ -14,12 +14,12 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
-import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.distributed.rendezvous import Group, Rendezvous, name_ranks
 from ucudnn.errors import PlanError, RankError, UcudnnError
 from ucudnn.measurement import Device, Software
 from ucudnn.plan import Plan
+from ucudnn.system.version import own_version
 
 # How many differences a message lists: one wrong version changes every kernel.
 _MOST_NAMED = 5
@@ -174,7 +174,7 @@ def require_one_plan(rendezvous: Rendezvous, plan: Plan) -> None:
 
 def job_facts(software: Software) -> dict[str, str]:
     """Settings that must be equal on all ranks of a job, whatever their devices."""
-    return {"ucudnn": ucudnn.__version__, "torch": software.torch}
+    return {"ucudnn": own_version(), "torch": software.torch}
 
 
 def kind_facts(device: Device, software: Software) -> dict[str, str]:

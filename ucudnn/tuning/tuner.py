@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 
-from ucudnn import __version__
 from ucudnn import cache as cache_room
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.recorded import RecordedBackend
@@ -26,6 +25,7 @@ from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.version import own_version
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.progress import Progress
@@ -164,7 +164,7 @@ def _plan(
         kernels=scheduler.results.kernels,
         origin=Origin(
             made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            ucudnn=__version__,
+            ucudnn=own_version(),
             protocol=PROTOCOL,
             effort=config.effort,
             budget="" if budget_s is None else f"{budget_s:g}",
