@@ -6,7 +6,10 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
+]
 SHAPE = ("--input", "2x3x12x12")
 
 

@@ -16,7 +16,10 @@ from ucudnn.steps.bench import bench_steps
 from ucudnn.steps.result import WAYS, StepBench, TimedSteps, ways_of
 from ucudnn.system.memory import high_water_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
+]
 EAGER, LAST, PLAN = WAYS["eager"], WAYS["channels_last"], WAYS["plan"]
 
 

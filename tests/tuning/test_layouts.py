@@ -24,6 +24,7 @@ from ucudnn.reports.text import plan_verdict
 from ucudnn.tuning.layout_check import reason_against_layout
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
     pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
 ]
