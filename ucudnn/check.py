@@ -107,16 +107,21 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
     return _judged(about, plan, kernel, wholes)
 
 
+def _limit_of(plan: Plan, kernel: KernelPlan) -> int | None:
+    """Workspace that a call of a kernel may use; of a pool its part and what nobody has."""
+    if plan.config.total_bytes is None:
+        return plan.limit_bytes(kernel)
+    left = plan.config.total_bytes - plan.workspace_bytes
+    return kernel.timing.workspace_bytes + left // len(kernel.layers)
+
+
 def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> Finding:
     ours = wholes[0]
     if ours.result.failure:
         return Finding(
             about, False, f"{kernel.problem} cannot be run: {ours.result.failure.reason}"
         )
-    limit = plan.limit_bytes(kernel)
-    if plan.config.total_bytes is not None:  # what it has of the pool, and what is left of that
-        left = plan.config.total_bytes - plan.workspace_bytes
-        limit = kernel.timing.workspace_bytes + left // len(kernel.layers)
+    limit = _limit_of(plan, kernel)
     size = format_bytes(ours.workspace_bytes)
     if limit is not None and ours.workspace_bytes > limit:
         said = f"{kernel.problem} needs {size} of workspace, over {format_bytes(limit)}; tune again"

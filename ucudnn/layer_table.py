@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -176,11 +176,11 @@ def _problem(path: object, line: int, row: Mapping[str, str], op: str) -> Proble
             batch=value["n"],
             in_channels=value["c"],
             out_channels=value["k"],
-            input_size=tuple(value[axis] for axis in axes),
-            kernel_size=tuple(value[f"k{axis}"] for axis in axes),
-            stride=tuple(value[f"stride_{axis}"] for axis in axes),
-            padding=tuple((value[f"pad_{axis}"],) * 2 for axis in axes),
-            dilation=tuple(value[f"dil_{axis}"] for axis in axes),
+            input_size=_along(axes, value, ""),
+            kernel_size=_along(axes, value, "k"),
+            stride=_along(axes, value, "stride_"),
+            padding=tuple((ends, ends) for ends in _along(axes, value, "pad_")),
+            dilation=_along(axes, value, "dil_"),
             groups=value["groups"],
             dtype=dtype,
             layout=row.get("layout") or "nchw",
@@ -189,6 +189,10 @@ def _problem(path: object, line: int, row: Mapping[str, str], op: str) -> Proble
     except ProblemError as error:
         reason = shortened(f"{row['name']}: {error}")
         raise ConfigError(f"{path} line {line}, layer {reason}") from error
+
+
+def _along(axes: Sequence[str], value: Mapping[str, int], prefix: str) -> tuple[int, ...]:
+    return tuple(value[f"{prefix}{axis}"] for axis in axes)
 
 
 def _ints(path: object, line: int, row: Mapping[str, str]) -> dict[str, int]:

@@ -190,6 +190,10 @@ def _load(data: bytes) -> tuple[dict[str, Array], dict[str, list[bytes]], bool]:
     return arrays, texts, is_known
 
 
+def _are_none(values: Sequence[object]) -> Array:
+    return np.array([value is None for value in values], bool)
+
+
 def _interpret(
     arrays: dict[str, Array], encoded: dict[str, list[bytes]], is_known: bool, only_possible: bool
 ) -> tuple[Table, bool]:
@@ -200,7 +204,7 @@ def _interpret(
     texts = {name: list(map(from_bytes, encoded[name])) for name in _TEXTS}
     _require_fit(rows, [problems, contexts, *texts.values()], arrays["samples"])
     unknown = unknown_problems[rows["problem"]] | ~np.isin(rows["status"], encoded_words(STATUSES))
-    unknown |= np.array([context is None for context in contexts], bool)[rows["context"]]
+    unknown |= _are_none(contexts)[rows["context"]]
     facts, unknown_facts = facts_from_texts(texts["facts"])
     unknown |= unknown_facts[rows["facts"]]
     possible = possible_numbers(rows) & possible_problems(problems)[rows["problem"]]

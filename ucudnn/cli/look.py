@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -25,6 +25,9 @@ from ucudnn.errors import CacheError, ConfigError
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.system.version import own_version
 from ucudnn.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from ucudnn.doctor import Diagnosis
 
 
 def show(
@@ -225,6 +228,10 @@ def doctor(
         # A property, which `asdict` leaves out.
         print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": own_version()}))
         return
+    _print_doctor(found)
+
+
+def _print_doctor(found: Diagnosis) -> None:
     rows = {
         "ucudnn": own_version(),
         "device": str(found.device),

@@ -193,6 +193,13 @@ def _details(row: _Row, timing: Timing, arm: str) -> str:
     return "<br>".join([f"<b>{row.label}</b>", *wrapped])
 
 
+def _left_by_budget(rows: Sequence[_Row], left: Sequence[int], zero: float) -> dict[str, Any]:
+    mark = {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": "#d55e00"}}
+    at = {"x": [size or zero for size in left], "y": [row.place for row in rows]}
+    name = "left by the memory budget"
+    return {"type": "scatter", "mode": "markers", "name": name, **at, "marker": mark}
+
+
 def _workspaces(rows: Sequence[_Row], plan: Plan) -> _Chart:
     arms, limit = list(_arms(rows)), plan.config.limit_bytes
     sizes = [timing.workspace_bytes for _, _, timed in arms for _, timing in timed]
@@ -204,10 +211,7 @@ def _workspaces(rows: Sequence[_Row], plan: Plan) -> _Chart:
         name, line = f"workspace limit {format_bytes(limit)}", {"color": "#d55e00", "dash": "dash"}
         traces.append({"type": "scatter", "mode": "lines", "name": name, **ends, "line": line})
     if left:
-        mark = {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": "#d55e00"}}
-        name = "left by the memory budget"
-        at = {"x": [size or zero for size in left], "y": [row.place for row in rows]}
-        traces.append({"type": "scatter", "mode": "markers", "name": name, **at, "marker": mark})
+        traces.append(_left_by_budget(rows, left, zero))
     caption = "Workspace of one call, on a logarithmic axis; 0 B stands at its left end."
     return _Chart("Workspaces", caption, traces, _layout(rows, 20, axis))
 

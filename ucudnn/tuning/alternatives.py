@@ -126,7 +126,11 @@ def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alterna
     for listed in by_algorithm.values():
         yield min(listed, key=lambda one: (one.time_ns or 0, one.workspace_bytes or 0))
         yield min(listed, key=lambda one: (one.workspace_bytes or 0, one.time_ns or 0))
-    # Run once for its workspace, which was too much to go on.
+    yield from _run_once(problem, chunks)
+
+
+def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:
+    """Algorithms that were run for their workspace, which was too much to go on."""
     for entry in chunks:
         if entry.status == "untimed" and entry.key.problem == problem:
             name = f"{problem.batch} {entry.key.algorithm}"
@@ -149,10 +153,10 @@ def _reason(
     ratio = None if one.time_ns is None else one.time_ns / kernel.timing.time_ns
     names = {name for _, name in _STEP.findall(one.split)}
     reasons = {
-        f"needs more than the limit of {format_bytes(limit or 0)}": limit is not None
-        and (one.workspace_bytes or 0) > limit,
-        f"its error is above max_error={most}": None not in (most, error)
-        and (error or 0) > (most or 0),
+        f"needs more than the limit of {format_bytes(limit or 0)}": _is_above(
+            one.workspace_bytes, limit
+        ),
+        f"its error is above max_error={most}": _is_above(error, most),
         "may give other bits in every run": plan.config.deterministic and names & varying,
         "is not batch-invariant": kernel.micro_batch and "padded to" not in one.split,
         "was not timed": ratio is None,
@@ -160,6 +164,10 @@ def _reason(
         "is not faster beyond the noise, or in whole calls or steps": True,
     }
     return next(reason for reason, holds in reasons.items() if holds)
+
+
+def _is_above(value: float | None, most: float | None) -> bool:
+    return value is not None and most is not None and value > most
 
 
 def _failed(known: Sequence[Measurement], others: Sequence[Alternative]) -> Iterator[Alternative]:

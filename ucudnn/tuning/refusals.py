@@ -29,15 +29,7 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
             f"torch.use_deterministic_algorithms(True) makes torch's own convolution one"
         )
     if smallest is None:
-        failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
-        # What ran out of memory is no entry.
-        if failed or not evidence.everything:
-            reasons = "; ".join(failed) or "there was too little memory"
-            return PlanError(f"no algorithm could be run on {problem}: {reasons}")
-        return PlanError(
-            f"{problem} has no split, because the chunks that were measured do not add up to all "
-            f"of it; measure more sizes"
-        )
+        return _nothing_ran(problem, evidence)
     least, what = smallest
     # A limit that suffices must hold the whole call, not only its largest chunk.
     least += call_overhead_bytes
@@ -59,6 +51,18 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
         f"no plan for {problem} fits its part of total_workspace={format_bytes(total)}; the "
         f"smallest needs {format_bytes(least)} ({what}){together}; raise it{more}",
         calls * least,
+    )
+
+
+def _nothing_ran(problem: Problem, evidence: Evidence) -> PlanError:
+    failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
+    # What ran out of memory is no entry.
+    if failed or not evidence.everything:
+        reasons = "; ".join(failed) or "there was too little memory"
+        return PlanError(f"no algorithm could be run on {problem}: {reasons}")
+    return PlanError(
+        f"{problem} has no split, because the chunks that were measured do not add up to all of "
+        f"it; measure more sizes"
     )
 
 

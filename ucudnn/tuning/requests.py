@@ -69,8 +69,18 @@ class Requests:
 
     def _wanted_by_invariant(self) -> list[Arm]:
         """Chunks to time for the fastest split into chunks of one size, a last one padded."""
-        options, extent = list(self._options()), self._listed.axis.extent
-        found = []
+        found = list(self._outlooks_by_size(list(self._options())))
+        best = min((one.time_ns for one in found if one.time_ns is not None), default=None)
+        # The most promising size first, which may rule others out.
+        open_ones = [(one.bound_ns, one.wanted) for one in found if one.bound_ns and one.wanted]
+        for bound_ns, missing in sorted(open_ones, key=lambda one: one[0]):
+            if best is None or bound_ns < (1 - self._tolerance) * best:
+                return _arms(missing)
+        return []
+
+    def _outlooks_by_size(self, options: list[Option]) -> Iterator[Outlook]:
+        """Gap estimate of the splits into chunks of each size."""
+        extent = self._listed.axis.extent
         for size in sorted({option.batch for option in options if option.lists}):
             padding = padding_bytes(self._listed.part(size))
             # Other sizes are no part of such a split, and still tell about the times of this one.
@@ -81,14 +91,7 @@ class Requests:
                 for option in options
             ]
             alike = [option for option in alike if option.lists or option.interval is not None]
-            found.append(outlook(alike, -(-extent // size) * size, tolerance=self._tolerance))
-        best = min((one.time_ns for one in found if one.time_ns is not None), default=None)
-        # The most promising size first, which may rule others out.
-        open_ones = [(one.bound_ns, one.wanted) for one in found if one.bound_ns and one.wanted]
-        for bound_ns, missing in sorted(open_ones, key=lambda one: one[0]):
-            if best is None or bound_ns < (1 - self._tolerance) * best:
-                return _arms(missing)
-        return []
+            yield outlook(alike, -(-extent // size) * size, tolerance=self._tolerance)
 
     def _fits_with(self, option: Option, padding: int) -> bool:
         # A workspace that is only expected may be an upper bound.
