@@ -11,37 +11,24 @@ from ucudnn.solvers import Item, WalkEntry
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.forking import cached_property
-from ucudnn.tuning.fronts import Front
 from ucudnn.tuning.items import KernelOf, items_by_role, with_bounded
 from ucudnn.tuning.plan_draft import PlanDraft, Walk, end_of
-from ucudnn.tuning.split_table import (
-    CHUNK_NS,
-    AbstractSplitTable,
-    Items,
-    front_of,
-    measured_chunks,
-    smallest_of,
-    worthwhile,
-)
+from ucudnn.tuning.split_table import CHUNK_NS, Items, MeasuredSplits, worthwhile
 
 
 @dataclass(frozen=True, eq=False)
-class BatchSplits(AbstractSplitTable):
+class BatchSplits(MeasuredSplits):
     """Splits of every batch from 1 to N into micro-batches.
 
     Args:
         axis: the samples of the kernel at the largest batch.
+        items: as in `MeasuredSplits`.
+        kernel_of: as in `MeasuredSplits`.
+        limit: as in `MeasuredSplits`.
         sizes: chunks that a split may have, timed or not: a smaller batch may need them.
-        items: what was timed, by the position of the chunk in a split.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
-        limit: workspace in bytes that a split may use, None for any.
     """
 
-    axis: AbstractAxis
     sizes: tuple[int, ...]
-    items: Items
-    kernel_of: KernelOf
-    limit: int | None
 
     @classmethod
     def of(
@@ -54,7 +41,7 @@ class BatchSplits(AbstractSplitTable):
     ) -> BatchSplits:
         """Collect the measurements of micro-batches."""
         items = items_by_role(axis.problem, measurements, kernel_of)
-        return cls(axis, tuple(sizes), items, kernel_of, limit)
+        return cls(axis, items, kernel_of, limit, tuple(sizes))
 
     @property
     def is_empty(self) -> bool:
@@ -75,17 +62,9 @@ class BatchSplits(AbstractSplitTable):
             splits.append(Split("batch", (Step(batch, min(undivided, key=_cost).algorithm),)))
         return list(dict.fromkeys(splits))
 
-    def front(self) -> Front:
-        """Front of time over workspace of the splits of the largest batch, whatever the limit."""
-        return front_of(self.items, self.axis.extent)
-
-    def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each step in its position; None where one has none."""
-        return measured_chunks(self.items, self.axis, split)
-
     def smallest(self) -> tuple[int, str] | None:
         """The least workspace in bytes of any split, and the chunk that begins it."""
-        found = smallest_of(self.items, self.axis.extent)
+        found = self.smallest_steps()
         if found is None:
             return None
         least, (first, *_) = found

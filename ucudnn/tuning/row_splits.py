@@ -8,38 +8,23 @@ from dataclasses import dataclass
 from ucudnn.axis import AbstractAxis
 from ucudnn.measurement import Measurement, Role, role_of
 from ucudnn.slabs import slabs
-from ucudnn.solvers import Item
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.split import Split
-from ucudnn.tuning.fronts import Front
 from ucudnn.tuning.items import KernelOf, chunk_items
 from ucudnn.tuning.plan_draft import PlanDraft
-from ucudnn.tuning.split_table import (
-    CHUNK_NS,
-    AbstractSplitTable,
-    Items,
-    front_of,
-    measured_chunks,
-    smallest_of,
-    worthwhile,
-)
+from ucudnn.tuning.split_table import CHUNK_NS, Items, MeasuredSplits, worthwhile
 
 
 @dataclass(frozen=True, eq=False)
-class RowSplits(AbstractSplitTable):
+class RowSplits(MeasuredSplits):
     """Splits of the largest batch into slabs, which may serve smaller batches, too.
 
     Args:
         axis: the rows of the kernel.
-        items: what was timed, by the position of the slab in a split.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
-        limit: workspace in bytes that a split may use, None for any.
+        items: as in `MeasuredSplits`.
+        kernel_of: as in `MeasuredSplits`.
+        limit: as in `MeasuredSplits`.
     """
-
-    axis: AbstractAxis
-    items: Items
-    kernel_of: KernelOf
-    limit: int | None
 
     @classmethod
     def of(
@@ -78,17 +63,9 @@ class RowSplits(AbstractSplitTable):
         # Several penalties often lead to the same split.
         return list(dict.fromkeys(found))
 
-    def front(self) -> Front:
-        """Front of time over workspace of the splits, whatever the limit."""
-        return front_of(self.items, self.axis.extent)
-
-    def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each slab in its position; None where one has none."""
-        return measured_chunks(self.items, self.axis, split)
-
     def smallest(self) -> tuple[int, str] | None:
         """The least workspace in bytes of any split, and the split."""
-        found = smallest_of(self.items, self.axis.extent)
+        found = self.smallest_steps()
         return None if found is None else (found[0], str(self.axis.split(found[1])))
 
     def fill(self, draft: PlanDraft) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from ucudnn.axis import AbstractAxis
@@ -84,6 +85,60 @@ class AbstractSplitTable(ABC):
         """Add what is known of each batch to a plan in the making."""
 
 
+@dataclass(frozen=True, eq=False)
+class MeasuredSplits(AbstractSplitTable):
+    """A split table of the chunks that were timed along one axis.
+
+    Args:
+        axis: of the kernel, along which it is split.
+        items: what was timed, by the position of the chunk in a split.
+        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        limit: workspace in bytes that a split may use, None for any.
+    """
+
+    axis: AbstractAxis
+    items: Items
+    kernel_of: KernelOf
+    limit: int | None
+
+    def front(self) -> Front:
+        """The front of what is worthwhile, and of anything where that does not fit."""
+        points: list[Point] = []
+        for choice in (worthwhile(self.items), self.items):
+            # From there on a split of longer chunks exists, which is taken though it may be slower.
+            below = points[0].workspace_bytes if points else None
+            table = reuse_by_position(choice, self.axis.extent)
+            points += [
+                Point(workspace, time_ns, below)
+                for workspace, time_ns in (table.front(self.axis.extent) if table else ())
+                if below is None or workspace < below
+            ]
+        return pareto(points)
+
+    def chunks(self, split: Split) -> tuple[Item, ...] | None:
+        """The fastest measurement of each step in its position; None where one has none."""
+        if split.axis != self.axis.name:
+            return None
+        found = []
+        for position, step in zip(positions(len(split.steps)), split.steps, strict=True):
+            # The last slab may have fewer rows than it was measured with; it counts as a full one.
+            # The last chunk of a batch-invariant split is computed as a full one.
+            chunk = split.micro_batch or self.axis.size_of(step), step.algorithm
+            items = self.items[position]
+            fitting = [item for item in items if (item.batch, item.algorithm) == chunk]
+            if not fitting:
+                return None
+            found.append(min(fitting, key=_time_ns))
+        return tuple(found)
+
+    def smallest_steps(self) -> tuple[int, tuple[Step, ...]] | None:
+        """The least workspace in bytes of any split, and its steps; None without any split."""
+        extent = self.axis.extent
+        table = reuse_by_position(self.items, extent)
+        least = table.smallest_bytes(extent) if table else None
+        return None if table is None or least is None else (least, table.split(extent, least))
+
+
 def plan_by(
     tables: Sequence[AbstractSplitTable],
     draft: PlanDraft,
@@ -132,60 +187,6 @@ def worthwhile(items: Items) -> Items:
         ]
         for position, group in items.items()
     }
-
-
-def front_of(items: Items, extent: int) -> Front:
-    """The front of what is worthwhile, and of anything where that does not fit.
-
-    Args:
-        items: of the chunks.
-        extent: sum of the sizes of all chunks of a split.
-    """
-    points: list[Point] = []
-    for choice in (worthwhile(items), items):
-        # From there on a split of longer chunks exists, which is taken though it may be slower.
-        below = points[0].workspace_bytes if points else None
-        table = reuse_by_position(choice, extent)
-        points += [
-            Point(workspace, time_ns, below)
-            for workspace, time_ns in (table.front(extent) if table else ())
-            if below is None or workspace < below
-        ]
-    return pareto(points)
-
-
-def smallest_of(items: Items, extent: int) -> tuple[int, tuple[Step, ...]] | None:
-    """The least workspace in bytes of any split, and its steps; None where there is no split.
-
-    Args:
-        items: of the chunks.
-        extent: sum of the sizes of all chunks of a split.
-    """
-    table = reuse_by_position(items, extent)
-    least = table.smallest_bytes(extent) if table else None
-    return None if table is None or least is None else (least, table.split(extent, least))
-
-
-def measured_chunks(items: Items, axis: AbstractAxis, split: Split) -> tuple[Item, ...] | None:
-    """The fastest item of each step of a split in its position; None where one has none.
-
-    Args:
-        items: of the chunks.
-        axis: of the chunks; a split along another one has none of them.
-        split: of the kernel.
-    """
-    if split.axis != axis.name:
-        return None
-    found = []
-    for position, step in zip(positions(len(split.steps)), split.steps, strict=True):
-        # The last slab may have fewer rows than it was measured with; it counts as a full one. The
-        # last chunk of a batch-invariant split is computed as a full one.
-        chunk = split.micro_batch or axis.size_of(step), step.algorithm
-        fitting = [item for item in items[position] if (item.batch, item.algorithm) == chunk]
-        if not fitting:
-            return None
-        found.append(min(fitting, key=_time_ns))
-    return tuple(found)
 
 
 def _time_ns(item: Item) -> int:
