@@ -14,7 +14,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import ucudnn
 from ucudnn import distributed, testing
+from ucudnn.backends import DeviceState
 from ucudnn.distributed import Timeouts
 from ucudnn.distributed.journal import Journal
 from ucudnn.distributed.rendezvous import Rendezvous
@@ -116,10 +117,15 @@ def tune(
     kernels: int = KERNELS,
     budget_s: float | None = None,
     sharing: int = 1,
+    busy: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Tune in all ranks, some of which may share a device as if by `ucudnn launch`."""
+    """Tune in all ranks, some of which may share a device as if by `ucudnn launch`.
+
+    Ranks that are `busy` find other processes on their processors at any time.
+    """
     ucudnn.config.share_device(sharing)
     backend = scripted(rank, pause_s)
+    backend.state = lambda: DeviceState(float(rank in busy))
     counts = Counts(folder / f"measuring-{rank}" if sign_after else None, sign_after)
     cache = caches[rank] if caches else None
     config = ucudnn.Config(workspace_limit=limit, cache=cache, time_budget_s=budget_s)
@@ -190,7 +196,7 @@ def tune_differently(folder: Path, rank: int, what: str) -> dict[str, Any]:
         listed[2] = ("layer3", listed[2][1].with_batch(8))
     scripted(rank, **identity)
     if odd and what == "ucudnn":
-        ucudnn.__version__ = "7.0"
+        importlib.import_module("ucudnn.distributed.agreement").own_version = lambda: "7.0"
     distributed.tune_problems(listed, config, None, None, Timeouts(120))
     return {}
 

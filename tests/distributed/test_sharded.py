@@ -34,6 +34,13 @@ def test_ranks_divide_the_work_and_end_with_one_plan(launch, ranks, share):
     assert sorted(one for cpus in set(cpu_sets) for one in cpus) == sorted(os.sched_getaffinity(0))
 
 
+def test_ranks_of_which_one_measured_under_load_end_with_one_plan(launch):
+    alone = launch("tune_alone", 1).end()[0]["measured"]
+    said = launch("tune", 2, busy=[1]).end()
+    assert len({one["hash"] for one in said}) == 1
+    assert sum(one["measured"] for one in said) == alone
+
+
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_ranks_of_one_device_keep_it_busy_while_one_of_them_measures(launch, sharing):
     """There is one kernel to measure; the other rank waits, or runs torch's own convolution."""

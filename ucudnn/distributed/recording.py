@@ -86,6 +86,9 @@ class SealedCache(AbstractWrapper):
         records: those of all kernels.
     """
 
+    # Each rank would judge by its own load whether what was taken under load is to be taken anew.
+    is_final = True
+
     def __init__(self, records: Iterable[Records]) -> None:
         inner = MemoryCache()
         for one in records:

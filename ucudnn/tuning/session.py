@@ -156,8 +156,9 @@ class Session:
             return self._fresh[key]
         with self.lock:
             known = self.cache.get(key)
-        # What this session took itself is not taken again, and a recording cannot be.
-        if known is None or key in self._taken or isinstance(self.backend, RecordedBackend):
+        is_final = self.cache.is_final or isinstance(self.backend, RecordedBackend)
+        # What this session took itself is not taken again.
+        if known is None or key in self._taken or is_final:
             return known
         is_stale = self.remeasure or (known.is_perturbed and not self.is_busy)
         return None if is_stale else known
