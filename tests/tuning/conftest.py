@@ -48,6 +48,10 @@ class ScriptedExecutable(Executable):
     def write_biased(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor) -> None:
         out.copy_(self.alone_biased(a, b, bias))
 
+    def add(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        self._backend.clock += self._backend.adding_ns.get(self._algorithm, 0)
+        super().add(a, b, out)
+
 
 class ScriptedBackend(AbstractBackend):
     """Algorithms with a cost per chunk size: name -> (size -> (time in ns, workspace in bytes))."""
@@ -60,6 +64,7 @@ class ScriptedBackend(AbstractBackend):
         self.kernels: dict[tuple[str, int], str] = {}
         self.fused: set[str] = set()  # algorithms that add a bias at once
         self.bias_ns = 0  # per sample, of the others
+        self.adding_ns: dict[str, int] = {}  # of an algorithm, to add a chunk to a sum
         self.disturbance: Callable[[], float] = lambda: 1.0
         self.peak = 0
         self.runs: list[tuple[str, int]] = []

@@ -127,6 +127,27 @@ def test_other_passes(here, op):
     assert {step.algorithm for step in kernel.split(N - 1).steps} == {"fast"}
 
 
+@pytest.mark.parametrize("limit", [None, 12 * MIB, 3 * MIB])
+@pytest.mark.parametrize("adding_ms", [0.1, 0.3, 1, 5])
+@pytest.mark.parametrize("effort", ["normal", "thorough"])
+def test_no_algorithm_is_the_fastest_in_all_chunks(here, limit, adding_ms, effort):
+    here.costs = {"torch_default": cost(9, 0), "first": cost(1, 1), "later": cost(1.2, 1)}
+    here.adding_ns = {"torch_default": MS, "first": int(adding_ms * MS)}
+    problem = replace(PROBLEM, op="wgrad")
+    config = replace(INVARIANT, workspace_limit=limit, effort=effort)
+    (kernel,) = tune_problems([("layer", problem)], config).kernels
+    # x of 2 channels and 81 places, in float32; y is not smaller
+    times = [
+        (-(-N // size) * (of(size)[0] + adding) - adding, size, name)
+        for name, adding in (("torch_default", MS), ("first", int(adding_ms * MS)), ("later", 0))
+        for of in [here.costs[name]]
+        for size in range(1, N + 1)
+        if limit is None or of(size)[1] + 2 * 2 * 81 * 4 * size * (size > 1) <= limit
+    ]
+    assert kernel.algorithms == (min(times)[2],)
+    assert kernel.timing.time_ns <= 1.02 * min(times)[0]
+
+
 def test_a_recording_is_replayed(here, tmp_path):
     del here
     config = replace(INVARIANT, cache=str(tmp_path / "cache"), workspace_limit="9MiB")

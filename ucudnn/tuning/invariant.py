@@ -7,7 +7,7 @@ computed of a sample cannot depend on how many samples there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
@@ -31,6 +31,9 @@ from ucudnn.units import format_bytes
 
 # So many micro-batches, those that are fastest by the sums of their chunks, race as whole calls.
 _MOST_FINALISTS = 3
+# The roles that the chunks of one size and algorithm need for a split: the whole batch in one
+# chunk, or several.
+UNIFORM_ROLES = ({Role.ALONE}, {Role.FIRST, Role.LATER})
 
 
 def invariant_split(batch: int, micro_batch: int, algorithm: str) -> Split:
@@ -57,7 +60,7 @@ def invariant_splits(
     times: dict[int, tuple[int, str]] = {}
     for (size, algorithm), items in uniform_chunks(problem, measurements).items():
         if limit is None or _needed(problem, size, items) <= limit:
-            time_ns = uniform_ns(problem, size, items)
+            time_ns = _time_ns(problem, size, items)
             times[size] = min(times.get(size, (time_ns, algorithm)), (time_ns, algorithm))
     fastest = sorted(times, key=lambda size: (times[size][0], size))[:_MOST_FINALISTS]
     return [invariant_split(problem.batch, size, times[size][1]) for size in fastest]
@@ -73,22 +76,27 @@ def uniform_chunks(
             # The whole batch is one chunk, and any smaller one is followed by others.
             if (position == Role.ALONE) is (item.batch == problem.batch):
                 found.setdefault((item.batch, item.algorithm), {})[position] = item
-    complete = ({Role.ALONE}, {Role.FIRST, Role.LATER})
-    return {chunk: items for chunk, items in found.items() if set(items) in complete}
+    return {chunk: items for chunk, items in found.items() if set(items) in UNIFORM_ROLES}
 
 
-def uniform_ns(problem: Problem, size: int, items: dict[Role, Item]) -> int:
+def uniform_ns(chunks: int, times: Mapping[Role, int]) -> int:
     """Time of a batch in chunks of one size, as the sum of its chunks.
 
+    >>> uniform_ns(3, {Role.FIRST: 5, Role.LATER: 4})
+    13
+
     Args:
-        problem: the kernel at its batch.
-        size: of the chunks.
-        items: of one chunk, by position.
+        chunks: their number.
+        times: of one chunk in ns, by position.
     """
-    if Role.ALONE in items:
-        return items[Role.ALONE].time_ns
-    later = -(-problem.batch // size) - 1
-    return items[Role.FIRST].time_ns + later * items[Role.LATER].time_ns
+    if Role.ALONE in times:
+        return times[Role.ALONE]
+    return times[Role.FIRST] + (chunks - 1) * times[Role.LATER]
+
+
+def _time_ns(problem: Problem, size: int, items: Mapping[Role, Item]) -> int:
+    times = {role: item.time_ns for role, item in items.items()}
+    return uniform_ns(-(-problem.batch // size), times)
 
 
 def _needed(problem: Problem, size: int, items: dict[Role, Item]) -> int:
@@ -161,7 +169,7 @@ def invariant_plan(
         algorithms=(algorithm,),
         alone=(BY_BATCH,) * problem.batch,
         last=invariant_steps(problem.batch, size),
-        predicted_time_ns=uniform_ns(problem, size, items) if items else winner.timing.time_ns,
+        predicted_time_ns=_time_ns(problem, size, items) if items else winner.timing.time_ns,
         timing=winner.timing,
         default=default,
         notes=notes,

@@ -97,6 +97,11 @@ class KernelMeasurer:
         """Complete measurements of candidates that fit and are exact enough."""
         return self._records.usable
 
+    @property
+    def uniform(self) -> list[Measurement]:
+        """Measurements that a split into chunks of one size may rest on; see `KernelRecords`."""
+        return self._records.uniform
+
     def look_at_default(self) -> Measurement | None:
         """First measurement of torch's own convolution of the whole batch; None if it fails.
 
@@ -137,7 +142,8 @@ class KernelMeasurer:
                 self._look_at(arm, self._limit)
         wanted = [] if first_runs else self._requests.wanted()
         self._measure(wanted)
-        if not first_runs and not wanted and self._elimination.is_active and not self.usable:
+        is_done = not first_runs and not wanted
+        if is_done and self._elimination.is_active and not self._requests.has_plan():
             self._elimination.is_active = False  # what is left may be slow, but nothing else fits
             return True
         return bool(first_runs or wanted)

@@ -130,7 +130,7 @@ class KernelPlanner:
         if winner.split.micro_batch:
             free = choose([one for one in finalists if not one.split.micro_batch], self.limit)
             timings = default, None if free is None else free.timing
-            more = (*timings, evidence.chunks, described)
+            more = (*timings, evidence.uniform, described)
             plan = invariant_plan(self.problem, layers, winner, *more)
         else:
             draft = PlanDraft(self.problem, winner.split)
@@ -176,7 +176,7 @@ class KernelPlanner:
         """Splits into chunks of one size, where the settings ask for one."""
         if not self._config.batch_invariant:
             return []
-        return invariant_splits(self.problem, evidence.chunks, self._chunk_limit)
+        return invariant_splits(self.problem, evidence.uniform, self._chunk_limit)
 
     def _finalists(
         self, tables: Sequence[AbstractSplitTable], evidence: Evidence

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ucudnn.benchmark.bench import Arm
 from ucudnn.execution.remainder import padding_bytes
 from ucudnn.measurement import Measurement, Role
-from ucudnn.solvers.lazy import Option, Outlook, outlook
+from ucudnn.solvers.lazy import Option, Outlook, lower_bounds, outlook
 from ucudnn.tuning.batch_splits import BatchSplits
+from ucudnn.tuning.invariant import UNIFORM_ROLES, uniform_ns
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.records import KernelRecords, interval_of
 from ucudnn.tuning.split_table import CHUNK_NS, WORTHWHILE_NS
@@ -23,6 +24,19 @@ if TYPE_CHECKING:
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
 TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Uniform:
+    """A split into chunks of one size by one algorithm.
+
+    Args:
+        time_ns: its time, or a lower bound where chunks are missing.
+        missing: chunks that are not timed.
+    """
+
+    time_ns: int
+    missing: tuple[Option, ...]
 
 
 class Requests:
@@ -68,36 +82,46 @@ class Requests:
         return self._wanted_by_smaller_batches()
 
     def _wanted_by_invariant(self) -> list[Arm]:
-        """Chunks to time for the fastest split into chunks of one size, a last one padded."""
-        found = list(self._outlooks_by_size(list(self._options())))
-        best = min((one.time_ns for one in found if one.time_ns is not None), default=None)
-        # The most promising size first, which may rule others out.
-        open_ones = [(one.bound_ns, one.wanted) for one in found if one.bound_ns and one.wanted]
-        for bound_ns, missing in sorted(open_ones, key=lambda one: one[0]):
-            if best is None or bound_ns < (1 - self._tolerance) * best:
-                return _arms(missing)
+        """Chunks to time for the fastest split into chunks of one size by one algorithm."""
+        splits = self._uniform_splits()
+        best = min((split.time_ns for split in splits if not split.missing), default=None)
+        # The most promising one first, which may rule others out.
+        for split in sorted(splits, key=lambda split: split.time_ns):
+            is_closed = best is not None and split.time_ns >= (1 - self._tolerance) * best
+            if split.missing and not is_closed:
+                return _arms(split.missing)
         return []
 
-    def _outlooks_by_size(self, options: list[Option]) -> Iterator[Outlook]:
-        """Gap estimate of the splits into chunks of each size."""
+    def _uniform_splits(self) -> list[_Uniform]:
+        """All splits into chunks of one size by one algorithm, with lower bounds of their times."""
+        bounds = lower_bounds(self._options(with_lost=True), tolerance=self._tolerance)
+        found: dict[tuple[int, str], dict[Role, Option]] = {}
+        for option in bounds:
+            if self._fits_padded(option):
+                places = found.setdefault((option.batch, option.algorithm), {})
+                places |= dict.fromkeys(option.lists, option)
         extent = self._listed.axis.extent
-        for size in sorted({option.batch for option in options if option.lists}):
-            padding = padding_bytes(self._listed.part(size))
-            # Other sizes are no part of such a split, and still tell about the times of this one.
-            alike = [
-                option
-                if option.batch == size and self._fits_with(option, padding)
-                else replace(option, lists=())
-                for option in options
-            ]
-            alike = [option for option in alike if option.lists or option.interval is not None]
-            yield outlook(alike, -(-extent // size) * size, tolerance=self._tolerance)
+        return [
+            _Uniform(
+                uniform_ns(-(-extent // size), {role: bounds[one] for role, one in places.items()}),
+                tuple(one for one in dict.fromkeys(places.values()) if not one.is_timed),
+            )
+            for (size, _), places in found.items()
+            if set(places) in UNIFORM_ROLES
+        ]
 
-    def _fits_with(self, option: Option, padding: int) -> bool:
+    def _fits_padded(self, option: Option) -> bool:
         # A workspace that is only expected may be an upper bound.
         if self._limit is None or option.interval is None:
             return True
+        padding = padding_bytes(self._listed.part(option.batch))
         return option.workspace_bytes + padding <= self._limit
+
+    def has_plan(self) -> bool:
+        """True if the timed chunks suffice for some plan."""
+        if self._batch_invariant:
+            return any(not split.missing for split in self._uniform_splits())
+        return bool(self._records.usable)
 
     def outlook(self, launch_ns: int = 0) -> Outlook:
         """Gap estimate of the best split of the timed chunks, and the chunks to time next."""
@@ -141,8 +165,12 @@ class Requests:
                 return _arms(missing)
         return []
 
-    def _options(self) -> Iterator[Option]:
-        """Chunks that the solver may choose among, and measured ones that bound their times."""
+    def _options(self, with_lost: bool = False) -> Iterator[Option]:
+        """Chunks that the solver may choose among, and measured ones that bound their times.
+
+        Args:
+            with_lost: also those that lost to others of their size, with the time that they took.
+        """
         ruled_out = self._elimination.reasons()
         for arm in self._listed.by_arm:
             entry = self._records.by_arm.get(arm)
@@ -153,19 +181,22 @@ class Requests:
             if self._listed.curves[arm] in ruled_out and entry is None:
                 is_out = True
             if not is_out:
-                option = self._option(arm, entry, self._listed.curves[arm] not in ruled_out)
+                option = self._option(
+                    arm, entry, self._listed.curves[arm] not in ruled_out, with_lost
+                )
                 if option.lists or option.interval is not None:
                     yield option
 
-    def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> Option:
+    def _option(
+        self, arm: Arm, entry: Measurement | None, may_matter: bool, with_lost: bool
+    ) -> Option:
         """An arm as an option of the solver; without positions if it may not be part of a split."""
         workspace = self._records.workspaces.expected(arm)
+        has_lost = entry is not None and self._records.has_lost(arm, entry)
         if entry is not None and entry.workspace_bytes is not None:
             # A workspace that was measured decides; one that is only expected must also be small
             # enough to be tried on this machine.
-            is_allowed = self._records.is_allowed(arm, entry) and not self._records.has_lost(
-                arm, entry
-            )
+            is_allowed = self._records.is_allowed(arm, entry) and (with_lost or not has_lost)
         else:
             is_allowed = workspace is not None and self._records.workspaces.may_run(arm, workspace)
         return Option(
@@ -174,7 +205,7 @@ class Requests:
             self._listed.curves[arm],
             self._listed.lists(arm) if is_allowed and may_matter else (),
             None if entry is None else interval_of(entry),
-            entry is not None and entry.status == "ok",
+            entry is not None and (entry.status == "ok" or (with_lost and has_lost)),
             workspace or 0,
             rank_of(arm.algorithm, self._listed.by_arm[arm].is_deterministic),
             arm.size in self._listed.even_sizes,

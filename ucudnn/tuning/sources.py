@@ -62,17 +62,14 @@ class Evidence:
     Args:
         usable: chunks that a split may consist of.
         known: these, and those that failed, were eliminated or do not fit.
+        uniform: chunks, of any cut, that a split into chunks of one size may consist of.
         notes: notes for the plan, such as the remaining gap.
     """
 
     usable: tuple[tuple[Measurement, ...], ...]
     known: tuple[tuple[Measurement, ...], ...]
+    uniform: tuple[Measurement, ...]
     notes: tuple[str, ...] = ()
-
-    @property
-    def chunks(self) -> tuple[Measurement, ...]:
-        """All chunks that a split may consist of, of any cut."""
-        return tuple(entry for entries in self.usable for entry in entries)
 
     @property
     def everything(self) -> tuple[Measurement, ...]:
@@ -231,6 +228,7 @@ class LiveSource(AbstractSource):
         return Evidence(
             tuple(tuple(one.usable) for one in measurers),
             tuple(tuple(one.measurements) for one in measurers),
+            tuple(entry for one in measurers for entry in one.uniform),
             tuple(note for one in working for note in one.certificate()),
         )
 
@@ -282,8 +280,10 @@ class ReplayedSource(AbstractSource):
             # Nothing at all: the error names the nearest entry and in which fields of the key it
             # differs.
             raise miss(self.session, self.kernel.problem)
-        usable = (tuple(filter(self._is_usable, entries)) for entries in known)
-        return Evidence(tuple(usable), known)
+        usable = tuple(tuple(filter(self._is_usable, entries)) for entries in known)
+        lost = (one for entries in known for one in entries if one.lost_to)
+        uniform = *(one for entries in usable for one in entries), *filter(self._is_allowed, lost)
+        return Evidence(usable, known, uniform)
 
     def _recalled(self, cut: Cut) -> Iterator[Measurement]:
         for entry in recall(self.session, cut.axis, cut.sizes):
@@ -292,11 +292,14 @@ class ReplayedSource(AbstractSource):
                 yield entry
 
     def _is_usable(self, entry: Measurement) -> bool:
+        return entry.status == "ok" and self._is_allowed(entry)
+
+    def _is_allowed(self, entry: Measurement) -> bool:
         if self.config.deterministic and not entry.is_deterministic:
             return False
         most = self.config.max_error
         # Recordings made by other means may lack errors; one that is not known excludes nothing.
-        return entry.status == "ok" and (most is None or (entry.error or 0.0) <= most)
+        return most is None or (entry.error or 0.0) <= most
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """The race as it was recorded."""
