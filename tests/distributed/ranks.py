@@ -31,6 +31,7 @@ from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import Device, Measurement, Software
 from ucudnn.problem import Problem
+from ucudnn.system import environment
 
 MIB = 1 << 20
 MS = 1_000_000
@@ -123,7 +124,7 @@ def tune(
 
     Ranks that are `busy` find other processes on their processors at any time.
     """
-    ucudnn.config.share_device(sharing)
+    environment.share_device(sharing)
     backend = scripted(rank, pause_s)
     backend.state = lambda: DeviceState(float(rank in busy))
     counts = Counts(folder / f"measuring-{rank}" if sign_after else None, sign_after)

@@ -31,7 +31,6 @@ from ucudnn.cli.console import (
 from ucudnn.cli.launch import launch
 from ucudnn.cli.options import common
 from ucudnn.cli.tune import tune
-from ucudnn.config import Startup, set_startup
 from ucudnn.errors import (
     ConfigError,
     OutputError,
@@ -41,6 +40,7 @@ from ucudnn.errors import (
     TableError,
     UcudnnError,
 )
+from ucudnn.system.environment import Startup, set_startup
 from ucudnn.system.version import own_version
 
 # Errors that a command ends with on purpose.
