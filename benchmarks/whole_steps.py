@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 from argparse import RawTextHelpFormatter
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 from networks import NETWORKS
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 import ucudnn
 from ucudnn.backends import open_backend
@@ -93,6 +96,7 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         began = time.monotonic()
         plan = ucudnn.tune(model, x, Config(**settings, layout="auto", cache=cache))
         seconds = time.monotonic() - began
+        sums = sums_by_layout(model, x, Config(**settings, step_race=False, cache=cache))
     bench = bench_steps(model, x, plan, training=mode == "training", rounds=options.rounds)
     return {
         "network": name,
@@ -109,9 +113,43 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         "memory_format": plan.memory_format,
         "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
         "step_race": plan.step_race.to_dict() if plan.step_race else None,
+        "sums_ns": sums,
         "noise": noise_of(plan).to_dict(),
         "bench": bench.to_dict(),
     }
+
+
+def sums_by_layout(model: nn.Module, x: torch.Tensor, config: Config) -> dict[str, int] | None:
+    """Time of all kernels by plan in each layout, and in the better one for each kernel, in ns.
+
+    The last bounds what layouts of single layers could save, copies between them not counted. Both
+    layouts were tuned just now, so that the cache has nearly all of it. None in 1-D.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() not in formats:
+        return None
+    of_layout = {"memory_format": formats[x.dim()]}
+    last = deepcopy(model).to(**of_layout), x.to(**of_layout)
+    times = [
+        {
+            replace(kernel.problem, layout="nchw"): kernel.timing.time_ns * len(kernel.layers)
+            for kernel in ucudnn.tune(*one, config).kernels
+        }
+        for one in ((model, x), last)
+    ]
+    own, other = times
+    if own.keys() != other.keys():
+        return None
+    better = sum(min(own[problem], other[problem]) for problem in own)
+    return {"keep": sum(own.values()), "channels_last": sum(other.values()), "better": better}
+
+
+def saved_by_segments(one: dict[str, Any], step_ns: int) -> str:
+    """The bound by `sums_by_layout`, as a part of the step."""
+    sums = one.get("sums_ns")
+    if not sums:
+        return "-"
+    return f"{(min(sums['keep'], sums['channels_last']) - sums['better']) / step_ns:.1%}"
 
 
 def table(found: list[dict[str, Any]]) -> Table:
@@ -120,6 +158,7 @@ def table(found: list[dict[str, Any]]) -> Table:
     for heading in ("network", "mode", "tuned in", "changed", "layout", "without", "with", "ratio"):
         result.add_column(heading)
     result.add_column("peak: without, with")
+    result.add_column("layouts of single layers save at most")
     for one in found:
         bench = StepBench.from_dict(one["bench"])
         other, planned = bench.fastest(is_planned=False), bench.fastest(is_planned=True)
@@ -138,6 +177,7 @@ def table(found: list[dict[str, Any]]) -> Table:
             f"{planned.way.name} {format_ns(planned.time_ns)}",
             f"{1 / middle:.2f} ({1 / high:.2f} to {1 / low:.2f})",
             f"{format_bytes(other.peak_bytes)}, {format_bytes(planned.peak_bytes)}",
+            saved_by_segments(one, planned.time_ns),
         )
     return result
 
