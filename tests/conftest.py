@@ -132,17 +132,16 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _frozen_heap() -> Iterator[None]:
+def _frozen_heap() -> None:
     """What exists before a module's tests is no garbage and holds no tensor of theirs.
 
     A trace looks through all objects of the process for tensors that forward left behind; there are
-    a million of frameworks' and pytest's. A module that has such tensors in its own globals
-    overrides this fixture.
+    a million of frameworks' and pytest's. They stay frozen, so that the next module need not look
+    through all of them again. A module that has such tensors in its own globals overrides this
+    fixture, and unfreezes them.
     """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -116,6 +116,7 @@ def test_stated_workspace_where_copies_are_left_out(backend, special, op):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
 @pytest.mark.parametrize("op", OPS)
 def test_stated_workspace_of_channels_last_problems(backend, geometry, special, op):
@@ -220,6 +221,7 @@ def test_a_roofline_is_measured_once_by_however_many_threads(backend, monkeypatc
     assert len(runs) == once == len(speed._PRODUCTS) + 1
 
 
+@pytest.mark.slow
 def test_measuring_a_roofline_leaves_torch_as_it_was(backend):
     speed._operations_per_s.cache_clear()
     state = torch.get_rng_state()

@@ -50,6 +50,7 @@ def check(backend, problem):
     return {candidate.algorithm for candidate in listed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.usefixtures("one_thread")
 def test_small_problems(backend, geometry, op):

@@ -79,6 +79,7 @@ def test_a_poorer_processor_takes_no_more_than_is_reported(counting_malloc, poor
         assert reported <= most + slack(true), row
 
 
+@pytest.mark.slow
 def test_known_workspace_of_onednn(backend):
     """64x256x56x56, 1x1 filter: as large as x in channels-first, nothing in channels-last."""
     for layout, least, most in (("nchw", 195 * MIB, 197 * MIB), ("nhwc", 0, MIB)):

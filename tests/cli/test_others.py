@@ -15,6 +15,7 @@ from ucudnn import cache as caches
 from ucudnn import testing
 
 
+@pytest.mark.slow
 def test_doctor_says_what_a_plan_depends_on(ucudnn, tmp_path):
     done = ucudnn("doctor", "--cache", tmp_path / "new")
     assert done.status == 0, done.err
@@ -83,6 +84,7 @@ def test_help_of_every_command_is_light():
     assert "tune" in done.stdout
 
 
+@pytest.mark.slow
 def test_cache_commands_over_the_life_of_a_cache(ucudnn, table, tmp_path):
     def cache(*arguments, at="mine"):
         return ucudnn("cache", *arguments, "--cache", tmp_path / at)
@@ -213,6 +215,7 @@ def test_completion_is_offered(ucudnn):
     assert "--show-completion" in ucudnn("--help").out
 
 
+@pytest.mark.slow
 def test_progress_without_a_terminal_is_lines(ucudnn, model, monkeypatch):
     from ucudnn.cli import console
 

@@ -130,6 +130,7 @@ def trace(figure, name):
     return next(one for one in figure[0] if one["name"] == name)
 
 
+@pytest.mark.slow
 def test_the_heading_says_what_the_plan_was_made_for(drawn, mixed):
     page = drawn(mixed)
     facts = dict(zip(page.facts[::2], page.facts[1::2], strict=True))

@@ -43,6 +43,7 @@ def test_done(ucudnn, model, plan, tmp_path):
     assert ucudnn("--version").status == 0
 
 
+@pytest.mark.slow
 def test_the_answer_is_no(ucudnn, model, plan, tmp_path):
     limit = ("--workspace-limit", "1")
     assert ucudnn("tune", f"{model}:net", *SHAPE, *limit).status == 1

@@ -80,6 +80,7 @@ def test_a_model_whose_course_depends_on_values(ucudnn, model, tmp_path):
     assert {row.problem.rank for row in rows} == {1}
 
 
+@pytest.mark.slow
 def test_a_table_is_tuned_as_its_model_is(ucudnn, model, tmp_path):
     table, output = tmp_path / "layers.csv", tmp_path / "plan.json"
     ucudnn("trace", f"{model}:net", "--input", "4x3x9x9", "--autocast", "-o", table)
@@ -93,6 +94,7 @@ def test_a_table_is_tuned_as_its_model_is(ucudnn, model, tmp_path):
     assert "has a column dtype" in refused.err
 
 
+@pytest.mark.slow
 def test_counts_are_calls_of_a_step(ucudnn, model, tmp_path):
     table, output = tmp_path / "layers.csv", tmp_path / "plan.json"
     header, first, second = ucudnn(

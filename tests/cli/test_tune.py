@@ -121,6 +121,7 @@ def test_a_memory_budget_and_the_curve(ucudnn, model, tmp_path):
     assert "memory_budget=1 KiB is too small by" in refused.err
 
 
+@pytest.mark.slow
 def test_a_plan_without_a_curve_says_how_to_get_one(ucudnn, table, tmp_path):
     output = tmp_path / "plan.json"
     ucudnn("tune", table(), "--policy", "undivided", "--ops", "fprop", "-o", output)
@@ -270,11 +271,6 @@ BAD_CALLS = {
     "zero batch": (("{model}:net", "--input", "0x3x9x9"), 2, "got '0x3x9x9'"),
     "no such table": (("nowhere.csv",), 2, "cannot read the table of layers nowhere.csv"),
     "bad limit": (("{model}:net", "--input", SHAPE, "--workspace-limit", "8 potatoes"), 2, "64MiB"),
-    "a pool too small": (
-        ("{model}:net", "--input", SHAPE, "--total-workspace", "1"),
-        1,
-        "fits its part of total_workspace=1 B; the smallest needs",
-    ),
     "a solver without a pool": (
         ("{model}:net", "--input", SHAPE, "--solver", "exact"),
         2,
@@ -289,14 +285,30 @@ BAD_CALLS = {
     "bad op": (("{model}:net", "--input", SHAPE, "--ops", "fprop,bprop"), 2, "dgrad"),
     "bad dtype": (("{table}", "--dtype", "float8"), 2, "bfloat16"),
     "no such folder": (("{table}", "-o", "nowhere/plan.json"), 2, "a folder that exists"),
-    "nothing fits": (
+    "unknown flag": (("{table}", "--fast"), 2, "No such option"),
+    "no config file": (("{table}", "--config", "nowhere.json"), 2, "--config must be a JSON file"),
+}
+
+
+# They are known to be bad only after tuning.
+TOO_SMALL = {
+    "a pool": (
+        ("{model}:net", "--input", SHAPE, "--total-workspace", "1"),
+        1,
+        "fits its part of total_workspace=1 B; the smallest needs",
+    ),
+    "a limit": (
         ("{model}:net", "--input", SHAPE, "--workspace-limit", "1"),
         1,
         "the smallest needs",
     ),
-    "unknown flag": (("{table}", "--fast"), 2, "No such option"),
-    "no config file": (("{table}", "--config", "nowhere.json"), 2, "--config must be a JSON file"),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "status", "said"), TOO_SMALL.values(), ids=TOO_SMALL)
+def test_limits_that_nothing_fits_are_refused(ucudnn, model, table, arguments, status, said):
+    test_bad_calls_say_one_sentence(ucudnn, model, table, arguments, status, said)
 
 
 @pytest.mark.parametrize(("arguments", "status", "said"), BAD_CALLS.values(), ids=BAD_CALLS)
@@ -424,6 +436,7 @@ def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, tmp_pat
     assert noise["is_noisy"] is True
 
 
+@pytest.mark.slow
 def test_all_kernels_over_the_limit_are_named_with_the_one_that_fits(ucudnn, model, tmp_path):
     output = tmp_path / "plan.json"
     arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided")
@@ -439,6 +452,7 @@ def test_all_kernels_over_the_limit_are_named_with_the_one_that_fits(ucudnn, mod
     assert len(Plan.load(output).kernels) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always:.*exceed the workspace limit")
 def test_the_limit_may_be_exceeded(ucudnn, model, tmp_path):
     output = tmp_path / "plan.json"

@@ -23,6 +23,7 @@ def script(repository: Path) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_picture_is_that_of_the_source(
     script: ModuleType, repository: Path, package: Path
 ) -> None:

@@ -184,6 +184,7 @@ def planned(plan_by_hand, model, inputs, chunk, algorithm):
     return plan_by_hand(model, needed, chunk, algorithm, Config(unplanned="error"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_algorithms_may_use_lazy_views(case, plan_by_hand, monkeypatch, way):
     """The negated imaginary part of a conjugate is the imaginary part, if both are resolved."""

@@ -292,6 +292,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("convert", [False, True])
 def test_compiled_graphs_follow_the_plan_only_while_it_is_installed(
     plan_by_hand, computed, convert

@@ -153,6 +153,7 @@ def test_tracing_works_inside_inference_mode():
         assert len(ucudnn.trace(model, x)) == 2
 
 
+@pytest.mark.slow
 def test_what_is_tuned_on_the_way_is_tuned_with_its_bias(tmp_path):
     config = Config(unplanned="tune", policy="undivided", cache=str(tmp_path))
     for has_bias in (True, False):

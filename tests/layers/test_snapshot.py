@@ -146,6 +146,7 @@ def all_fakes() -> list[FakeTensor]:
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_heap():
     """Tests of this module keep tensors in its globals and in caches of its functions."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,7 @@ class Mixed(nn.Module):
         return self.up(call(x, self.weight, stride=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("last", ["nothing", "weights", "input", "both"])
 @pytest.mark.parametrize("rank", [2, 3])

@@ -53,6 +53,7 @@ def compiled(package):
 PASSES = ["dgrad", "fprop", "fprop", "wgrad", "wgrad"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["im2col_gemm", "onednn_nhwc"])
 def test_kernels_below_the_dispatcher(plan_by_hand, compiled, computed, algorithm):
     model, x = small_model(), torch.randn(SHAPE)

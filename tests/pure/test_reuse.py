@@ -71,6 +71,7 @@ def random_items(seed: int, sizes: Sequence[int], engines: int = 6) -> list[Item
     return chunks
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(items(), VARIANTS)
 def test_every_split_of_one_list_is_the_best_there_is(
@@ -84,6 +85,7 @@ def test_every_split_of_one_list_is_the_best_there_is(
             assert cost(best(table, n, limit), launch_ns) == cost(expected, launch_ns)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(items(0), THREE_LISTS, VARIANTS)
 def test_every_split_of_three_lists_is_the_best_there_is(

@@ -48,6 +48,7 @@ def lines(op: str) -> Iterator[Problem]:
             continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_a_slab_holds_the_products_of_its_rows_and_no_others(op: str) -> None:
     position = 2 if op == "dgrad" else 0
@@ -75,6 +76,7 @@ def test_rows_that_depend_on_nothing_have_no_problem(op: str) -> None:
     assert entry.x_rows == ((0, 1) if op == "dgrad" else (0, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_slabs_far_from_the_ends_are_one_problem(op: str) -> None:
     for line in lines(op):
@@ -87,6 +89,7 @@ def test_slabs_far_from_the_ends_are_one_problem(op: str) -> None:
             assert found == {inner}, line
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_other_axes_and_everything_else_stay(data: st.DataObject) -> None:
     problem = Problem(

@@ -97,7 +97,9 @@ COSTS = {
 
 
 @pytest.mark.parametrize("limit_mib", [None, 64, 33, 16, 9, 4, 2, 1])
-@pytest.mark.parametrize("policy", ["powers-of-two", "all", "undivided"])
+@pytest.mark.parametrize(
+    "policy", ["powers-of-two", pytest.param("all", marks=pytest.mark.slow), "undivided"]
+)
 def test_chooses_the_fastest_split_within_the_limit(scripted, policy, limit_mib):
     scripted(**COSTS)
     limit = None if limit_mib is None else limit_mib * MIB
