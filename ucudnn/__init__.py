@@ -74,7 +74,7 @@ def _autoload() -> None:
 
     It is the entry point `torch.backends` of the distribution.
     """
-    files = import_module("ucudnn.system.environment").startup()
+    files = import_module("ucudnn.config").startup()
     if not files:
         return
     # A module of ucudnn that imports torch is not ready now, and others cannot import it.

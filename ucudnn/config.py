@@ -1,4 +1,4 @@
-"""Settings, validated; the only module that reads them from UCUDNN_* environment variables."""
+"""Settings, validated; the only module that reads UCUDNN_* environment variables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ucudnn import settings
 from ucudnn.errors import ConfigError, warn
 from ucudnn.problem import OPS
-from ucudnn.system.environment import LAUNCH_VARIABLES, STARTUP_VARIABLES
 
 Policy = Literal["undivided", "powers-of-two", "all"]
 Unplanned = Literal["torch", "tune", "error"]
@@ -28,6 +27,10 @@ SOLVERS: tuple[str, ...] = get_args(Solver)
 EFFORT_NAMES: tuple[str, ...] = get_args(Effort)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
+# Facts that `ucudnn launch` tells its ranks, no settings: how many share a device, which is part of
+# the conditions of every measurement, and where they count samples in a trial.
+RANKS_PER_DEVICE, PROGRESS = "UCUDNN_RANKS_PER_DEVICE", "UCUDNN_PROGRESS"
+
 # Variables of the released mu-cuDNN (2018). Mapped where we have the same setting, else refused:
 # silently ignoring one would give a run that is not the one its user asked for.
 _MUCUDNN_POLICIES = {"undivided": "undivided", "powerOfTwo": "powers-of-two", "all": "all"}
@@ -41,6 +44,10 @@ _MUCUDNN_REFUSED = {
     "UCUDNN_DATABASE": "measurements are no longer kept in SQLite; "
     "set UCUDNN_CACHE to a folder instead",
 }
+
+
+# Files that an unchanged script is run with: no settings of tuning, and no fields of `Config`.
+_PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
 # Defaults where the environment sets nothing. A plan file gets the same for fields that it lacks.
 _FALLBACKS: dict[str, Any] = {
@@ -334,6 +341,100 @@ def check_environment() -> None:
     _settings()
 
 
+class Startup(NamedTuple):
+    """Files that a process takes part in from its start, without a line of code.
+
+    Args:
+        plan: plan to follow, None for none.
+        record: table of layers to write the convolutions of the process to, None for none.
+    """
+
+    plan: str | None = None
+    record: str | None = None
+
+    def __bool__(self) -> bool:
+        """True if there is one."""
+        return self.plan is not None or self.record is not None
+
+
+def startup() -> Startup:
+    """The files that UCUDNN_PLAN and UCUDNN_RECORD name.
+
+    >>> startup()
+    Startup(plan=None, record=None)
+    """
+    # Empty counts as unset, as for settings.
+    return Startup(os.environ.get(_PLAN) or None, os.environ.get(_RECORD) or None)
+
+
+def set_startup(files: Startup) -> None:
+    """Hand files down to the processes that this one starts, and take others away from them."""
+    for name, value in ((_PLAN, files.plan), (_RECORD, files.record)):
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def environment_without_startup() -> dict[str, str]:
+    """The environment for a process that measures: what it times must be torch's own.
+
+    >>> "UCUDNN_PLAN" in environment_without_startup()
+    False
+    """
+    return {name: value for name, value in os.environ.items() if name not in (_PLAN, _RECORD)}
+
+
+def ranks_per_device() -> int:
+    """Number of processes that share this one's device, as `ucudnn launch` tells them.
+
+    >>> ranks_per_device()
+    1
+
+    Raises:
+        ConfigError: the variable holds no number above 0.
+    """
+    text = os.environ.get(RANKS_PER_DEVICE) or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {text!r}")
+    return int(text)
+
+
+def rank_variables(
+    ranks_per_device: int, limit_bytes: int | None = None, progress: str | None = None
+) -> dict[str, str]:
+    """Variables that a launched rank gets from `ucudnn launch`.
+
+    >>> rank_variables(2, limit_bytes=1024)
+    {'UCUDNN_RANKS_PER_DEVICE': '2', 'UCUDNN_WORKSPACE_LIMIT': '1024'}
+
+    Args:
+        ranks_per_device: number of ranks that share its device.
+        limit_bytes: its workspace limit, where the script sets none.
+        progress: folder where it counts samples.
+    """
+    optional = {"UCUDNN_WORKSPACE_LIMIT": limit_bytes, PROGRESS: progress}
+    given = {name: str(value) for name, value in optional.items() if value is not None}
+    return {RANKS_PER_DEVICE: str(ranks_per_device), **given}
+
+
+def progress_folder() -> str | None:
+    """Folder where ranks count their samples, None outside of a trial.
+
+    >>> progress_folder() is None
+    True
+    """
+    return os.environ.get(PROGRESS)
+
+
+def share_device(ranks: int) -> None:
+    """Note, for this process and those that it starts, how many ranks share its device.
+
+    Args:
+        ranks: their number.
+    """
+    os.environ[RANKS_PER_DEVICE] = str(ranks)
+
+
 def _settings() -> dict[str, Any]:
     # A sorted tuple is the same key of the cache below as long as no variable changes.
     variables = [item for item in os.environ.items() if item[0].startswith("UCUDNN_")]
@@ -347,9 +448,9 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     environment = dict(variables)
     found = read_environment(environment)
     known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
-    known |= set(STARTUP_VARIABLES)
+    known |= {_PLAN, _RECORD}
     for name in environment:
-        if name not in known and name not in LAUNCH_VARIABLES:
+        if name not in known and name not in {RANKS_PER_DEVICE, PROGRESS}:
             warn(
                 f"environment variable {name} is no setting of ucudnn and has no effect; settings "
                 f"are {', '.join(sorted(known))}",

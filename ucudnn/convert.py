@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ucudnn import nn as planned_nn
-from ucudnn.config import Config
+from ucudnn.config import Config, Startup
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.layout import lay_out_, restore_layout_
 from ucudnn.execution.override import Installation
@@ -22,7 +22,6 @@ from ucudnn.execution.runner import Layer, Runner, require_same_device
 from ucudnn.execution.untraced import untraced
 from ucudnn.nn import planned_runner
 from ucudnn.plan import KernelPlan, Plan
-from ucudnn.system.environment import Startup
 from ucudnn.system.markup import html_table
 from ucudnn.tuning.model import tune
 from ucudnn.tuning.progress import Progress

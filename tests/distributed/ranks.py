@@ -31,7 +31,6 @@ from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import Device, Measurement, Software
 from ucudnn.problem import Problem
-from ucudnn.system import environment
 
 MIB = 1 << 20
 MS = 1_000_000
@@ -124,7 +123,7 @@ def tune(
 
     Ranks that are `busy` find other processes on their processors at any time.
     """
-    environment.share_device(sharing)
+    ucudnn.config.share_device(sharing)
     backend = scripted(rank, pause_s)
     backend.state = lambda: DeviceState(float(rank in busy))
     counts = Counts(folder / f"measuring-{rank}" if sign_after else None, sign_after)

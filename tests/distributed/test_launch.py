@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ucudnn import config
 from ucudnn.backends import open_backend
 from ucudnn.distributed import counting
 from ucudnn.distributed.affinity import cores
@@ -30,7 +31,6 @@ from ucudnn.distributed.launching.placement import place
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.solvers import divide
 from ucudnn.system import mps
-from ucudnn.system.environment import PROGRESS, RANKS_PER_DEVICE
 from ucudnn.system.mps import MpsDaemon
 
 STARTED = Path(__file__).with_name("started.py")
@@ -329,7 +329,7 @@ def test_mps_is_started_asked_used_and_stopped(begin, control, forever, tmp_path
         # Neighbours share a GPU, which each of them sees alone, as number 0.
         assert environment["CUDA_VISIBLE_DEVICES"] == ("GPU-a", "GPU-b")[rank // 2]
         assert environment["LOCAL_RANK"] == "0"
-        assert environment[RANKS_PER_DEVICE] == "2"
+        assert environment[config.RANKS_PER_DEVICE] == "2"
         assert not pipes.exists()
     commands = log.read_text().split("\n")
     assert commands[0].split() == ["-d", "GPU-a,GPU-b"]
@@ -451,10 +451,10 @@ def test_the_workspace_of_a_device_is_divided():
 def test_ranks_per_device_are_conditions_of_a_measurement(monkeypatch):
     backend = open_backend("torch_cpu")
     assert backend.conditions().ranks_per_device == 1
-    monkeypatch.setenv(RANKS_PER_DEVICE, "4")
+    monkeypatch.setenv(config.RANKS_PER_DEVICE, "4")
     assert backend.conditions().ranks_per_device == 4
     for text in ("0", "two", "-1"):
-        monkeypatch.setenv(RANKS_PER_DEVICE, text)
+        monkeypatch.setenv(config.RANKS_PER_DEVICE, text)
         with pytest.raises(ConfigError, match="must be a number above 0"):
             backend.conditions()
 
@@ -557,12 +557,11 @@ def test_a_script_that_does_not_run_is_told():
 # Its speed depends on the number of ranks alone, not on the machine: each rank waits.
 COUNTING = """
 import os, sys, time
-from ucudnn import distributed
-from ucudnn.system import environment
-ranks = environment.ranks_per_device()
+from ucudnn import config, distributed
+ranks = config.ranks_per_device()
 if ranks == 4:
     sys.exit("out of memory")
-for _ in range(1_000_000 if environment.progress_folder() else 1):
+for _ in range(1_000_000 if config.progress_folder() else 1):
     time.sleep(0.1 if ranks == 1 else 0.12)
     distributed.count(10)
 print(f"trained by {ranks}")
@@ -590,7 +589,7 @@ def test_auto_finds_and_uses_the_number(begin, tmp_path):
 
 def test_ranks_count_where_a_trial_reads(monkeypatch, tmp_path):
     count(5)  # outside of a trial it does nothing
-    monkeypatch.setenv(PROGRESS, str(tmp_path))
+    monkeypatch.setenv(config.PROGRESS, str(tmp_path))
     for rank in (0, 12):
         monkeypatch.setenv("RANK", str(rank))
         counting._counter.cache_clear()  # as in another process

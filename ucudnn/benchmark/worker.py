@@ -21,10 +21,10 @@ from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.bench import THOROUGHLY, AbstractBench, Arm, How, LocalBench, Look, Whole
 from ucudnn.benchmark.failures import CandidateError, Failure, LostError, failure_of
 from ucudnn.benchmark.rounds import Result
+from ucudnn.config import environment_without_startup
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import FailureKind
 from ucudnn.split import Split
-from ucudnn.system.environment import environment_without_startup
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
 # The first answer waits for the imports and, on a GPU, for the context.

@@ -31,6 +31,7 @@ from ucudnn.cli.console import (
 from ucudnn.cli.launch import launch
 from ucudnn.cli.options import common
 from ucudnn.cli.tune import tune
+from ucudnn.config import Startup, set_startup
 from ucudnn.errors import (
     ConfigError,
     OutputError,
@@ -40,7 +41,6 @@ from ucudnn.errors import (
     TableError,
     UcudnnError,
 )
-from ucudnn.system.environment import Startup, set_startup
 from ucudnn.system.version import own_version
 
 # Errors that a command ends with on purpose.

@@ -21,10 +21,10 @@ from typing import Annotated
 import typer
 
 from ucudnn.cli.console import say_error
+from ucudnn.config import Startup, set_startup, startup
 from ucudnn.errors import ConfigError, UcudnnError
 from ucudnn.layer_table import read_rows
 from ucudnn.plan import Plan
-from ucudnn.system.environment import Startup, set_startup, startup
 
 # Everything from the script on is the script's own, also without `--` before it.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ucudnn import config
 from ucudnn.errors import ConfigError
-from ucudnn.system.environment import progress_folder
 
 # One write of a fixed length replaces the last one whole.
 _FORMAT = "{samples:20d} {clock_ns:20d}\n"
@@ -61,7 +61,7 @@ def count(samples: int) -> None:
     """
     if samples < 0:
         raise ConfigError(f"samples must not be negative, got {samples}")
-    folder = progress_folder()
+    folder = config.progress_folder()
     if folder is not None:
         _counter(folder).add(samples)
 

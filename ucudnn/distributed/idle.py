@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from ucudnn.backends import AbstractBackend
+from ucudnn.config import ranks_per_device
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.system.environment import ranks_per_device
 
 # Each poll of the work queue is a few requests to the store.
 _POLL_S = 0.05

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from ucudnn import config
 from ucudnn.distributed.affinity import host_name
 from ucudnn.distributed.launchers import (
     Launched,
@@ -34,7 +35,6 @@ from ucudnn.distributed.launchers import (
     slurm_address,
 )
 from ucudnn.errors import RankError
-from ucudnn.system import environment
 from ucudnn.system.files import replacing
 
 _POLL_S = 0.05
@@ -120,7 +120,7 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
         launched.launcher,
         device,
         sharing,
-        environment.progress_folder() is not None,
+        config.progress_folder() is not None,
     )
 
 
@@ -256,13 +256,13 @@ def _count_sharing(store: Store, launched: Launched, device: torch.device) -> in
     """The number of ranks on this one's device, which becomes part of every measurement's key."""
     if device.type == "cpu":
         # Only the launcher knows; ranks that torchrun or MPI start use each other's cores.
-        return environment.ranks_per_device()
+        return config.ranks_per_device()
     # By UUID, because a launcher may show each rank another GPU as number 0.
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     own, keys = (host_name(), uuid), [f"device/{rank}" for rank in range(launched.size)]
     store.set(keys[launched.rank], json.dumps(own))
     sharing = count_equal([tuple(json.loads(store.get(key))) for key in keys], own)
-    environment.share_device(sharing)
+    config.share_device(sharing)
     return sharing
 
 

@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from ucudnn import config
 from ucudnn.distributed.affinity import host_name
 from ucudnn.errors import ConfigError
-from ucudnn.system.environment import ranks_per_device
 
 # Gradients go through the shared memory in pieces of this size: it is allocated once.
 _PIECE_BYTES = 32 << 20
@@ -78,7 +78,7 @@ def _device() -> str:
     if torch.cuda.is_available():
         return f"{host_name()} {torch.cuda.get_device_properties('cuda').uuid}"
     # Ranks of one processor share it only if one launcher has put them there.
-    own = "" if ranks_per_device() > 1 else f" rank {dist.get_rank()}"
+    own = "" if config.ranks_per_device() > 1 else f" rank {dist.get_rank()}"
     return f"{host_name()} {os.getuid()}{own}"
 
 

@@ -22,11 +22,11 @@ from ucudnn.backends.cudnn.raw import empty_raw
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
+from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.system.environment import ranks_per_device
 
 _MOST_ELEMENTS = 2**31 - 1  # engines index with 32 bits
 # Problems whose engines are remembered. Listing them takes milliseconds, and tuning asks for the

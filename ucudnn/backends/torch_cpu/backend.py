@@ -42,10 +42,10 @@ from ucudnn.backends.torch_cpu.workspace import (
     allocated_spans,
     unseen_bytes,
 )
+from ucudnn.config import ranks_per_device
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
-from ucudnn.system.environment import ranks_per_device
 
 # Samples of random operands that are drawn: drawing is slow, so further samples repeat them.
 _DRAWN_SAMPLES = 16

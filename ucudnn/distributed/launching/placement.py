@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ucudnn.config import rank_variables
 from ucudnn.distributed.affinity import assign_cpus
 from ucudnn.errors import UnsupportedError
-from ucudnn.system.environment import rank_variables
 
 _LIST_GPUS = (
     "import torch\n"
