@@ -120,7 +120,8 @@ def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alterna
         if problem.batch % size == 0:
             name = str(replace(invariant_split(problem.batch, size, algorithm), micro_batch=0))
             workspace = max(item.workspace_bytes for item in items.values())
-            time_ns = uniform_ns(problem, size, items)
+            times = {role: item.time_ns for role, item in items.items()}
+            time_ns = uniform_ns(problem.batch // size, times)
             one = Alternative(name, time_ns, workspace, None, False, "")
             by_algorithm.setdefault(algorithm, []).append(one)
     for listed in by_algorithm.values():
