@@ -143,7 +143,7 @@ def describe(gpus: tuple[str, ...], arguments: argparse.Namespace) -> dict[str, 
         "python": platform.python_version(),
         "software": asdict(backend.software()),
         "load": os.getloadavg()[0],
-        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+        "arguments": {n: str(v) for n, v in vars(arguments).items() if n != "output"},
     }
 
 
