@@ -1,7 +1,8 @@
-"""Hook of mkdocs: every link of the finished site leads somewhere, and no page loads from a network.
+"""Hook of mkdocs: every link of the finished site leads somewhere, no page loads from a network.
 
-mkdocs checks the links that are written in Markdown. This looks at the HTML, where those of generated
-pages and of the theme are, too. Links to other sites are listed by nobody and never followed.
+mkdocs checks the links that are written in Markdown. This looks at the HTML, where those of
+generated pages and of the theme are, too. Links to other sites are not followed, so that a build
+needs no network.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Hook of mkdocs: the pages that are made when the site is built, and links out of docs/.
 
-README.md, CHANGELOG.md and CONTRIBUTING.md become pages; the references of the Python API and of the
-command line are made from docstrings and from the commands. Pages link to files of the repository
-that are not part of the site, so that they can be followed in a checkout; in the site such a link
-becomes the path of the file.
+README.md, CHANGELOG.md and CONTRIBUTING.md become pages; the references of the Python API and of
+the command line are made from docstrings and from the commands. Pages link to files of the
+repository that are not part of the site, for readers of a checkout; in the site such a link becomes
+the path of the file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Rewrite the links of a page for the site."""
     address = page.file.src_uri
     source = ROOT / DOCUMENTS[address] if address in DOCUMENTS else DOCS / address
@@ -87,7 +87,9 @@ def relinked(markdown: str, folder: Path, address: str) -> str:
 def interface(module: str) -> str:
     """The page of a module: its docstring, and an entry for each public name."""
     entries = "".join(f"\n::: {module}.{name}\n" for name in public_names(module))
-    options = "    options:\n      members: false\n      show_root_heading: false\n"
+    options = (
+        "    options: {members: false, show_root_heading: false, show_root_toc_entry: false}\n"
+    )
     return f"# {module}\n\n::: {module}\n{options}{entries}"
 
 
@@ -120,8 +122,8 @@ def command_line() -> str:
 
     parts = [
         "# Command line",
-        "What each command does and its exit statuses are in a table of "
-        "[settings and commands](reference.md#commands). This page is what `--help` prints.",
+        "This page is what `--help` prints.",
+        "[Settings and commands](reference.md#commands) has a summary, and the exit statuses.",
     ]
     application = typer.main.get_command(cli.app)
     for path, command in commands(application, ("ucudnn",)):
