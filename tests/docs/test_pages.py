@@ -89,3 +89,14 @@ def imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def test_figures_are_those_of_the_measurements() -> None:
+    """Pages for beginners quote figures; each is in the page that has the measurements."""
+    figure = re.compile(r"\b\d+\.\d+\b|\b\d+ of \d+\b|\b\d+ %")
+    sources = [DOCS / "results.md", DOCS / "memory.md"]
+    measured = "\n".join(path.read_text("utf-8") for path in sources)
+    for page in (DOCS / "will-it-help.md", DOCS / "howto" / "containers.md"):
+        quoted = set(figure.findall(page.read_text("utf-8")))
+        assert quoted
+        assert [one for one in quoted if one not in measured] == []
