@@ -73,7 +73,7 @@ def relinked(markdown: str, folder: Path, address: str) -> str:
             return link[0]
         if file in pages_by_file:
             target = pages_by_file[file]
-        elif file.is_relative_to(DOCS) and file.suffix in (".md", ".svg", ".png"):
+        elif file.is_relative_to(DOCS) and file.is_file() and file.suffix != ".py":
             target = file.relative_to(DOCS).as_posix()
         else:
             path, text = file.relative_to(ROOT).as_posix(), link["text"]
