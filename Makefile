@@ -13,6 +13,7 @@
 #   make simulated-gpu      .venv-test: tests/gpu and benchmarks on a GPU that is simulated by cuDNN
 #   make gpu    PYTHON      tests and measurements on this machine's GPU, in GPU_MINUTES; PYTHON is
 #                           one with torch for CUDA; nothing is installed
+#   make docs   .venv-docs  the documentation site, in build/docs
 #   make lint, make types, make dist, make clean
 
 PYTHON ?= python3
@@ -23,12 +24,14 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: demo quick test coverage red bare cudnn simulated-gpu gpu lint types dist clean
+.PHONY: demo quick test coverage red bare cudnn simulated-gpu gpu docs lint types dist clean
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
 SOURCES := $(shell find ucudnn solvers cache -name '*.py' -o -name '*.c' -o -type d ! -name __pycache__) \
 	ucudnn/py.typed
+# The sdist has them, too.
+DOCS := mkdocs.yml CHANGELOG.md CONTRIBUTING.md $(shell find docs -type f ! -path '*/__pycache__/*')
 PIP := -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # torch comes first and by its exact version: see constraints.txt.
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -130,9 +133,20 @@ types: .venv-test/.installed
 	$(call outside,.venv-test,mypy --config-file "$(ROOT)/pyproject.toml" \
 	--cache-dir "$(ROOT)/.venv-test/mypy_cache")
 
+# Of the checkout: mkdocs reads docstrings and commands, for which it needs neither torch nor a wheel.
+# Any warning fails it; docs/site_links.py checks every link. Material announces its successor at
+# each start, which is no warning about these pages.
+docs: .venv-docs/.ready
+	PYTHONPATH="$(ROOT)" NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+
+.venv-docs/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python $(PIP) mkdocs-material 'mkdocstrings[python]' ruff typer rich
+	touch $@
+
 # The wheel is made from the sdist, so both are complete where the wheel is.
 dist: dist/.built
-dist/.built: .venv-build/.ready pyproject.toml LICENSE README.md $(SOURCES)
+dist/.built: .venv-build/.ready pyproject.toml MANIFEST.in LICENSE README.md $(SOURCES) $(DOCS)
 	rm -rf dist ucudnn.egg-info
 	.venv-build/bin/python -m build --no-isolation . >/dev/null
 	.venv-build/bin/python .ci/check_dist.py dist
@@ -155,6 +169,6 @@ dist/.built: .venv-build/.ready pyproject.toml LICENSE README.md $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-test .venv-bare .venv-build build dist ucudnn.egg-info
+	rm -rf .venv .venv-test .venv-bare .venv-build .venv-docs build dist ucudnn.egg-info
 	rm -rf .cudnn .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Check a built sdist and wheel: every source file of the checkout, and nothing beside ucudnn."""
+"""Check a built sdist and wheel: every source file and page, and nothing beside ucudnn."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ def check(folder: Path) -> None:
         if links:
             sys.exit(f"the sdist holds symbolic links: {links}")
         report("sdist", expected, {name for name in names if name.startswith("ucudnn/")})
+        docs = {str(path) for path in Path("docs").rglob("*") if path.is_file()}
+        docs = {"mkdocs.yml", *(path for path in docs if "__pycache__" not in path)}
+        report("documentation", docs, {name for name in names if name.startswith(("docs/", "mkd"))})
         outside = {name for name in names if name.startswith(("solvers/", "cache/"))}
         if outside:
             sys.exit(f"the sdist holds solvers or cache at top level: {sorted(outside)}")

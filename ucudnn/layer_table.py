@@ -28,7 +28,7 @@ _MOST_CALLS = 1000
 class Row(NamedTuple):
     """One convolution of a table.
 
-    Args:
+    Attributes:
         name: of its layer.
         problem: to compute.
         calls: how often it is computed, relative to other rows.

@@ -33,7 +33,7 @@ def readme(repository: Path) -> str:
 @pytest.fixture(scope="session")
 def documents(repository: Path) -> str:
     """README.md and all pages."""
-    paths = [repository / "README.md", *sorted((repository / "docs").glob("*.md"))]
+    paths = [repository / "README.md", *sorted((repository / "docs").rglob("*.md"))]
     return "\n".join(path.read_text() for path in paths)
 
 
@@ -141,7 +141,8 @@ def test_the_tables_of_results_are_those_of_the_files(repository: Path, tmp_path
 
 
 def test_links_lead_to_files(repository: Path) -> None:
-    for document in [*repository.glob("*.md"), *repository.glob("*/*.md")]:
+    documents = [*repository.glob("*.md"), *repository.glob("*/*.md")]
+    for document in [*documents, *repository.glob("docs/*/*.md")]:
         for link in LINK.finditer(document.read_text()):
             target = document.parent / link["target"]
             assert target.exists(), f"{document.name}: {link['target']}"

@@ -1,0 +1,102 @@
+"""docs/quickstart.md and docs/howto/: what a reader would do with each page, in its order.
+
+Comments in a page mark what happens to the block below: `<!-- file: NAME -->` saves it, and
+`<!-- runs -->` runs it, Python and shell alike. All blocks of a page share one folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "quickstart.md", *sorted((DOCS / "howto").glob("*.md"))]
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>runs|file: (?P<name>\S+)) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.M | re.S,
+)
+
+
+def blocks(page: Path) -> list[re.Match[str]]:
+    return list(BLOCK.finditer(page.read_text("utf-8")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_all_python_of_a_page_is_run_or_saved(page: Path) -> None:
+    marked = [block for block in blocks(page) if block["mark"]]
+    assert all(block["mark"] for block in blocks(page) if block["language"] == "python")
+    assert any(block["mark"] == "runs" for block in marked)
+    # A misspelt mark would only be a comment.
+    assert len(marked) == page.read_text("utf-8").count("<!--")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run_in_their_order(page: Path, package: Path, tmp_path: Path) -> None:
+    require_packages(page)
+    environment = {
+        **os.environ,
+        # `python`, `ucudnn` and `torchrun` are those of the package under test.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{package.parent}{os.pathsep}{tmp_path}",
+        "OMP_NUM_THREADS": "1",
+        # Pages tune by the defaults. Here a small search is enough, and no plan may be partial
+        # because the machine was busy.
+        "UCUDNN_EFFORT": "quick",
+        "UCUDNN_TIME_BUDGET_S": "600",
+    }
+    for block in blocks(page):
+        if block["name"]:
+            (tmp_path / block["name"]).write_text(block["code"], "utf-8")
+        elif block["mark"]:
+            command = {"python": [sys.executable, "-c"], "sh": ["bash", "-euc"]}[block["language"]]
+            result = subprocess.run(
+                [*command, block["code"]],
+                check=False,
+                capture_output=True,
+                cwd=tmp_path,
+                env=environment,
+                text=True,
+            )
+            output = f"{result.stdout}\n{result.stderr}"
+            assert result.returncode == 0, f"{page.name}\n{block['code']}\n{output}"
+
+
+def require_packages(page: Path) -> None:
+    """Skip a page about a framework that is not installed."""
+    names = {
+        name.partition(".")[0]
+        for block in blocks(page)
+        if block["language"] == "python"
+        for node in ast.walk(ast.parse(block["code"]))
+        for name in imported(node)
+    }
+    own = {Path(block["name"]).stem for block in blocks(page) if block["name"]}
+    missing = sorted(name for name in names - own if find_spec(name) is None)
+    if missing:
+        pytest.skip(f"the extra `test` brings {', '.join(missing)}")
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Modules that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def test_figures_are_those_of_the_measurements() -> None:
+    """Pages for beginners quote figures; each is in the page that has the measurements."""
+    figure = re.compile(r"\b\d+\.\d+\b|\b\d+ of \d+\b|\b\d+ %")
+    sources = [DOCS / "results.md", DOCS / "memory.md"]
+    measured = "\n".join(path.read_text("utf-8") for path in sources)
+    for page in (DOCS / "will-it-help.md", DOCS / "howto" / "containers.md"):
+        quoted = set(figure.findall(page.read_text("utf-8")))
+        assert quoted
+        assert [one for one in quoted if one not in measured] == []

@@ -1,0 +1,130 @@
+"""The documentation site: its menu, the pages that are made, and the check of its links."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import typer.main
+
+import ucudnn
+from ucudnn import cli, errors, types
+
+Import = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def hook(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
+    """A function that imports a script of docs/, without the packages that build the site."""
+
+    def imported(name: str) -> ModuleType:
+        monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object))
+        spec = importlib.util.spec_from_file_location(name, repository / "docs" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return imported
+
+
+def test_the_menu_has_every_page_once(hook: Import, repository: Path) -> None:
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (repository / "mkdocs.yml").read_text(), re.M)
+    docs = repository / "docs"
+    pages = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, *hook("site_pages").pages()])
+
+
+def test_the_reference_has_every_public_name(hook: Import) -> None:
+    pages = hook("site_pages")
+    assert pages.public_names("ucudnn") == list(dict.fromkeys(pages.public_names("ucudnn")))
+    assert set(pages.public_names("ucudnn")) == set(ucudnn.__all__)
+    assert set(pages.public_names("ucudnn.types")) == set(types.__all__)
+    own = inspect.getmembers(errors, inspect.isclass)
+    assert set(pages.public_names("ucudnn.errors")) == {
+        name for name, one in own if one.__module__ == errors.__name__
+    }
+    distributed = pytest.importorskip("ucudnn.distributed")
+    assert pages.public_names("ucudnn.distributed") == distributed.__all__
+    assert "::: ucudnn.Plan\n" in pages.pages()["api/ucudnn.md"]
+
+
+def test_the_command_line_has_every_command_and_flag(hook: Import) -> None:
+    page = hook("site_pages").command_line()
+    sections = dict(re.findall(r"^## ([\w -]+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+
+    def look(command: object, path: str) -> int:
+        for parameter in command.params:
+            assert all(flag in sections[path] for flag in parameter.opts if flag[0] == "-"), path
+        children = getattr(command, "commands", {})
+        return 1 + sum(look(child, f"{path} {name}") for name, child in children.items())
+
+    count = look(typer.main.get_command(cli.app), "ucudnn")
+    assert count == len(sections) > 20
+
+
+def test_links_out_of_the_site_become_paths(hook: Import, repository: Path) -> None:
+    relinked, docs = hook("site_pages").relinked, repository / "docs"
+    for written, expected in {
+        "[a](../README.md#install)": "[a](index.md#install)",
+        "[b](cache.md)": "[b](cache.md)",
+        "[solvers/](../solvers)": "`solvers`",
+        "[the code](../solvers/lazy.py)": "the code (`solvers/lazy.py`)",
+        "[c](missing.md)": "[c](missing.md)",
+        "table[0](x), [d](#e), [f](https://example.org)": (
+            "table[0](x), [d](#e), [f](https://example.org)"
+        ),
+        "<!-- runs -->\n```python\n": "```python\n",
+    }.items():
+        assert relinked(written, docs, "here.md") == expected
+    assert relinked("![p](docs/steps.svg)", repository, "index.md") == "![p](steps.svg)"
+    assert relinked("[g](../../CHANGELOG.md)", docs / "howto", "howto/h.md") == (
+        "[g](../changelog.md)"
+    )
+
+
+def test_broken_links_of_the_site_are_found(hook: Import, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "picture.svg").write_text("<svg/>")
+    (tmp_path / "index.html").write_text(
+        '<h1 id="top-most">x</h1><a href="sub/page.html#there">1</a><a href="#top-most">2</a>'
+        '<a href="https://example.org/#x">3</a><img src="picture.svg"><a name="old"></a>'
+        '<a href="#old">4</a><a href="#">5</a><a href="mailto:a@example.org">6</a>'
+    )
+    page = tmp_path / "sub" / "page.html"
+    page.write_text('<p id="there"><a href="../index.html">1</a>')
+    problems = hook("site_links").problems
+    assert problems(tmp_path) == []
+    page.write_text(
+        '<p><a href="gone.html">1</a><a href="#away">2</a><img src="../index.html#no">'
+        '<script src="https://example.org/x.js"></script><link rel="stylesheet" href="//h/x.css">'
+    )
+    assert sorted(problems(tmp_path)) == [
+        "index.html links to sub/page.html#there, which has no such anchor",
+        "sub/page.html links to #away, which has no such anchor",
+        "sub/page.html links to ../index.html#no, which has no such anchor",
+        "sub/page.html links to gone.html, which is not there",
+        "sub/page.html loads //h/x.css from the network",
+        "sub/page.html loads https://example.org/x.js from the network",
+    ]
+
+
+def test_examples_in_docstrings_become_code(hook: Import) -> None:
+    docstring = "UCUDNN_<NAME> and `<b>`.\n\n>>> f(1) < g\nTrue\n\nArgs:\n    x: a number.\n"
+    assert hook("site_docstrings").prepared(docstring) == (
+        "UCUDNN_&lt;NAME> and `<b>`.\n\n```pycon\n>>> f(1) < g\nTrue\n```\n\n"
+        "Args:\n    x: a number.\n"
+    )
+
+
+def test_the_citation_names_this_version(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    assert f"Version {project['version']}" in (repository / "docs" / "citation.md").read_text()
