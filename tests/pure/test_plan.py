@@ -400,7 +400,7 @@ NOT_PLANS = [
     (b"null", "is not a plan: it has no field format"),
     (b"[" * 100_000, "is not a plan: it is not valid JSON"),
     (b'{"format": "ucudnn-plan", "deep": ' + b"[" * 50 + b"]" * 50 + b"}", "deeper than 32 levels"),
-    (b'{"format": "ucudnn-plan"}', "is a plan of format version None, this ucudnn reads 1 to 4"),
+    (b'{"format": "ucudnn-plan"}', "is a plan of format version None, this ucudnn reads 1 to 5"),
 ]
 
 
@@ -418,8 +418,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_later_version_is_refused(tmp_path: Path) -> None:
-    path = rewritten(tmp_path, lambda document: document.update(version=5))
-    with pytest.raises(PlanError, match="format version 5, this ucudnn reads 1 to 4; make it"):
+    path = rewritten(tmp_path, lambda document: document.update(version=6))
+    with pytest.raises(PlanError, match="format version 6, this ucudnn reads 1 to 5; make it"):
         Plan.load(path)
 
 
