@@ -2,7 +2,7 @@
 
 A batch of one or two, as in 3-D and high-resolution networks, leaves nothing to split along the
 batch. Rows are tried if the batch is that small and the workspace limit excludes an algorithm.
-Where no split along one axis fits, both are split: micro-batches, and the rows of each.
+Where not even one sample fits undivided, both are split: micro-batches, and the rows of each.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class RowAxis(AbstractAxis):
 
     A unit is one row; for dgrad it is as many rows as the stride, so that all inner slabs of one
     size have equal problems. Slabs of a micro-batch make a nested split: the call runs all of them
-    for each micro-batch, which are equally large.
+    for each of its micro-batches, which have one size.
 
     >>> axis = RowAxis(Problem("dgrad", 2, 8, 8, (27, 9), (3, 3), (2, 1)))
     >>> axis.extent, axis.sizes("all"), axis.part(4).input_size
@@ -142,7 +142,9 @@ class RowAxis(AbstractAxis):
     def nested(self) -> tuple[RowAxis, ...]:
         """The rows of micro-batches, the smallest first; none if there is only one sample."""
         batch = self.problem.batch
-        # Others would leave a remainder, which is another problem than the one that is measured.
+        # Times of micro-batches add up, so among sizes that divide the batch the one with the least
+        # time per sample is the best for all of them, and no mixture is faster. Other sizes would
+        # leave a remainder, which is another problem than the one that is measured.
         return tuple(
             RowAxis(self.problem, n) for n in _powers_of_two_below(batch) if batch % n == 0
         )

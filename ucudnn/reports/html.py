@@ -23,7 +23,7 @@ from ucudnn.errors import UcudnnError
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
 from ucudnn.races import Curve
 from ucudnn.reports.curve import curve_traces
-from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
+from ucudnn.reports.text import as_sentence, counted, layout_table, plan_summary, plan_table
 from ucudnn.system.files import write
 from ucudnn.units import format_bytes, format_ns
 
@@ -302,7 +302,7 @@ def _segments(row: _Row) -> Iterator[tuple[str, dict[str, Any]]]:
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
     if row.split.samples:
-        unit += f" of {row.split.samples} samples"
+        unit += f" of {counted(row.split.samples, 'sample')}"
     for step, run in groupby(row.split.steps):
         count = len(list(run))
         together = count if count > _MOST_SEGMENTS else 1
