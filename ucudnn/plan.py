@@ -72,6 +72,7 @@ class KernelPlan:
         default_is_deterministic: whether torch's own convolution computes the same bits each time.
         live_bytes: the most that a step has allocated beside the workspace of any call of it; None
             if there was no memory budget.
+        slab_samples: samples of each micro-batch that slabs divide; 0: slabs have all samples.
 
     Raises:
         PlanError: the fields do not describe a split of every batch.
@@ -92,10 +93,15 @@ class KernelPlan:
     free: Timing | None = None
     default_is_deterministic: bool = True
     live_bytes: int | None = None
+    slab_samples: int = 0
 
     def __post_init__(self) -> None:
         self._require_types()
-        self._require_slabs()
+        # Slabs are part of the hash, so they must be right even if no batch uses them.
+        if self.slabs or BY_SLABS in self.alone or self.slab_samples:
+            extents = self.problem.batch, row_count(self.problem)
+            more = self.slabs, self.slab_samples, range(len(self.algorithms))
+            documents.require_slabs(self.problem, extents, *more)
         self._require_invariant()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
@@ -116,7 +122,8 @@ class KernelPlan:
 
     def _require_types(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        documents.require_count("predicted_time_ns", self.predicted_time_ns)
+        for name in ("predicted_time_ns", "micro_batch", "slab_samples"):
+            documents.require_count(name, getattr(self, name))
         if self.live_bytes is not None:
             documents.require_count("live_bytes", self.live_bytes)
         for name in ("layers", "algorithms", "notes"):
@@ -126,20 +133,7 @@ class KernelPlan:
         for name in ("is_perturbed", "default_is_deterministic"):
             documents.require_bool(name, getattr(self, name))
 
-    def _require_slabs(self) -> None:
-        if not self.slabs and BY_SLABS not in self.alone:
-            return
-        # Slabs are part of the hash, so they must be right even if no batch uses them.
-        named = all(size > 0 and self._names(index) for size, index in self.slabs)
-        rows = sum(size for size, _ in self.slabs)
-        if not named or rows != row_count(self.problem):
-            raise PlanError(
-                f"the plan of {self.problem} must have slabs of {row_count(self.problem)} rows "
-                f"altogether, got {self.slabs}"
-            )
-
     def _require_invariant(self) -> None:
-        documents.require_count("micro_batch", self.micro_batch)
         if not self.micro_batch:
             return
         expected = {BY_BATCH}, documents.invariant_steps(self.problem.batch, self.micro_batch)
@@ -148,9 +142,6 @@ class KernelPlan:
                 f"the plan of {self.problem} must compute every batch in chunks of "
                 f"{self.micro_batch} by one algorithm, because it is batch-invariant"
             )
-
-    def _names(self, index: int) -> bool:
-        return 0 <= index < len(self.algorithms)
 
     def split(self, batch: int) -> Split:
         """The steps for a batch from 1 to `problem.batch`.
@@ -172,8 +163,10 @@ class KernelPlan:
         if index >= 0:
             return Split("batch", (Step(batch, self.algorithms[index]),))
         if index == BY_SLABS:
-            rows = (Step(size, self.algorithms[index]) for size, index in self.slabs)
-            return Split("spatial", tuple(rows))
+            rows = tuple(Step(size, self.algorithms[index]) for size, index in self.slabs)
+            # A batch of no more samples than a micro-batch is one.
+            samples = self.slab_samples if self.slab_samples < batch else 0
+            return Split("spatial", rows, samples=samples)
         # `last` gives the final step first, so the walk runs backwards.
         steps = []
         while batch:
@@ -192,13 +185,15 @@ class KernelPlan:
         # Appended, because the splits of smaller batches refer to the others by index.
         algorithms = (*self.algorithms, DEFAULT_ALGORITHM)
         index = len(self.algorithms)
+        # Slabs that no batch uses any more must not stay in the hash.
+        has_slabs = not every_batch and BY_SLABS in self.alone[:-1]
         return replace(
             self,
             algorithms=(DEFAULT_ALGORITHM,) if every_batch else algorithms,
             alone=(0,) * self.problem.batch if every_batch else (*self.alone[:-1], index),
             last=((0, -1),) * self.problem.batch if every_batch else self.last,
-            # Slabs that no batch uses any more must not stay in the hash.
-            slabs=() if every_batch or BY_SLABS not in self.alone[:-1] else self.slabs,
+            slabs=self.slabs if has_slabs else (),
+            slab_samples=self.slab_samples if has_slabs else 0,
             timing=self.default,
             predicted_time_ns=self.default.time_ns,
         )
@@ -211,8 +206,8 @@ class KernelPlan:
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
         # without slabs the hash is that of a file of version 1
-        more = [*([slabs] if slabs else []), *([self.micro_batch] if self.micro_batch else [])]
-        return [self.problem.to_dict(), alone, last, *more]
+        more = (slabs, self.micro_batch, self.slab_samples and {"slab_samples": self.slab_samples})
+        return [self.problem.to_dict(), alone, last, *filter(None, more)]
 
     def to_dict(self) -> dict[str, Any]:
         """The kernel as JSON values."""
@@ -222,9 +217,11 @@ class KernelPlan:
         # Plans without a memory budget have the same file as before there was any.
         if self.live_bytes is None:
             del values["live_bytes"]
-        # Versions before 4 have none of these.
+        # Versions before 4 have none of these, those before 5 no nested splits.
         if not self.micro_batch:
             del values["micro_batch"], values["free"]
+        if not self.slab_samples:
+            del values["slab_samples"]
         return {**values, "problem": self.problem.to_dict()}
 
     def covers(self, batch: int) -> bool:
@@ -406,8 +403,9 @@ class Plan:
 
     @property
     def _version(self) -> int:
-        if any(kernel.micro_batch for kernel in self.kernels):
-            return 4
+        for version, name in ((5, "slab_samples"), (4, "micro_batch")):
+            if any(getattr(kernel, name) for kernel in self.kernels):
+                return version
         if self.memory_format != "keep":
             return 3
         return 2 if any(kernel.slabs for kernel in self.kernels) else 1
@@ -497,4 +495,5 @@ def _kernel(fields: Mapping[str, Any]) -> KernelPlan:
         free=Timing(**fields["free"]) if fields.get("free") else None,
         default_is_deterministic=fields.get("default_is_deterministic", True),
         live_bytes=fields.get("live_bytes"),  # only with a memory budget
+        slab_samples=fields.get("slab_samples", 0),  # versions before 5 have none
     )

@@ -28,7 +28,8 @@ class Split:
     """The steps of one call, in order, along one axis: "batch" or the outermost "spatial" one.
 
     Along the spatial axis a step's size is a number of rows (planes in 3-D) of the result; of dy
-    for wgrad.
+    for wgrad. Such a split may be nested: micro-batches of one size, each of them split along the
+    spatial axis in the same way.
 
     >>> Split("batch", (Step(4, "gemm"), Step(2, "gemm"))).size
     6
@@ -36,6 +37,8 @@ class Split:
     4 gemm + 2 gemm, padded to 4
     >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn"))))
     slabs of 2x8 onednn
+    >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn")), samples=2))
+    slabs of 2x8 onednn, 2 samples at a time
     """
 
     axis: str
@@ -43,6 +46,9 @@ class Split:
     # Every chunk is computed as one of so many samples; a smaller one is filled up with zeros.
     # 0: each as it is.
     micro_batch: int = 0
+    # Of a nested split: samples of a micro-batch, of which the last may have fewer. 0: slabs have
+    # all samples of the call.
+    samples: int = 0
 
     @property
     def size(self) -> int:
@@ -52,11 +58,12 @@ class Split:
     @property
     def is_default(self) -> bool:
         """True if the split is torch's own convolution on the undivided batch."""
-        # Torch's own is not padded.
+        # Torch's own is not padded, and computes all samples at once.
         return (
             len(self.steps) == 1
             and self.steps[0].algorithm == DEFAULT_ALGORITHM
             and not self.micro_batch
+            and not self.samples
         )
 
     def __str__(self) -> str:
@@ -75,6 +82,8 @@ class Split:
         )
         if self.micro_batch:
             described += f", padded to {self.micro_batch}"
+        if self.samples:
+            described += f", {self.samples} sample{'s' * (self.samples > 1)} at a time"
         return f"slabs of {described}" if self.axis == "spatial" else described
 
 

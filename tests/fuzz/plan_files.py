@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def sample_plan() -> Plan:
-    """A plan with every kind of split, of three kernels in two ranks."""
+    """A plan with every kind of split, of four kernels in two ranks."""
     timing = Timing(time_ns=900, spread_ns=9, workspace_bytes=4096, samples=7)
     flat = Problem("fprop", 5, 4, 4, (9, 9), (3, 3), padding=((1, 1), (1, 1)))
     deep = Problem("dgrad", 2, 4, 6, (6, 5, 4), (3, 3, 3), stride=(2, 1, 1), groups=2)
@@ -79,13 +80,15 @@ def sample_plan() -> Plan:
         *(deep, ("head",), names, (-2, -2), ((0, -1), (0, -1)), 7, timing, None, ()),
         slabs=((2, 0), (4, 2)),
     )
+    ungrouped = replace(deep, groups=1)
+    nested = replace(by_slabs, problem=ungrouped, layers=("neck",), slab_samples=1)
     alone = KernelPlan(
         *(flat.with_batch(2), ("tail",), names[:1], (0, 0), ((0, -1), (0, -1)), 7, timing, timing)
     )
     device = Device("cpu", "Example CPU", isa="AVX2", cores=2)
     contestants = (Contestant("keep", False, 110), Contestant("channels_last", True, 90, 0.8))
     return Plan(
-        (by_batch, by_slabs, alone),
+        (by_batch, by_slabs, nested, alone),
         device,
         Software("2.13.0"),
         Conditions(threads=2),

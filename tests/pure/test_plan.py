@@ -186,6 +186,42 @@ def test_a_batch_may_be_split_otherwise() -> None:
     assert not value.covers(1)
 
 
+def nested(batch: int = 5, **changes: Any) -> KernelPlan:
+    """A kernel of 7 output rows for batches 1..5: two samples at a time, in slabs of 4 and 3."""
+    fields: dict[str, Any] = {
+        "problem": Problem("fprop", batch, 4, 4, (9, 9), (3, 3)),
+        "alone": (-2,) * batch,
+        "last": ((0, -1),) * batch,
+        "slab_samples": 2,
+    }
+    return sliced(**{**fields, **changes})
+
+
+def test_a_nested_split_repeats_its_slabs_for_each_micro_batch() -> None:
+    value, steps = nested(), (Step(4, "onednn"), Step(3, "gemm"))
+    assert value.split(5) == Split("spatial", steps, samples=2)
+    assert str(value.split(5)) == "slabs of 4 onednn + 3 gemm, 2 samples at a time"
+    assert str(nested(slab_samples=1).split(5)).endswith(", 1 sample at a time")
+    # One or two samples are a micro-batch.
+    assert value.split(2) == value.split(1) == Split("spatial", steps)
+    back = value.by_default(every_batch=False)
+    assert back.split(4) == value.split(4)
+    assert (back.slab_samples, value.by_default(every_batch=True).slab_samples) == (2, 0)
+    one_sample = Split("spatial", (Step(7, "torch_default"),), samples=1)
+    assert not one_sample.is_default
+
+
+@pytest.mark.parametrize("samples", [5, 6, -1, 1.0, True, None])
+def test_micro_batches_of_a_nested_split_are_parts_of_the_batch(samples: Any) -> None:
+    with pytest.raises(PlanError, match="slab_samples"):
+        nested(slab_samples=samples)
+
+
+def test_a_nested_split_has_slabs() -> None:
+    with pytest.raises(PlanError, match="must have slabs of 7 rows altogether, got"):
+        nested(alone=(1,) * 5, slabs=())
+
+
 def test_dgrad_slabs_are_of_the_rows_of_dx() -> None:
     problem = Problem("dgrad", 2, 4, 4, (9, 9), (3, 3))
     value = sliced(problem=problem, slabs=((4, 1), (5, 2)))
@@ -286,7 +322,9 @@ def test_the_hash_depends_on_the_slabs() -> None:
     other = sliced(slabs=((3, 1), (4, 2)))
     renamed = sliced(algorithms=("gemm", "onednn"), slabs=((4, 1), (3, 0)))
     assert plan(sliced(algorithms=("gemm",), slabs=((7, 0),))).hash != plan(sliced()).hash
-    assert len({plan(value).hash for value in (sliced(), other, sliced(alone=(1, -2)))}) == 3
+    values = (sliced(), other, sliced(alone=(1, -2)))
+    values += (nested(), nested(slab_samples=1), nested(slab_samples=0))
+    assert len({plan(value).hash for value in values}) == 6
     assert plan(renamed).hash == plan(sliced()).hash
 
 
@@ -323,6 +361,21 @@ def test_a_file_keeps_slabs(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["version"] == 2
     assert Plan.load(path).kernels == value.kernels
     assert Plan.load(path).hash == value.hash
+
+
+def test_a_file_keeps_nested_splits_and_others_have_the_version_that_they_had(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.plan.json"
+    value = plan(nested(), kernel("dgrad"))
+    value.save(path)
+    assert json.loads(path.read_text())["version"] == 5
+    assert Plan.load(path).kernels == value.kernels
+    assert Plan.load(path).hash == value.hash
+    plan(sliced()).save(path)
+    document = json.loads(path.read_text())
+    assert document["version"] == 2
+    assert not any("slab_samples" in one for one in document["kernels"])
 
 
 def test_a_file_from_before_slabs_is_read(tmp_path: Path, repository: Path) -> None:
@@ -400,7 +453,7 @@ NOT_PLANS = [
     (b"null", "is not a plan: it has no field format"),
     (b"[" * 100_000, "is not a plan: it is not valid JSON"),
     (b'{"format": "ucudnn-plan", "deep": ' + b"[" * 50 + b"]" * 50 + b"}", "deeper than 32 levels"),
-    (b'{"format": "ucudnn-plan"}', "is a plan of format version None, this ucudnn reads 1 to 4"),
+    (b'{"format": "ucudnn-plan"}', "is a plan of format version None, this ucudnn reads 1 to 5"),
 ]
 
 
@@ -418,8 +471,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_later_version_is_refused(tmp_path: Path) -> None:
-    path = rewritten(tmp_path, lambda document: document.update(version=5))
-    with pytest.raises(PlanError, match="format version 5, this ucudnn reads 1 to 4; make it"):
+    path = rewritten(tmp_path, lambda document: document.update(version=6))
+    with pytest.raises(PlanError, match="format version 6, this ucudnn reads 1 to 5; make it"):
         Plan.load(path)
 
 

@@ -169,12 +169,10 @@ def test_a_strided_gradient_is_cut_at_multiples_of_the_stride(rows):
 
 
 def test_rows_are_not_tried_where_the_default_fits_or_the_batch_is_large(rows):
-    for problem, limit in ((CONV, None), (CONV, "1GiB"), (CONV.with_batch(9), "1GiB")):
+    for problem, limit in ((CONV, None), (CONV, "1GiB"), (CONV.with_batch(9), "30MiB")):
         plan = tune(problem, workspace_limit=limit)
         assert plan.split(problem).axis == "batch"
         assert not any("spatial" in note for note in plan.kernels[0].notes)
-    with pytest.raises(PlanError, match="micro-batch 1, frugal"):
-        tune(CONV.with_batch(9), workspace_limit="1MiB")
     with pytest.raises(PlanError, match="micro-batch 2, frugal"):
         tune(CONV, workspace_limit="1MiB", policy="undivided")
 
@@ -190,8 +188,9 @@ def test_the_same_slabs_serve_smaller_batches_unless_another_kernel_runs_them(ro
 
 @pytest.mark.parametrize("when", ["refused", "unbuildable"])
 def test_what_cannot_compute_the_ends_is_left_out(rows, when):
-    for size in RowAxis(CONV).sizes("all"):
-        getattr(rows, when).add(("greedy", RowAxis(CONV).ends(size)[0]))
+    for axis in (RowAxis(CONV), *RowAxis(CONV).nested()):
+        for size in axis.sizes("all"):
+            getattr(rows, when).add(("greedy", axis.ends(size)[0]))
     split = tune(CONV, workspace_limit="9MiB").split(CONV)
     assert {step.algorithm for step in split.steps} == {"frugal"}
 

@@ -23,7 +23,7 @@ from ucudnn.errors import UcudnnError
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
 from ucudnn.races import Curve
 from ucudnn.reports.curve import curve_traces
-from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
+from ucudnn.reports.text import as_sentence, counted, layout_table, plan_summary, plan_table
 from ucudnn.system.files import write
 from ucudnn.units import format_bytes, format_ns
 
@@ -290,7 +290,8 @@ def _splits(rows: Sequence[_Row]) -> _Chart:
     caption = (
         "Chunks of one call at the planned batch, from first to last, coloured by algorithm. The "
         "number is a chunk's size: samples; of slabs, rows (in 3-D planes) of the result, for "
-        "wgrad of the incoming gradient. 256x1: so many like chunks."
+        "wgrad of the incoming gradient; where these are of some samples at a time, those of the "
+        "first samples. 256x1: so many like chunks."
     )
     axis = {"title": {"text": "share of the call"}, "range": [0, 1], "tickformat": ".0%"}
     return _Chart("Splits", caption, traces, _layout(rows, 24, axis) | {"barmode": "overlay"})
@@ -300,6 +301,8 @@ def _segments(row: _Row) -> Iterator[tuple[str, dict[str, Any]]]:
     """The algorithm of each chunk, and its interval on the axis."""
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
+    if row.split.samples:
+        unit += f" of {counted(row.split.samples, 'sample')}"
     for step, run in groupby(row.split.steps):
         count = len(list(run))
         together = count if count > _MOST_SEGMENTS else 1

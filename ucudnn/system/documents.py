@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from ucudnn.units import TOO_LARGE
 
 FORMAT = "ucudnn-plan"
 # A plan is written in the first version that can hold it: 2 has slabs, 3 a memory format,
-# 4 kernels that are batch-invariant.
-VERSIONS = (1, 2, 3, 4)
+# 4 kernels that are batch-invariant, 5 nested splits.
+VERSIONS = (1, 2, 3, 4, 5)
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -161,6 +161,37 @@ def require_strings(name: str, values: Iterable[str]) -> None:
     for value in values:
         if not isinstance(value, str):
             raise PlanError(f"{name} must hold strings, got {value!r}")
+
+
+def require_slabs(
+    problem: object,
+    extents: tuple[int, int],
+    slabs: Sequence[tuple[int, int]],
+    samples: int,
+    indices: range,
+) -> None:
+    """Refuse slabs of a kernel's plan that are not all of its rows, or not of its samples.
+
+    Args:
+        problem: the kernel at its largest batch.
+        extents: that batch, and the rows that slabs divide.
+        slabs: (rows, algorithm index) of each.
+        samples: of each micro-batch that slabs divide; 0: they have all samples.
+        indices: those of algorithms.
+
+    Raises:
+        PlanError: they are.
+    """
+    batch, rows = extents
+    named = all(size > 0 and index in indices for size, index in slabs)
+    if not named or sum(size for size, _ in slabs) != rows:
+        raise PlanError(
+            f"the plan of {problem} must have slabs of {rows} rows altogether, got {slabs}"
+        )
+    if not 0 <= samples < batch:
+        raise PlanError(
+            f"the plan of {problem} must have slab_samples below {batch}, got {samples}"
+        )
 
 
 def require_chains(

@@ -1,4 +1,4 @@
-"""Splits of one kernel along its rows, into slabs of all samples. Pure."""
+"""Splits of one kernel along its rows, into slabs of all samples or of micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.measurement import Measurement, Role, role_of
+from ucudnn.measurement import Measurement, Role
 from ucudnn.slabs import slabs
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.split import Split
@@ -39,7 +39,7 @@ class RowSplits(MeasuredSplits):
         size_by_part = {axis.part(size): size for size in sizes}
         first, later = (
             chunk_items(axis.problem, measurements, role, size_by_part)
-            for role in (role_of(axis.problem, Role.FIRST), Role.LATER)
+            for role in map(axis.role_at, (Role.FIRST, Role.LATER))
         )
         # No slab runs alone: the undivided call is a split along the batch.
         return cls(axis, {Role.ALONE: (), Role.FIRST: first, Role.LATER: later}, kernel_of, limit)
@@ -75,19 +75,21 @@ class RowSplits(MeasuredSplits):
 
     def _batches_of(self, split: Split) -> list[int]:
         """The batches at which every slab runs the kernel that it was measured with."""
-        problem = self.axis.problem
-        entries = slabs(problem, [step.size for step in split.steps])
+        problem, most = self.axis.problem, split.samples or self.axis.problem.batch
+        entries = slabs(problem.with_batch(most), [step.size for step in split.steps])
         parts = {
             (entry.problem, step.algorithm)
             for entry, step in zip(entries, split.steps, strict=True)
             if entry.problem is not None
         }
         # Another batch may be computed by another implementation, whose workspace is not known.
-        return [
+        alike = {
             n
-            for n in range(1, problem.batch + 1)
+            for n in range(1, most + 1)
             if all(
                 self.kernel_of(part.with_batch(n), algorithm) == self.kernel_of(part, algorithm)
                 for part, algorithm in parts
             )
-        ]
+        }
+        # Full micro-batches run as they were measured; the samples that they leave may not.
+        return [n for n in range(1, problem.batch + 1) if n % most in alike | {0}]

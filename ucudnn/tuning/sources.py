@@ -47,12 +47,15 @@ class Cut:
         axis: along which the kernel is cut.
         sizes: of the chunks; none where the kernel is not cut in this way.
         adds_bias: chunks are computed by algorithms that add a bias, too, and by no others.
+        is_nested: chunks are slabs of micro-batches, which are measured only where no micro-batch
+            fits undivided.
     """
 
     table: type[AbstractSplitTable]
     axis: AbstractAxis
     sizes: tuple[int, ...]
     adds_bias: bool = False
+    is_nested: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +124,14 @@ class AbstractSource(ABC):
     def cuts(self) -> tuple[Cut, ...]:
         """The ways to cut the kernel; torch's own convolution is a chunk of the first one."""
         samples, rows = BatchAxis(self.kernel.problem), RowAxis(self.kernel.problem)
-        sizes = samples.sizes(self.config.policy)
+        policy = self.config.policy
+        sizes = samples.sizes(policy)
+        axes = (rows, *rows.nested()) if self._may_cut_rows else ()
         return (
             Cut(BatchSplits, samples, sizes),
             # Without a bias to add, a kernel that adds one computes too much.
             Cut(BatchSplits, samples, sizes if self.kernel.has_bias else (), adds_bias=True),
-            Cut(RowSplits, rows, rows.sizes(self.config.policy) if self._may_cut_rows else ()),
+            *(Cut(RowSplits, one, one.sizes(policy), is_nested=one != rows) for one in axes),
         )
 
     @property
@@ -137,6 +142,34 @@ class AbstractSource(ABC):
         # excludes the whole. They hold all samples of a call, so they are never batch-invariant.
         fits = limit is None or (workspace is not None and workspace <= limit)
         return not fits and not self.config.batch_invariant
+
+    def needed(self) -> Iterator[Cut]:
+        """The cuts that may give the best split; all before it are measured when one is asked for.
+
+        Nested ones are needed only where no split of the batch fits the limit.
+        """
+        nested = [cut for cut in self.cuts if cut.is_nested]
+        others = [cut for cut in self.cuts if not cut.is_nested]
+        yield from others
+        # Slabs of a micro-batch read some rows twice, and take more calls than it does undivided.
+        if not nested or any(self._has_split(one) for one in others if one.table is BatchSplits):
+            return
+        for cut in nested:
+            yield cut
+            # Slabs of more samples need more workspace.
+            if not self._has_split(cut):
+                return
+
+    def _has_split(self, cut: Cut) -> bool:
+        """True if the measured chunks of a cut add up to a split that fits the limit."""
+        limit = self.bounds.chunk_limit
+        table = cut.table.of(cut.axis, cut.sizes, self.usable(cut), self.session.kernel_of, limit)
+        least = table.smallest()
+        return least is not None and (limit is None or least[0] <= limit)
+
+    @abstractmethod
+    def usable(self, cut: Cut) -> Sequence[Measurement]:
+        """Chunks of a cut that a split may consist of, as far as they were measured."""
 
     def tables(
         self, measurements: Iterable[Sequence[Measurement]], limit: int | None
@@ -200,11 +233,16 @@ class LiveSource(AbstractSource):
             )
         return self._measurer_by_cut[cut]
 
-    def _working(self) -> list[KernelMeasurer]:
-        """Measurers that have something to measure."""
-        first, *others = map(self._measurer, self.cuts)
-        # The first one is always there: it knows torch's own convolution.
-        return [first, *(one for one in others if not one.is_empty)]
+    def usable(self, cut: Cut) -> Sequence[Measurement]:
+        """Complete measurements of chunks that fit and are exact enough."""
+        return self._measurer(cut).usable
+
+    def _working(self) -> Iterator[KernelMeasurer]:
+        """Measurers that have something to measure; each must have measured before the next."""
+        for place, measurer in enumerate(map(self._measurer, self.needed())):
+            # The first one is always there: it knows torch's own convolution.
+            if not place or not measurer.is_empty:
+                yield measurer
 
     def look_at_default(self) -> Measurement | None:
         """Torch's own convolution of the whole batch, run at least once; None if it fails."""
@@ -216,19 +254,20 @@ class LiveSource(AbstractSource):
 
     def evidence(self) -> Evidence:
         """Measure everything that is still wanted."""
-        working = self._working()
-        for place, measurer in enumerate(working):
-            if place:
+        working = list[KernelMeasurer]()
+        for measurer in self._working():
+            if working:
                 # Each allocates operands of the same size; only one set is in memory at a time.
-                working[place - 1].release()
+                working[-1].release()
             while measurer.step():
                 pass
             self.session.flush()
-        measurers = [self._measurer(cut) for cut in self.cuts]
+            working.append(measurer)
+        measurers = [self._measurer_by_cut.get(cut) for cut in self.cuts]
         return Evidence(
-            tuple(tuple(one.usable) for one in measurers),
-            tuple(tuple(one.measurements) for one in measurers),
-            tuple(entry for one in measurers for entry in one.uniform),
+            tuple(tuple(one.usable) if one else () for one in measurers),
+            tuple(tuple(one.measurements) if one else () for one in measurers),
+            tuple(entry for one in working for entry in one.uniform),
             tuple(note for one in working for note in one.certificate()),
         )
 
@@ -239,7 +278,8 @@ class LiveSource(AbstractSource):
         if not session.may_race:
             return recall_race(session, problem, splits, has_bias)
         # The measurer that worked last still holds operands, the others gave theirs back.
-        return race(session, self._working()[-1], problem, splits, has_bias)
+        *_, last = self._working()
+        return race(session, last, problem, splits, has_bias)
 
     def release(self) -> None:
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
@@ -275,7 +315,8 @@ class ReplayedSource(AbstractSource):
         Raises:
             PlanError: the recording has nothing of this kernel.
         """
-        known = tuple(tuple(self._recalled(cut)) for cut in self.cuts)
+        needed = tuple(self.needed())
+        known = tuple(self._recalled(cut) if cut in needed else () for cut in self.cuts)
         if not any(known):
             # Nothing at all: the error names the nearest entry and in which fields of the key it
             # differs.
@@ -285,11 +326,14 @@ class ReplayedSource(AbstractSource):
         uniform = *(one for entries in usable for one in entries), *filter(self._is_allowed, lost)
         return Evidence(usable, known, uniform)
 
-    def _recalled(self, cut: Cut) -> Iterator[Measurement]:
-        for entry in recall(self.session, cut.axis, cut.sizes):
-            # A recording may be of a layer with a bias and be replayed for one without.
-            if entry.adds_bias == cut.adds_bias:
-                yield entry
+    def usable(self, cut: Cut) -> Sequence[Measurement]:
+        """Complete measurements of chunks that are exact enough, whatever the limit."""
+        return tuple(filter(self._is_usable, self._recalled(cut)))
+
+    def _recalled(self, cut: Cut) -> tuple[Measurement, ...]:
+        found = recall(self.session, cut.axis, cut.sizes)
+        # A recording may be of a layer with a bias and be replayed for one without.
+        return tuple(entry for entry in found if entry.adds_bias == cut.adds_bias)
 
     def _is_usable(self, entry: Measurement) -> bool:
         return entry.status == "ok" and self._is_allowed(entry)

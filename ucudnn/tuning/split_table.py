@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ucudnn.axis import AbstractAxis
+from ucudnn.axis import AbstractAxis, axis_of
 from ucudnn.measurement import Measurement, Role, positions
 from ucudnn.plan import KernelPlan, Split, Step, Timing
 from ucudnn.solvers import Item
@@ -70,10 +70,13 @@ class AbstractSplitTable(ABC):
 
     @abstractmethod
     def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each step in its position; None where one has none.
+        """The fastest measurement of each step in its position, for each time that it runs.
 
         Args:
             split: of any table of the kernel.
+
+        Returns:
+            None where one has none.
         """
 
     @abstractmethod
@@ -109,15 +112,15 @@ class MeasuredSplits(AbstractSplitTable):
             below = points[0].workspace_bytes if points else None
             table = reuse_by_position(choice, self.axis.extent)
             points += [
-                Point(workspace, time_ns, below)
+                Point(workspace, time_ns * self.axis.repetitions, below)
                 for workspace, time_ns in (table.front(self.axis.extent) if table else ())
                 if below is None or workspace < below
             ]
         return pareto(points)
 
     def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each step in its position; None where one has none."""
-        if split.axis != self.axis.name:
+        """The fastest measurement of each step, for each time that it runs."""
+        if axis_of(self.axis.problem, split) != self.axis:
             return None
         found = []
         for position, step in zip(positions(len(split.steps)), split.steps, strict=True):
@@ -129,7 +132,7 @@ class MeasuredSplits(AbstractSplitTable):
             if not fitting:
                 return None
             found.append(min(fitting, key=_time_ns))
-        return tuple(found)
+        return tuple(found) * self.axis.repetitions
 
     def smallest_steps(self) -> tuple[int, tuple[Step, ...]] | None:
         """The least workspace in bytes of any split, and its steps; None without any split."""
