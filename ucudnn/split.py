@@ -1,12 +1,20 @@
-"""The steps of one call - their extents along an axis, and their algorithms - and its time."""
+"""The split of a call into steps, its time, and the splits of one kernel for every batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from ucudnn.errors import PlanError
-from ucudnn.system.documents import require_count
+from ucudnn.problem import Problem
+from ucudnn.slabs import row_count
+from ucudnn.system import documents
 
+# In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
+BY_BATCH, BY_SLABS = -1, -2
+# Also the note by which alone plan files of ucudnn before 0.1.0 tell what `is_perturbed` is.
+_PERTURBED = "timed while others used the processors"
 # Torch's own convolution, by whichever implementation torch chooses for the shape.
 DEFAULT_ALGORITHM = "torch_default"
 
@@ -108,7 +116,7 @@ class Timing:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            require_count(item.name, getattr(self, item.name))
+            documents.require_count(item.name, getattr(self, item.name))
         # Reports and checks divide by it.
         if self.time_ns == 0:
             raise PlanError("time_ns must be at least 1, got 0")
@@ -117,3 +125,226 @@ class Timing:
     def is_predicted(self) -> bool:
         """True if the call as a whole was never run."""
         return self.samples == 0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """The splits of one kernel for every batch n from 1 to `problem.batch`.
+
+    A batch is computed undivided, by slabs, or by steps along the batch. Then the last step of
+    batch n is in `last[n - 1]`; the steps before it are those of batch n - size, and so on to 0.
+
+    Args:
+        problem: the kernel at the largest planned batch N.
+        layers: names of the layers that run it, one per call.
+        algorithms: names that `alone` and `last` point into.
+        alone: for n = 1..N the index of the algorithm that computes n undivided; -1: split it
+            along the batch, -2: by slabs.
+        last: for n = 1..N the (size, algorithm index) of the last step of a split of n whose first
+            chunk may be all of it; size 0 if there is none.
+        predicted_time_ns: sum over the steps of the plan of N.
+        timing: of the plan of N as a whole call; predicted if the device was not there.
+        default: torch's own convolution at N, measured in the same rounds; None if torch cannot
+            compute the problem, or if a recording has no such measurement.
+        notes: such as "default kernel=onednn".
+        slabs: (rows, algorithm index) of each slab; the same for every batch that is split by
+            slabs.
+        is_perturbed: whether others used the processors while it was timed.
+        micro_batch: samples that every chunk of a batch-invariant kernel is computed as, else 0.
+        free: fastest split without that demand in the same race; None if there was none.
+        default_is_deterministic: whether torch's own convolution computes the same bits each time.
+        live_bytes: the most that a step has allocated beside the workspace of any call of it; None
+            if there was no memory budget.
+        slab_samples: samples of each micro-batch that slabs divide; 0: slabs have all samples.
+
+    Raises:
+        PlanError: the fields do not describe a split of every batch.
+    """
+
+    problem: Problem
+    layers: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    alone: tuple[int, ...]
+    last: tuple[tuple[int, int], ...]
+    predicted_time_ns: int
+    timing: Timing
+    default: Timing | None
+    notes: tuple[str, ...] = ()
+    slabs: tuple[tuple[int, int], ...] = ()
+    is_perturbed: bool = False
+    micro_batch: int = 0
+    free: Timing | None = None
+    default_is_deterministic: bool = True
+    live_bytes: int | None = None
+    slab_samples: int = 0
+
+    def __post_init__(self) -> None:
+        self._require_types()
+        # Slabs are part of the hash, so they must be right even if no batch uses them.
+        if self.slabs or BY_SLABS in self.alone or self.slab_samples:
+            extents = self.problem.batch, row_count(self.problem)
+            more = self.slabs, self.slab_samples, range(len(self.algorithms))
+            documents.require_slabs(self.problem, extents, *more)
+        self._require_invariant()
+        if not len(self.alone) == len(self.last) == self.problem.batch:
+            raise PlanError(
+                f"the plan of {self.problem} must have one entry per batch "
+                f"({self.problem.batch}), got {len(self.alone)} and {len(self.last)}"
+            )
+        documents.require_chains(
+            self.problem, self.alone, self.last, range(BY_SLABS, len(self.algorithms))
+        )
+        # Smaller batches may lack a split within the limit; the planned one may not.
+        if not self.covers(self.problem.batch):
+            raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and that the times were perturbed where they were."""
+        return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
+
+    def _require_types(self) -> None:
+        # Plan files hold what anybody wrote, so types are checked before anything is compared.
+        for name in ("predicted_time_ns", "micro_batch", "slab_samples"):
+            documents.require_count(name, getattr(self, name))
+        if self.live_bytes is not None:
+            documents.require_count("live_bytes", self.live_bytes)
+        for name in ("layers", "algorithms", "notes"):
+            documents.require_strings(name, getattr(self, name))
+        for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
+            documents.require_ints(name, rows)
+        for name in ("is_perturbed", "default_is_deterministic"):
+            documents.require_bool(name, getattr(self, name))
+
+    def _require_invariant(self) -> None:
+        if not self.micro_batch:
+            return
+        expected = {BY_BATCH}, documents.invariant_steps(self.problem.batch, self.micro_batch)
+        if self.micro_batch > self.problem.batch or (set(self.alone), self.last) != expected:
+            raise PlanError(
+                f"the plan of {self.problem} must compute every batch in chunks of "
+                f"{self.micro_batch} by one algorithm, because it is batch-invariant"
+            )
+
+    def split(self, batch: int) -> Split:
+        """The steps for a batch from 1 to `problem.batch`.
+
+        Raises:
+            PlanError: the batch is outside that range.
+        """
+        if not 1 <= batch <= self.problem.batch:
+            raise PlanError(
+                f"{self.problem} is planned for batches 1 to {self.problem.batch}, got {batch}; "
+                f"tune with a larger example input"
+            )
+        if not self.covers(batch):
+            raise PlanError(
+                f"{self.problem} has no plan for batch {batch} within its workspace limit, though "
+                f"for larger ones: torch computes them by another kernel; raise the limit"
+            )
+        index = self.alone[batch - 1]
+        if index >= 0:
+            return Split("batch", (Step(batch, self.algorithms[index]),))
+        if index == BY_SLABS:
+            rows = tuple(Step(size, self.algorithms[index]) for size, index in self.slabs)
+            # A batch of no more samples than a micro-batch is one.
+            samples = self.slab_samples if self.slab_samples < batch else 0
+            return Split("spatial", rows, samples=samples)
+        # `last` gives the final step first, so the walk runs backwards.
+        steps = []
+        while batch:
+            size, index = self.last[batch - 1]
+            steps.append(Step(size, self.algorithms[index]))
+            batch -= size
+        return Split("batch", tuple(reversed(steps)), self.micro_batch)
+
+    def by_default(self, every_batch: bool) -> KernelPlan:
+        """The same kernel with torch's own undivided convolution, which must have been measured.
+
+        Args:
+            every_batch: True: smaller batches, too; False: smaller batches keep their splits.
+        """
+        assert self.default is not None
+        # Appended, because the splits of smaller batches refer to the others by index.
+        algorithms = (*self.algorithms, DEFAULT_ALGORITHM)
+        index = len(self.algorithms)
+        # Slabs that no batch uses any more must not stay in the hash.
+        has_slabs = not every_batch and BY_SLABS in self.alone[:-1]
+        return replace(
+            self,
+            algorithms=(DEFAULT_ALGORITHM,) if every_batch else algorithms,
+            alone=(0,) * self.problem.batch if every_batch else (*self.alone[:-1], index),
+            last=((0, -1),) * self.problem.batch if every_batch else self.last,
+            slabs=self.slabs if has_slabs else (),
+            slab_samples=self.slab_samples if has_slabs else 0,
+            timing=self.default,
+            predicted_time_ns=self.default.time_ns,
+        )
+
+    def decisions(self) -> list[Any]:
+        """The problem and its splits, with algorithms by name, as JSON values."""
+        names = {BY_BATCH: None, BY_SLABS: BY_SLABS, **dict(enumerate(self.algorithms))}
+        # Names and not indices: the order of `algorithms` decides nothing.
+        alone = [names[index] for index in self.alone]
+        last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
+        slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
+        # without slabs the hash is that of a file of version 1
+        more = (slabs, self.micro_batch, self.slab_samples and {"slab_samples": self.slab_samples})
+        return [self.problem.to_dict(), alone, last, *filter(None, more)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The kernel as JSON values."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in KernelPlan.__slots__}
+        for name in ("timing", "default", "free"):
+            values[name] = asdict(values[name]) if values[name] else None
+        # Plans without a memory budget have the same file as before there was any.
+        if self.live_bytes is None:
+            del values["live_bytes"]
+        # Versions before 4 have none of these, those before 5 no nested splits.
+        if not self.micro_batch:
+            del values["micro_batch"], values["free"]
+        if not self.slab_samples:
+            del values["slab_samples"]
+        return {**values, "problem": self.problem.to_dict()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> KernelPlan:
+        """Build a kernel's plan from the JSON values of `to_dict`.
+
+        Raises:
+            PlanError: the values are not those of a kernel's plan.
+        """
+        notes = documents.strings_in(fields["notes"])
+        return cls(
+            problem=Problem.from_dict(fields["problem"]),
+            layers=documents.strings_in(fields["layers"]),
+            algorithms=documents.strings_in(fields["algorithms"]),
+            alone=tuple(fields["alone"]),
+            last=documents.pairs_in(fields["last"]),
+            predicted_time_ns=fields["predicted_time_ns"],
+            timing=Timing(**fields["timing"]),
+            default=Timing(**fields["default"]) if fields["default"] else None,
+            notes=tuple(note for note in notes if note != _PERTURBED),
+            slabs=documents.pairs_in(fields.get("slabs", ())),  # version 1 may have none
+            is_perturbed=fields.get("is_perturbed", _PERTURBED in notes),
+            micro_batch=fields.get("micro_batch", 0),
+            free=Timing(**fields["free"]) if fields.get("free") else None,
+            default_is_deterministic=fields.get("default_is_deterministic", True),
+            live_bytes=fields.get("live_bytes"),  # only with a memory budget
+            slab_samples=fields.get("slab_samples", 0),  # versions before 5 have none
+        )
+
+    def covers(self, batch: int) -> bool:
+        """True if there is a split of this batch: nearly always for 1 to `problem.batch`."""
+        if not 1 <= batch <= self.problem.batch:
+            return False
+        return self.alone[batch - 1] != BY_BATCH or self.last[batch - 1][0] > 0
+
+    def is_derived(self, batch: int) -> bool:
+        """True if the split of this batch is composed of parts and was not timed as a whole."""
+        return batch != self.problem.batch or self.timing.is_predicted
+
+    @property
+    def is_default(self) -> bool:
+        """True if the plan of the largest batch is torch's own undivided convolution."""
+        return self.split(self.problem.batch).is_default

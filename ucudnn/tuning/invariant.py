@@ -14,16 +14,9 @@ from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.errors import PlanError
 from ucudnn.execution.remainder import padding_bytes
 from ucudnn.measurement import Measurement, Role, role_of
-from ucudnn.plan import (
-    BY_BATCH,
-    DEFAULT_ALGORITHM,
-    KernelPlan,
-    Split,
-    Step,
-    Timing,
-)
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
+from ucudnn.split import BY_BATCH, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.system.documents import invariant_steps
 from ucudnn.tuning.confirmation import Finalist
 from ucudnn.tuning.items import chunk_items

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item, WalkEntry
+from ucudnn.split import BY_BATCH, BY_SLABS, KernelPlan, Split, Step, Timing
 
 # For n = 1..N how to compute n, as `ReuseTable.walk` returns it.
 Walk = Sequence[WalkEntry]
