@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +28,7 @@ from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from ucudnn.doctor import Diagnosis
+    from ucudnn.reports.rationale import Rationale
 
 
 def show(
@@ -130,15 +131,7 @@ def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
 
 def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
     """Print the best alternatives that were rejected, by what the plan and the cache know."""
-    from ucudnn.tuning.alternatives import alternatives
-    from ucudnn.tuning.replay import open_recording
-
-    try:
-        with open_recording(cache or Config().cache) as opened:
-            found = alternatives(plan, kernel, opened)
-    # Whoever looks at a plan from elsewhere has no cache of it.
-    except CacheError:
-        found = alternatives(plan, kernel, ())
+    found = _rationales(replace(plan, kernels=(kernel,)), cache)[0].alternatives
     if not found:
         return
     table = Table(title="rejected alternatives", caption="~: sum of chunks, not timed as a call")
@@ -181,16 +174,30 @@ def _show_curve(plan: Plan, as_json: bool) -> None:
 def report(
     plan: Annotated[Path, typer.Argument(help="A plan file.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")],
+    cache: CacheOption = None,
 ) -> None:
-    """Draw a plan as one HTML file: times, workspaces and splits; needs plotly.
+    """Draw a plan as one HTML file: totals, charts, what was rejected and why; needs plotly.
 
     Example: ucudnn report resnet18.plan.json -o report.html
     """
     from ucudnn.reports.html import write_report
 
     loaded = Plan.load(plan)
-    write_report(loaded, output)
+    write_report(loaded, output, _rationales(loaded, cache))
     say(f"Drew {len(loaded.kernels)} kernels; report written to {output}.")
+
+
+def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
+    """Fronts and rejected alternatives, by what the plan and the cache know."""
+    from ucudnn.tuning.rationale import rationales
+    from ucudnn.tuning.replay import open_recording
+
+    try:
+        with open_recording(cache or Config().cache) as opened:
+            return rationales(plan, opened)
+    # Whoever looks at a plan from elsewhere has no cache of it.
+    except CacheError:
+        return rationales(plan, ())
 
 
 def doctor(

@@ -5,6 +5,7 @@ Every number is from the plan, and a predicted time is never drawn like a measur
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,21 +20,27 @@ from ucudnn.reports.curve import curve_traces
 from ucudnn.units import format_bytes, format_ns
 
 # What a mark stands for: the kernel, and its timing under the default or the plan.
-Timed = Sequence[tuple["_Row", Timing]]
+Timed = Sequence[tuple["Row", Timing]]
 
-_COLORS = {"default": "#c4c4c4", "plan": "#64a9e0"}
+COLORS = {"default": "#c4c4c4", "plan": "#64a9e0", "limit": "#d55e00"}
+# For a light page and a dark one: the page decides about the colour of text.
+GRID = {"gridcolor": "rgba(128,128,128,.25)", "zeroline": False}
+HOVER = {"align": "left", "bgcolor": "white", "font": {"color": "#111"}}
+ABOVE = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
 # Grey for torch's default, then Okabe and Ito's, which colour-blind people can tell apart.
 _PALETTE = ("#c4c4c4", *("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00"))
 _PATTERNS = ("", "/", ".", "x", "-", "|", "+", "\\")
 _MOST_SEGMENTS = 16  # a run of more like chunks is one segment: their borders would hide them
 _BAR = {"type": "bar", "orientation": "h", "textposition": "inside", "textangle": 0}
-_text = partial(escape, quote=False)  # plotly reads some HTML, but shows &quot; as it is
+plain = partial(escape, quote=False)  # plotly reads some HTML, but shows &quot; as it is
+_SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
 
 
-class _Row(NamedTuple):
-    """One kernel, and its position in every chart, counted from the top."""
+class Row(NamedTuple):
+    """One kernel: its position in every chart, from the top, and its index in the plan."""
 
     place: int
+    index: int
     label: str
     kernel: KernelPlan
     split: Split
@@ -50,7 +57,14 @@ class Chart(NamedTuple):
 
 
 def charts(plan: Plan) -> tuple[Chart, ...]:
-    """Charts of the kernels, by the time of torch's default over all calls."""
+    """Charts of times, workspaces and splits of the kernels, and of the curve of a plan."""
+    rows = rows_of(plan)
+    drawn = [_times(rows), _workspaces(rows, plan), _splits(rows)]
+    return tuple(drawn if plan.curve is None else [*drawn, _curve(plan, plan.curve)])
+
+
+def rows_of(plan: Plan) -> list[Row]:
+    """The kernels, by the time of torch's default over all calls, the longest first."""
 
     # False sorts before True; the longest time comes first.
     def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
@@ -59,16 +73,25 @@ def charts(plan: Plan) -> tuple[Chart, ...]:
         return kernel.default is None, -calls * timing.time_ns
 
     rows = []
+    names = short_names(plan)
     for place, (index, kernel) in enumerate(sorted(enumerate(plan.kernels), key=order)):
         split = kernel.split(kernel.problem.batch)
-        label = f"{index}  {kernel.problem}".replace(" at batch ", " N=")
-        label += ", slabs" if split.axis == "spatial" else ""
-        rows.append(_Row(place, _text(label), kernel, split, len(kernel.layers)))
-    drawn = [_times(rows), _workspaces(rows, plan), _splits(rows)]
-    return tuple(drawn if plan.curve is None else [*drawn, _curve(plan, plan.curve)])
+        label = f"{index}  {names[index]}{' slabs' if split.axis == 'spatial' else ''}"
+        rows.append(Row(place, index, plain(label), kernel, split, len(kernel.layers)))
+    return rows
 
 
-def _arms(rows: Sequence[_Row]) -> Iterator[tuple[str, bool, Timed]]:
+def short_names(plan: Plan) -> list[str]:
+    """Names of the kernels for an axis; the batch only where there are several."""
+    several = len({kernel.problem.batch for kernel in plan.kernels}) > 1
+    return [
+        _SIGNATURE.sub(lambda found: found.group(1).replace(",", ""), str(kernel.problem))
+        + (f" N={kernel.problem.batch}" if several else "")
+        for kernel in plan.kernels
+    ]
+
+
+def _arms(rows: Sequence[Row]) -> Iterator[tuple[str, bool, Timed]]:
     """Default and plan, measured times apart from predicted ones; empty series are omitted."""
     defaults = [(row, row.kernel.default) for row in rows if row.kernel.default]
     plans = [(row, row.kernel.timing) for row in rows]
@@ -79,7 +102,7 @@ def _arms(rows: Sequence[_Row]) -> Iterator[tuple[str, bool, Timed]]:
                 yield arm, predicted, chosen
 
 
-def _times(rows: Sequence[_Row]) -> Chart:
+def _times(rows: Sequence[Row]) -> Chart:
     traces = [_bars(*arm) for arm in _arms(rows)]
     caption = (
         "Median time of one call, times the number of calls; whiskers: the interquartile range to "
@@ -94,11 +117,17 @@ def _times(rows: Sequence[_Row]) -> Chart:
 def _bars(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
     seconds = [timing.time_ns * row.calls / 1e9 for row, timing in timed]
     trace = {**_BAR, **_series(arm, predicted, timed), "x": seconds, "offsetgroup": arm}
-    trace |= {"insidetextanchor": "start", "constraintext": "none"}
+    # A text that its bar is too short for stands beside it.
+    trace |= {"textposition": "auto", "insidetextanchor": "start", "constraintext": "none"}
     said = "~{} predicted" if predicted else "{}"
     trace["text"] = [said.format(format_ns(timing.time_ns * row.calls)) for row, timing in timed]
     if predicted:
-        pattern = {"shape": "/", "fgcolor": _COLORS[arm], "bgcolor": "white", "solidity": 0.15}
+        pattern = {
+            "shape": "/",
+            "fgcolor": COLORS[arm],
+            "bgcolor": "rgba(0,0,0,0)",
+            "solidity": 0.15,
+        }
         return {**trace, "marker": {**trace["marker"], "pattern": pattern}}
     spreads = [timing.spread_ns * row.calls / 1e9 for row, timing in timed]
     # no time is below zero, however wide the spread
@@ -114,11 +143,11 @@ def _series(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
         "y": [row.place for row, _ in timed],
         "hovertext": [_details(row, timing, arm) for row, timing in timed],
         "hoverinfo": "text",
-        "marker": {"color": _COLORS[arm], "line": {"color": "#555", "width": 1 + predicted}},
+        "marker": {"color": COLORS[arm], "line": {"color": "#555", "width": 1 + predicted}},
     }
 
 
-def _details(row: _Row, timing: Timing, arm: str) -> str:
+def _details(row: Row, timing: Timing, arm: str) -> str:
     """Description of one mark, in lines."""
     taken = f"~{format_ns(timing.time_ns)} a call, predicted"
     if not timing.is_predicted:
@@ -133,26 +162,29 @@ def _details(row: _Row, timing: Timing, arm: str) -> str:
     layers = textwrap.shorten(", ".join(row.kernel.layers), 180, placeholder=" ...")
     lines.append(f"calls: {row.calls} ({layers})")
     # plotly does not break lines
-    wrapped = [_text(part) for line in lines for part in textwrap.wrap(line, 90)]
-    return "<br>".join([f"<b>{row.label}</b>", *wrapped])
+    wrapped = [plain(part) for line in lines for part in textwrap.wrap(line, 90)]
+    return "<br>".join([f"<b>{row.index}  {plain(str(row.kernel.problem))}</b>", *wrapped])
 
 
-def _left_by_budget(rows: Sequence[_Row], left: Sequence[int], zero: float) -> dict[str, Any]:
-    mark = {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": "#d55e00"}}
+def _left_by_budget(rows: Sequence[Row], left: Sequence[int], zero: float) -> dict[str, Any]:
+    mark = {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": COLORS["limit"]}}
     at = {"x": [size or zero for size in left], "y": [row.place for row in rows]}
     name = "left by the memory budget"
     return {"type": "scatter", "mode": "markers", "name": name, **at, "marker": mark}
 
 
-def _workspaces(rows: Sequence[_Row], plan: Plan) -> Chart:
+def _workspaces(rows: Sequence[Row], plan: Plan) -> Chart:
     arms, limit = list(_arms(rows)), plan.config.limit_bytes
     sizes = [timing.workspace_bytes for _, _, timed in arms for _, timing in timed]
     left = [] if plan.memory is None else [plan.limit_bytes(row.kernel) or 0 for row in rows]
-    axis, zero = _byte_axis([*sizes, *left, *([] if limit is None else [limit])])
+    axis, zero = byte_axis([*sizes, *left, *([] if limit is None else [limit])])
     traces = [_dots(*arm, zero) for arm in arms]
     if limit is not None:
         ends = {"x": [limit or zero] * 2, "y": [-0.5, len(rows) - 0.5]}
-        name, line = f"workspace limit {format_bytes(limit)}", {"color": "#d55e00", "dash": "dash"}
+        name, line = (
+            f"workspace limit {format_bytes(limit)}",
+            {"color": COLORS["limit"], "dash": "dash"},
+        )
         traces.append({"type": "scatter", "mode": "lines", "name": name, **ends, "line": line})
     if left:
         traces.append(_left_by_budget(rows, left, zero))
@@ -169,7 +201,7 @@ def _dots(arm: str, predicted: bool, timed: Timed, zero: float) -> dict[str, Any
     return trace
 
 
-def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
+def byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     """A logarithmic axis with ticks at powers of two, and where zero is drawn on it."""
     positive = [size for size in sizes if size] or [1]
     low, high = floor(log2(min(positive))), ceil(log2(max(positive)))
@@ -192,12 +224,11 @@ def _curve(plan: Plan, curve: Curve) -> Chart:
         f"Least time of all convolutions of a step over the {what}: predicted, from chunks that "
         "were timed one by one. The marks are whole calls."
     )
-    ticks = _linear_ticks(max(sizes))
+    ticks = linear_ticks(max(sizes), min(sizes))
     xaxis = {"title": {"text": what}, "tickvals": ticks, "ticktext": [*map(format_bytes, ticks)]}
     # Not from zero: what is live all along would be most of the chart.
     room = (max(sizes) - min(sizes)) * 0.05 or 1
     xaxis["range"] = [min(sizes) - room, max(sizes) + room]
-    look = {"gridcolor": "#e4e4e4", "zeroline": False}
     yaxis = {
         "title": {"text": "time"},
         "tickformat": "~s",
@@ -211,20 +242,21 @@ def _curve(plan: Plan, curve: Curve) -> Chart:
         {
             "height": 420,
             "margin": {"l": 70, "r": 20, "t": 50, "b": 50},
-            "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
-            "xaxis": {**look, **xaxis},
-            "yaxis": {**look, **yaxis},
+            "legend": ABOVE,
+            "hoverlabel": HOVER,
+            "xaxis": {**GRID, **xaxis},
+            "yaxis": {**GRID, **yaxis},
         },
     )
 
 
-def _linear_ticks(most: int) -> list[int]:
-    """About ten multiples of a power of two up to some bytes."""
-    step = 2 ** max(0, ceil(log2(max(most, 10) / 10)))
-    return list(range(0, most + step, step))
+def linear_ticks(most: int, least: int = 0) -> list[int]:
+    """About ten multiples of a power of two between two numbers of bytes."""
+    step = 2 ** max(0, ceil(log2(max(most - least, 10) / 10)))
+    return list(range(least // step * step, most + step, step))
 
 
-def _splits(rows: Sequence[_Row]) -> Chart:
+def _splits(rows: Sequence[Row]) -> Chart:
     # torch's default comes first, which gives it the first colour, grey.
     stripes: dict[str, list[dict[str, Any]]] = {DEFAULT_ALGORITHM: []}
     for row in rows:
@@ -240,7 +272,7 @@ def _splits(rows: Sequence[_Row]) -> Chart:
     return Chart("Splits", caption, traces, _layout(rows, 24, axis) | {"barmode": "overlay"})
 
 
-def _segments(row: _Row) -> Iterator[tuple[str, dict[str, Any]]]:
+def _segments(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
     """The algorithm of each chunk, and its interval on the axis."""
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
@@ -264,20 +296,20 @@ def _stripe(algorithm: str, segments: list[dict[str, Any]], number: int) -> dict
     hover = {"hovertemplate": "%{customdata}<br>%{fullData.name}<extra></extra>"}
     drawn = {field: [segment[field] for segment in segments] for field in segments[0]}
     # a width of its own for each algorithm would follow how far apart its rows are
-    name = {"name": _text(algorithm), "showlegend": True, "width": 0.8}
+    name = {"name": plain(algorithm), "showlegend": True, "width": 0.8}
     return {**_BAR, **hover, **drawn, **name, "marker": look, "insidetextanchor": "middle"}
 
 
-def _layout(rows: Sequence[_Row], row_pixels: int, xaxis: dict[str, Any]) -> dict[str, Any]:
+def _layout(rows: Sequence[Row], row_pixels: int, xaxis: dict[str, Any]) -> dict[str, Any]:
     """Rows below each other, the first on top; the legend above them."""
     places = {"tickvals": [row.place for row in rows], "ticktext": [row.label for row in rows]}
     first_on_top = {"range": [len(rows) - 0.5, -0.5], "automargin": True, "ticks": "outside"}
-    look = {"gridcolor": "#e4e4e4", "zeroline": False}
     return {
-        "height": 130 + row_pixels * len(rows),
-        "margin": {"l": 20, "r": 20, "t": 50, "b": 50},
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
-        "xaxis": {**look, **xaxis},
-        "yaxis": {**look, **places, **first_on_top, "tickfont": {"size": 11}},
-        "hoverlabel": {"align": "left", "bgcolor": "white"},
+        "height": 140 + row_pixels * len(rows),
+        "margin": {"l": 20, "r": 20, "t": 120, "b": 20},
+        "legend": {**ABOVE, "yref": "container"} | {"y": 1, "yanchor": "top"},
+        # At the top: with many rows the chart is in a box that scrolls.
+        "xaxis": {**GRID, "side": "top", **xaxis},
+        "yaxis": {**GRID, **places, **first_on_top, "tickfont": {"size": 11}},
+        "hoverlabel": HOVER,
     }

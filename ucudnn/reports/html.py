@@ -1,40 +1,59 @@
-"""A plan as one HTML file: charts of times, workspaces and splits, and a table.
+"""A plan as one HTML file: totals, charts, what was rejected, and tables.
 
 The file contains plotly's script, so it needs no other file and no network. plotly is optional and
-imported only by `report`; the figures are plain values until then. Every number is from the plan,
-and a predicted time is never drawn like a measured one.
+imported only by `report`; the figures are plain values until then. Every number is from the plan or
+from the measurements that are handed in, and a predicted time is never drawn like a measured one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from ucudnn.errors import UcudnnError
 from ucudnn.plan import Plan
-from ucudnn.reports.charts import charts
-from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
+from ucudnn.reports.charts import Chart, charts, rows_of
+from ucudnn.reports.fronts import front_chart
+from ucudnn.reports.look import SCRIPT, STYLE
+from ucudnn.reports.rationale import Rationale
+from ucudnn.reports.tables import candidates_table, kernels_table, notes_list, static_table
+from ucudnn.reports.text import layout_table, plan_summary, plan_verdict
+from ucudnn.reports.timeline import timeline_chart
+from ucudnn.reports.totals import cards
 from ucudnn.system.files import write
 from ucudnn.units import format_bytes
 
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1280px; padding: 0 1em }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1em 1.2em }
-dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 12px }
-th, td { border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: left; vertical-align: top }
-td.number, th.number { text-align: right } td:nth-child(-n+9) { white-space: nowrap }
-"""
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# More kernels than this are drawn in a box that scrolls.
+_MOST_ROWS = 18
+# How to get what a plan does not have, in its place.
+_MISSING = {
+    "Timeline": "What is allocated at each convolution is known of a plan with a memory budget: "
+    "ucudnn tune MODEL --memory-budget 8GiB.",
+    "Curve": "The time of the whole network for every size of the memory is known of a plan that "
+    "was tuned with it: ucudnn tune MODEL --curve.",
+    "Fronts": "The cache has no measurements of this plan's machine, versions and threads, so that "
+    "only the plan and torch's default are known: draw the report where the plan was tuned, or "
+    "name the cache: ucudnn report PLAN --cache FOLDER.",
+    "Layout": "Steps in channels_last were not compared with this plan: "
+    "ucudnn tune MODEL --layout auto plans both.",
+}
 
 
-def report(plan: Plan) -> str:
+def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
     """Draw a plan as one HTML page that loads nothing from elsewhere.
 
     >>> page = report(Plan.load("resnet18.plan.json"))  # doctest: +SKIP
+
+    Args:
+        plan: to draw.
+        rationales: what else is known of its kernels, in their order; None: nothing.
 
     Raises:
         UcudnnError: plotly is not installed.
@@ -44,49 +63,159 @@ def report(plan: Plan) -> str:
     except ImportError as error:
         missing = "plotly, which draws reports, is not installed; run: pip install plotly"
         raise UcudnnError(missing) from error
-    drawn: list[str] = []
-    for chart in charts(plan) if plan.kernels else ():
-        figure = to_html(
-            {"data": chart.traces, "layout": chart.layout},
-            # plotly 7 shows a button that would send the plan to a server of theirs
-            config={"displaylogo": False, "showSendToCloud": False},
-            include_plotlyjs=not drawn,  # once
-            full_html=False,
-            validate=False,  # the figures are ours; the tests validate them
-            div_id=chart.name,  # a random one would make each report of a plan another file
-        )
-        drawn.append(f"<h2>{chart.name}</h2>\n<p>{escape(chart.caption)}</p>\n{figure}")
-    return _page(plan, drawn or ["<p>The plan has no kernels.</p>"])
+    count = len(plan.kernels)
+    known = tuple(rationales or ()) or (Rationale(),) * count
+    if not count:
+        return _page(plan, ["<p>The plan has no kernels.</p>", *_layout(plan)])
+    figures = _Figures(to_html)
+    return _page(plan, [*_charts(plan, figures), *_why(plan, known, figures)])
 
 
-def write_report(plan: Plan, path: str | os.PathLike[str]) -> None:
+def write_report(
+    plan: Plan, path: str | os.PathLike[str], rationales: Sequence[Rationale] | None = None
+) -> None:
     """Write the report of a plan; readers see the old file or the new one, never a part.
+
+    Args:
+        plan: to draw.
+        path: of the file.
+        rationales: as for `report`.
 
     Raises:
         PlanError: the file cannot be written.
         UcudnnError: plotly is not installed.
     """
     # names from a plan file may hold half a surrogate pair, which UTF-8 cannot
-    write(path, report(plan).encode(errors="xmlcharrefreplace"), "the report")
+    write(path, report(plan, rationales).encode(errors="xmlcharrefreplace"), "the report")
 
 
-def _page(plan: Plan, drawn: Sequence[str]) -> str:
-    head = f'<meta charset="utf-8">\n<title>ucudnn plan {plan.hash[:12]}</title>'
-    parts = (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n<style>{_STYLE}</style>\n</head>',
-        "<body>\n<h1>ucudnn plan</h1>\n<dl>",
-        # a CPU has no driver
-        *(
-            f"<dt>{name}</dt><dd>{escape(value)}</dd>"
-            for name, value in _facts(plan).items()
-            if value
-        ),
-        f"</dl>\n<p>{escape(plan_summary(plan))}</p>",
-        *_layouts(plan),
-        *drawn,
-        f"<h2>All kernels</h2>\n{_html_table(plan)}\n</body>\n</html>\n",
+class _Figures:
+    """Draws figures, with plotly's script in the first one.
+
+    Args:
+        to_html: plotly's function.
+    """
+
+    def __init__(self, to_html: Callable[..., str]) -> None:
+        self._to_html = to_html
+        self._has_script = False
+
+    def draw(self, chart: Chart) -> str:
+        """A chart as HTML, transparent: the page has the background."""
+        drawn = self._to_html(
+            {"data": chart.traces, "layout": _transparent(chart)},
+            # plotly 7 shows a button that would send the plan to a server of theirs
+            config={"displaylogo": False, "showSendToCloud": False},
+            include_plotlyjs=not self._has_script,  # once
+            full_html=False,
+            validate=False,  # the figures are ours; the tests validate them
+            div_id=chart.name,  # a random one would make each report of a plan another file
+        )
+        self._has_script = True
+        return drawn
+
+
+def _transparent(chart: Chart) -> dict[str, Any]:
+    clear = "rgba(0,0,0,0)"
+    return {**chart.layout, "paper_bgcolor": clear, "plot_bgcolor": clear}
+
+
+def _section(heading: str, *parts: str) -> str:
+    return "\n".join([f"<h2>{heading}</h2>", *parts])
+
+
+def _missing(heading: str) -> str:
+    return f'<p class="under">{escape(_MISSING[heading])}</p>'
+
+
+def _charts(plan: Plan, figures: _Figures) -> Iterator[str]:
+    """The charts of all kernels and of the step."""
+    found = {chart.name: chart for chart in charts(plan)}
+    timeline = timeline_chart(plan)
+    if timeline is not None:
+        found["Timeline"] = timeline
+    by_row = ("Times", "Workspaces", "Splits")
+    for name in (*by_row, "Timeline", "Curve"):
+        if name not in found:
+            yield _section(name, _missing(name))
+            continue
+        # A row for each kernel: as much as all other sections together, where there are many.
+        is_tall = name in by_row and len(plan.kernels) > _MOST_ROWS
+        box = f'<div class="{"tall" if is_tall else "chart"}">{figures.draw(found[name])}</div>'
+        yield _section(name, f"<p>{escape(found[name].caption)}</p>", box)
+    yield from _layout(plan)
+
+
+def _layout(plan: Plan) -> Iterator[str]:
+    """The contestants of a race of layouts; the verdict at the top has the outcome."""
+    if plan.layout_race is not None and plan.layout_race.contestants:
+        yield _section("Layout", static_table(layout_table(plan.layout_race)))
+    elif plan.layout_race is None and plan.layout_hint is None:
+        yield _section("Layout", _missing("Layout"))
+
+
+def _why(plan: Plan, rationales: Sequence[Rationale], figures: _Figures) -> Iterator[str]:
+    """Time over workspace of one kernel at a time, and the candidates of all."""
+    rows = rows_of(plan)
+    drawn = {row.index: front_chart(plan, row, rationales[row.index]) for row in rows}
+    values = {
+        index: {"data": chart.traces, "layout": _transparent(chart)}
+        for index, chart in drawn.items()
+    }
+    # Names come from a plan file: none may end the script.
+    text = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
+    first = drawn[rows[0].index]
+    options = "".join(f'<option value="{row.index}">{row.label}</option>' for row in rows)
+    chooser = (
+        f'<p class="tools"><label>Kernel <select id="kernel" autocomplete="off">{options}'
+        '<option value="">all</option></select></label></p>'
     )
-    return "\n".join(parts)
+    yield _section(
+        "Why these splits",
+        "" if any(one.front for one in rationales) else _missing("Fronts"),
+        chooser,
+        f"<p>{escape(first.caption)}</p>",
+        figures.draw(first),
+        f'<script type="application/json" id="fronts">{text}</script>',
+        "<p>The plan of the kernel and the best of what was rejected, by the cache's measurements. "
+        "~: the sum of chunks, not timed as a call. A heading sorts.</p>",
+        candidates_table(plan, rationales),
+    )
+
+
+def _page(plan: Plan, parts: Sequence[str]) -> str:
+    title = _title(plan)
+    verdict = "".join(f"<li>{escape(sentence)}</li>" for sentence in plan_verdict(plan))
+    facts = "".join(
+        f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in _facts(plan).items() if value
+    )
+    notes = notes_list(plan)
+    lines = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}: ucudnn plan {plan.hash[:8]}</title>",
+        f"<style>{STYLE}</style>\n</head>\n<body>",
+        f'<h1>{escape(title)}</h1>\n<p class="under">{escape(_subtitle(plan))}</p>',
+        cards(plan),
+        f"<p>{escape(plan_summary(plan))}</p>",
+        f"<ul>{verdict}</ul>" if verdict else "",
+        f"<details><summary>How and for what it was made</summary><dl>{facts}</dl></details>",
+        *parts,
+        _section("All kernels", kernels_table(plan)),
+        _section("Notes", notes) if notes else "",
+        f"<script>{SCRIPT}</script>\n</body>\n</html>\n",
+    )
+    return "\n".join(line for line in lines if line)
+
+
+def _title(plan: Plan) -> str:
+    return (plan.origin.model if plan.origin else "") or "ucudnn plan"
+
+
+def _subtitle(plan: Plan) -> str:
+    origin = plan.origin
+    about = [] if origin is None else [*origin.inputs, f"planned {origin.made}" * bool(origin.made)]
+    return " · ".join(filter(None, [*about, str(plan.device), f"torch {plan.software.torch}"]))
 
 
 def _facts(plan: Plan) -> dict[str, str]:
@@ -100,50 +229,10 @@ def _facts(plan: Plan) -> dict[str, str]:
         "memory format": "" if plan.memory_format == "keep" else plan.memory_format,
         "workspace limit": "none" if limit is None else f"{format_bytes(limit)} for each kernel",
         "memory budget": "" if memory is None else format_bytes(memory.budget_bytes),
-        "memory": "" if memory is None else as_sentence(str(memory)),
         "pool": "" if total is None else f"{format_bytes(total)}, every call owns its part",
         "policy": plan.config.policy,
         "ops": ", ".join(plan.config.ops),
         "demands": ", ".join(plan.config.switches),
+        "tuning": "" if plan.origin is None else str(plan.origin),
         "plan": plan.hash,
     }
-
-
-def _html_table(plan: Plan) -> str:
-    """The columns that a wide terminal shows, in the plan's order, with layers and notes."""
-    more = [(", ".join(kernel.layers), "; ".join(kernel.remarks)) for kernel in plan.kernels]
-    return _html_of(plan_table(plan, width=200), "Of one call: ", ("layers", "notes"), more)
-
-
-def _layouts(plan: Plan) -> Iterator[str]:
-    """How the layout of the model was decided, where the settings asked for that."""
-    if plan.layout_hint is not None:
-        yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_hint)))}</p>"
-    if plan.layout_race is None:
-        return
-    yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_race)))}</p>"
-    if plan.layout_race.contestants:
-        yield _html_of(layout_table(plan.layout_race))
-
-
-def _html_of(
-    table: Table,
-    of: str = "",
-    more_heads: Sequence[str] = (),
-    more: Sequence[Sequence[str]] | None = None,
-) -> str:
-    """A table for a terminal, with further columns."""
-    numbers = [column.justify == "right" for column in table.columns] + [False] * len(more_heads)
-    heads = [*(str(column.header) for column in table.columns), *more_heads]
-    lines = [_html_row("th", heads, numbers)]
-    rows = list(zip(*(column.cells for column in table.columns), strict=True))
-    for cells, others in zip(rows, more or [()] * len(rows), strict=True):
-        lines.append(_html_row("td", [*map(str, cells), *others], numbers))
-    caption = f"<p>{of}{escape(str(table.caption))}.</p>"
-    return "\n".join([caption, '<div class="wide"><table>', *lines, "</table></div>"])
-
-
-def _html_row(tag: str, cells: Sequence[str], numbers: Sequence[bool]) -> str:
-    starts = (f'{tag} class="number"' if number else tag for number in numbers)
-    marked = zip(starts, cells, strict=True)
-    return f"<tr>{''.join(f'<{start}>{escape(cell)}</{tag}>' for start, cell in marked)}</tr>"
