@@ -110,7 +110,7 @@ def _times(rows: Sequence[Row]) -> Chart:
     )
     if any(predicted for _, predicted, _ in _arms(rows)):
         caption += " Hatched and marked ~: predicted from parts, never run as a whole."
-    axis = {"title": {"text": "time of all calls"}, "tickformat": "~s", "ticksuffix": "s"}
+    axis = {"tickformat": "~s", "ticksuffix": "s"}
     return Chart("Times", caption, traces, _layout(rows, 36, axis) | {"barmode": "group"})
 
 
@@ -205,14 +205,14 @@ def byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     """A logarithmic axis with ticks at powers of two, and where zero is drawn on it."""
     positive = [size for size in sizes if size] or [1]
     low, high = floor(log2(min(positive))), ceil(log2(max(positive)))
-    powers = range(low, high + 1, ceil((high + 1 - low) / 10))
+    powers = range(low, high + 1, ceil((high + 1 - low) / 5))
     ticks = {2.0**power: format_bytes(2**power) for power in powers}
     # A logarithmic axis has no 0: it is drawn two powers of two below the smallest size.
     zero = 2.0 ** (low - 2)
     ticks |= {zero: "0 B"} if 0 in sizes else {}
     # plotly takes the range of a logarithmic axis as exponents
     ends = [log10(min(ticks)) - 0.15, log10(2**high) + 0.3]
-    axis = {"type": "log", "range": ends, "title": {"text": "workspace of one call"}}
+    axis = {"type": "log", "range": ends}
     return {**axis, "tickvals": list(ticks), "ticktext": list(ticks.values())}, zero
 
 
@@ -268,7 +268,7 @@ def _splits(rows: Sequence[Row]) -> Chart:
         "number is a chunk's size: samples; of slabs, rows (in 3-D planes) of the result, for "
         "wgrad of the incoming gradient. 256x1: so many like chunks."
     )
-    axis = {"title": {"text": "share of the call"}, "range": [0, 1], "tickformat": ".0%"}
+    axis = {"range": [0, 1], "tickformat": ".0%"}
     return Chart("Splits", caption, traces, _layout(rows, 24, axis) | {"barmode": "overlay"})
 
 
@@ -305,11 +305,11 @@ def _layout(rows: Sequence[Row], row_pixels: int, xaxis: dict[str, Any]) -> dict
     places = {"tickvals": [row.place for row in rows], "ticktext": [row.label for row in rows]}
     first_on_top = {"range": [len(rows) - 0.5, -0.5], "automargin": True, "ticks": "outside"}
     return {
-        "height": 140 + row_pixels * len(rows),
-        "margin": {"l": 20, "r": 20, "t": 120, "b": 20},
-        "legend": {**ABOVE, "yref": "container"} | {"y": 1, "yanchor": "top"},
+        "height": 100 + row_pixels * len(rows),
+        "margin": {"l": 20, "r": 20, "t": 40, "b": 20},
+        "legend": {**ABOVE, "xref": "container", "yref": "container", "yanchor": "top"},
         # At the top: with many rows the chart is in a box that scrolls.
-        "xaxis": {**GRID, "side": "top", **xaxis},
+        "xaxis": {**GRID, "side": "top", "automargin": True, "tickangle": 0, **xaxis},
         "yaxis": {**GRID, **places, **first_on_top, "tickfont": {"size": 11}},
         "hoverlabel": HOVER,
     }

@@ -13,8 +13,8 @@ from ucudnn.units import format_bytes, format_ns
 CAPTION = (
     "Time of one call over its workspace, on a logarithmic axis; 0 B stands at its left end. The "
     "line is the front: the least sum of chunks that were timed one by one, for every limit. "
-    "Filled marks are whole calls, timed; open ones are predicted. What takes more than three times "
-    "as long as the plan and torch's default stands in the table only."
+    "Filled marks are whole calls, timed; open ones are predicted. What takes more than three "
+    "times as long as the plan and torch's default stands in the table only."
 )
 # A line cannot end at infinity: it goes on beyond the largest workspace of the chart by this.
 _BEYOND = 4
@@ -99,7 +99,7 @@ def front_chart(plan: Plan, row: Row, rationale: Rationale) -> Chart:
         "height": 420,
         "margin": {"l": 70, "r": 20, "t": 50, "b": 50},
         "legend": ABOVE,
-        "xaxis": {**GRID, **axis},
+        "xaxis": {**GRID, **axis, "title": {"text": "workspace of one call"}},
         "yaxis": {**GRID, **yaxis, "range": [0, most * 1.08]},
         "hoverlabel": HOVER,
     }
