@@ -100,18 +100,7 @@ def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
     """
     from ucudnn.reports.text import kernel_table
 
-    # A layer has several kernels, one per pass, so its name may choose more than one.
-    chosen = [
-        kernel
-        for index, kernel in enumerate(plan.kernels)
-        if wanted == str(index) or wanted in kernel.layers
-    ]
-    if not chosen:
-        raise ConfigError(
-            f"--kernel must be a number from 0 to {len(plan.kernels) - 1} or the name of a layer "
-            f"of the plan, got {wanted!r}"
-        )
-    for kernel in chosen:
+    for kernel in (plan.kernels[index] for index in _chosen(plan, wanted)):
         out.print(kernel_table(kernel))
         say(f"layers: {', '.join(kernel.layers)}")
         measured = "predicted" if kernel.timing.is_predicted else "measured"
@@ -127,6 +116,26 @@ def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
         for note in kernel.remarks:
             say(f"note: {note}")
         _explain(plan, kernel, cache)
+
+
+def _chosen(plan: Plan, wanted: str) -> list[int]:
+    """The kernels of one number or layer, by their numbers.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    # A layer has several kernels, one per pass, so its name may choose more than one.
+    found = [
+        index
+        for index, kernel in enumerate(plan.kernels)
+        if wanted == str(index) or wanted in kernel.layers
+    ]
+    if not found:
+        raise ConfigError(
+            f"--kernel must be a number from 0 to {len(plan.kernels) - 1} or the name of a layer "
+            f"of the plan, got {wanted!r}"
+        )
+    return found
 
 
 def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
@@ -185,6 +194,32 @@ def report(
     loaded = Plan.load(plan)
     write_report(loaded, output, _rationales(loaded, cache))
     say(f"Drew {len(loaded.kernels)} kernels; report written to {output}.")
+
+
+def plot(
+    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="File to write: .png, .svg or .pdf.")
+    ],
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(help="A kernel to draw, by its number or layer; repeat it for several."),
+    ] = None,
+    cache: CacheOption = None,
+) -> None:
+    """Draw time over workspace of kernels, for papers; needs matplotlib.
+
+    Example: ucudnn plot resnet18.plan.json --kernel 3 -o fronts.svg
+    """
+    from ucudnn.reports.plot import plot_fronts
+
+    loaded = Plan.load(plan)
+    chosen = [index for wanted in kernel or () for index in _chosen(loaded, wanted)]
+    known = _rationales(loaded, cache)
+    count = plot_fronts(loaded, output, known, chosen)
+    if not any(one.front for one in known):
+        say("The cache has no chunks of this plan: only the plan and torch's default are drawn.")
+    say(f"Drew {count} of {len(loaded.kernels)} kernels; plot written to {output}.")
 
 
 def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:

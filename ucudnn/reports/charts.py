@@ -37,10 +37,11 @@ _SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
 
 
 class Row(NamedTuple):
-    """One kernel: its position in every chart, from the top, and its index in the plan."""
+    """One kernel: its position in charts, from the top; its index, name, and name for plotly."""
 
     place: int
     index: int
+    name: str
     label: str
     kernel: KernelPlan
     split: Split
@@ -76,8 +77,8 @@ def rows_of(plan: Plan) -> list[Row]:
     names = short_names(plan)
     for place, (index, kernel) in enumerate(sorted(enumerate(plan.kernels), key=order)):
         split = kernel.split(kernel.problem.batch)
-        label = f"{index}  {names[index]}{' slabs' if split.axis == 'spatial' else ''}"
-        rows.append(Row(place, index, plain(label), kernel, split, len(kernel.layers)))
+        name = f"{index}  {names[index]}{' slabs' if split.axis == 'spatial' else ''}"
+        rows.append(Row(place, index, name, plain(name), kernel, split, len(kernel.layers)))
     return rows
 
 
@@ -207,8 +208,8 @@ def byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     low, high = floor(log2(min(positive))), ceil(log2(max(positive)))
     powers = range(low, high + 1, ceil((high + 1 - low) / 5))
     ticks = {2.0**power: format_bytes(2**power) for power in powers}
-    # A logarithmic axis has no 0: it is drawn two powers of two below the smallest size.
-    zero = 2.0 ** (low - 2)
+    # A logarithmic axis has no 0: it is drawn far enough below the smallest size for both labels.
+    zero = 2.0 ** (low - max(2, ceil((high - low) / 6)))
     ticks |= {zero: "0 B"} if 0 in sizes else {}
     # plotly takes the range of a logarithmic axis as exponents
     ends = [log10(min(ticks)) - 0.15, log10(2**high) + 0.3]

@@ -12,7 +12,7 @@ from ucudnn.units import format_bytes, format_ns
 
 CAPTION = (
     "Time of one call over its workspace, on a logarithmic axis; 0 B stands at its left end. The "
-    "line is the front: the least sum of chunks that were timed one by one, for every limit. "
+    "line is the front: the least sum of chunks that were timed in full, for every limit. "
     "Filled marks are whole calls, timed; open ones are predicted. What takes more than three "
     "times as long as the plan and torch's default stands in the table only."
 )
@@ -49,13 +49,8 @@ LOOKS = {
 }
 
 
-def marks(kernel: KernelPlan, rationale: Rationale) -> list[Mark]:
-    """The points of a kernel: alternatives, torch's own convolution, and the plan.
-
-    Args:
-        kernel: with its plan.
-        rationale: of that kernel.
-    """
+def _marks_of(kernel: KernelPlan, rationale: Rationale) -> list[Mark]:
+    """The points of a kernel: alternatives, torch's own convolution, and the plan."""
     own = f"{kernel.problem.batch} torch_default"
     found = [
         Mark("rejected", one.split, one.workspace_bytes, one.time_ns, one.is_measured)
@@ -85,7 +80,7 @@ def front_chart(plan: Plan, row: Row, rationale: Rationale) -> Chart:
         row: the kernel.
         rationale: of that kernel.
     """
-    points, limit = _near(marks(row.kernel, rationale)), plan.limit_bytes(row.kernel)
+    points, limit = near_marks(row.kernel, rationale), plan.limit_bytes(row.kernel)
     sizes = [size for size, _ in rationale.front] + [one.workspace_bytes for one in points]
     axis, zero = byte_axis([*sizes, *([] if limit is None else [limit])])
     most = max(time_ns for time_ns in _times(rationale.front, points)) / 1e9
@@ -106,8 +101,14 @@ def front_chart(plan: Plan, row: Row, rationale: Rationale) -> Chart:
     return Chart("Fronts", CAPTION, traces, layout)
 
 
-def _near(points: Sequence[Mark]) -> list[Mark]:
-    """The points without those that would leave the others no room."""
+def near_marks(kernel: KernelPlan, rationale: Rationale) -> list[Mark]:
+    """The points of a kernel without those that would leave the others no room.
+
+    Args:
+        kernel: with its plan.
+        rationale: of that kernel.
+    """
+    points = _marks_of(kernel, rationale)
     known = [one.time_ns for one in points if one.name in ("plan", "torch's default")]
     return [one for one in points if one.time_ns <= _MOST_TIMES * max(known)]
 
