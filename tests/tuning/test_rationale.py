@@ -153,7 +153,7 @@ def test_a_plot_that_cannot_be_written(matplotlib, planned, tmp_path):
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(planned, tmp_path, monkeypatch):
-    plan, config = planned
+    plan, _ = planned
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     plan.save(tmp_path / "plan.json")
