@@ -37,10 +37,10 @@ _SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
 
 
 class Row(NamedTuple):
-    """One kernel: its position in charts, from the top; its index, name, and name for plotly."""
+    """One kernel: its position in charts, from the top; its number, name, and name for plotly."""
 
     place: int
-    index: int
+    number: int
     name: str
     label: str
     kernel: KernelPlan
@@ -164,7 +164,7 @@ def _details(row: Row, timing: Timing, arm: str) -> str:
     lines.append(f"calls: {row.calls} ({layers})")
     # plotly does not break lines
     wrapped = [plain(part) for line in lines for part in textwrap.wrap(line, 90)]
-    return "<br>".join([f"<b>{row.index}  {plain(str(row.kernel.problem))}</b>", *wrapped])
+    return "<br>".join([f"<b>{row.number}  {plain(str(row.kernel.problem))}</b>", *wrapped])
 
 
 def _left_by_budget(rows: Sequence[Row], left: Sequence[int], zero: float) -> dict[str, Any]:

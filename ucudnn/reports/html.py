@@ -157,15 +157,15 @@ def _layout(plan: Plan) -> Iterator[str]:
 def _why(plan: Plan, rationales: Sequence[Rationale], figures: _Figures) -> Iterator[str]:
     """Time over workspace of one kernel at a time, and the candidates of all."""
     rows = rows_of(plan)
-    drawn = {row.index: front_chart(plan, row, rationales[row.index]) for row in rows}
+    drawn = {row.number: front_chart(plan, row, rationales[row.number]) for row in rows}
     values = {
         index: {"data": chart.traces, "layout": _transparent(chart)}
         for index, chart in drawn.items()
     }
     # Names come from a plan file: none may end the script.
     text = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
-    first = drawn[rows[0].index]
-    options = "".join(f'<option value="{row.index}">{row.label}</option>' for row in rows)
+    first = drawn[rows[0].number]
+    options = "".join(f'<option value="{row.number}">{row.label}</option>' for row in rows)
     chooser = (
         f'<p class="tools"><label>Kernel <select id="kernel" autocomplete="off">{options}'
         '<option value="">all</option></select></label></p>'

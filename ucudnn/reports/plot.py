@@ -54,7 +54,7 @@ def plot_fronts(
     kind = Path(path).suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         raise ConfigError(f"the name of a plot must end in .png, .svg or .pdf, got {path}")
-    rows = [row for row in rows_of(plan) if not kernels or row.index in kernels]
+    rows = [row for row in rows_of(plan) if not kernels or row.number in kernels]
     rows = rows if kernels else rows[:MOST_KERNELS]
     if not rows:
         raise ConfigError("the plan has no kernels, and nothing can be drawn of it")
@@ -78,7 +78,7 @@ def _drawn(plan: Plan, rows: Sequence[Row], rationales: Sequence[Rationale], kin
         panels = figure.subplots(lines, columns, squeeze=False).flat
         legend: dict[str, Any] = {}
         for panel, row in zip(panels, rows, strict=False):
-            _draw(panel, plan, row, rationales[row.index])
+            _draw(panel, plan, row, rationales[row.number])
             handles, names = panel.get_legend_handles_labels()
             legend |= {name: handle for handle, name in zip(handles, names, strict=True)}
         for panel in list(panels)[len(rows) :]:

@@ -18,13 +18,13 @@ class Call(NamedTuple):
     """A convolution of a step.
 
     Args:
-        index: of its kernel in the plan.
+        number: of its kernel in the plan.
         kernel: with its plan.
         begin_ns: time of all convolutions before it.
         live_bytes: allocated beside its workspace.
     """
 
-    index: int
+    number: int
     kernel: KernelPlan
     begin_ns: int
     live_bytes: int
@@ -106,7 +106,7 @@ def _hover(listed: list[Call]) -> Iterator[str]:
     for call in listed:
         timing = call.kernel.timing
         yield (
-            f"<b>{call.index}  {plain(str(call.kernel.problem))}</b><br>"
+            f"<b>{call.number}  {plain(str(call.kernel.problem))}</b><br>"
             f"{format_bytes(call.live_bytes)} live, {format_bytes(timing.workspace_bytes)} of "
             f"workspace, {format_ns(timing.time_ns)}"
         )
