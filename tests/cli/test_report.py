@@ -13,11 +13,12 @@ import pytest
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.measurement import Conditions, Device, Origin, Software
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.races import Curve, StepMemory
+from ucudnn.races import Curve, LayoutRace, StepMemory, StepRace
 from ucudnn.reports.html import report, write_report
+from ucudnn.reports.rationale import Alternative, Rationale
 from ucudnn.tuning.rationale import rationales
 
 EVIL = "<script>alert(1)</script>"
@@ -402,3 +403,83 @@ def test_the_curve_over_the_memory_of_a_step(drawn):
     facts = dict(zip(page.facts[::2], page.facts[1::2], strict=True))
     assert facts["memory budget"] == "80 MiB"
     assert page.text.count("of which workspace is 33%") == 1
+
+
+def test_totals_stand_first(drawn, mixed):
+    race = StepRace(200 * MS, 150 * MS, 0.75, 0.7, 0.8, 5)
+    origin = Origin(model="net.py:net", inputs=("32x8x12x12 float32",), made="2026-01-31T12:00:00Z")
+    text = drawn(replace(mixed, step_race=race, origin=origin)).text
+    # three calls of the first kernel; the last one has no default to compare with
+    wanted = ["net.py:net", "32x8x12x12 float32", "200 ms → 150 ms", "127 ms → 87.0 ms"]
+    places = [text.index(part) for part in [*wanted, "24 MiB → 3 MiB", "3 of 4"]]
+    assert places == sorted(places)
+    assert "0.75 times as long (0.70 to 0.80)" in text
+    assert "not raced in whole steps" in drawn(mixed).text
+
+
+def test_what_a_plan_lacks_is_said_with_the_way_to_get_it(drawn, mixed):
+    lacking = drawn(mixed).text
+    memory = StepMemory(80 << 20, 0, 0, 0, 0, 60 << 20, 90 << 20, 70 << 20, calls=((1, 9 << 20),))
+    full = replace(
+        mixed,
+        memory=memory,
+        curve=Curve(((1 << 20, 50 * MS),)),
+        layout_race=LayoutRace(reason="it has no tensors of four or five axes"),
+    )
+    known = [Rationale(front=((0, 9 * MS),))] * 4
+    complete = Page(report(full, known)).text
+    for remedy in ("--memory-budget 8GiB", "--curve", "--layout auto", "--cache FOLDER"):
+        assert remedy in lacking
+        assert remedy not in complete
+
+
+def test_the_timeline_has_each_call_with_its_memory(drawn):
+    wide = kernel(problem=Problem("wgrad", 32, 8, 16, (12, 12), (3, 3)))
+    # a plan file may name a kernel that it does not have
+    calls = ((1, 7 << 20), (0, 9 << 20), (1, 8 << 20), (5, 1))
+    memory = StepMemory(80 << 20, 0, 0, 0, 0, 60 << 20, 90 << 20, 70 << 20, calls=calls)
+    figure = drawn(replace(plan_of(kernel(), wide), memory=memory)).figures["Timeline"]
+    live = trace(figure, "live")
+    assert live["y"] == [7 << 20, 9 << 20, 8 << 20]
+    assert live["x"] == pytest.approx([0.010, 0.030, 0.050])
+    assert live["width"] == [0.020] * 3
+    workspace = trace(figure, "workspace of wgrad")
+    assert (workspace["x"], workspace["y"]) == ([live["x"][0], live["x"][2]], [3 << 20] * 2)
+    assert "7 MiB live, 3 MiB of workspace, 20.0 ms" in workspace["hovertext"][0]
+    assert trace(figure, "memory budget 80 MiB")["y"] == [80 << 20] * 2
+    assert figure[1]["barmode"] == "stack"
+
+
+def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
+    rejected = (
+        Alternative("32 fast", 9 * MS, 8 << 20, 1e-7, False, "needs more than the limit of 4 MiB"),
+        Alternative("32 slow", 10**9, 0, None, True, "takes 50.00 times as long"),
+        Alternative("32 broken", None, None, None, False, "does not work"),
+    )
+    first = Rationale(((0, 40 * MS), (2 << 20, 15 * MS)), rejected, Timing(25 * MS, 0, 1 << 20, 3))
+    page = Page(report(mixed, [first, *[Rationale()] * 3]))
+    figure = page.figures["Fronts"]
+    front = trace(figure, "front, predicted")
+    assert front["y"] == [0.040, 0.015, 0.015]
+    assert front["x"][1] == 2 << 20
+    # the plan's point, torch's in both layouts, and what was not too slow to draw
+    points = {one["name"]: one["y"] for one in figure[0] if one["mode"] == "markers"}
+    assert points == {
+        "rejected, predicted": [0.009],
+        "torch in channels_last": [0.025],
+        "torch's default": [0.030],
+        "plan": [0.020],
+    }
+    rows = [row for row in page.cells("candidates") if row["#"] == "0"]
+    assert [row["split"] for row in rows] == ["2x16 onednn", "32 fast", "32 slow", "32 broken"]
+    assert [row["time"] for row in rows] == ["20.0 ms", "~9.00 ms", "1.00 s", "-"]
+    assert [row["why not"] for row in rows] == ["the plan", *(one.reason for one in rejected)]
+
+
+def test_no_note_is_repeated(drawn):
+    notes = ["timed 3 of 9 candidates", "timed 4 of 9 candidates", "timed 3 of 9 candidates"]
+    page = drawn(plan_of(*(kernel(notes=("im2col_gemm is default", note)) for note in notes)))
+    assert page.texts.count("im2col_gemm is default (all kernels)") == 1
+    assert page.texts.count("timed … of … candidates (3 kernels)") == 1
+    assert page.texts.count("timed 3 of 9 candidates (kernels 0, 2)") == 1
+    assert page.text.count("timed 4 of 9") == 1
