@@ -43,9 +43,10 @@ COLON_LIST = $(subst $(NOTHING) $(NOTHING),:,$(1))
 
 # Per environment: extras of the package, and tools beside it.
 EXTRAS.venv :=
-EXTRAS.venv-test := [test,report]
-# MPICH's mpiexec, and mpi4py, which finds its library and that of an Open MPI of the system.
-TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist mpich mpi4py
+EXTRAS.venv-test := [test,report,plot]
+# MPICH's mpiexec, and mpi4py, which finds its library and that of an Open MPI of the system;
+# playwright drives the system's Chromium, which opens reports.
+TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist mpich mpi4py playwright
 EXTRAS.venv-bare :=
 TOOLS.venv-bare := pytest pytest-xdist hypothesis
 
@@ -92,8 +93,8 @@ coverage: .venv-test/.installed
 # too. What is marked slow or process computes with torch alone, which is the same in both.
 bare: .venv-bare/.installed
 	.venv-bare/bin/python -c 'from importlib.util import find_spec; \
-	names = ("cupy", "mpi4py", "plotly", "transformers", "monai", "diffusers", \
-	"pytorch_lightning", "expecttest"); \
+	names = ("cupy", "matplotlib", "mpi4py", "playwright", "plotly", "transformers", \
+	"monai", "diffusers", "pytorch_lightning", "expecttest"); \
 	there = [name for name in names if find_spec(name)]; \
 	assert not there, f"optional dependencies are installed: {there}"'
 	$(call outside,.venv-bare,$(QUICK))

@@ -13,11 +13,13 @@ import pytest
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.measurement import Conditions, Device, Origin, Software
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.races import Curve, StepMemory
+from ucudnn.races import Curve, LayoutRace, StepMemory, StepRace
 from ucudnn.reports.html import report, write_report
+from ucudnn.reports.rationale import Alternative, Rationale
+from ucudnn.tuning.rationale import rationales
 
 EVIL = "<script>alert(1)</script>"
 MS = 1_000_000
@@ -28,21 +30,23 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.rows, self.facts, self.scripts, self.loaded, self.texts = [], [], [], [], []
-        self._tags = []
+        self.tables, self.facts, self.scripts, self.loaded, self.texts = {}, [], [], [], []
+        self._tags, self._rows = [], []
         self.feed(text)
         self.close()
         assert self._tags == [], "a tag is not closed"
 
     def handle_starttag(self, tag, attrs):
-        if tag == "meta":
+        if tag in ("meta", "input"):
             return
         self._tags.append(tag)
         self.loaded += [value for name, value in attrs if name in ("src", "href", "srcset")]
+        if tag == "table":
+            self._rows = self.tables.setdefault(dict(attrs).get("id"), [])
         if tag == "tr":
-            self.rows.append([])
+            self._rows.append([])
         if tag in ("td", "th"):
-            self.rows[-1].append("")
+            self._rows[-1].append("")
         if tag == "script":
             self.scripts.append("")
 
@@ -51,14 +55,23 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         tag = self._tags[-1] if self._tags else ""
-        if tag in ("td", "th"):
-            self.rows[-1][-1] += data
+        if tag in ("td", "th") or "th" in self._tags[-2:]:
+            self._rows[-1][-1] += data
         elif tag == "script":
             self.scripts[-1] += data
         elif tag in ("dt", "dd"):
             self.facts.append(data)
-        elif tag == "p":
+        elif tag in ("p", "li", "h1", "span", "b", "summary"):
             self.texts.append(data)
+
+    def cells(self, name):
+        """The lines of a table, each with its cells by their headings."""
+        head, *rows = self.tables[name]
+        return [dict(zip(head, row, strict=True)) for row in rows]
+
+    @property
+    def text(self):
+        return "\n".join(self.texts)
 
     @property
     def figures(self):
@@ -145,15 +158,15 @@ def test_the_heading_says_what_the_plan_was_made_for(drawn, mixed):
         "ops": "fprop, dgrad, wgrad",
         "plan": mixed.hash,
     }
-    assert "3 of 4 kernels leave torch's default" in page.texts[0]
+    assert "3 of 4 kernels leave torch's default" in page.text
     pool = drawn(plan_of(kernel(), total_workspace="64MiB"))
     assert "64 MiB, every call owns its part" in pool.facts
 
 
 def test_the_table_has_every_kernel_with_notes(drawn, mixed):
-    head, *rows = drawn(mixed).rows
-    cells = [dict(zip(head, row, strict=True)) for row in rows]
-    assert head.count("workspace") == 2
+    page = drawn(mixed)
+    cells = page.cells("kernels")
+    assert page.tables["kernels"][0].count("workspace") == 2
     assert [row["#"] for row in cells] == ["0", "1", "2", "3"]
     assert [row["split"] for row in cells] == [
         "2x16 onednn",
@@ -164,7 +177,7 @@ def test_the_table_has_every_kernel_with_notes(drawn, mixed):
     assert [row["default"] for row in cells] == ["30.0 ms ±7%"] * 2 + ["7.00 ms ±129%", "-"]
     assert [row["plan"] for row in cells] == ["20.0 ms ±5%"] * 2 + ["= default", "~5.00 ms"]
     assert [row["layers"] for row in cells] == ["stem, body.0, body.1", "slabs", "same", "guess"]
-    assert [row["notes"] for row in cells] == ["", "a note", "", ""]
+    assert "a note (kernel 1)" in page.texts
 
 
 def test_times_are_those_of_all_calls_with_their_spread(drawn, mixed):
@@ -291,13 +304,13 @@ def test_names_are_text_not_markup(drawn):
     page = Page(text)
     assert EVIL not in text
     assert not [script for script in page.scripts if script == "alert(1)"]
-    cells = dict(zip(*page.rows, strict=True))
+    (cells,) = page.cells("kernels")
     assert cells["layers"] == EVIL
     assert cells["split"] == f"2x16 fft{EVIL}"
-    assert cells["notes"] == f"note {EVIL}"
+    assert f"note {EVIL} (kernel 0)" in page.texts
     # plotly reads some HTML in what it shows
     for data, layout, _ in page.figures.values():
-        shown = [layout["yaxis"]["ticktext"], *(one.get("hovertext", []) for one in data)]
+        shown = [layout["yaxis"].get("ticktext", []), *(one.get("hovertext", []) for one in data)]
         shown.append([one["name"] for one in data])
         assert not [text for texts in shown for text in texts if "<script" in text]
 
@@ -306,18 +319,20 @@ def test_names_are_text_not_markup(drawn):
 def test_any_number_of_kernels(drawn, count):
     plan = plan_of(*(kernel(layers=[f"layer{n}.conv", f"down{n}"]) for n in range(count)))
     text = report(plan)
-    assert len(Page(text).rows) == 1 + count
-    assert len(Page(text).figures) == (3 if count else 0)
-    assert len(text.encode()) < 5 << 20
+    assert len(Page(text).tables["kernels"]) == 1 + count
+    assert len(Page(text).figures) == (4 if count else 0)
+    assert len(text.encode()) < 6 << 20
     assert text == report(plan)
 
 
 def test_the_command_writes_the_page(drawn, mixed, ucudnn, tmp_path):
     mixed.save(tmp_path / "plan.json")
-    done = ucudnn("report", tmp_path / "plan.json", "-o", tmp_path / "report.html")
+    path, cache = tmp_path / "report.html", tmp_path / "none"
+    done = ucudnn("report", tmp_path / "plan.json", "-o", path, "--cache", cache)
     assert done.status == 0, done.err
     assert "Drew 4 kernels" in done.out
-    assert (tmp_path / "report.html").read_text() == report(mixed)
+    # without a cache all that is known is in the plan
+    assert (tmp_path / "report.html").read_text() == report(mixed, rationales(mixed, []))
     assert ucudnn("report", tmp_path / "plan.json").status == 2
     assert ucudnn("report", tmp_path / "none.json", "-o", tmp_path / "b.html").status == 2
 
@@ -391,4 +406,84 @@ def test_the_curve_over_the_memory_of_a_step(drawn):
     assert trace(figure, "torch's own, timed")["x"] == [90 << 20]
     facts = dict(zip(page.facts[::2], page.facts[1::2], strict=True))
     assert facts["memory budget"] == "80 MiB"
-    assert "of which workspace is 33%" in facts["memory"]
+    assert page.text.count("of which workspace is 33%") == 1
+
+
+def test_totals_stand_first(drawn, mixed):
+    race = StepRace(200 * MS, 150 * MS, 0.75, 0.7, 0.8, 5)
+    origin = Origin(model="net.py:net", inputs=("32x8x12x12 float32",), made="2026-01-31T12:00:00Z")
+    text = drawn(replace(mixed, step_race=race, origin=origin)).text
+    # three calls of the first kernel; the last one has no default to compare with
+    wanted = ["net.py:net", "32x8x12x12 float32", "200 ms → 150 ms", "127 ms → 87.0 ms"]
+    places = [text.index(part) for part in [*wanted, "24 MiB → 3 MiB", "3 of 4"]]
+    assert places == sorted(places)
+    assert "0.75 times as long (0.70 to 0.80)" in text
+    assert "not raced in whole steps" in drawn(mixed).text
+
+
+def test_what_a_plan_lacks_is_said_with_the_way_to_get_it(drawn, mixed):
+    lacking = drawn(mixed).text
+    memory = StepMemory(80 << 20, 0, 0, 0, 0, 60 << 20, 90 << 20, 70 << 20, calls=((1, 9 << 20),))
+    full = replace(
+        mixed,
+        memory=memory,
+        curve=Curve(((1 << 20, 50 * MS),)),
+        layout_race=LayoutRace(reason="it has no tensors of four or five axes"),
+    )
+    known = [Rationale(front=((0, 9 * MS),))] * 4
+    complete = Page(report(full, known)).text
+    for remedy in ("--memory-budget 8GiB", "--curve", "--layout auto", "--cache FOLDER"):
+        assert remedy in lacking
+        assert remedy not in complete
+
+
+def test_the_timeline_has_each_call_with_its_memory(drawn):
+    wide = kernel(problem=Problem("wgrad", 32, 8, 16, (12, 12), (3, 3)))
+    # a plan file may name a kernel that it does not have
+    calls = ((1, 7 << 20), (0, 9 << 20), (1, 8 << 20), (5, 1))
+    memory = StepMemory(80 << 20, 0, 0, 0, 0, 60 << 20, 90 << 20, 70 << 20, calls=calls)
+    figure = drawn(replace(plan_of(kernel(), wide), memory=memory)).figures["Timeline"]
+    live = trace(figure, "live")
+    assert live["y"] == [7 << 20, 9 << 20, 8 << 20]
+    assert live["x"] == pytest.approx([0.010, 0.030, 0.050])
+    assert live["width"] == [0.020] * 3
+    workspace = trace(figure, "workspace of wgrad")
+    assert (workspace["x"], workspace["y"]) == ([live["x"][0], live["x"][2]], [3 << 20] * 2)
+    assert "7 MiB live, 3 MiB of workspace, 20.0 ms" in workspace["hovertext"][0]
+    assert trace(figure, "memory budget 80 MiB")["y"] == [80 << 20] * 2
+    assert figure[1]["barmode"] == "stack"
+
+
+def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
+    rejected = (
+        Alternative("32 fast", 9 * MS, 8 << 20, 1e-7, False, "needs more than the limit of 4 MiB"),
+        Alternative("32 slow", 10**9, 0, None, True, "takes 50.00 times as long"),
+        Alternative("32 broken", None, None, None, False, "does not work"),
+    )
+    first = Rationale(((0, 40 * MS), (2 << 20, 15 * MS)), rejected, Timing(25 * MS, 0, 1 << 20, 3))
+    page = Page(report(mixed, [first, *[Rationale()] * 3]))
+    figure = page.figures["Fronts"]
+    front = trace(figure, "front, predicted")
+    assert front["y"] == [0.040, 0.015, 0.015]
+    assert front["x"][1] == 2 << 20
+    # the plan's point, torch's in both layouts, and what was not too slow to draw
+    points = {one["name"]: one["y"] for one in figure[0] if one["mode"] == "markers"}
+    assert points == {
+        "rejected, predicted": [0.009],
+        "torch in channels_last": [0.025],
+        "torch's default": [0.030],
+        "plan": [0.020],
+    }
+    rows = [row for row in page.cells("candidates") if row["#"] == "0"]
+    assert [row["split"] for row in rows] == ["2x16 onednn", "32 fast", "32 slow", "32 broken"]
+    assert [row["time"] for row in rows] == ["20.0 ms", "~9.00 ms", "1.00 s", "-"]
+    assert [row["why not"] for row in rows] == ["the plan", *(one.reason for one in rejected)]
+
+
+def test_no_note_is_repeated(drawn):
+    notes = ["timed 3 of 9 candidates", "timed 4 of 9 candidates", "timed 3 of 9 candidates"]
+    page = drawn(plan_of(*(kernel(notes=("im2col_gemm is default", note)) for note in notes)))
+    assert page.texts.count("im2col_gemm is default (all kernels)") == 1
+    assert page.texts.count("timed … of … candidates (3 kernels)") == 1
+    assert page.texts.count("timed 3 of 9 candidates (kernels 0, 2)") == 1
+    assert page.text.count("timed 4 of 9") == 1

@@ -76,6 +76,10 @@ def test_what_is_live_at_each_kernel_of_a_training_step():
     assert live["wgrad", 3] == held + Z + Y + SECOND + FIRST + loss
     assert found.own_peak_bytes <= found.peak_bytes
     assert all(found.call_peaks[problem] >= size for problem, size in found.live_bytes.items())
+    # each runs once, so that its call is its fullest one
+    order = [(problem.op, problem.in_channels) for problem, _ in found.calls]
+    assert order == [("fprop", 3), ("fprop", 8), ("dgrad", 8), ("wgrad", 8), ("wgrad", 3)]
+    assert dict(found.calls) == found.live_bytes
 
 
 def test_an_inference_keeps_nothing_for_a_backward_pass():
@@ -292,6 +296,8 @@ def test_the_plan_is_in_the_file_with_its_memory_and_its_curve(tmp_path):
     loaded = Plan.load(tmp_path / "plan.json")
     assert (loaded.memory, loaded.curve) == (plan.memory, plan.curve)
     assert loaded.kernels == plan.kernels
+    ops = [loaded.kernels[place].problem.op for place, _ in loaded.memory.calls]
+    assert ops == ["fprop", "wgrad"]
     assert loaded.hash == plan.hash
     # what is live depends on the step, and decides nothing that the splits do not say
     bare = replace(plan, memory=None, curve=None)
@@ -374,7 +380,10 @@ def test_what_is_live_in_a_plan_file_is_checked(value, random_plan):
         replace(kernel, live_bytes=value)
 
 
-@pytest.mark.parametrize("values", [{"budget_bytes": -1}, {"is_training": 1}, {"forced_by": None}])
+@pytest.mark.parametrize(
+    "values",
+    [{"budget_bytes": -1}, {"is_training": 1}, {"forced_by": None}, {"calls": ((0, -1),)}],
+)
 def test_the_memory_of_a_plan_file_is_checked(values):
     with pytest.raises(PlanError, match="step's memory"):
         StepMemory(**{**dict.fromkeys(StepMemory.__slots__[:7], 1), **values})

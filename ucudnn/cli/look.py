@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +28,7 @@ from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from ucudnn.doctor import Diagnosis
+    from ucudnn.reports.rationale import Rationale
 
 
 def show(
@@ -99,18 +100,7 @@ def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
     """
     from ucudnn.reports.text import kernel_table
 
-    # A layer has several kernels, one per pass, so its name may choose more than one.
-    chosen = [
-        kernel
-        for index, kernel in enumerate(plan.kernels)
-        if wanted == str(index) or wanted in kernel.layers
-    ]
-    if not chosen:
-        raise ConfigError(
-            f"--kernel must be a number from 0 to {len(plan.kernels) - 1} or the name of a layer "
-            f"of the plan, got {wanted!r}"
-        )
-    for kernel in chosen:
+    for kernel in (plan.kernels[index] for index in _chosen(plan, wanted)):
         out.print(kernel_table(kernel))
         say(f"layers: {', '.join(kernel.layers)}")
         measured = "predicted" if kernel.timing.is_predicted else "measured"
@@ -128,17 +118,29 @@ def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
         _explain(plan, kernel, cache)
 
 
+def _chosen(plan: Plan, wanted: str) -> list[int]:
+    """The kernels of one number or layer, by their numbers.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    # A layer has several kernels, one per pass, so its name may choose more than one.
+    found = [
+        index
+        for index, kernel in enumerate(plan.kernels)
+        if wanted == str(index) or wanted in kernel.layers
+    ]
+    if not found:
+        raise ConfigError(
+            f"--kernel must be a number from 0 to {len(plan.kernels) - 1} or the name of a layer "
+            f"of the plan, got {wanted!r}"
+        )
+    return found
+
+
 def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
     """Print the best alternatives that were rejected, by what the plan and the cache know."""
-    from ucudnn.tuning.alternatives import alternatives
-    from ucudnn.tuning.replay import open_recording
-
-    try:
-        with open_recording(cache or Config().cache) as opened:
-            found = alternatives(plan, kernel, opened)
-    # Whoever looks at a plan from elsewhere has no cache of it.
-    except CacheError:
-        found = alternatives(plan, kernel, ())
+    found = _rationales(replace(plan, kernels=(kernel,)), cache)[0].alternatives
     if not found:
         return
     table = Table(title="rejected alternatives", caption="~: sum of chunks, not timed as a call")
@@ -181,16 +183,56 @@ def _show_curve(plan: Plan, as_json: bool) -> None:
 def report(
     plan: Annotated[Path, typer.Argument(help="A plan file.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="HTML file to write.")],
+    cache: CacheOption = None,
 ) -> None:
-    """Draw a plan as one HTML file: times, workspaces and splits; needs plotly.
+    """Draw a plan as one HTML file: totals, charts, what was rejected and why; needs plotly.
 
     Example: ucudnn report resnet18.plan.json -o report.html
     """
     from ucudnn.reports.html import write_report
 
     loaded = Plan.load(plan)
-    write_report(loaded, output)
+    write_report(loaded, output, _rationales(loaded, cache))
     say(f"Drew {len(loaded.kernels)} kernels; report written to {output}.")
+
+
+def plot(
+    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="File to write: .png, .svg or .pdf.")
+    ],
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(help="A kernel to draw, by its number or layer; repeat it for several."),
+    ] = None,
+    cache: CacheOption = None,
+) -> None:
+    """Draw time over workspace of kernels, for papers; needs matplotlib.
+
+    Example: ucudnn plot resnet18.plan.json --kernel 3 -o fronts.svg
+    """
+    from ucudnn.reports.plot import plot_fronts
+
+    loaded = Plan.load(plan)
+    chosen = [index for wanted in kernel or () for index in _chosen(loaded, wanted)]
+    known = _rationales(loaded, cache)
+    count = plot_fronts(loaded, output, known, chosen)
+    if not any(one.front for one in known):
+        say("The cache has no chunks of this plan: only the plan and torch's default are drawn.")
+    say(f"Drew {count} of {len(loaded.kernels)} kernels; plot written to {output}.")
+
+
+def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
+    """Fronts and rejected alternatives, by what the plan and the cache know."""
+    from ucudnn.tuning.rationale import rationales
+    from ucudnn.tuning.replay import open_recording
+
+    try:
+        with open_recording(cache or Config().cache) as opened:
+            return rationales(plan, opened)
+    # Whoever looks at a plan from elsewhere has no cache of it.
+    except CacheError:
+        return rationales(plan, ())
 
 
 def doctor(

@@ -31,6 +31,8 @@ class StepMemory:
         is_training: of forward and backward; else of forward without a graph.
         forced_by: the kernel whose smallest plan decided the budget, where the settings asked for
             less than is possible; "" elsewhere.
+        calls: (index of a kernel in the plan, bytes live beside its workspace) of each of its
+            convolutions in a step by the plan, in order; empty in files of versions before.
 
     Raises:
         PlanError: a value is of another type or out of range.
@@ -46,12 +48,18 @@ class StepMemory:
     plan_peak_bytes: int = 0
     is_training: bool = True
     forced_by: str = ""
+    calls: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         # Values may come from a plan file that anybody wrote.
         sizes = [value for name, value in asdict(self).items() if name.endswith("_bytes")]
         if not all(type(size) is int and 0 <= size < TOO_LARGE for size in sizes):
             raise PlanError(f"sizes of a step's memory must be ints from 0, got {sizes}")
+        numbers = [number for call in self.calls for number in call]
+        if not all(type(number) is int and 0 <= number < TOO_LARGE for number in numbers):
+            raise PlanError(
+                f"calls of a step's memory must be pairs of ints from 0, got {self.calls}"
+            )
         if type(self.is_training) is not bool or not isinstance(self.forced_by, str):
             raise PlanError("is_training of a step's memory must be a bool, forced_by a string")
 
@@ -90,7 +98,9 @@ class StepMemory:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepMemory:
         """Build one from JSON values; fields of later versions are left out."""
-        return cls(**{name: values[name] for name in cls.__slots__ if name in values})
+        known = {name: values[name] for name in cls.__slots__ if name in values}
+        calls = tuple((kernel, live) for kernel, live in values.get("calls", ()))
+        return cls(**{**known, "calls": calls})
 
 
 @dataclass(frozen=True, slots=True)

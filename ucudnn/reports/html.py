@@ -1,56 +1,59 @@
-"""A plan as one HTML file: charts of times, workspaces and splits, and a table.
+"""A plan as one HTML file: totals, charts, what was rejected, and tables.
 
 The file contains plotly's script, so it needs no other file and no network. plotly is optional and
-imported only by `report`; the figures are plain values until then. Every number is from the plan,
-and a predicted time is never drawn like a measured one.
+imported only by `report`; the figures are plain values until then. Every number is from the plan or
+from the measurements that are handed in, and a predicted time is never drawn like a measured one.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from html import escape
-from itertools import groupby
-from math import ceil, floor, log2, log10
-from typing import Any, NamedTuple
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from ucudnn.errors import UcudnnError
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
-from ucudnn.races import Curve
-from ucudnn.reports.curve import curve_traces
-from ucudnn.reports.text import as_sentence, counted, layout_table, plan_summary, plan_table
+from ucudnn.plan import Plan
+from ucudnn.reports.charts import Chart, charts, rows_of
+from ucudnn.reports.fronts import front_chart
+from ucudnn.reports.look import SCRIPT, STYLE
+from ucudnn.reports.rationale import Rationale
+from ucudnn.reports.tables import candidates_table, kernels_table, notes_list, static_table
+from ucudnn.reports.text import layout_table, plan_summary, plan_verdict
+from ucudnn.reports.timeline import timeline_chart
+from ucudnn.reports.totals import cards
 from ucudnn.system.files import write
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.units import format_bytes
 
-# What a mark stands for: the kernel, and its timing under the default or the plan.
-Timed = Sequence[tuple["_Row", Timing]]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-_COLORS = {"default": "#c4c4c4", "plan": "#64a9e0"}
-# Grey for torch's default, then Okabe and Ito's, which colour-blind people can tell apart.
-_PALETTE = ("#c4c4c4", *("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00"))
-_PATTERNS = ("", "/", ".", "x", "-", "|", "+", "\\")
-_MOST_SEGMENTS = 16  # a run of more like chunks is one segment: their borders would hide them
-_BAR = {"type": "bar", "orientation": "h", "textposition": "inside", "textangle": 0}
-_text = partial(escape, quote=False)  # plotly reads some HTML, but shows &quot; as it is
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1280px; padding: 0 1em }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1em 1.2em }
-dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 12px }
-th, td { border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: left; vertical-align: top }
-td.number, th.number { text-align: right } td:nth-child(-n+9) { white-space: nowrap }
-"""
+# More kernels than this are drawn in a box that scrolls.
+_MOST_ROWS = 18
+# How to get what a plan does not have, in its place.
+_MISSING = {
+    "Timeline": "What is allocated at each convolution is known of a plan with a memory budget: "
+    "ucudnn tune MODEL --memory-budget 8GiB.",
+    "Curve": "The time of the whole network for every size of the memory is known of a plan that "
+    "was tuned with it: ucudnn tune MODEL --curve.",
+    "Fronts": "The cache has no measurements of this plan's machine, versions and threads, so that "
+    "only the plan and torch's default are known: draw the report where the plan was tuned, or "
+    "name the cache: ucudnn report PLAN --cache FOLDER.",
+    "Layout": "Steps in channels_last were not compared with this plan: "
+    "ucudnn tune MODEL --layout auto plans both.",
+}
 
 
-def report(plan: Plan) -> str:
+def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
     """Draw a plan as one HTML page that loads nothing from elsewhere.
 
     >>> page = report(Plan.load("resnet18.plan.json"))  # doctest: +SKIP
+
+    Args:
+        plan: to draw.
+        rationales: what else is known of its kernels, in their order; None: nothing.
 
     Raises:
         UcudnnError: plotly is not installed.
@@ -60,305 +63,159 @@ def report(plan: Plan) -> str:
     except ImportError as error:
         missing = "plotly, which draws reports, is not installed; run: pip install plotly"
         raise UcudnnError(missing) from error
-    charts: list[str] = []
-    for chart in _charts(plan) if plan.kernels else ():
-        drawn = to_html(
-            {"data": chart.traces, "layout": chart.layout},
-            # plotly 7 shows a button that would send the plan to a server of theirs
-            config={"displaylogo": False, "showSendToCloud": False},
-            include_plotlyjs=not charts,  # once
-            full_html=False,
-            validate=False,  # the figures are ours; the tests validate them
-            div_id=chart.name,  # a random one would make each report of a plan another file
-        )
-        charts.append(f"<h2>{chart.name}</h2>\n<p>{escape(chart.caption)}</p>\n{drawn}")
-    return _page(plan, charts or ["<p>The plan has no kernels.</p>"])
+    count = len(plan.kernels)
+    known = tuple(rationales or ()) or (Rationale(),) * count
+    if not count:
+        return _page(plan, ["<p>The plan has no kernels.</p>", *_layout(plan)])
+    figures = _Figures(to_html)
+    return _page(plan, [*_charts(plan, figures), *_why(plan, known, figures)])
 
 
-def write_report(plan: Plan, path: str | os.PathLike[str]) -> None:
+def write_report(
+    plan: Plan, path: str | os.PathLike[str], rationales: Sequence[Rationale] | None = None
+) -> None:
     """Write the report of a plan; readers see the old file or the new one, never a part.
+
+    Args:
+        plan: to draw.
+        path: of the file.
+        rationales: as for `report`.
 
     Raises:
         PlanError: the file cannot be written.
         UcudnnError: plotly is not installed.
     """
     # names from a plan file may hold half a surrogate pair, which UTF-8 cannot
-    write(path, report(plan).encode(errors="xmlcharrefreplace"), "the report")
+    write(path, report(plan, rationales).encode(errors="xmlcharrefreplace"), "the report")
 
 
-class _Row(NamedTuple):
-    """One kernel, and its position in every chart, counted from the top."""
+class _Figures:
+    """Draws figures, with plotly's script in the first one.
 
-    place: int
-    label: str
-    kernel: KernelPlan
-    split: Split
-    calls: int
+    Args:
+        to_html: plotly's function.
+    """
 
+    def __init__(self, to_html: Callable[..., str]) -> None:
+        self._to_html = to_html
+        self._has_script = False
 
-class _Chart(NamedTuple):
-    """A figure for plotly, as plain values, with its heading."""
-
-    name: str
-    caption: str
-    traces: list[dict[str, Any]]
-    layout: dict[str, Any]
-
-
-def _charts(plan: Plan) -> tuple[_Chart, ...]:
-    """Charts of the kernels, by the time of torch's default over all calls."""
-
-    # False sorts before True; the longest time comes first.
-    def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
-        kernel = numbered[1]
-        calls, timing = len(kernel.layers), kernel.default or kernel.timing
-        return kernel.default is None, -calls * timing.time_ns
-
-    rows = []
-    for place, (index, kernel) in enumerate(sorted(enumerate(plan.kernels), key=order)):
-        split = kernel.split(kernel.problem.batch)
-        label = f"{index}  {kernel.problem}".replace(" at batch ", " N=")
-        label += ", slabs" if split.axis == "spatial" else ""
-        rows.append(_Row(place, _text(label), kernel, split, len(kernel.layers)))
-    charts = [_times(rows), _workspaces(rows, plan), _splits(rows)]
-    return tuple(charts if plan.curve is None else [*charts, _curve(plan, plan.curve)])
+    def draw(self, chart: Chart) -> str:
+        """A chart as HTML, transparent: the page has the background."""
+        drawn = self._to_html(
+            {"data": chart.traces, "layout": _transparent(chart)},
+            # plotly 7 shows a button that would send the plan to a server of theirs
+            config={"displaylogo": False, "showSendToCloud": False},
+            include_plotlyjs=not self._has_script,  # once
+            full_html=False,
+            validate=False,  # the figures are ours; the tests validate them
+            div_id=chart.name,  # a random one would make each report of a plan another file
+        )
+        self._has_script = True
+        return drawn
 
 
-def _arms(rows: Sequence[_Row]) -> Iterator[tuple[str, bool, Timed]]:
-    """Default and plan, measured times apart from predicted ones; empty series are omitted."""
-    defaults = [(row, row.kernel.default) for row in rows if row.kernel.default]
-    plans = [(row, row.kernel.timing) for row in rows]
-    for arm, timed in (("default", defaults), ("plan", plans)):
-        for predicted in (False, True):
-            chosen = [entry for entry in timed if entry[1].is_predicted == predicted]
-            if chosen:
-                yield arm, predicted, chosen
+def _transparent(chart: Chart) -> dict[str, Any]:
+    clear = "rgba(0,0,0,0)"
+    return {**chart.layout, "paper_bgcolor": clear, "plot_bgcolor": clear}
 
 
-def _times(rows: Sequence[_Row]) -> _Chart:
-    traces = [_bars(*arm) for arm in _arms(rows)]
-    caption = (
-        "Median time of one call, times the number of calls; whiskers: the interquartile range to "
-        "either side, times the calls. Sorted by the time of torch's default."
-    )
-    if any(predicted for _, predicted, _ in _arms(rows)):
-        caption += " Hatched and marked ~: predicted from parts, never run as a whole."
-    axis = {"title": {"text": "time of all calls"}, "tickformat": "~s", "ticksuffix": "s"}
-    return _Chart("Times", caption, traces, _layout(rows, 36, axis) | {"barmode": "group"})
+def _section(heading: str, *parts: str) -> str:
+    return "\n".join([f"<h2>{heading}</h2>", *parts])
 
 
-def _bars(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
-    seconds = [timing.time_ns * row.calls / 1e9 for row, timing in timed]
-    trace = {**_BAR, **_series(arm, predicted, timed), "x": seconds, "offsetgroup": arm}
-    trace |= {"insidetextanchor": "start", "constraintext": "none"}
-    said = "~{} predicted" if predicted else "{}"
-    trace["text"] = [said.format(format_ns(timing.time_ns * row.calls)) for row, timing in timed]
-    if predicted:
-        pattern = {"shape": "/", "fgcolor": _COLORS[arm], "bgcolor": "white", "solidity": 0.15}
-        return {**trace, "marker": {**trace["marker"], "pattern": pattern}}
-    spreads = [timing.spread_ns * row.calls / 1e9 for row, timing in timed]
-    # no time is below zero, however wide the spread
-    whiskers = {"array": spreads, "arrayminus": [*map(min, spreads, seconds)], "symmetric": False}
-    return {**trace, "error_x": {**whiskers, "type": "data", "thickness": 1, "color": "#777"}}
+def _missing(heading: str) -> str:
+    return f'<p class="under">{escape(_MISSING[heading])}</p>'
 
 
-def _series(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
-    """Common settings of the marks of one series in a chart."""
-    named = "torch's default" if arm == "default" else "plan"
-    return {
-        "name": f"{named}, {'predicted' if predicted else 'measured'}",
-        "y": [row.place for row, _ in timed],
-        "hovertext": [_details(row, timing, arm) for row, timing in timed],
-        "hoverinfo": "text",
-        "marker": {"color": _COLORS[arm], "line": {"color": "#555", "width": 1 + predicted}},
+def _charts(plan: Plan, figures: _Figures) -> Iterator[str]:
+    """The charts of all kernels and of the step."""
+    found = {chart.name: chart for chart in charts(plan)}
+    timeline = timeline_chart(plan)
+    if timeline is not None:
+        found["Timeline"] = timeline
+    by_row = ("Times", "Workspaces", "Splits")
+    for name in (*by_row, "Timeline", "Curve"):
+        if name not in found:
+            yield _section(name, _missing(name))
+            continue
+        # A row for each kernel: as much as all other sections together, where there are many.
+        is_tall = name in by_row and len(plan.kernels) > _MOST_ROWS
+        box = f'<div class="{"tall" if is_tall else "chart"}">{figures.draw(found[name])}</div>'
+        yield _section(name, f"<p>{escape(found[name].caption)}</p>", box)
+    yield from _layout(plan)
+
+
+def _layout(plan: Plan) -> Iterator[str]:
+    """The contestants of a race of layouts; the verdict at the top has the outcome."""
+    if plan.layout_race is not None and plan.layout_race.contestants:
+        yield _section("Layout", static_table(layout_table(plan.layout_race)))
+    elif plan.layout_race is None and plan.layout_hint is None:
+        yield _section("Layout", _missing("Layout"))
+
+
+def _why(plan: Plan, rationales: Sequence[Rationale], figures: _Figures) -> Iterator[str]:
+    """Time over workspace of one kernel at a time, and the candidates of all."""
+    rows = rows_of(plan)
+    drawn = {row.number: front_chart(plan, row, rationales[row.number]) for row in rows}
+    values = {
+        index: {"data": chart.traces, "layout": _transparent(chart)}
+        for index, chart in drawn.items()
     }
-
-
-def _details(row: _Row, timing: Timing, arm: str) -> str:
-    """Description of one mark, in lines."""
-    taken = f"~{format_ns(timing.time_ns)} a call, predicted"
-    if not timing.is_predicted:
-        spread = f"{format_ns(timing.time_ns)} ± {format_ns(timing.spread_ns)}"
-        taken = f"{spread} a call, {timing.samples} samples"
-    lines = [f"{arm}: {taken}", f"workspace: {format_bytes(timing.workspace_bytes)}"]
-    if arm == "plan":
-        lines.append(f"split: {row.split}")
-        if not timing.is_predicted:
-            ratio = row.kernel.predicted_time_ns / timing.time_ns
-            lines.append(f"predicted sum of the parts over measured: {ratio:.2f}")
-    layers = textwrap.shorten(", ".join(row.kernel.layers), 180, placeholder=" ...")
-    lines.append(f"calls: {row.calls} ({layers})")
-    # plotly does not break lines
-    wrapped = [_text(part) for line in lines for part in textwrap.wrap(line, 90)]
-    return "<br>".join([f"<b>{row.label}</b>", *wrapped])
-
-
-def _left_by_budget(rows: Sequence[_Row], left: Sequence[int], zero: float) -> dict[str, Any]:
-    mark = {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": "#d55e00"}}
-    at = {"x": [size or zero for size in left], "y": [row.place for row in rows]}
-    name = "left by the memory budget"
-    return {"type": "scatter", "mode": "markers", "name": name, **at, "marker": mark}
-
-
-def _workspaces(rows: Sequence[_Row], plan: Plan) -> _Chart:
-    arms, limit = list(_arms(rows)), plan.config.limit_bytes
-    sizes = [timing.workspace_bytes for _, _, timed in arms for _, timing in timed]
-    left = [] if plan.memory is None else [plan.limit_bytes(row.kernel) or 0 for row in rows]
-    axis, zero = _byte_axis([*sizes, *left, *([] if limit is None else [limit])])
-    traces = [_dots(*arm, zero) for arm in arms]
-    if limit is not None:
-        ends = {"x": [limit or zero] * 2, "y": [-0.5, len(rows) - 0.5]}
-        name, line = f"workspace limit {format_bytes(limit)}", {"color": "#d55e00", "dash": "dash"}
-        traces.append({"type": "scatter", "mode": "lines", "name": name, **ends, "line": line})
-    if left:
-        traces.append(_left_by_budget(rows, left, zero))
-    caption = "Workspace of one call, on a logarithmic axis; 0 B stands at its left end."
-    return _Chart("Workspaces", caption, traces, _layout(rows, 20, axis))
-
-
-def _dots(arm: str, predicted: bool, timed: Timed, zero: float) -> dict[str, Any]:
-    trace = {"type": "scatter", "mode": "markers", **_series(arm, predicted, timed)}
-    trace["x"] = [timing.workspace_bytes or zero for _, timing in timed]
-    # the default's dot is larger, so that it is seen behind an equal one of the plan
-    symbol, size = ("circle", 14) if arm == "default" else ("diamond", 8)
-    trace["marker"] |= {"symbol": symbol + "-open" * predicted, "size": size}
-    return trace
-
-
-def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
-    """A logarithmic axis with ticks at powers of two, and where zero is drawn on it."""
-    positive = [size for size in sizes if size] or [1]
-    low, high = floor(log2(min(positive))), ceil(log2(max(positive)))
-    powers = range(low, high + 1, ceil((high + 1 - low) / 10))
-    ticks = {2.0**power: format_bytes(2**power) for power in powers}
-    # A logarithmic axis has no 0: it is drawn two powers of two below the smallest size.
-    zero = 2.0 ** (low - 2)
-    ticks |= {zero: "0 B"} if 0 in sizes else {}
-    # plotly takes the range of a logarithmic axis as exponents
-    ends = [log10(min(ticks)) - 0.15, log10(2**high) + 0.3]
-    axis = {"type": "log", "range": ends, "title": {"text": "workspace of one call"}}
-    return {**axis, "tickvals": list(ticks), "ticktext": list(ticks.values())}, zero
-
-
-def _curve(plan: Plan, curve: Curve) -> _Chart:
-    traces = curve_traces(plan, curve)
-    sizes = [size for trace in traces for size in trace["x"]]
-    what = "memory of the whole step" if curve.by_peak else "workspace of each kernel"
-    caption = (
-        f"Least time of all convolutions of a step over the {what}: predicted, from chunks that "
-        "were timed one by one. The marks are whole calls."
+    # Names come from a plan file: none may end the script.
+    text = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
+    first = drawn[rows[0].number]
+    options = "".join(f'<option value="{row.number}">{row.label}</option>' for row in rows)
+    chooser = (
+        f'<p class="tools"><label>Kernel <select id="kernel" autocomplete="off">{options}'
+        '<option value="">all</option></select></label></p>'
     )
-    ticks = _linear_ticks(max(sizes))
-    xaxis = {"title": {"text": what}, "tickvals": ticks, "ticktext": [*map(format_bytes, ticks)]}
-    # Not from zero: what is live all along would be most of the chart.
-    room = (max(sizes) - min(sizes)) * 0.05 or 1
-    xaxis["range"] = [min(sizes) - room, max(sizes) + room]
-    look = {"gridcolor": "#e4e4e4", "zeroline": False}
-    yaxis = {
-        "title": {"text": "time"},
-        "tickformat": "~s",
-        "ticksuffix": "s",
-        "rangemode": "tozero",
-    }
-    return _Chart(
-        "Curve",
-        caption,
-        traces,
-        {
-            "height": 420,
-            "margin": {"l": 70, "r": 20, "t": 50, "b": 50},
-            "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
-            "xaxis": {**look, **xaxis},
-            "yaxis": {**look, **yaxis},
-        },
+    yield _section(
+        "Why these splits",
+        "" if any(one.front for one in rationales) else _missing("Fronts"),
+        chooser,
+        f"<p>{escape(first.caption)}</p>",
+        figures.draw(first),
+        f'<script type="application/json" id="fronts">{text}</script>',
+        "<p>The plan of the kernel and the best of what was rejected, by the cache's measurements. "
+        "~: the sum of chunks, not timed as a call. A heading sorts.</p>",
+        candidates_table(plan, rationales),
     )
 
 
-def _linear_ticks(most: int) -> list[int]:
-    """About ten multiples of a power of two up to some bytes."""
-    step = 2 ** max(0, ceil(log2(max(most, 10) / 10)))
-    return list(range(0, most + step, step))
-
-
-def _splits(rows: Sequence[_Row]) -> _Chart:
-    # torch's default comes first, which gives it the first colour, grey.
-    stripes: dict[str, list[dict[str, Any]]] = {DEFAULT_ALGORITHM: []}
-    for row in rows:
-        for algorithm, segment in _segments(row):
-            stripes.setdefault(algorithm, []).append(segment)
-    traces = [_stripe(*named, number) for number, named in enumerate(stripes.items()) if named[1]]
-    caption = (
-        "Chunks of one call at the planned batch, from first to last, coloured by algorithm. The "
-        "number is a chunk's size: samples; of slabs, rows (in 3-D planes) of the result, for "
-        "wgrad of the incoming gradient; where these are of some samples at a time, those of the "
-        "first samples. 256x1: so many like chunks."
+def _page(plan: Plan, parts: Sequence[str]) -> str:
+    title = _title(plan)
+    verdict = "".join(f"<li>{escape(sentence)}</li>" for sentence in plan_verdict(plan))
+    facts = "".join(
+        f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in _facts(plan).items() if value
     )
-    axis = {"title": {"text": "share of the call"}, "range": [0, 1], "tickformat": ".0%"}
-    return _Chart("Splits", caption, traces, _layout(rows, 24, axis) | {"barmode": "overlay"})
-
-
-def _segments(row: _Row) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The algorithm of each chunk, and its interval on the axis."""
-    begin, whole = 0, row.split.size
-    unit = "samples" if row.split.axis == "batch" else "rows"
-    if row.split.samples:
-        unit += f" of {counted(row.split.samples, 'sample')}"
-    for step, run in groupby(row.split.steps):
-        count = len(list(run))
-        together = count if count > _MOST_SEGMENTS else 1
-        size = f"{together}x{step.size}" if together > 1 else str(step.size)
-        width = step.size * together
-        for _ in range(count // together):
-            # Five digits are finer than a pixel; more would only make the file longer.
-            drawn = {"y": row.place, "base": round(begin / whole, 5), "x": round(width / whole, 5)}
-            yield step.algorithm, {**drawn, "text": size, "customdata": f"{size} of {whole} {unit}"}
-            begin += width
-
-
-def _stripe(algorithm: str, segments: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    """All segments of one algorithm; after the last colour, colours repeat with a pattern."""
-    again, color = divmod(number, len(_PALETTE))
-    pattern = {"shape": _PATTERNS[again % len(_PATTERNS)], "fillmode": "overlay", "fgcolor": "#555"}
-    look = {"color": _PALETTE[color], "pattern": pattern, "line": {"color": "white", "width": 1}}
-    hover = {"hovertemplate": "%{customdata}<br>%{fullData.name}<extra></extra>"}
-    drawn = {field: [segment[field] for segment in segments] for field in segments[0]}
-    # a width of its own for each algorithm would follow how far apart its rows are
-    name = {"name": _text(algorithm), "showlegend": True, "width": 0.8}
-    return {**_BAR, **hover, **drawn, **name, "marker": look, "insidetextanchor": "middle"}
-
-
-def _layout(rows: Sequence[_Row], row_pixels: int, xaxis: dict[str, Any]) -> dict[str, Any]:
-    """Rows below each other, the first on top; the legend above them."""
-    places = {"tickvals": [row.place for row in rows], "ticktext": [row.label for row in rows]}
-    first_on_top = {"range": [len(rows) - 0.5, -0.5], "automargin": True, "ticks": "outside"}
-    look = {"gridcolor": "#e4e4e4", "zeroline": False}
-    return {
-        "height": 130 + row_pixels * len(rows),
-        "margin": {"l": 20, "r": 20, "t": 50, "b": 50},
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
-        "xaxis": {**look, **xaxis},
-        "yaxis": {**look, **places, **first_on_top, "tickfont": {"size": 11}},
-        "hoverlabel": {"align": "left", "bgcolor": "white"},
-    }
-
-
-def _page(plan: Plan, charts: Sequence[str]) -> str:
-    head = f'<meta charset="utf-8">\n<title>ucudnn plan {plan.hash[:12]}</title>'
-    parts = (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n<style>{_STYLE}</style>\n</head>',
-        "<body>\n<h1>ucudnn plan</h1>\n<dl>",
-        # a CPU has no driver
-        *(
-            f"<dt>{name}</dt><dd>{escape(value)}</dd>"
-            for name, value in _facts(plan).items()
-            if value
-        ),
-        f"</dl>\n<p>{escape(plan_summary(plan))}</p>",
-        *_layouts(plan),
-        *charts,
-        f"<h2>All kernels</h2>\n{_html_table(plan)}\n</body>\n</html>\n",
+    notes = notes_list(plan)
+    lines = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}: ucudnn plan {plan.hash[:8]}</title>",
+        f"<style>{STYLE}</style>\n</head>\n<body>",
+        f'<h1>{escape(title)}</h1>\n<p class="under">{escape(_subtitle(plan))}</p>',
+        cards(plan),
+        f"<p>{escape(plan_summary(plan))}</p>",
+        f"<ul>{verdict}</ul>" if verdict else "",
+        f"<details><summary>How and for what it was made</summary><dl>{facts}</dl></details>",
+        *parts,
+        _section("All kernels", kernels_table(plan)),
+        _section("Notes", notes) if notes else "",
+        f"<script>{SCRIPT}</script>\n</body>\n</html>\n",
     )
-    return "\n".join(parts)
+    return "\n".join(line for line in lines if line)
+
+
+def _title(plan: Plan) -> str:
+    return (plan.origin.model if plan.origin else "") or "ucudnn plan"
+
+
+def _subtitle(plan: Plan) -> str:
+    origin = plan.origin
+    about = [] if origin is None else [*origin.inputs, f"planned {origin.made}" * bool(origin.made)]
+    return " · ".join(filter(None, [*about, str(plan.device), f"torch {plan.software.torch}"]))
 
 
 def _facts(plan: Plan) -> dict[str, str]:
@@ -372,50 +229,10 @@ def _facts(plan: Plan) -> dict[str, str]:
         "memory format": "" if plan.memory_format == "keep" else plan.memory_format,
         "workspace limit": "none" if limit is None else f"{format_bytes(limit)} for each kernel",
         "memory budget": "" if memory is None else format_bytes(memory.budget_bytes),
-        "memory": "" if memory is None else as_sentence(str(memory)),
         "pool": "" if total is None else f"{format_bytes(total)}, every call owns its part",
         "policy": plan.config.policy,
         "ops": ", ".join(plan.config.ops),
         "demands": ", ".join(plan.config.switches),
+        "tuning": "" if plan.origin is None else str(plan.origin),
         "plan": plan.hash,
     }
-
-
-def _html_table(plan: Plan) -> str:
-    """The columns that a wide terminal shows, in the plan's order, with layers and notes."""
-    more = [(", ".join(kernel.layers), "; ".join(kernel.remarks)) for kernel in plan.kernels]
-    return _html_of(plan_table(plan, width=200), "Of one call: ", ("layers", "notes"), more)
-
-
-def _layouts(plan: Plan) -> Iterator[str]:
-    """How the layout of the model was decided, where the settings asked for that."""
-    if plan.layout_hint is not None:
-        yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_hint)))}</p>"
-    if plan.layout_race is None:
-        return
-    yield f"<h2>Layout</h2>\n<p>{escape(as_sentence(str(plan.layout_race)))}</p>"
-    if plan.layout_race.contestants:
-        yield _html_of(layout_table(plan.layout_race))
-
-
-def _html_of(
-    table: Table,
-    of: str = "",
-    more_heads: Sequence[str] = (),
-    more: Sequence[Sequence[str]] | None = None,
-) -> str:
-    """A table for a terminal, with further columns."""
-    numbers = [column.justify == "right" for column in table.columns] + [False] * len(more_heads)
-    heads = [*(str(column.header) for column in table.columns), *more_heads]
-    lines = [_html_row("th", heads, numbers)]
-    rows = list(zip(*(column.cells for column in table.columns), strict=True))
-    for cells, others in zip(rows, more or [()] * len(rows), strict=True):
-        lines.append(_html_row("td", [*map(str, cells), *others], numbers))
-    caption = f"<p>{of}{escape(str(table.caption))}.</p>"
-    return "\n".join([caption, '<div class="wide"><table>', *lines, "</table></div>"])
-
-
-def _html_row(tag: str, cells: Sequence[str], numbers: Sequence[bool]) -> str:
-    starts = (f'{tag} class="number"' if number else tag for number in numbers)
-    marked = zip(starts, cells, strict=True)
-    return f"<tr>{''.join(f'<{start}>{escape(cell)}</{tag}>' for start, cell in marked)}</tr>"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ucudnn.measurement import Measurement, Subject
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
+from ucudnn.reports.rationale import Alternative
 from ucudnn.tuning.invariant import invariant_split, uniform_chunks, uniform_ns
 from ucudnn.units import format_bytes
 
@@ -19,27 +20,6 @@ _STEP = re.compile(r"(?:\d+x)?(\d+) ([^\s,]+)")
 _TIMED = ("ok", "screened")
 # A ratio of times that is not 1.00 when it is printed.
 _SLOWER = 1.005
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A way to compute a kernel that its plan does not take.
-
-    Args:
-        split: as text.
-        time_ns: of the whole call; None where it was not timed.
-        workspace_bytes: of the whole call, or of its largest chunk; None where it is not known.
-        error: the largest relative error (L2) of its chunks against float64; None: not known.
-        is_measured: whether the whole call was timed; else its time is the sum of its chunks'.
-        reason: why it is not the plan.
-    """
-
-    split: str
-    time_ns: int | None
-    workspace_bytes: int | None
-    error: float | None
-    is_measured: bool
-    reason: str
 
 
 def alternatives(

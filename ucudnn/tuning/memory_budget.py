@@ -141,7 +141,10 @@ class MemoryBudget:
         profile = layout.profiler.profile(plan)
         if profile.peak_bytes <= memory.budget_bytes:
             forced_by = self._forced_by(plan, memory, profile)
-            memory = replace(memory, plan_peak_bytes=profile.peak_bytes, forced_by=forced_by)
+            places = {kernel.problem: place for place, kernel in enumerate(plan.kernels)}
+            calls = tuple((places[one], live) for one, live in profile.calls if one in places)
+            peak = profile.peak_bytes
+            memory = replace(memory, plan_peak_bytes=peak, forced_by=forced_by, calls=calls)
             return replace(plan, memory=memory)
         planned = {kernel.problem: kernel for kernel in plan.kernels}
         for problem, peak in profile.call_peaks.items():

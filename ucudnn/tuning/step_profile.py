@@ -54,6 +54,7 @@ class StepProfile:
         call_peaks: for each kernel the most that is allocated in any of its calls.
         own_peak_bytes: the most at any moment, without the workspace of convolutions.
         peak_bytes: the most at any moment.
+        calls: kernels in the order of the step, each with what is allocated beside its workspace.
     """
 
     held: Held
@@ -61,6 +62,7 @@ class StepProfile:
     call_peaks: Mapping[Problem, int]
     own_peak_bytes: int
     peak_bytes: int
+    calls: tuple[tuple[Problem, int], ...] = ()
 
     def memory(self, budget_bytes: int, is_training: bool) -> StepMemory:
         """The profile, of a step by torch's own convolutions, as a plan keeps it."""
@@ -154,6 +156,7 @@ def _no_mark() -> None:
 def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
     live: dict[Problem, int] = {}
     call_peaks: dict[Problem, int] = {}
+    calls: list[tuple[Problem, int]] = []
     # Three marks for each call: the span before it, that of looking it up, and the call itself.
     before, running = spans[0::3], spans[2::3]
     own_peak, peak = (max(span.peak_bytes for span in before) for _ in range(2))
@@ -166,10 +169,12 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
             # At its end the results of all kernels of the call are there. A little more than what
             # is live while the first of two runs, whichever that is.
             beside = held.total + span.end_bytes + copied_bytes
+            calls.append((problem, beside))
             live[problem] = max(live.get(problem, 0), beside)
             call_peaks[problem] = max(call_peaks.get(problem, 0), held.total + span.peak_bytes)
             own_peak = max(own_peak, span.end_bytes + copied_bytes)
-    return StepProfile(held, live, call_peaks, held.total + own_peak, held.total + peak)
+    peaks = held.total + own_peak, held.total + peak
+    return StepProfile(held, live, call_peaks, *peaks, tuple(calls))
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
