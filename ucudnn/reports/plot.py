@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +97,13 @@ def _draw(panel: Any, plan: Plan, row: Row, rationale: Rationale) -> None:
     axis, zero = byte_axis([*sizes, *([] if limit is None else [limit])])
     left, right = (10**end for end in axis["range"])
     if rationale.front:
-        x = [size or zero for size, _ in rationale.front]
-        y = [time_ns / 1e6 for _, time_ns in rationale.front]
-        # The last point holds for any larger workspace.
-        panel.step([*x, right], [*y, y[-1]], where="post", lw=1, label="front, predicted")
+        _step(panel, rationale.front, zero, right)
     if limit is not None:
         panel.axvline(limit or zero, color=COLORS["limit"], ls="--", lw=1, label="limit")
-    for name, (symbol, color) in LOOKS.items():
-        for measured in (True, False):
-            chosen = [one for one in points if (one.name, one.is_measured) == (name, measured)]
-            if chosen:
-                _scatter(panel, chosen, _MARKERS[symbol], color, zero)
+    for name, measured in product(LOOKS, (True, False)):
+        chosen = [one for one in points if (one.name, one.is_measured) == (name, measured)]
+        if chosen:
+            _scatter(panel, chosen, zero)
     panel.set_xscale("log")
     panel.set_xlim(left, right)
     panel.set_ylim(bottom=0)
@@ -117,13 +114,21 @@ def _draw(panel: Any, plan: Plan, row: Row, rationale: Rationale) -> None:
     panel.set_ylabel("time of one call [ms]")
 
 
-def _scatter(panel: Any, chosen: Sequence[Mark], marker: str, color: str, zero: float) -> None:
+def _step(panel: Any, front: Sequence[tuple[int, int]], zero: float, right: float) -> None:
+    x = [size or zero for size, _ in front]
+    y = [time_ns / 1e6 for _, time_ns in front]
+    # The last point holds for any larger workspace.
+    panel.step([*x, right], [*y, y[-1]], where="post", lw=1, label="front, predicted")
+
+
+def _scatter(panel: Any, chosen: Sequence[Mark], zero: float) -> None:
     name, measured = chosen[0].name, chosen[0].is_measured
+    symbol, color = LOOKS[name]
     panel.scatter(
         [one.workspace_bytes or zero for one in chosen],
         [one.time_ns / 1e6 for one in chosen],
         s=22 if name == "plan" else 14,
-        marker=marker,
+        marker=_MARKERS[symbol],
         facecolors=color if measured else "none",
         edgecolors=color,
         linewidths=0.8,

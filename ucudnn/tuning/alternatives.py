@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ucudnn.measurement import Measurement, Subject
+from ucudnn.measurement import Measurement, Role, Subject
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 from ucudnn.reports.rationale import Alternative
+from ucudnn.solvers import Item
 from ucudnn.tuning.invariant import invariant_split, uniform_chunks, uniform_ns
 from ucudnn.units import format_bytes
 
@@ -99,15 +100,19 @@ def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alterna
         # A remainder would be another chunk, whose time is not known.
         if problem.batch % size == 0:
             name = str(replace(invariant_split(problem.batch, size, algorithm), micro_batch=0))
-            workspace = max(item.workspace_bytes for item in items.values())
-            times = {role: item.time_ns for role, item in items.items()}
-            time_ns = uniform_ns(problem.batch // size, times)
-            one = Alternative(name, time_ns, workspace, None, False, "")
-            by_algorithm.setdefault(algorithm, []).append(one)
+            by_algorithm.setdefault(algorithm, []).append(_summed(problem, name, size, items))
     for listed in by_algorithm.values():
         yield min(listed, key=lambda one: (one.time_ns or 0, one.workspace_bytes or 0))
         yield min(listed, key=lambda one: (one.workspace_bytes or 0, one.time_ns or 0))
     yield from _run_once(problem, chunks)
+
+
+def _summed(problem: Problem, name: str, size: int, items: Mapping[Role, Item]) -> Alternative:
+    """A split into chunks of one size, by what its chunks take."""
+    workspace = max(item.workspace_bytes for item in items.values())
+    times = {role: item.time_ns for role, item in items.items()}
+    time_ns = uniform_ns(problem.batch // size, times)
+    return Alternative(name, time_ns, workspace, None, False, "")
 
 
 def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:

@@ -70,7 +70,7 @@ class KernelRecords:
 
     @property
     def uniform(self) -> list[Measurement]:
-        """Those that are usable, and those that lost to another algorithm in their role.
+        """Usable measurements, and those that lost to another algorithm in their role.
 
         In a split into chunks of one size the same algorithm computes all of them, and the fastest
         one for the first chunk need not be the fastest for the others.

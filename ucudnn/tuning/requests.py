@@ -191,27 +191,30 @@ class Requests:
         self, arm: Arm, entry: Measurement | None, may_matter: bool, with_lost: bool
     ) -> Option:
         """An arm as an option of the solver; without positions if it may not be part of a split."""
-        workspace = self._records.workspaces.expected(arm)
         has_lost = entry is not None and self._records.has_lost(arm, entry)
-        if entry is not None and entry.workspace_bytes is not None:
-            # A workspace that was measured decides; one that is only expected must also be small
-            # enough to be tried on this machine.
-            is_allowed = self._records.is_allowed(arm, entry) and (with_lost or not has_lost)
-        else:
-            is_allowed = workspace is not None and self._records.workspaces.may_run(arm, workspace)
+        may_matter = may_matter and (with_lost or not has_lost) and self._is_allowed(arm, entry)
+        counts = entry is not None and (entry.status == "ok" or (with_lost and has_lost))
         return Option(
             arm.size,
             arm.algorithm,
             self._listed.curves[arm],
-            self._listed.lists(arm) if is_allowed and may_matter else (),
+            self._listed.lists(arm) if may_matter else (),
             None if entry is None else interval_of(entry),
-            entry is not None and (entry.status == "ok" or (with_lost and has_lost)),
-            workspace or 0,
+            counts,
+            self._records.workspaces.expected(arm) or 0,
             rank_of(arm.algorithm, self._listed.by_arm[arm].is_deterministic),
             arm.size in self._listed.even_sizes,
             arm.role,
             self._elimination.least_ns(arm) if entry is None else 0,
         )
+
+    def _is_allowed(self, arm: Arm, entry: Measurement | None) -> bool:
+        # A workspace that was measured decides; one that is only expected must also be small enough
+        # to be tried on this machine.
+        if entry is not None and entry.workspace_bytes is not None:
+            return self._records.is_allowed(arm, entry)
+        workspace = self._records.workspaces.expected(arm)
+        return workspace is not None and self._records.workspaces.may_run(arm, workspace)
 
 
 def _arms(options: Iterable[Option]) -> list[Arm]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
@@ -263,12 +264,13 @@ class LiveSource(AbstractSource):
                 pass
             self.session.flush()
             working.append(measurer)
+        # A cut that was not needed has none.
         measurers = [self._measurer_by_cut.get(cut) for cut in self.cuts]
         return Evidence(
             tuple(tuple(one.usable) if one else () for one in measurers),
             tuple(tuple(one.measurements) if one else () for one in measurers),
-            tuple(entry for one in working for entry in one.uniform),
-            tuple(note for one in working for note in one.certificate()),
+            tuple(chain.from_iterable(one.uniform for one in working)),
+            tuple(chain.from_iterable(one.certificate() for one in working)),
         )
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
