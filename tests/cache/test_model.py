@@ -62,7 +62,6 @@ def test_any_sequence_of_operations(
     assert handles[0].check().clean
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_tables_merge_like_dictionaries_in_any_order(seed: int) -> None:
     chance = random.Random(seed)

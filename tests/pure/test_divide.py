@@ -73,7 +73,6 @@ def test_highs_agrees_on_small_pools(fronts: Fronts, room: int) -> None:
     assert division.time_ns == divide(fronts, total_bytes, "exact").time_ns
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 @pytest.mark.parametrize("seed", range(12))
 def test_integer_programming_agrees_on_networks(solver: str, seed: int) -> None:

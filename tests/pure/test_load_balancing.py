@@ -16,7 +16,6 @@ TIMES = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=300)
 @given(TIMES, st.integers(1, 9), st.sampled_from([1, 10**18]))
 def test_no_shares_finish_earlier_or_sooner_in_sum(

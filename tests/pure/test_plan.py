@@ -555,7 +555,6 @@ def test_a_signed_value_of_another_type_is_refused_in_a_short_sentence(tmp_path:
     assert len(str(caught.value)) < 500 + len(str(tmp_path))
 
 
-@pytest.mark.slow
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.plan.json"
     plan(kernel(layers=(), notes=())).save(path)

@@ -80,7 +80,6 @@ def test_output_size_is_what_torch_computes_and_impossible_is_what_torch_refuses
     assert Problem("fprop", **fields).y_shape == y.shape
 
 
-@pytest.mark.slow
 @given(geometries(), st.sampled_from(["fprop", "dgrad", "wgrad"]))
 def test_operands_and_result_have_the_shapes_of_torchs_backward(
     fields: dict[str, Any], op: str

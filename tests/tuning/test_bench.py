@@ -22,7 +22,6 @@ from ucudnn.problem import Problem
 PADDED = {"padding": ((1, 1), (1, 1))}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("algorithm", [DEFAULT_ALGORITHM, "onednn_nhwc", "im2col_gemm"])
 def test_workspace_of_a_chunk_is_what_a_call_of_such_chunks_takes(op, algorithm):

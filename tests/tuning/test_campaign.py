@@ -308,7 +308,6 @@ def test_a_default_whose_call_needs_more_than_its_chunk_is_split(scripted, monke
     assert plan.workspace_bytes <= 8.1 * MIB
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["powers-of-two", "all"])
 @pytest.mark.parametrize("op", ["fprop", "dgrad", "wgrad"])
 def test_ever_smaller_limits_on_one_cache(op, policy, scripted):
@@ -323,7 +322,6 @@ def test_ever_smaller_limits_on_one_cache(op, policy, scripted):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("other", range(1, 8))
 def test_batches_that_run_as_the_default_are_passed_by_chains_of_others(other, scripted):
     backend = scripted(torch_default=linear(1.0), slow=linear(2.0))

@@ -73,7 +73,6 @@ def test_a_split_below_the_allocators_threshold(scripted):
     assert found.remedy == "the split 4x2 torch_default"
 
 
-@pytest.mark.slow
 def test_a_malloc_that_keeps_blocks(scripted):
     backend = scripted(torch_default=cost(3))
 

@@ -57,7 +57,6 @@ def torch_is_deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.slow
 def test_what_varies_is_not_planned(here):
     assert algorithms(tune_problems(LAYERS, Config())) == {"atomic"}
     plan = tune_problems(LAYERS, Config(deterministic=True))

@@ -127,7 +127,6 @@ def test_other_passes(here, op):
     assert {step.algorithm for step in kernel.split(N - 1).steps} == {"fast"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 12 * MIB, 3 * MIB])
 @pytest.mark.parametrize("adding_ms", [0.1, 0.3, 1, 5])
 @pytest.mark.parametrize("effort", ["normal", "thorough"])

@@ -396,7 +396,6 @@ def test_ranks_that_share_the_work_refuse_a_budget():
         distributed.tune(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9), Config(memory_budget="1GiB"))
 
 
-@pytest.mark.slow
 def test_the_code_in_the_document_runs(repository, capsys):
     text = (repository / "docs" / "memory.md").read_text()
     (code,) = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

@@ -187,7 +187,6 @@ def test_an_algorithm_between_the_best_and_half_of_it_is_not_overlooked(scripted
     assert [str(kernel.split(N)) for kernel in plan.kernels] == ["8 fast", "8 torch_default"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mib", [1, 1.5, 2, 4, 90, 110])
 def test_more_pool_is_never_slower(mib, scripted):
     """Short chunks that need little, and others that are worth their launch and are slow."""

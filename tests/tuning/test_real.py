@@ -67,7 +67,6 @@ def test_tune_and_convert_in_one_line():
     torch.testing.assert_close(net(x), reference(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_inference_plans_the_forward_pass_only():
     plan = ucudnn.tune(model(), torch.empty(INPUT), Config(ops=("fprop",), policy="undivided"))
     assert {kernel.problem.op for kernel in plan.kernels} == {"fprop"}
@@ -83,7 +82,6 @@ def test_input_of_the_wrong_shape():
         ucudnn.tune(model(), torch.empty(2, 4, 9, 9))
 
 
-@pytest.mark.slow
 def test_a_limit_nothing_fits():
     with pytest.raises(PlanError, match="fits workspace_limit=0 B; the smallest needs") as caught:
         ucudnn.tune(model(), torch.empty(INPUT), Config(workspace_limit=0))

@@ -195,7 +195,6 @@ kinds = pytest.mark.parametrize(("op", "dtype"), KINDS)
 of_any_axis = pytest.mark.parametrize("known_of", [batch_of, rows_of, nested_of])
 
 
-@pytest.mark.slow
 @kinds
 @of_any_axis
 @pytest.mark.parametrize("seed", SEEDS)

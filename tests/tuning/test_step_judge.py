@@ -77,7 +77,6 @@ class Machine:
         return 7 if self.plan else 9
 
 
-@pytest.mark.slow
 def test_a_plan_that_wins_stays_and_says_by_how_much():
     machine = Machine({4: 100_000, 8: 200_000})
     plan = plan_of(kernel(4), kernel(8))

@@ -38,7 +38,6 @@ def per_shape(scripted, ms_by_size):
     return backend
 
 
-@pytest.mark.slow
 def test_a_kernel_below_one_percent_of_the_step_is_looked_at_once(scripted):
     per_shape(scripted, {8: 1.0, 4: 0.005})
     plan = tune_problems([("large", problem(8)), ("small", problem(4))], Config())
@@ -49,7 +48,6 @@ def test_a_kernel_below_one_percent_of_the_step_is_looked_at_once(scripted):
     assert any("looked at once" in note for note in small.notes)
 
 
-@pytest.mark.slow
 def test_thorough_measures_it_all_the_same(scripted):
     per_shape(scripted, {8: 1.0, 4: 0.05})
     layers = [("large", problem(8)), ("small", problem(4))]
