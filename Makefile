@@ -81,11 +81,11 @@ red: .venv-test/.installed
 	"$(ROOT)/tests/cache/test_torture.py" \
 	--complete --mutations 10000 $(PYTEST_ARGS))
 
-# By what runs without a device or on a scripted one, in little time, and the examples in docstrings.
+# By what runs without a device or on a scripted one, mostly, and the examples in docstrings.
 COVERAGE := 95
 coverage: .venv-test/.installed
 	$(call outside,.venv-test,pytest --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
-	-p no:cacheprovider -n $(WORKERS) --dist loadfile -m "not slow and not process" "$(ROOT)/tests/pure" \
+	-p no:cacheprovider -n $(WORKERS) --dist loadfile -m "not process" "$(ROOT)/tests/pure" \
 	"$(ROOT)/tests/cache" "$(ROOT)/tests/tuning" --pyargs ucudnn $(PYTEST_ARGS) --cov ucudnn \
 	--cov-config "$(ROOT)/pyproject.toml" --cov-report term --cov-fail-under $(COVERAGE))
 

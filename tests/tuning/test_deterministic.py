@@ -182,6 +182,7 @@ def test_two_trainings_give_the_same_bits(random_plan, kind):
         runs = [trained(model, plan) for _ in range(2)]
     finally:
         torch.set_num_threads(threads)
-    assert any(not kernel.is_default for kernel in plan.kernels)
+    # Which algorithms are the fastest here is no matter of this test.
+    assert kind == "tuned" or any(not kernel.is_default for kernel in plan.kernels)
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one, other)
