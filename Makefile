@@ -13,6 +13,8 @@
 #   make simulated-gpu      .venv-test: tests/gpu and benchmarks on a GPU that is simulated by cuDNN
 #   make gpu    PYTHON      tests and measurements on this machine's GPU, in GPU_MINUTES; PYTHON is
 #                           one with torch for CUDA; nothing is installed
+#   make bench  .venv-test  training steps of NETWORKS by torch in every way and by a plan, in turn;
+#                           results in build/whole_steps.json
 #   make docs   .venv-docs  the documentation site, in build/docs
 #   make lint, make types, make dist, make clean
 
@@ -20,11 +22,12 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= 2
 GPU_MINUTES ?= 30
+NETWORKS ?= conformer convnext wav2vec2 mobilenetv2 depthwise31 hifigan
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: demo quick test coverage red bare cudnn simulated-gpu gpu docs lint types dist clean
+.PHONY: demo quick test coverage red bare cudnn simulated-gpu gpu bench docs lint types dist clean
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
@@ -111,6 +114,10 @@ simulated-gpu: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 	export SIMULATED_GPU_CUDNN="$(ROOT)/.cudnn/$(SIMULATED_CUDNN)/nvidia/cudnn/lib/libcudnn.so.9"; \
 	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
 	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/simulated_gpu" $(PYTEST_ARGS))
+
+bench: .venv-test/.installed
+	mkdir -p build
+	.venv-test/bin/python benchmarks/whole_steps.py $(NETWORKS) --mode training --out build/whole_steps.json
 
 gpu:
 	PYTHONPATH="$(ROOT)" $(PYTHON) benchmarks/gpu_run.py --minutes $(GPU_MINUTES)
