@@ -37,8 +37,8 @@ def main() -> None:
     traced = ucudnn.trace(network.make().train(), torch.randn(network.shape))
     totals = [0.0] * 3
     better = 0.0
-    for problem in dict.fromkeys(problem for _, problem in traced):
-        calls = sum(other == problem for _, other in traced)
+    for problem in dict.fromkeys(traced):
+        calls = traced.count(problem)
         times = [calls * one for one in timed(problem, options.rounds)]
         totals = [a + b for a, b in zip(totals, times, strict=True)]
         better += min(times[0], times[2])
