@@ -136,7 +136,7 @@ def test_the_tables_of_results_are_those_of_the_files(repository: Path, tmp_path
     made.write_bytes(kept.read_bytes())
     script = repository / "docs" / "make_tables.py"
     subprocess.run([sys.executable, script, made], check=True, cwd=tmp_path)
-    assert made.read_text().count("<!-- end of table -->") == 2
+    assert made.read_text().count("<!-- end of table -->") == 3
     assert made.read_text() == kept.read_text(), "python docs/make_tables.py docs/results.md"
 
 
