@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from ucudnn.plan import KernelPlan, Plan
@@ -85,10 +86,7 @@ def front_chart(plan: Plan, row: Row, rationale: Rationale) -> Chart:
     axis, zero = byte_axis([*sizes, *([] if limit is None else [limit])])
     most = max(time_ns for time_ns in _times(rationale.front, points)) / 1e9
     traces = [*_front(rationale.front, sizes, zero), *_limit(limit, zero, most)]
-    for name, look in LOOKS.items():
-        for measured in (True, False):
-            chosen = [one for one in points if (one.name, one.is_measured) == (name, measured)]
-            traces += [_marks(chosen, look, zero)] if chosen else []
+    traces += [_marks(one, zero) for one in series_of(points)]
     yaxis = {"title": {"text": "time of one call"}, "tickformat": "~s", "ticksuffix": "s"}
     layout = {
         "height": 420,
@@ -111,6 +109,18 @@ def near_marks(kernel: KernelPlan, rationale: Rationale) -> list[Mark]:
     points = _marks_of(kernel, rationale)
     known = [one.time_ns for one in points if one.name in ("plan", "torch's default")]
     return [one for one in points if one.time_ns <= _MOST_TIMES * max(known)]
+
+
+def series_of(points: Sequence[Mark]) -> Iterator[list[Mark]]:
+    """Points of one name, measured ones apart from predicted ones, in the order of the legend.
+
+    Args:
+        points: of one kernel.
+    """
+    for name, measured in product(LOOKS, (True, False)):
+        chosen = [one for one in points if (one.name, one.is_measured) == (name, measured)]
+        if chosen:
+            yield chosen
 
 
 def _times(front: Sequence[tuple[int, int]], points: Sequence[Mark]) -> Iterator[int]:
@@ -151,9 +161,9 @@ def _limit(limit: int | None, zero: float, most: float) -> Iterator[dict[str, An
         }
 
 
-def _marks(chosen: Sequence[Mark], look: tuple[str, str], zero: float) -> dict[str, Any]:
-    symbol, color = look
+def _marks(chosen: Sequence[Mark], zero: float) -> dict[str, Any]:
     name, measured = chosen[0].name, chosen[0].is_measured
+    symbol, color = LOOKS[name]
     about = "" if measured else "~"
     return {
         "type": "scatter",

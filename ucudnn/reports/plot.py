@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from io import BytesIO
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ucudnn.errors import ConfigError, UcudnnError
 from ucudnn.plan import Plan
 from ucudnn.reports.charts import COLORS, Row, byte_axis, rows_of
-from ucudnn.reports.fronts import LOOKS, Mark, near_marks
+from ucudnn.reports.fronts import LOOKS, Mark, near_marks, series_of
 from ucudnn.reports.rationale import Rationale
 from ucudnn.system.files import write
 
@@ -100,10 +99,8 @@ def _draw(panel: Any, plan: Plan, row: Row, rationale: Rationale) -> None:
         _step(panel, rationale.front, zero, right)
     if limit is not None:
         panel.axvline(limit or zero, color=COLORS["limit"], ls="--", lw=1, label="limit")
-    for name, measured in product(LOOKS, (True, False)):
-        chosen = [one for one in points if (one.name, one.is_measured) == (name, measured)]
-        if chosen:
-            _scatter(panel, chosen, zero)
+    for chosen in series_of(points):
+        _scatter(panel, chosen, zero)
     panel.set_xscale("log")
     panel.set_xlim(left, right)
     panel.set_ylim(bottom=0)

@@ -11,7 +11,7 @@ from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 from ucudnn.reports.rationale import Alternative
 from ucudnn.solvers import Item
-from ucudnn.tuning.invariant import invariant_split, uniform_chunks, uniform_ns
+from ucudnn.tuning.invariant import invariant_split, split_ns, uniform_chunks
 from ucudnn.units import format_bytes
 
 # The split in the name of a whole call that was raced, and a run of like steps in a split's text.
@@ -110,9 +110,7 @@ def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alterna
 def _summed(problem: Problem, name: str, size: int, items: Mapping[Role, Item]) -> Alternative:
     """A split into chunks of one size, by what its chunks take."""
     workspace = max(item.workspace_bytes for item in items.values())
-    times = {role: item.time_ns for role, item in items.items()}
-    time_ns = uniform_ns(problem.batch // size, times)
-    return Alternative(name, time_ns, workspace, None, False, "")
+    return Alternative(name, split_ns(problem, size, items), workspace, None, False, "")
 
 
 def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:

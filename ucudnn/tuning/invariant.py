@@ -53,7 +53,7 @@ def invariant_splits(
     times: dict[int, tuple[int, str]] = {}
     for (size, algorithm), items in uniform_chunks(problem, measurements).items():
         if limit is None or _needed(problem, size, items) <= limit:
-            time_ns = _time_ns(problem, size, items)
+            time_ns = split_ns(problem, size, items)
             times[size] = min(times.get(size, (time_ns, algorithm)), (time_ns, algorithm))
     fastest = sorted(times, key=lambda size: (times[size][0], size))[:_MOST_FINALISTS]
     return [invariant_split(problem.batch, size, times[size][1]) for size in fastest]
@@ -87,7 +87,14 @@ def uniform_ns(chunks: int, times: Mapping[Role, int]) -> int:
     return times[Role.FIRST] + (chunks - 1) * times[Role.LATER]
 
 
-def _time_ns(problem: Problem, size: int, items: Mapping[Role, Item]) -> int:
+def split_ns(problem: Problem, size: int, items: Mapping[Role, Item]) -> int:
+    """Time of a kernel in chunks of one size, as the sum of its chunks.
+
+    Args:
+        problem: the kernel at its batch.
+        size: of the chunks.
+        items: of one chunk, by position.
+    """
     times = {role: item.time_ns for role, item in items.items()}
     return uniform_ns(-(-problem.batch // size), times)
 
@@ -162,7 +169,7 @@ def invariant_plan(
         algorithms=(algorithm,),
         alone=(BY_BATCH,) * problem.batch,
         last=invariant_steps(problem.batch, size),
-        predicted_time_ns=_time_ns(problem, size, items) if items else winner.timing.time_ns,
+        predicted_time_ns=split_ns(problem, size, items) if items else winner.timing.time_ns,
         timing=winner.timing,
         default=default,
         notes=notes,
