@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ucudnn.config import Config
@@ -10,7 +12,7 @@ from ucudnn.problem import Problem
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.tuner import tune_problems
 
-MS = 1_000_000
+MS, MIB = 1_000_000, 1 << 20
 
 
 def problem(size):
@@ -60,6 +62,20 @@ def test_a_small_kernel_over_the_limit_still_gets_a_plan(scripted):
     layers = [("large", problem(8)), ("small", problem(4))]
     plan = tune_problems(layers, Config(workspace_limit=0))
     assert len(plan.kernels) == 2
+
+
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
+def test_no_default_time_budget_leaves_a_kernel_over_the_limit(scripted, monkeypatch):
+    hurried = {"quick": replace(EFFORTS["quick"], least_budget_s=0.0, budget_steps=0)}
+    monkeypatch.setattr("ucudnn.tuning.scheduler.EFFORTS", hurried)
+    scripted(torch_default=lambda size: (size * MS, size * MIB))
+    # 16 samples at once do not fit
+    layers, limit = [("layer", problem(8))], 4 * MIB
+    (kernel,) = tune_problems(layers, Config(workspace_limit=limit, effort="quick")).kernels
+    assert kernel.timing.workspace_bytes <= limit
+    # a time that the user sets holds
+    hasty = Config(workspace_limit=limit, effort="quick", time_budget_s=1e-9)
+    assert tune_problems(layers, hasty).kernels == ()
 
 
 def test_the_default_budget_is_told_and_follows_from_the_step(scripted, monkeypatch):

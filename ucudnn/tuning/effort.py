@@ -14,7 +14,7 @@ class Effort:
     Args:
         budget_steps: the default time budget, as a number of training steps; None: no budget.
         least_budget_s: seconds that the default budget is at least.
-        most_budget_s: seconds that it is at most, if every kernel may stay torch's own.
+        most_budget_s: seconds that it is at most.
         ignored_share: a kernel that could gain less than this fraction of a step's time, or that
             uses less than ten times as much, is not measured beyond torch's own convolution.
         tolerated_share: a kernel is measured no further when a better split could gain no more
@@ -31,25 +31,19 @@ class Effort:
     chunks: Protocol
     wholes: Protocol
 
-    def budget_s(self, step_ns: int, is_forced: bool = False) -> float | None:
+    def budget_s(self, step_ns: int) -> float | None:
         """The default time budget in seconds, for everything that `tune` does.
 
-        >>> EFFORTS["normal"].budget_s(400_000_000), EFFORTS["normal"].budget_s(1_000)
-        (40.0, 10.0)
-        >>> EFFORTS["normal"].budget_s(2 * 10**9), EFFORTS["normal"].budget_s(2 * 10**9, True)
-        (55.0, 200.0)
+        >>> [EFFORTS["normal"].budget_s(step_ns) for step_ns in (1_000, 400_000_000, 2 * 10**9)]
+        [10.0, 40.0, 55.0]
 
         Args:
             step_ns: time of a step.
-            is_forced: torch's own exceeds the workspace limit in some kernel, so a plan must be
-                found, and the budget has no upper end.
         """
         if self.budget_steps is None:
             return None
         budget_s = max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
-        # Where torch's own convolution is within the limit, stopping early leaves that one. Where
-        # it is not, stopping early may leave no plan at all.
-        return budget_s if is_forced else min(budget_s, self.most_budget_s)
+        return min(budget_s, self.most_budget_s)
 
 
 # Nine pairs forgive a perturbed one at either end of a 95 % interval. Of fewer the interval is all

@@ -23,8 +23,15 @@ from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
-from ucudnn.tuning.step_judge import StepJudge, StepMeter, has_default
+from ucudnn.tuning.step_judge import StepJudge, StepMeter
 
+# Steps that tuning leaves time for, and that a default budget never takes from a race: five rounds
+# of both contestants, two more than decide a clear one.
+RACE_STEPS = 10
+# The same for a hint on what channels_last promises.
+HINT_STEPS = 5
+# The same for two layouts: four contestants in four rounds, and the steps that come before a race.
+LAYOUT_RACE_STEPS = 25
 # Rounds of one step by the plan and one by torch in channels_last, for a hint.
 _HINT_ROUNDS = 2
 # Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
@@ -57,7 +64,7 @@ def judged(
             step = Steps(model, example_inputs, _has_backward(plan))
             began = monotonic() if began is None else began
             # The first step warms up, and says how long the default budget is.
-            until = _until(plan, config, began, backend.elapsed_ns(step))
+            until = _until(config, began, backend.elapsed_ns(step), RACE_STEPS)
             meter = _meter(backend, until)
             if changes:
                 plan = StepJudge(step, meter).judge(plan)
@@ -132,7 +139,7 @@ def judged_in_layouts(
         with undisturbed(model):
             steps = {which: Steps(model, example_inputs, backward, which) for which in plans}
             step_ns = backend.elapsed_ns(steps["keep"])
-            until = _until(own, config, began, step_ns, len(plans))
+            until = _until(config, began, step_ns, LAYOUT_RACE_STEPS, len(plans))
             if until is not None and monotonic() + _LEAST_STEPS * step_ns / 1e9 > until:
                 return _by_sums(plans, calls, "the time budget has no room for them")
             against = reason_against_layout(steps["keep"], steps["channels_last"], own)
@@ -183,16 +190,17 @@ class _Installer:
 
 
 def _until(
-    plan: Plan, config: Config, began: float, step_ns: int, layouts: int = 1
+    config: Config, began: float, step_ns: int, race_steps: int, layouts: int = 1
 ) -> float | None:
     """Time at which the race must end: by the budget that was set, or by the default ones."""
     if config.time_budget_s is not None:
         return began + config.time_budget_s
-    # Where torch's own convolution of a kernel exceeds the workspace limit, the default budget has
-    # no upper end, here as for tuning.
-    is_forced = any(not has_default(plan, kernel) for kernel in plan.kernels)
-    budget_s = EFFORTS[config.effort].budget_s(step_ns, is_forced)
-    return None if budget_s is None else began + layouts * budget_s
+    budget_s = EFFORTS[config.effort].budget_s(step_ns)
+    if budget_s is None:
+        return None
+    # A race that is cut short drops kernels that it could not judge, and all that was measured of
+    # them would be lost.
+    return max(began + layouts * budget_s, monotonic() + race_steps * step_ns / 1e9)
 
 
 def _reason_against_steps(model: nn.Module, inputs: Any, plan: Plan, config: Config) -> str:

@@ -18,19 +18,17 @@ from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
 from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
-from ucudnn.tuning.judging import judged, judged_in_layouts
+from ucudnn.tuning.judging import (
+    HINT_STEPS,
+    LAYOUT_RACE_STEPS,
+    RACE_STEPS,
+    judged,
+    judged_in_layouts,
+)
 from ucudnn.tuning.memory_budget import MemoryBudget
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.tuner import tune_problems
 
-# Steps to leave time for in the budget: five rounds of both contestants, two more than decide a
-# clear race.
-RESERVED_STEPS = 10
-# The same for a hint on what channels_last promises.
-_HINT_STEPS = 5
-# The same for two layouts: four contestants in four rounds, and the steps that come before a race
-# (see `judging`).
-_LAYOUT_STEPS = 25
 # A step may need more than its kernels did alone; each pass leaves them so much less.
 _MOST_PASSES = 4
 # A budget must be above 0; within this one not even torch's own convolutions are run.
@@ -183,7 +181,7 @@ class _Tuning:
 
     def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
         has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
-        steps = RESERVED_STEPS + (_HINT_STEPS if has_other else 0)
+        steps = RACE_STEPS + (HINT_STEPS if has_other else 0)
         # A model that was converted by a plan for channels_last is traced in that layout.
         layout = memory_format_of(model)
         plan = self._tuned(traced, self._config, steps, self._on_progress, layout)
@@ -194,12 +192,12 @@ class _Tuning:
         # A budget that is set is for both layouts, default ones are for each.
         half = replace(self._config, time_budget_s=budget_s and budget_s / 2)
         report = _Joined(self._on_progress, len(set(_problems(traced["channels_last"]))))
-        own = self._tuned(traced["keep"], half, _LAYOUT_STEPS // 2, report, "keep")
+        own = self._tuned(traced["keep"], half, LAYOUT_RACE_STEPS // 2, report, "keep")
         report.go_on()
         rest = replace(self._config, time_budget_s=self._seconds_for_the_second(own))
         try:
             # A budget that was set: the time of the race is not in the second's part of it.
-            reserved = _LAYOUT_STEPS // 2 if rest.time_budget_s is None else 0
+            reserved = LAYOUT_RACE_STEPS // 2 if rest.time_budget_s is None else 0
             last = self._tuned(traced["channels_last"], rest, reserved, report, "channels_last")
         # The plan of the second layout is not complete, and that of the first is.
         except TuningInterruptedError:
@@ -221,7 +219,7 @@ class _Tuning:
         timed = [(kernel.default or kernel.timing, len(kernel.layers)) for kernel in own.kernels]
         step_s = sum(timing.time_ns * calls for timing, calls in timed) / 1e9
         # A step is longer than its convolutions, by how much is not known yet: twice is assumed.
-        race_s = min(left_s / 2, max(left_s / 4, 2 * _LAYOUT_STEPS * step_s))
+        race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * step_s))
         return max(_LEAST_BUDGET_S, left_s - race_s if self._config.step_race else left_s)
 
     def _tuned(

@@ -192,10 +192,7 @@ class TuningScheduler:
         self._total_ns = shares.cost_ns(self._layers)
         self._planners.step_ns = self._total_ns if self._by_share else 0
         if seconds is None and self._by_share:
-            # A kernel whose default exceeds the limit must get a plan, so the budget has no upper
-            # end.
-            is_forced = any(stake.is_forced for stake in shares.stakes.values())
-            seconds = self._effort.budget_s(self._total_ns, is_forced)
+            seconds = self._effort.budget_s(self._total_ns)
         self._budget.begin_tuning(seconds, self._reserved_steps * self._total_ns / 1e9)
         # Sessions were opened when the length of a step was not known.
         if self._budget.deadline is not None:
@@ -216,13 +213,13 @@ class TuningScheduler:
         while pool is not None and pool.learn():
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
-        # A budget that the user set for the time holds; the plan is checked against that of memory.
-        if self._limits.budget_bytes is not None and self._config.time_budget_s is None:
+        # A time budget that the user set holds; a default one does not take a plan from a kernel.
+        if self._config.time_budget_s is None:
             self._tune_missing()
         self.results.require_plans()
 
     def _tune_missing(self) -> None:
-        """Tune kernels that would break the memory budget without a plan, however long it takes."""
+        """Tune kernels that would exceed their limit without a plan, however long it takes."""
         missing = self.results.missing
         if missing:
             self._budget.lift()
