@@ -48,6 +48,8 @@ def steps_row(name: str, rows: Sequence[Values], row: Values, published: Values)
     )
     theirs = published.get(row["policy"]) if published.get("limit") == row["limit"] else None
     over = "-" if alone is None else ratio_text(alone["samples_ns"], samples)
+    # Such an undivided row is no rival within the limit.
+    over += "*" if alone is not None and alone["over_limit"] else ""
     return [
         *cells,
         "1" if row is alone else over,

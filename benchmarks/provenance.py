@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import time
@@ -13,7 +12,10 @@ import torch
 
 from ucudnn.backends import open_backend
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
+from ucudnn.backends.torch_cpu.load import LoadMeter
 from ucudnn.system.version import own_version
+
+LOAD_S = 0.5
 
 
 def provenance() -> dict[str, Any]:
@@ -27,12 +29,22 @@ def provenance() -> dict[str, Any]:
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "malloc": describe_allocator(),
-        "load": round(os.getloadavg()[0], 2),
+        "load": round(load(), 2),
         "ucudnn": own_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
     }
+
+
+def load() -> float:
+    """Number of processors that other processes use, over half a second.
+
+    The system's average of a minute has what this run did before.
+    """
+    meter = LoadMeter()
+    time.sleep(LOAD_S)
+    return meter.others()
 
 
 def cpu_model() -> str:

@@ -10,8 +10,8 @@ whose malloc keeps large blocks, takes part in each round (malloc_steps.py). Wha
 is not taken anew, so that a run which was stopped goes on. Without --limit no workspace limit
 restricts the plan. Needs transformers and monai (the extra `test`).
 
---quick is for networks.QUICK with smaller inputs: 30 s of tuning with little effort, and no more
-rounds after 35 s of them.
+--quick is for networks.QUICK with smaller inputs: 25 s of tuning with little effort, and no more
+rounds after 30 s of them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    defaults = ("quick", 30.0, 35.0) if options.quick else ("normal", None, 90.0)
+    defaults = ("quick", 25.0, 30.0) if options.quick else ("normal", None, 90.0)
     for name, default in zip(("effort", "budget", "enough"), defaults, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, default)

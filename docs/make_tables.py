@@ -196,7 +196,7 @@ def origin(name: str) -> str:
     loads = sorted(one["load"] for one in entries)
     return (
         f"Measured on {' and '.join(days)} by {commands}: {said['device']}, {said['threads']} "
-        f"threads, torch {said['torch']}; load of the machine before: {loads[0]} to {loads[-1]}."
+        f"threads, torch {said['torch']}. Before, others used {loads[0]} to {loads[-1]} processors."
     )
 
 
