@@ -94,8 +94,8 @@ def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
     assert second[:4] == ["ResNet-18", "8x3x4", "training", "0.83 (0.83 to 0.83)"]
     assert second[6:8] == ["-", "-"]
     assert lines[8] == (
-        "Measured on 2026-01-31 by `python x.py`: a CPU, 2 threads, torch 2.13. Before, others used "
-        "0.1 to 0.1 processors."
+        "Measured on 2026-01-31 by `python x.py`: a CPU, 2 threads, torch 2.13. Before, others "
+        "used 0.1 to 0.1 processors."
     )
 
 
