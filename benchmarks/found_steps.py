@@ -32,25 +32,31 @@ class Found:
         # Files of earlier versions have no such process.
         other = (values.get("malloc") or {}).get("bench")
         kept = StepBench.from_dict(other).ways if other else ()
-        self.ways = [Named(one.way.name, one) for one in own.ways]
-        self.ways += [Named(one.way.name + SUFFIX, one) for one in kept]
+        self.own = [Named(one.way.name, one) for one in own.ways]
+        self.ways = [*self.own, *(Named(one.way.name + SUFFIX, one) for one in kept)]
 
-    def fastest(self, is_planned: bool) -> Named | None:
-        """The fastest by the plan, or without one; None where none was timed."""
-        able = [
-            one
-            for one in self.ways
-            if one.steps.samples_ns and one.steps.way.is_planned == is_planned
-        ]
+    def fastest(self, is_planned: bool, with_malloc: bool = True) -> Named | None:
+        """The fastest by the plan, or without one; None where none was timed.
+
+        Args:
+            is_planned: by the plan.
+            with_malloc: out of all ways; else out of those with malloc as it comes.
+        """
+        ways = self.ways if with_malloc else self.own
+        able = [one for one in ways if one.steps.samples_ns]
+        able = [one for one in able if one.steps.way.is_planned == is_planned]
         return min(able, key=lambda one: one.steps.time_ns, default=None)
 
-    def gain(self) -> tuple[float, float, float]:
+    def gain(self, with_malloc: bool = True) -> tuple[float, float, float]:
         """Time of the fastest way without a plan over that of the fastest with it.
+
+        Args:
+            with_malloc: as for `fastest`.
 
         Returns:
             (median, low, high) with the 95 % interval; ones where either is missing.
         """
-        other, planned = self.fastest(is_planned=False), self.fastest(is_planned=True)
+        other, planned = (self.fastest(on, with_malloc) for on in (False, True))
         if other is None or planned is None:
             return 1.0, 1.0, 1.0
         samples = other.steps.samples_ns, planned.steps.samples_ns

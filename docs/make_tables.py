@@ -82,90 +82,81 @@ def tuned_row(one: dict[str, Any]) -> Row:
 
 def founds(name: str) -> list[Found]:
     """The entries of a file of whole_steps.py, the largest gain first."""
-    return sorted(map(Found, results(name)), key=lambda one: -one.gain()[0])
+    return sorted(map(Found, results(name)), key=lambda one: -gain(one)[0])
+
+
+def gain(one: Found) -> tuple[float, float, float]:
+    """What the plan gains over the fastest way without one, as malloc comes."""
+    return one.gain(with_malloc=False)
 
 
 def stepped(mode: str) -> list[Row]:
     """Steps by all ways, from whole_steps.json; the largest gain first."""
     found = [one for one in founds("whole_steps.json") if one.values["mode"] == mode]
-    names = ways_of(found)
+    names = list(dict.fromkeys(way.name for one in found for way in one.own))
     heading = ["network", *names, "fastest without over fastest with a plan (95 %)", "peak"]
     return [heading, *(stepped_row(one, names) for one in found)]
 
 
 def stepped_row(one: Found, names: list[str]) -> Row:
     """A network of whole_steps.json."""
-    taken = {way.name: way.steps for way in one.ways if way.steps.samples_ns}
+    taken = {way.name: way.steps for way in one.own if way.steps.samples_ns}
     times = [f"{taken[name].time_ns / 1e6:.0f} ms" if name in taken else "-" for name in names]
-    return [NAMES[one.values["network"]], *times, ratio(one.gain()), peaks(one)]
-
-
-def ways_of(found: Iterable[Found]) -> list[str]:
-    """The names of all ways."""
-    return list(dict.fromkeys(way.name for one in found for way in one.ways))
+    return [NAMES[one.values["network"]], *times, ratio(gain(one)), peaks(one)]
 
 
 def peaks(one: Found) -> str:
     """Peaks of a step by the fastest way without a plan, and by the fastest with one."""
-    fastest = (one.fastest(is_planned=on) for on in (False, True))
+    fastest = (one.fastest(on, with_malloc=False) for on in (False, True))
     return ", ".join(format_bytes(way.steps.peak_bytes) if way else "-" for way in fastest)
 
 
 def made() -> list[Row]:
     """Steps of `make bench`, from bench.json; the largest gain first."""
     found = founds("bench.json")
-    names = ways_of(found)
-    heading = [
-        "network",
-        "input",
-        "mode",
-        "fastest without over fastest with a plan (95 %)",
-        *names,
-    ]
+    names = list(dict.fromkeys(way.name for one in found for way in one.ways))
+    heading = ["network", "input", "mode", "fastest without over fastest with a plan (95 %)"]
+    heading += ["the same, out of the ways with `+malloc`, too", *names]
     heading += ["peak: fastest without, with a plan", "tuned in", "kernels changed"]
-    rows = []
-    for one in found:
-        taken = {way.name: time_text(way.steps.samples_ns) for way in one.ways}
-        values = one.values
-        rows.append(
-            [
-                SHORT_NAMES[values["network"]],
-                "x".join(map(str, values["input"])),
-                values["mode"],
-                ratio(one.gain()),
-                *(taken.get(name, "-") for name in names),
-                peaks(one),
-                f"{values['tuned_s']:.0f} s",
-                f"{values['changed']} of {values['kernels']}",
-            ]
-        )
-    return [heading, *rows]
+    return [heading, *(made_row(one, names) for one in found)]
+
+
+def made_row(one: Found, names: list[str]) -> Row:
+    """A network of bench.json."""
+    values = one.values
+    taken = {way.name: time_text(way.steps.samples_ns) for way in one.ways}
+    return [
+        SHORT_NAMES[values["network"]],
+        "x".join(map(str, values["input"])),
+        values["mode"],
+        ratio(gain(one)),
+        ratio(one.gain()),
+        *(taken.get(name, "-") for name in names),
+        peaks(one),
+        f"{values['tuned_s']:.0f} s",
+        f"{values['changed']} of {values['kernels']}",
+    ]
 
 
 def gained() -> list[Row]:
     """The networks of whole_steps.json whose plan is faster or slower beyond the noise.
 
-    The others are one row.
+    The others are one row between them.
     """
     heading = ["network", "mode", "fastest without a plan", "by the plan", "ratio (95 %)"]
     found = founds("whole_steps.json")
-    shown = {True: [one for one in found if one.gain()[1] > 1]}
-    shown[False] = [one for one in found if one.gain()[2] < 1]
-    rest = [one.gain()[0] for one in found if one not in shown[True] + shown[False]]
+    faster = [one for one in found if gain(one)[1] > 1]
+    slower = [one for one in found if gain(one)[2] < 1]
+    rest = [gain(one)[0] for one in found if one not in (*faster, *slower)]
     middle = [f"{len(rest)} others", "", "", "", f"{min(rest):.2f} to {max(rest):.2f}: noise"]
-    return [
-        heading,
-        *map(gained_row, shown[True]),
-        *([middle] if rest else []),
-        *map(gained_row, shown[False]),
-    ]
+    return [heading, *map(gained_row, faster), middle, *map(gained_row, slower)]
 
 
 def gained_row(one: Found) -> Row:
     """A network of the table of README.md."""
-    fastest = [one.fastest(is_planned=on) for on in (False, True)]
+    fastest = (one.fastest(on, with_malloc=False) for on in (False, True))
     times = [f"{way.name}: {way.steps.time_ns / 1e6:.0f} ms" for way in fastest if way]
-    return [NAMES[one.values["network"]], one.values["mode"], *times, ratio(one.gain())]
+    return [NAMES[one.values["network"]], one.values["mode"], *times, ratio(gain(one))]
 
 
 TABLES: dict[str, Callable[[], list[Row]]] = {
