@@ -47,6 +47,14 @@ class Found:
         able = [one for one in able if one.steps.way.is_planned == is_planned]
         return min(able, key=lambda one: one.steps.time_ns, default=None)
 
+    @property
+    def followed(self) -> dict[str, Any]:
+        """Facts about the plan of the fastest planned way, with malloc as it comes."""
+        planned = self.fastest(is_planned=True, with_malloc=False)
+        is_compiled = planned is not None and planned.steps.way.is_compiled
+        # In some files, compiled models have a plan of their own.
+        return self.values.get("plan_of_compiled", self.values) if is_compiled else self.values
+
     def gain(self, with_malloc: bool = True) -> tuple[float, float, float]:
         """Time of the fastest way without a plan over that of the fastest with it.
 

@@ -78,10 +78,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="a JSON file, to which the results are appended")
     options = parser.parse_args()
-    made, shape = provenance(), options.input or NETWORKS[options.network].shape
+    made, began = provenance(), time.monotonic()
+    shape = options.input or NETWORKS[options.network].shape
     rows = measured(options, *example(options.network, shape, is_training=True))
     entry = {"network": options.network, "input": list(shape), "effort": options.effort}
-    entry |= {"made": made, "rows": [asdict(row) for row in rows]}
+    entry |= {"wall_s": round(time.monotonic() - began, 1), "made": made}
+    entry |= {"rows": [asdict(row) for row in rows]}
     if options.out:
         known = json.loads(options.out.read_text()) if options.out.exists() else []
         options.out.write_text(json.dumps([*known, entry], indent=1) + "\n")

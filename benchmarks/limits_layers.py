@@ -14,6 +14,7 @@ import argparse
 import csv
 import json
 import tempfile
+import time
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,13 @@ def main() -> None:
     parser.add_argument("--effort", default="quick")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
+    began = time.monotonic()
     document: dict[str, Any] = {"made": provenance(), "effort": options.effort, "layers": []}
     for name, problem, published in layers(options.batch)[: options.first]:
         console.print(f"{name}, {problem}")
         entry = {"name": name, "problem": str(problem), "published": published}
         document["layers"].append(entry | measured(problem, options.effort))
+        document["wall_s"] = round(time.monotonic() - began, 1)
         if options.out:
             options.out.write_text(json.dumps(document, indent=1) + "\n")
     console.print(rendered("Undivided over divided", layers_table(document)))

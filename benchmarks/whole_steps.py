@@ -10,8 +10,8 @@ whose malloc keeps large blocks, takes part in each round (malloc_steps.py). Wha
 is not taken anew, so that a run which was stopped goes on. Without --limit no workspace limit
 restricts the plan. Needs transformers and monai (the extra `test`).
 
---quick is for networks.QUICK with smaller inputs: 25 s of tuning with little effort, and no more
-rounds after 30 s of them.
+--quick is for networks.QUICK with smaller inputs: 20 s of tuning with little effort, and no more
+rounds after 25 s of them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def main() -> None:
             continue
         console.print(f"{name}, {mode}")
         # Before it begins: the load is that of others.
-        made = provenance()
-        found += [{**one, "made": made} for one in child(name, mode, options)]
+        made, turn = provenance(), time.monotonic()
+        for one in child(name, mode, options):
+            found.append({**one, "wall_s": round(time.monotonic() - turn, 1), "made": made})
         if options.out:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
     console.print(table(found))
@@ -86,7 +87,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    defaults = ("quick", 25.0, 30.0) if options.quick else ("normal", None, 90.0)
+    defaults = ("quick", 20.0, 25.0) if options.quick else ("normal", None, 90.0)
     for name, default in zip(("effort", "budget", "enough"), defaults, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -222,9 +223,9 @@ def table(found: list[dict[str, Any]]) -> Table:
         result.add_row(
             f"{one.values['network']} {'x'.join(map(str, one.values['input']))}",
             one.values["mode"],
-            f"{one.values['tuned_s']} s",
-            f"{one.values['changed']} of {one.values['kernels']}",
-            one.values["memory_format"],
+            f"{one.followed['tuned_s']} s",
+            f"{one.followed['changed']} of {one.followed['kernels']}",
+            one.followed["memory_format"],
             f"{other.name} {format_ns(other.steps.time_ns)}",
             f"{planned.name} {format_ns(planned.steps.time_ns)}",
             f"{middle:.2f} ({low:.2f} to {high:.2f})",

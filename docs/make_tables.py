@@ -133,8 +133,8 @@ def made_row(one: Found, names: list[str]) -> Row:
         ratio(one.gain()),
         *(taken.get(name, "-") for name in names),
         peaks(one),
-        f"{values['tuned_s']:.0f} s",
-        f"{values['changed']} of {values['kernels']}",
+        f"{one.followed['tuned_s']:.0f} s",
+        f"{one.followed['changed']} of {one.followed['kernels']}",
     ]
 
 
@@ -177,17 +177,19 @@ MISSING = "Not measured yet."
 def origin(name: str) -> str:
     """How a file of results was made, in a sentence."""
     found = results(name)
-    entries = [one["made"] for one in (found if isinstance(found, list) else [found])]
-    said = {
-        key: ", ".join(dict.fromkeys(str(one[key]) for one in entries))
+    entries = found if isinstance(found, list) else [found]
+    runs = [one["made"] for one in entries]
+    device, threads, torch = (
+        ", ".join(dict.fromkeys(str(run[key]) for run in runs))
         for key in ("device", "threads", "torch")
-    }
-    commands = " and ".join(dict.fromkeys(f"`{one['command']}`" for one in entries))
-    days = sorted({one["date"][:10] for one in entries})
-    loads = sorted(one["load"] for one in entries)
+    )
+    commands = " and ".join(dict.fromkeys(f"`{run['command']}`" for run in runs))
+    days = " and ".join(sorted({run["date"][:10] for run in runs}))
+    loads = sorted(run["load"] for run in runs)
+    minutes = sum(one["wall_s"] for one in entries) / 60
     return (
-        f"Measured on {' and '.join(days)} by {commands}: {said['device']}, {said['threads']} "
-        f"threads, torch {said['torch']}. Before, others used {loads[0]} to {loads[-1]} processors."
+        f"Measured on {days} in {minutes:.0f} minutes by {commands}: {device}, {threads} threads, "
+        f"torch {torch}. Before, others used {loads[0]} to {loads[-1]} processors."
     )
 
 

@@ -38,7 +38,7 @@ def entries() -> list[dict[str, Any]]:
     made = {"command": "python x.py", "date": "2026-01-31T12:00:00Z", "device": "a CPU"}
     made |= {"threads": 2, "torch": "2.13", "load": 0.1}
     common = {"input": [8, 3, 4], "mode": "training", "made": made}
-    common |= {"tuned_s": 3.2, "kernels": 9, "changed": 2}
+    common |= {"tuned_s": 3.2, "kernels": 9, "changed": 2, "wall_s": 90}
     lost = {"network": "resnet18", "bench": bench(eager=(10,) * 6, plan=(12,) * 6)}
     kept = bench(eager=(8,) * 5, plan=(5,) * 5)
     won = {"network": "conformer", "bench": bench(eager=(9,) * 6, plan=(7,) * 6)}
@@ -65,6 +65,11 @@ def test_the_fastest_way_may_be_in_either_process(
     assert won.gain(with_malloc=False) == pytest.approx((9 / 7,) * 3)
     assert won.fastest(is_planned=False).name == "eager+malloc"
     assert won.sentence().startswith("a step by plan+malloc is 1.60 (1.60 to 1.60) times as fast")
+    entries[0] |= {"plan_of_compiled": {"changed": 5}, "bench": bench(eager=(9,), plan=(9,))}
+    assert script("found_steps").Found(entries[0]).followed["changed"] == 2
+    timed = TimedSteps(WAYS["plan+compile"], (8,))
+    entries[0]["bench"]["ways"] += StepBench((timed,), is_training=True).to_dict()["ways"]
+    assert script("found_steps").Found(entries[0]).followed["changed"] == 5
     # a process that ended early has fewer rounds
     entries[1]["malloc"]["bench"] = bench(eager=(8,) * 2)
     assert script("found_steps").Found(entries[1]).gain() == pytest.approx((8 / 7,) * 3)
@@ -96,8 +101,8 @@ def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
     assert second[:4] == ["ResNet-18", "8x3x4", "training", "0.83 (0.83 to 0.83)"]
     assert second[7:9] == ["-", "-"]
     assert lines[8] == (
-        "Measured on 2026-01-31 by `python x.py`: a CPU, 2 threads, torch 2.13. Before, others "
-        "used 0.1 to 0.1 processors."
+        "Measured on 2026-01-31 in 3 minutes by `python x.py`: a CPU, 2 threads, torch 2.13. "
+        "Before, others used 0.1 to 0.1 processors."
     )
 
 
@@ -122,7 +127,7 @@ def test_the_quick_set_is_ten_networks_and_its_settings_can_be_overridden(
         return steps.arguments()
 
     quick = read("--quick", "--budget", "7")
-    assert (quick.effort, quick.budget, quick.enough) == ("quick", 7, 30)
+    assert (quick.effort, quick.budget, quick.enough) == ("quick", 7, 25)
     assert steps.cases(quick)[0] == ("conformer", "inference")
     assert len({name for name, _ in steps.cases(quick)}) == 10
     assert {name for name, _ in steps.cases(quick)} <= networks.NETWORKS.keys()
@@ -223,6 +228,7 @@ def test_steps_under_limits(
     assert [row["divided"] for row in rows if row["policy"] == "undivided"] == [0, 0]
     # path and all: a machine's folders are not for others
     assert first["made"]["command"].endswith("--rounds 2 --out limits.json")
+    assert first["wall_s"] > 0
     table = script("found_limits").steps_table([first], {tiny: "Tiny"})
     assert table[1][:3] == ["Tiny, 8x16x12x12", "none", "torch's own"]
     assert table[2][4] == table[4][4] == "1"
@@ -264,7 +270,9 @@ def test_layers_of_the_figure(
     command = ["limits_layers.py", "--batch", "2", "--first", "1", "--out", str(path)]
     monkeypatch.setattr(sys, "argv", command)
     layers.main()
-    (layer,) = json.loads(path.read_text())["layers"]
+    document = json.loads(path.read_text())
+    (layer,) = document["layers"]
+    assert document["wall_s"] > 0
     assert layer["splits"][0]["split"] == "2 torch_default"
     for by_policy in layer["chosen"].values():
         assert all(0 <= place < len(layer["splits"]) for place in by_policy.values())
