@@ -12,7 +12,7 @@ from rich.table import Table
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.units import format_bytes, format_ns
 
-PUBLISHED = Path(__file__).parent / "results" / "mucudnn-p100"
+PUBLISHED = Path(__file__).parent / "results" / "mucudnn-2018"
 UNDIVIDED, ALL = "undivided", "all"
 Values = Mapping[str, Any]
 
@@ -26,12 +26,12 @@ def steps_table(found: Sequence[Values], names: Mapping[str, str]) -> list[list[
     """
     published = json.loads((PUBLISHED / "published.json").read_text())
     heading = ["network", "limit", "policy", "step", "undivided's step over this one's (95 %)"]
-    heading += [f"the same by µ-cuDNN on {published['device']}", "torch's step over this one's"]
+    heading += ["the same by µ-cuDNN on a GPU", "torch's step over this one's"]
     heading += ["workspace", "kernels over the limit", "peak of a step", "tuned in", "divided"]
     rows = [heading]
     for one in found:
         name = f"{names.get(one['network'], one['network'])}, {'x'.join(map(str, one['input']))}"
-        theirs = published["networks"].get(one["network"], {})
+        theirs = published.get(one["network"], {})
         rows += [steps_row(name, one["rows"], row, theirs) for row in one["rows"]]
     return rows
 

@@ -1,4 +1,4 @@
-"""Steps under workspace limits by each policy, as the figures of µ-cuDNN have them.
+"""Steps under workspace limits by each policy, as µ-cuDNN compares them.
 
     python benchmarks/limits.py alexnet --out limits.json
     python benchmarks/limits.py cifar10 --limits 64MiB --out limits.json       # appends

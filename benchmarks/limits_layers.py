@@ -2,7 +2,7 @@
 
     python benchmarks/limits_layers.py --out limits_layers.json
 
-Takes the shapes of results/mucudnn-p100/deepbench_forward.csv, each once: those of at most 80 GFLOP
+Takes the shapes of results/mucudnn-2018/deepbench_forward.csv, each once: those of at most 80 GFLOP
 whose input and output take at most 512 MiB together. For every limit a layer is planned undivided
 and with all sizes. All splits of a layer that differ, and torch's own, are then timed as whole
 calls in turn.
