@@ -184,10 +184,10 @@ NETWORKS = {
 QUICK_SHAPES = {
     "alexnet": (32, 3, 224, 224),
     "resnet18": (8, 3, 224, 224),
-    "resnet50": (4, 3, 224, 224),
+    "resnet50": (2, 3, 224, 224),
     "vgg11": (2, 3, 224, 224),
     "unet3d": (1, 1, 32, 32, 32),
-    "wav2vec2": (1, 32000),
+    "wav2vec2": (1, 24000),
 }
 # The first one is where a CPU gains most; wav2vec 2.0 and HiFi-GAN are for sound, the U-Net for
 # volumes, the others for images.
