@@ -13,8 +13,9 @@
 #   make simulated-gpu      .venv-test: tests/gpu and benchmarks on a GPU that is simulated by cuDNN
 #   make gpu    PYTHON      tests and measurements on this machine's GPU, in GPU_MINUTES; PYTHON is
 #                           one with torch for CUDA; nothing is installed
-#   make bench  .venv-test  training steps of NETWORKS by torch in every way and by a plan, in turn;
-#                           results in build/whole_steps.json
+#   make bench  .venv-test  steps of ten networks, or of NETWORKS, by torch in every way and by a plan,
+#                           in turn, in 20 minutes; a run that was stopped goes on with what is in
+#                           build/bench.json
 #   make docs   .venv-docs  the documentation site, in build/docs
 #   make lint, make types, make dist, make clean
 
@@ -22,7 +23,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= 2
 GPU_MINUTES ?= 30
-NETWORKS ?= conformer convnext wav2vec2 mobilenetv2 depthwise31 hifigan
+NETWORKS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -117,7 +118,7 @@ simulated-gpu: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 
 bench: .venv-test/.installed
 	mkdir -p build
-	.venv-test/bin/python benchmarks/whole_steps.py $(NETWORKS) --mode training --out build/whole_steps.json
+	.venv-test/bin/python benchmarks/whole_steps.py $(NETWORKS) --quick --out build/bench.json
 
 gpu:
 	PYTHONPATH="$(ROOT)" $(PYTHON) benchmarks/gpu_run.py --minutes $(GPU_MINUTES)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -113,6 +114,23 @@ def vgg11() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def alexnet() -> nn.Module:
+    """AlexNet in one column, with the shapes of benchmarks/layers/alexnet_ucudnn_csv.csv."""
+    import step_models
+
+    return step_models.alexnet(small=False)
+
+
+def cifar10() -> nn.Module:
+    """Caffe's quick network for CIFAR-10, whose training the authors of µ-cuDNN timed."""
+    layers: list[nn.Module] = []
+    for before, width in ((3, 32), (32, 32), (32, 64)):
+        layers += [nn.Conv2d(before, width, 5, padding=2), nn.ReLU()]
+        layers.append(nn.AvgPool2d(3, 2, ceil_mode=True))
+    layers[1:3] = [nn.MaxPool2d(3, 2, ceil_mode=True), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 64), nn.Linear(64, 10))
+
+
 def unet3d() -> nn.Module:
     """A U-Net for volumes with 3x3x3 convolutions."""
     from monai.networks.nets import DynUNet
@@ -132,6 +150,8 @@ def resnet(name: str) -> nn.Module:
 
 
 NETWORKS = {
+    "alexnet": Network(alexnet, (128, 3, 224, 224)),
+    "cifar10": Network(cifar10, (1024, 3, 32, 32)),
     "resnet18": Network(partial(resnet, "resnet18"), (32, 3, 224, 224)),
     "resnet50": Network(partial(resnet, "resnet50"), (16, 3, 224, 224)),
     "vgg11": Network(vgg11, (8, 3, 224, 224)),
@@ -159,3 +179,48 @@ NETWORKS = {
     "wavenet": Network(wavenet, (4, 1, 4096)),
     "conv1d": Network(lambda: nn.Conv1d(512, 512, 3, 2), (4, 512, 6400)),
 }
+
+# Inputs of which a step takes at most 0.7 s on two cores, for `make bench`; others keep theirs.
+QUICK_SHAPES = {
+    "alexnet": (32, 3, 224, 224),
+    "resnet18": (8, 3, 224, 224),
+    "resnet50": (2, 3, 224, 224),
+    "vgg11": (2, 3, 224, 224),
+    "unet3d": (1, 1, 32, 32, 32),
+    "wav2vec2": (1, 24000),
+}
+# The first one is where a CPU gains most; wav2vec 2.0 and HiFi-GAN are for sound, the U-Net for
+# volumes, the others for images.
+QUICK = (
+    ("conformer", "inference"),
+    ("conformer", "training"),
+    ("alexnet", "training"),
+    ("resnet18", "training"),
+    ("resnet50", "training"),
+    ("vgg11", "training"),
+    ("convnext", "training"),
+    ("mobilenetv2", "training"),
+    ("unet3d", "training"),
+    ("wav2vec2", "training"),
+    ("hifigan", "training"),
+)
+
+
+def example(name: str, shape: tuple[int, ...], is_training: bool) -> tuple[nn.Module, Tensor]:
+    """A network and an input, with the same values in every process.
+
+    Args:
+        name: one of NETWORKS.
+        shape: of the input.
+        is_training: else its parameters need no gradients.
+    """
+    torch.manual_seed(0)
+    model = NETWORKS[name].make().train(is_training)
+    if not is_training:
+        model.requires_grad_(False)
+    return model, torch.randn(shape)
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    """Read a shape such as 8x3x224x224."""
+    return tuple(map(int, text.split("x")))

@@ -1,12 +1,17 @@
-"""Steps by the plan beside the fastest that torch has: eager, channels_last, torch.compile.
+"""Steps by the plan beside the fastest that torch has: eager, channels_last, torch.compile, malloc.
 
-    python benchmarks/whole_steps.py --out whole_steps.json              # all networks
+    python benchmarks/whole_steps.py --quick --out bench.json            # `make bench`: 20 minutes
+    python benchmarks/whole_steps.py --out whole_steps.json              # all networks, hours
     python benchmarks/whole_steps.py resnet18 wavenet --mode inference --out whole_steps.json
 
 Each network is tuned from an empty cache for the better of two layouts, in a process of its own;
-then one step by every way is taken in each round, of training and of inference. What --out has
-already is not taken anew, so that a run which was stopped goes on. Without --limit no workspace
-limit restricts the plan. Needs transformers and monai (the extra `test`).
+then one step by every way is taken in each round, of training and of inference. A second process,
+whose malloc keeps large blocks, takes part in each round (malloc_steps.py). What --out has already
+is not taken anew, so that a run which was stopped goes on. Without --limit no workspace limit
+restricts the plan. Needs transformers and monai (the extra `test`).
+
+--quick is for networks.QUICK with smaller inputs: 20 s of tuning with little effort, and no more
+rounds after 25 s of them.
 """
 
 from __future__ import annotations
@@ -24,16 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from networks import NETWORKS
+from found_steps import Found
+from malloc_steps import steps_with_malloc
+from networks import NETWORKS, QUICK, QUICK_SHAPES, example, shape_of
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import ucudnn
-from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.steps.bench import bench_steps
-from ucudnn.steps.result import StepBench
+from ucudnn.steps.result import WAYS, ways_of
 from ucudnn.tuning.noise import noise_of
 from ucudnn.units import format_bytes, format_ns
 
@@ -43,68 +50,107 @@ console = Console(width=150, soft_wrap=True, highlight=False)
 
 def main() -> None:
     """Measure each network of the command line in a child; print and keep what it says."""
+    options = arguments()
+    if options.child:
+        print(json.dumps(measured(options.networks[0], options.mode, options)))
+        return
+    begun = time.monotonic()
+    done = options.out is not None and options.out.exists()
+    found: list[dict[str, Any]] = json.loads(options.out.read_text()) if done else []
+    for name, mode in cases(options):
+        if any((one["network"], one["mode"]) == (name, mode) for one in found):
+            continue
+        console.print(f"{name}, {mode}")
+        # Before it begins: the load is that of others.
+        made, turn = provenance(), time.monotonic()
+        for one in child(name, mode, options):
+            found.append({**one, "wall_s": round(time.monotonic() - turn, 1), "made": made})
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    console.print(table(found))
+    console.print(f"{time.monotonic() - begun:.0f} s in all")
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line; --quick sets what it does not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("networks", nargs="*", help=f"default: all: {', '.join(NETWORKS)}")
+    parser.add_argument("--quick", action="store_true", help="about 110 s for each network")
     parser.add_argument("--mode", choices=MODES, help="default: both")
+    parser.add_argument("--input", help="shape, such as 8x3x224x224; default: that of each network")
     parser.add_argument("--limit", help="workspace limit, such as 16MiB; default: none")
-    parser.add_argument("--effort", default="normal")
+    parser.add_argument("--effort", help="default: normal, or quick with --quick")
+    parser.add_argument("--budget", type=float, help="seconds of tuning; default: by the effort")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--enough", type=float, help="seconds after which no more rounds begin")
+    parser.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    modes = [options.mode] if options.mode else list(MODES)
-    if options.child:
-        print(json.dumps(measured(options.networks[0], modes[0], options)))
-        return
-    done = options.out is not None and options.out.exists()
-    found: list[dict[str, Any]] = json.loads(options.out.read_text()) if done else []
-    for name in options.networks or NETWORKS:
-        for mode in modes:
-            if any((one["network"], one["mode"]) == (name, mode) for one in found):
-                continue
-            console.print(f"{name}, {mode}")
-            found += child(name, mode, options)
-            if options.out:
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
-    console.print(table(found))
+    defaults = ("quick", 20.0, 25.0) if options.quick else ("normal", None, 90.0)
+    for name, default in zip(("effort", "budget", "enough"), defaults, strict=True):
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    return options
+
+
+def cases(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Networks and modes in the order of their turns."""
+    if options.quick:
+        known = [case for case in QUICK if options.mode in (None, case[1])]
+        return [case for case in known if not options.networks or case[0] in options.networks]
+    modes = [options.mode] if options.mode else MODES
+    return [(name, mode) for name in options.networks or NETWORKS for mode in modes]
 
 
 def child(name: str, mode: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What a process of its own measures of a network; nothing if it failed."""
     command = [sys.executable, __file__, name, "--child", "--mode", mode]
-    command += ["--effort", options.effort, "--rounds", str(options.rounds)]
-    command += ["--limit", options.limit] if options.limit else []
+    for word in ("effort", "rounds", "enough", "ways", "budget", "limit", "input"):
+        value = getattr(options, word)
+        command += [] if value is None else [f"--{word}", str(value)]
+    command += ["--quick"] if options.quick else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         console.print(f"{name}, {mode}: failed with exit status {done.returncode}")
         return []
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    console.print(StepBench.from_dict(result["bench"]).sentence())
+    console.print(Found(result).sentence())
     return [result]
 
 
 def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """Tune one network and time its steps."""
-    torch.manual_seed(0)
-    network = NETWORKS[name]
-    model, x = network.make().train(mode == "training"), torch.randn(network.shape)
+    shape, is_training = shape_in(name, options), mode == "training"
+    model, x = example(name, shape, is_training)
     settings: dict[str, Any] = {"workspace_limit": options.limit, "effort": options.effort}
-    if mode == "inference":
-        model.requires_grad_(False)
+    settings["time_budget_s"] = options.budget
+    if not is_training:
         settings["ops"] = ("fprop",)
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as folder:
+        cache, path = f"{folder}/cache", Path(folder, "plan.json")
         began = time.monotonic()
         plan = ucudnn.tune(model, x, Config(**settings, layout="auto", cache=cache))
         seconds = time.monotonic() - began
-        sums = sums_by_layout(model, x, Config(**settings, step_race=False, cache=cache))
-    bench = bench_steps(model, x, plan, training=mode == "training", rounds=options.rounds)
+        sums = None
+        if not options.quick:
+            sums = sums_by_layout(model, x, Config(**settings, step_race=False, cache=cache))
+        plan.save(path)
+        other = steps_with_malloc(name, shape, is_training, path, options.rounds)
+    bench = bench_steps(
+        model,
+        x,
+        plan,
+        training=is_training,
+        ways=ways_of(options.ways),
+        rounds=options.rounds,
+        enough_s=options.enough,
+        on_round=other.take_round if other else None,
+    )
     return {
         "network": name,
         "mode": mode,
-        "input": list(network.shape),
-        "device": str(open_backend("auto").device()),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+        "input": list(shape),
         "limit": options.limit,
         "effort": options.effort,
         "tuned_s": round(seconds, 1),
@@ -116,7 +162,16 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         "sums_ns": sums,
         "noise": noise_of(plan).to_dict(),
         "bench": bench.to_dict(),
+        "malloc": other.result() if other else None,
     }
+
+
+def shape_in(name: str, options: argparse.Namespace) -> tuple[int, ...]:
+    """Shape of a network's input in this run."""
+    if options.input:
+        return shape_of(options.input)
+    known = NETWORKS[name].shape
+    return QUICK_SHAPES.get(name, known) if options.quick else known
 
 
 def sums_by_layout(model: nn.Module, x: torch.Tensor, config: Config) -> dict[str, int] | None:
@@ -159,25 +214,23 @@ def table(found: list[dict[str, Any]]) -> Table:
         result.add_column(heading)
     result.add_column("peak: without, with")
     result.add_column("layouts of single layers save at most")
-    for one in found:
-        bench = StepBench.from_dict(one["bench"])
-        other, planned = bench.fastest(is_planned=False), bench.fastest(is_planned=True)
-        ratio = bench.ratio()
-        if other is None or planned is None or ratio is None:
-            result.add_row(one["network"], one["mode"], bench.sentence())
+    for one in sorted(map(Found, found), key=lambda one: -one.gain()[0]):
+        other, planned = one.fastest(is_planned=False), one.fastest(is_planned=True)
+        if other is None or planned is None:
+            result.add_row(one.values["network"], one.values["mode"], one.sentence())
             continue
-        middle, low, high = ratio
+        middle, low, high = one.gain()
         result.add_row(
-            one["network"],
-            one["mode"],
-            f"{one['tuned_s']} s",
-            f"{one['changed']} of {one['kernels']}",
-            one["memory_format"],
-            f"{other.way.name} {format_ns(other.time_ns)}",
-            f"{planned.way.name} {format_ns(planned.time_ns)}",
-            f"{1 / middle:.2f} ({1 / high:.2f} to {1 / low:.2f})",
-            f"{format_bytes(other.peak_bytes)}, {format_bytes(planned.peak_bytes)}",
-            saved_by_segments(one, planned.time_ns),
+            f"{one.values['network']} {'x'.join(map(str, one.values['input']))}",
+            one.values["mode"],
+            f"{one.followed['tuned_s']} s",
+            f"{one.followed['changed']} of {one.followed['kernels']}",
+            one.followed["memory_format"],
+            f"{other.name} {format_ns(other.steps.time_ns)}",
+            f"{planned.name} {format_ns(planned.steps.time_ns)}",
+            f"{middle:.2f} ({low:.2f} to {high:.2f})",
+            f"{format_bytes(other.steps.peak_bytes)}, {format_bytes(planned.steps.peak_bytes)}",
+            saved_by_segments(one.values, planned.steps.time_ns),
         )
     return result
 

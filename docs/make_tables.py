@@ -1,6 +1,6 @@
-"""Write the tables of docs/results.md anew from the results that benchmarks left.
+"""Write the tables of README.md and docs/results.md anew from the results that benchmarks left.
 
-    python docs/make_tables.py docs/results.md
+    python docs/make_tables.py README.md docs/results.md
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`. Reads
 benchmarks/results/intel-xeon; what stands elsewhere in the page stays.
@@ -17,8 +17,11 @@ from typing import Any
 
 from make_steps import NAME_BY_NETWORK
 
-from ucudnn.steps.result import StepBench
 from ucudnn.units import format_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from found_limits import layers_table, steps_table, time_text
+from found_steps import Found
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "intel-xeon"
 NAMES = {
@@ -26,7 +29,11 @@ NAMES = {
     "resnet18": "ResNet-18, N=32",
     "vgg11": "VGG-11, N=8",
     "efficientnet": "EfficientNet-B0, N=8",
+    "alexnet": "AlexNet, N=128",
+    "cifar10": "Caffe's CIFAR-10 network, N=1024",
 }
+# Without the batch, for tables that have the shape of the input.
+SHORT_NAMES = {network: name.split(",")[0] for network, name in NAMES.items()}
 TABLE = re.compile(r"(?<=<!-- table (\w{4}) -->\n\n).*?(?=\n\n<!-- end of table -->)", re.DOTALL)
 Row = list[str]
 
@@ -35,6 +42,11 @@ def ratio(values: Iterable[float]) -> str:
     """A median with its interval."""
     middle, low, high = values
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def results(name: str) -> Any:
+    """The values of a file of results."""
+    return json.loads((RESULTS / name).read_text())
 
 
 def tuned() -> list[Row]:
@@ -48,7 +60,7 @@ def tuned() -> list[Row]:
         "the faster layout of torch over the plan's",
         "peak memory of tuning over a step's",
     ]
-    found = json.loads((RESULTS / "tuning_time.json").read_text())
+    found = results("tuning_time.json")
     found.sort(key=lambda one: -one["speed_up"][0])
     return [heading, *map(tuned_row, found)]
 
@@ -68,52 +80,139 @@ def tuned_row(one: dict[str, Any]) -> Row:
     ]
 
 
+def founds(name: str) -> list[Found]:
+    """The entries of a file of whole_steps.py, the largest gain first."""
+    return sorted(map(Found, results(name)), key=lambda one: -gain(one)[0])
+
+
+def gain(one: Found) -> tuple[float, float, float]:
+    """What the plan gains over the fastest way without one, as malloc comes."""
+    return one.gain(with_malloc=False)
+
+
 def stepped(mode: str) -> list[Row]:
     """Steps by all ways, from whole_steps.json; the largest gain first."""
-    found = [
-        (one, StepBench.from_dict(one["bench"]))
-        for one in json.loads((RESULTS / "whole_steps.json").read_text())
-        if one["mode"] == mode
-    ]
-    found.sort(key=lambda pair: (pair[1].ratio() or (1.0,))[0])
-    names = [timed.way.name for timed in found[0][1].ways]
+    found = [one for one in founds("whole_steps.json") if one.values["mode"] == mode]
+    names = list(dict.fromkeys(way.name for one in found for way in one.own))
     heading = ["network", *names, "fastest without over fastest with a plan (95 %)", "peak"]
-    return [heading, *(stepped_row(one, bench) for one, bench in found)]
+    return [heading, *(stepped_row(one, names) for one in found)]
 
 
-def stepped_row(one: dict[str, Any], bench: StepBench) -> Row:
+def stepped_row(one: Found, names: list[str]) -> Row:
     """A network of whole_steps.json."""
-    times = [f"{way.time_ns / 1e6:.0f} ms" if way.samples_ns else "-" for way in bench.ways]
-    middle, low, high = bench.ratio() or (1.0, 1.0, 1.0)
-    own, planned = bench.fastest(is_planned=False), bench.fastest(is_planned=True)
-    assert own is not None
-    assert planned is not None
-    peaks = f"{format_bytes(own.peak_bytes)}, {format_bytes(planned.peak_bytes)}"
-    return [NAMES[one["network"]], *times, ratio((1 / middle, 1 / high, 1 / low)), peaks]
+    taken = {way.name: way.steps for way in one.own if way.steps.samples_ns}
+    times = [f"{taken[name].time_ns / 1e6:.0f} ms" if name in taken else "-" for name in names]
+    return [NAMES[one.values["network"]], *times, ratio(gain(one)), peaks(one)]
+
+
+def peaks(one: Found) -> str:
+    """Peaks of a step by the fastest way without a plan, and by the fastest with one."""
+    fastest = (one.fastest(on, with_malloc=False) for on in (False, True))
+    return ", ".join(format_bytes(way.steps.peak_bytes) if way else "-" for way in fastest)
+
+
+def made() -> list[Row]:
+    """Steps of `make bench`, from bench.json; the largest gain first."""
+    found = founds("bench.json")
+    names = list(dict.fromkeys(way.name for one in found for way in one.ways))
+    heading = ["network", "input", "mode", "fastest without over fastest with a plan (95 %)"]
+    heading += ["the same, out of the ways with `+malloc`, too", *names]
+    heading += ["peak: fastest without, with a plan", "tuned in", "kernels changed"]
+    return [heading, *(made_row(one, names) for one in found)]
+
+
+def made_row(one: Found, names: list[str]) -> Row:
+    """A network of bench.json."""
+    values = one.values
+    taken = {way.name: time_text(way.steps.samples_ns) for way in one.ways}
+    return [
+        SHORT_NAMES[values["network"]],
+        "x".join(map(str, values["input"])),
+        values["mode"],
+        ratio(gain(one)),
+        ratio(one.gain()),
+        *(taken.get(name, "-") for name in names),
+        peaks(one),
+        f"{one.followed['tuned_s']:.0f} s",
+        f"{one.followed['changed']} of {one.followed['kernels']}",
+    ]
+
+
+def gained() -> list[Row]:
+    """The networks of whole_steps.json whose plan is faster or slower beyond the noise.
+
+    The others are one row between them.
+    """
+    heading = ["network", "mode", "fastest without a plan", "by the plan", "ratio (95 %)"]
+    found = founds("whole_steps.json")
+    faster = [one for one in found if gain(one)[1] > 1]
+    slower = [one for one in found if gain(one)[2] < 1]
+    rest = [gain(one)[0] for one in found if one not in (*faster, *slower)]
+    middle = [f"{len(rest)} others", "", "", "", f"{min(rest):.2f} to {max(rest):.2f}: noise"]
+    return [heading, *map(gained_row, faster), middle, *map(gained_row, slower)]
+
+
+def gained_row(one: Found) -> Row:
+    """A network of the table of README.md."""
+    fastest = (one.fastest(on, with_malloc=False) for on in (False, True))
+    times = [f"{way.name}: {way.steps.time_ns / 1e6:.0f} ms" for way in fastest if way]
+    return [NAMES[one.values["network"]], one.values["mode"], *times, ratio(gain(one))]
 
 
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "plan": tuned,
     "step": lambda: stepped("training"),
     "pass": lambda: stepped("inference"),
+    "make": made,
+    "gain": gained,
+    "caps": lambda: steps_table(results("limits.json"), SHORT_NAMES),
+    "deep": lambda: layers_table(results("limits_layers.json")),
 }
+# Where the file of a table says how it was made, a sentence below the table does, too.
+FILES = {"make": "bench.json", "caps": "limits.json", "deep": "limits_layers.json"}
+# Some benchmarks need a quiet machine for an hour, and are run after their table was designed.
+MISSING = "Not measured yet."
+
+
+def origin(name: str) -> str:
+    """How a file of results was made, in a sentence."""
+    found = results(name)
+    entries = found if isinstance(found, list) else [found]
+    runs = [one["made"] for one in entries]
+    device, threads, torch = (
+        ", ".join(dict.fromkeys(str(run[key]) for run in runs))
+        for key in ("device", "threads", "torch")
+    )
+    commands = " and ".join(dict.fromkeys(f"`{run['command']}`" for run in runs))
+    days = " and ".join(sorted({run["date"][:10] for run in runs}))
+    loads = sorted(run["load"] for run in runs)
+    minutes = sum(one["wall_s"] for one in entries) / 60
+    return (
+        f"Measured on {days} in {minutes:.0f} minutes by {commands}: {device}, {threads} threads, "
+        f"torch {torch}. Before, others used {loads[0]} to {loads[-1]} processors."
+    )
 
 
 def rewritten(page: str) -> str:
     """The page with its tables made anew."""
 
     def table(match: re.Match[str]) -> str:
-        heading, *rows = TABLES[match.group(1)]()
+        try:
+            heading, *rows = TABLES[match.group(1)]()
+        except FileNotFoundError:
+            return MISSING
         lines = [heading, ["---"] * len(heading), *rows]
-        return "\n".join(f"| {' | '.join(cells)} |".replace("| --- ", "|---") for cells in lines)
+        text = "\n".join(f"| {' | '.join(cells)} |".replace("| --- ", "|---") for cells in lines)
+        file = FILES.get(match.group(1))
+        return f"{text}\n\n{origin(file)}" if file else text
 
     return TABLE.sub(table, page)
 
 
-def main(path: str) -> None:
-    """Write the tables of a page anew."""
-    page = Path(path)
-    page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
+def main(*paths: str) -> None:
+    """Write the tables of pages anew."""
+    for page in map(Path, paths):
+        page.write_text(rewritten(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -131,3 +131,13 @@ def test_results_survive_json_and_wrong_names_are_refused():
 def test_a_list_of_examples_is_refused(x):
     with pytest.raises(ConfigError, match="one example"):
         bench_steps(nn.Conv2d(3, 4, 3), [x, x])
+
+
+def test_another_process_has_its_turn_before_each_round(x):
+    model, seen = nn.Conv2d(3, 8, 3), []
+    bench = bench_steps(
+        model, x, ways=[EAGER], rounds=9, on_round=lambda number: not seen.append(number)
+    )
+    assert seen == [0, *range(1, len(bench.ways[0].samples_ns) + 1)]
+    bench = bench_steps(model, x, ways=[EAGER], rounds=9, on_round=lambda number: number < 3)
+    assert len(bench.ways[0].samples_ns) == 2

@@ -38,6 +38,7 @@ def bench_steps(
     rounds: int = 9,
     enough_s: float = 90,
     on_progress: Callable[[str], None] | None = None,
+    on_round: Callable[[int], bool] | None = None,
 ) -> StepBench:
     """Time whole steps of copies of a model, one by every way in each round.
 
@@ -58,6 +59,8 @@ def bench_steps(
         rounds: the most; a first one that does not count comes before them.
         enough_s: no more rounds begin after so many seconds of rounds, once there are five.
         on_progress: called with the name of each way before its first step.
+        on_round: called with the number of each round before its steps, 0 for the one that does not
+            count; False ends the rounds. Another process can take its turn here.
 
     Raises:
         ConfigError: the model cannot be copied, or the inputs are a list of several examples.
@@ -73,7 +76,7 @@ def bench_steps(
             if on_progress is not None:
                 on_progress(way.name)
             timed.append(_first(way, steps, backend))
-        samples = _interleaved(timed, steps, backend, rounds, enough_s)
+        samples = _interleaved(timed, steps, backend, rounds, enough_s, on_round)
     found = tuple(replace(one, samples_ns=tuple(samples.get(one.way, ()))) for one in timed)
     return StepBench(found, training)
 
@@ -172,6 +175,7 @@ def _interleaved(
     backend: AbstractBackend,
     rounds: int,
     enough_s: float,
+    on_round: Callable[[int], bool] | None,
 ) -> dict[Way, list[int]]:
     """Times in ns of one step by each way per round."""
     samples: dict[Way, list[int]] = {one.way: [] for one in timed if not one.reason}
@@ -181,6 +185,8 @@ def _interleaved(
     began = time.monotonic()
     for number in range(rounds + 1):
         if number > _LEAST_ROUNDS and time.monotonic() - began > enough_s:
+            break
+        if on_round is not None and not on_round(number):
             break
         chance.shuffle(order)
         for way in order:

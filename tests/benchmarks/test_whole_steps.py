@@ -1,0 +1,295 @@
+"""Whole steps by every way, the malloc of another process, limits and policies; their tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ucudnn.layer_table import read_layers
+from ucudnn.problem import Problem
+from ucudnn.steps.result import WAYS, StepBench, TimedSteps
+from ucudnn.tracing import trace
+from ucudnn.units import format_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.errors.UcudnnWarning")
+
+
+def bench(**samples: tuple[int, ...]) -> dict[str, Any]:
+    """JSON of steps by ways."""
+    timed = tuple(TimedSteps(WAYS[name], taken, peak_bytes=512) for name, taken in samples.items())
+    return StepBench(timed, is_training=True).to_dict()
+
+
+@pytest.fixture
+def entries() -> list[dict[str, Any]]:
+    """Two networks: a plan that gains nothing, and one that gains, with its malloc."""
+    made = {"command": "python x.py", "date": "2026-01-31T12:00:00Z", "device": "a CPU"}
+    made |= {"threads": 2, "torch": "2.13", "load": 0.1}
+    common = {"input": [8, 3, 4], "mode": "training", "made": made}
+    common |= {"tuned_s": 3.2, "kernels": 9, "changed": 2, "wall_s": 90}
+    lost = {"network": "resnet18", "bench": bench(eager=(10,) * 6, plan=(12,) * 6)}
+    kept = bench(eager=(8,) * 5, plan=(5,) * 5)
+    won = {"network": "conformer", "bench": bench(eager=(9,) * 6, plan=(7,) * 6)}
+    return [{**common, **lost}, {**common, **won, "malloc": {"bench": kept}}]
+
+
+@pytest.fixture
+def tables(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """docs/make_tables.py, whose files are in a folder of the test."""
+    import importlib
+
+    monkeypatch.syspath_prepend(str(repository / "docs"))
+    made = importlib.import_module("make_tables")
+    monkeypatch.setattr(made, "RESULTS", tmp_path)
+    return made
+
+
+def test_the_fastest_way_may_be_in_either_process(
+    script: Callable[[str], ModuleType], entries: list[dict[str, Any]]
+) -> None:
+    lost, won = map(script("found_steps").Found, entries)
+    assert lost.gain() == pytest.approx((10 / 12,) * 3)
+    assert won.gain() == (1.6, 1.6, 1.6)
+    assert won.gain(with_malloc=False) == pytest.approx((9 / 7,) * 3)
+    assert won.fastest(is_planned=False).name == "eager+malloc"
+    assert won.sentence().startswith("a step by plan+malloc is 1.60 (1.60 to 1.60) times as fast")
+    entries[0] |= {"plan_of_compiled": {"changed": 5}, "bench": bench(eager=(9,), plan=(9,))}
+    assert script("found_steps").Found(entries[0]).followed["changed"] == 2
+    timed = TimedSteps(WAYS["plan+compile"], (8,))
+    entries[0]["bench"]["ways"] += StepBench((timed,), is_training=True).to_dict()["ways"]
+    assert script("found_steps").Found(entries[0]).followed["changed"] == 5
+    # a process that ended early has fewer rounds
+    entries[1]["malloc"]["bench"] = bench(eager=(8,) * 2)
+    assert script("found_steps").Found(entries[1]).gain() == pytest.approx((8 / 7,) * 3)
+
+
+def test_a_network_whose_plan_was_not_timed_has_no_gain(
+    script: Callable[[str], ModuleType],
+) -> None:
+    found = script("found_steps").Found({"bench": bench(eager=(8, 8)), "malloc": {"failed": "x"}})
+    assert found.gain() == (1.0, 1.0, 1.0)
+    assert found.sentence() == "nothing to compare"
+
+
+def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
+    tables: ModuleType, entries: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    page = "a\n<!-- table make -->\n\nold\n\n<!-- end of table -->\nb\n"
+    assert "\n\nNot measured yet.\n\n" in tables.rewritten(page)
+    (tmp_path / "bench.json").write_text(json.dumps(entries))
+    lines = tables.rewritten(page).splitlines()
+    assert (lines[0], lines[-1]) == ("a", "b")
+    heading, first, second = (
+        [cell.strip() for cell in lines[n].split("|")[1:-1]] for n in (3, 5, 6)
+    )
+    assert heading[5:9] == ["eager", "plan", "eager+malloc", "plan+malloc"]
+    assert first[:3] == ["conformer blocks", "8x3x4", "training"]
+    assert first[3:5] == ["1.29 (1.29 to 1.29)", "1.60 (1.60 to 1.60)"]
+    assert first[8:] == ["5 ns ± 0 ns", "512 B, 512 B", "3 s", "2 of 9"]
+    assert second[:4] == ["ResNet-18", "8x3x4", "training", "0.83 (0.83 to 0.83)"]
+    assert second[7:9] == ["-", "-"]
+    assert lines[8] == (
+        "Measured on 2026-01-31 in 3 minutes by `python x.py`: a CPU, 2 threads, torch 2.13. "
+        "Before, others used 0.1 to 0.1 processors."
+    )
+
+
+def test_the_table_of_readme_counts_what_it_does_not_show(
+    tables: ModuleType, entries: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    noise = {**entries[0], "bench": bench(eager=(10, 9, 10), plan=(9, 10, 10))}
+    (tmp_path / "whole_steps.json").write_text(json.dumps([noise, *entries, noise]))
+    _, gain, others, loss = tables.gained()
+    assert gain[0].startswith("conformer")
+    assert others == ["2 others", "", "", "", "1.00 to 1.00: noise"]
+    assert loss[2:] == ["eager: 0 ms", "plan: 0 ms", "0.83 (0.83 to 0.83)"]
+
+
+def test_the_quick_set_is_ten_networks_and_its_settings_can_be_overridden(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, networks = script("whole_steps"), script("networks")
+
+    def read(*words: str) -> argparse.Namespace:
+        monkeypatch.setattr(sys, "argv", ["whole_steps.py", *words])
+        return steps.arguments()
+
+    quick = read("--quick", "--budget", "7")
+    assert (quick.effort, quick.budget, quick.enough) == ("quick", 7, 25)
+    assert steps.cases(quick)[0] == ("conformer", "inference")
+    assert len({name for name, _ in steps.cases(quick)}) == 10
+    assert {name for name, _ in steps.cases(quick)} <= networks.NETWORKS.keys()
+    assert steps.cases(read("resnet18", "--quick")) == [("resnet18", "training")]
+    assert steps.shape_in("resnet18", quick) == (8, 3, 224, 224)
+    assert steps.shape_in("resnet18", read("--quick", "--input", "1x2")) == (1, 2)
+    full = read()
+    assert (full.effort, full.budget) == ("normal", None)
+    assert len(steps.cases(full)) == 2 * len(networks.NETWORKS)
+    assert steps.shape_in("resnet18", full) == (32, 3, 224, 224)
+
+
+@pytest.mark.parametrize(
+    ("name", "table"), [("alexnet", "alexnet_ucudnn_csv"), ("cifar10", "cifar10_caffe_n1024")]
+)
+def test_networks_of_mucudnn_have_its_shapes(
+    name: str, table: str, script: Callable[[str], ModuleType], repository: Path
+) -> None:
+    layers = [
+        one for _, one in read_layers(repository / f"benchmarks/layers/{table}.csv", ops=("wgrad",))
+    ]
+    network = script("networks").NETWORKS[name]
+    with torch.device("meta"):
+        model = network.make()
+    x = torch.empty(layers[0].batch, *network.shape[1:], device="meta")
+    found = [one for one in trace(model, x) if one.op == "wgrad"]
+    plain = {"math": "strict", "layout": "nchw"}
+    assert Counter(replace(one, **plain) for one in found) == Counter(
+        replace(one, **plain) for one in layers
+    )
+
+
+@pytest.mark.process
+def test_the_other_process_takes_a_round_when_it_is_told_to(
+    script: Callable[[str], ModuleType], random_plan: Callable[..., Any], tmp_path: Path
+) -> None:
+    other, path, shape = script("malloc_steps"), tmp_path / "plan.json", (1, 512, 8)
+    random_plan(
+        *script("networks").example("conformer", shape, is_training=False), random.Random(0)
+    ).save(path)
+    steps = other.MallocSteps("conformer", shape, False, path, rounds=9)
+    for number in range(4):
+        assert steps.take_round(number)
+    # the first one does not count, and this is not the turn of round 9
+    steps.take_round(9)
+    result = steps.result()
+    assert result["malloc"] == "glibc,mmap_threshold=1073741824"
+    assert {one["way"]: len(one["samples_ns"]) for one in result["bench"]["ways"]} == dict.fromkeys(
+        other.WAYS.split(","), 3
+    )
+    assert result["bench"]["is_training"] is False
+
+
+@pytest.mark.process
+def test_a_process_that_is_gone_ends_nothing(
+    script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    steps = script("malloc_steps").MallocSteps("conformer", (1, 512, 8), True, tmp_path / "none", 5)
+    assert steps.take_round(0)
+    assert steps.result()["failed"] == "exit 1"
+
+
+@pytest.fixture
+def tiny(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a network of one convolution."""
+    networks = script("networks")
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())
+
+    monkeypatch.setitem(networks.NETWORKS, "tiny", networks.Network(make, (8, 16, 12, 12)))
+    return "tiny"
+
+
+def test_steps_under_limits(
+    script: Callable[[str], ModuleType],
+    tiny: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    limits, path = script("limits"), tmp_path / "limits.json"
+    command = ["limits.py", tiny, "--limits", "64KiB,64MiB", "--policies", "undivided,all"]
+    command += ["--effort", "quick", "--rounds", "2", "--out", str(path)]
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", command)
+        limits.main()
+        command[3] = "1B"
+    first, second = json.loads(path.read_text())
+    own, *rows = first["rows"]
+    assert (own["limit"], own["tuned_s"]) == ("", 0)
+    assert [(row["limit"], row["policy"]) for row in rows] == [
+        (limit, policy) for limit in ("64KiB", "64MiB") for policy in ("undivided", "all")
+    ]
+    for row, limit in zip(rows, (1 << 16, 1 << 16, 1 << 26, 1 << 26), strict=True):
+        assert row["workspace_bytes"] <= limit
+        assert row["kernels"] + row["over_limit"] == 2
+        assert len(row["samples_ns"]) == 2
+    assert [row["divided"] for row in rows if row["policy"] == "undivided"] == [0, 0]
+    # path and all: a machine's folders are not for others
+    assert first["made"]["command"].endswith("--rounds 2 --out limits.json")
+    assert first["wall_s"] > 0
+    table = script("found_limits").steps_table([first], {tiny: "Tiny"})
+    assert table[1][:3] == ["Tiny, 8x16x12x12", "none", "torch's own"]
+    assert table[2][4] == table[4][4] == "1"
+    # nothing undivided fits 64 KiB, so that the ratio is to steps over the limit
+    assert rows[0]["over_limit"] == 2
+    assert (table[3][4][-1], table[5][4][-1]) == ("*", ")")
+    assert table[5][7] == format_bytes(rows[3]["workspace_bytes"])
+    assert all(len(row) == len(table[0]) for row in table)
+    assert all(row["kernels"] + row["over_limit"] == 2 for row in second["rows"][1:])
+
+
+def test_published_values_stand_at_their_limit_alone(script: Callable[[str], ModuleType]) -> None:
+    row = {"tuned_s": 1, "kernels": 3, "divided": 1, "over_limit": 0, "workspace_bytes": 1}
+    row |= {"peak_bytes": 1}
+    rows = [{**row, "limit": "", "policy": "", "samples_ns": [20] * 6}]
+    rows += [
+        {**row, "limit": limit, "policy": policy, "samples_ns": [taken] * 6}
+        for limit in ("8MiB", "64MiB")
+        for policy, taken in (("undivided", 30), ("all", 10))
+    ]
+    found = [{"network": "cifar10", "input": [1024, 3, 32, 32], "rows": rows}]
+    table = script("found_limits").steps_table(found, {})
+    assert [line[4] for line in table[2:]] == ["1", "3.00 (3.00 to 3.00)"] * 2
+    assert [line[5] for line in table[2:]] == ["-", "-", "1.00", "1.09"]
+    assert table[3][6] == "2.00 (2.00 to 2.00)"
+
+
+def test_layers_of_the_figure(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layers, path = script("limits_layers"), tmp_path / "layers.json"
+    found = layers.layers()
+    assert len({problem for _, problem, _ in found}) == len(found) == 16
+    assert (
+        "Vision",
+        Problem("fprop", 256, 192, 32, (28, 28), (5, 5), (1, 1), ((2, 2), (2, 2))),
+        {"128MiB": 3.28, "256MiB": 3.84, "512MiB": 1.0},
+    ) in found
+    command = ["limits_layers.py", "--batch", "2", "--first", "1", "--out", str(path)]
+    monkeypatch.setattr(sys, "argv", command)
+    layers.main()
+    document = json.loads(path.read_text())
+    (layer,) = document["layers"]
+    assert document["wall_s"] > 0
+    assert layer["splits"][0]["split"] == "2 torch_default"
+    for by_policy in layer["chosen"].values():
+        assert all(0 <= place < len(layer["splits"]) for place in by_policy.values())
+    heading, row = script("found_limits").layers_table({"layers": [layer]})
+    assert len(heading) == len(row) == 9
+    assert row[4] == "1.00"
+
+
+def test_layers_say_why_there_is_no_ratio(script: Callable[[str], ModuleType]) -> None:
+    gain = script("found_limits").layer_gain
+    splits = [{"samples_ns": [40] * 6}, {"samples_ns": [20] * 6}, {"samples_ns": []}]
+    for alone, planned, said in (
+        (0, 1, "2.00 (2.00 to 2.00)"),
+        (0, 0, "1, undivided"),
+        (None, 1, "only divided fits"),
+        (None, None, "nothing fits"),
+        (0, 2, "failed"),
+    ):
+        chosen = {"8MiB": {"undivided": alone, "all": planned}}
+        assert gain({"splits": splits, "chosen": chosen}, "8MiB") == said
