@@ -13,6 +13,7 @@ import torch
 
 from ucudnn import cache as caches
 from ucudnn import testing
+from ucudnn.measurement import Device, Measurement
 
 
 @pytest.mark.slow
@@ -169,6 +170,40 @@ def test_explain_needs_a_field(ucudnn):
     done = ucudnn("cache", "explain")
     assert done.status == 2
     assert "name one or more" in done.err
+
+
+def test_measurements_are_listed_the_fastest_of_a_kernel_first(ucudnn, tmp_path):
+    first = next(one for one in testing.sample_measurements(40) if one.status == "ok")
+    slow = replace(first, key=replace(first.key, algorithm="slow"), time_ns=9_000_000_000)
+    fast = replace(first, key=replace(first.key, algorithm="fast"), time_ns=2_000_000)
+    broken = Measurement(replace(first.key, algorithm="broken"), "failed", reason="raised :x: [b]")
+    mine = ("--cache", tmp_path / "mine")
+    with caches.open(tmp_path / "mine") as cache:
+        cache.put([slow, broken, fast])
+    done = ucudnn("cache", "list", *mine)
+    assert done.status == 0, done.err
+    places = [done.out.index(text) for text in (" fast ", " slow ", " broken ")]
+    assert places == sorted(places)
+    assert "2.00 ms" in done.out
+    assert "9.00 s" in done.out
+    assert "failed: raised :x: [b]" in done.out
+    assert "3 of 3 measurements" in done.out
+    assert "device" not in done.out
+    short = ucudnn("cache", "list", "--limit", 1, "--where", "status=ok", *mine).out
+    assert "1 of 2 measurements; --limit 2 prints all" in short
+    assert "slow" not in short
+    document = json.loads(ucudnn("cache", "list", "--json", *mine).out)
+    assert [one["algorithm"] for one in document["measurements"]] == ["fast", "slow", "broken"]
+    assert ucudnn("cache", "list", "--where", "nonsense=1", *mine).status == 2
+    hit = ucudnn("cache", "explain", "--where", "algorithm=fast", *mine)
+    assert "fast: 2.00 ms in " in hit.out
+    assert "broken: failed, raised :x: [b]" in (
+        ucudnn("cache", "explain", "--where", "algorithm=broken", *mine).out
+    )
+    elsewhere = replace(fast, key=replace(fast.key, device=Device("cpu", "Another CPU")))
+    with caches.open(tmp_path / "mine") as cache:
+        cache.put([elsewhere])
+    assert "Another CPU" in ucudnn("cache", "list", *mine).out
 
 
 def test_cache_commands_for_machines(ucudnn, tmp_path):

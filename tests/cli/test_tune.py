@@ -224,6 +224,11 @@ BAD_CALLS = {
         2,
         "one shape or as many as the others, got 2 and 3",
     ),
+    "no such dtype of autocast": (
+        ("{model}:net", "--input", SHAPE, "--autocast-dtype", "float32"),
+        2,
+        "--autocast-dtype must be one of bfloat16, float16, got 'float32'",
+    ),
     "no such keyword": (("{model}:net", "--input", "y=2x3x9x9"), 2, "y"),
     "more than memory": (("{model}:net", "--input", "999999x3x16000x16000"), 2, "fit in memory"),
     "inputs twice": (
@@ -260,6 +265,11 @@ BAD_CALLS = {
         "--channels-last is for a model",
     ),
     "a table has no model": (("{table}", "--autocast"), 2, "--autocast is for a model"),
+    "a table has no autocast": (
+        ("{table}", "--autocast-dtype", "float16"),
+        2,
+        "--autocast-dtype is for a model",
+    ),
     "a table has no steps": (("{table}", "--step-race"), 2, "--step-race runs steps of a model"),
     "a CPU has no TF32": (("{table}", "--math", "tf32"), 2, "--math is about GPUs"),
     "passes against passes": (

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
-from ucudnn.cli.console import SAYS_NO, say
+from ucudnn.cli.console import SAYS_NO, out, say
 from ucudnn.cli.options import CacheOption, JsonOption, common
 from ucudnn.errors import CacheError, CacheWarning, ConfigError
-from ucudnn.units import format_bytes
+from ucudnn.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from ucudnn.cache.entries import Entry
 
 app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is_help=True)
 
@@ -43,6 +48,54 @@ def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
         say(f"  {device.device}: {device.records} measurements ({states})")
         for software, count in device.versions:
             say(f"    {count} with {software}")
+
+
+# The name is given, because a function `list` would hide the type in the annotations below.
+@app.command("list")
+@common
+def list_(
+    where: WhereOption = None,
+    limit: Annotated[int, typer.Option(help="Rows to print; 0: all.", min=0)] = 100,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print measurements as a table: of each kernel and role the fastest first.
+
+    Example: ucudnn cache list --where problem.op=wgrad --where status=ok
+    """
+    found = _cache_commands().entries(cache, where or ())
+    shown = found[: limit or None]
+    if as_json:
+        from ucudnn.cache.exchange import to_json
+
+        # Not through rich, which breaks long lines.
+        print(to_json(shown), end="")
+        return
+    if shown:
+        out.print(_table(shown))
+    left = "" if len(shown) == len(found) else f"; --limit {len(found)} prints all"
+    say(f"{len(shown)} of {len(found)} measurements{left}")
+
+
+def _table(entries: Sequence[Entry]) -> Table:
+    devices = {entry.measurement.key.device for entry in entries}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("device",) * (len(devices) > 1) + ("kernel", "role", "algorithm"):
+        table.add_column(name, overflow="fold")
+    for name in ("time", "workspace", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("status", overflow="fold")
+    for measurement in (entry.measurement for entry in entries):
+        key, time_ns, size = measurement.key, measurement.time_ns, measurement.workspace_bytes
+        table.add_row(
+            *[str(key.device)] * (len(devices) > 1),
+            *(str(key.problem), str(key.conditions.role), key.algorithm),
+            "-" if time_ns is None else format_ns(time_ns),
+            "-" if size is None else format_bytes(size),
+            "-" if measurement.error is None else f"{measurement.error:.1e}",
+            ": ".join(filter(None, (measurement.status, measurement.reason))),
+        )
+    return table
 
 
 @app.command()

@@ -48,6 +48,7 @@ def tune(
     step_race: options.StepRaceOption = None,
     deterministic: options.DeterministicOption = None,
     batch_invariant: options.BatchInvariantOption = None,
+    frozen: options.FrozenOption = None,
     curve: options.CurveOption = None,
     remeasure: options.RemeasureOption = False,
     exceed: options.ExceedOption = None,
@@ -67,6 +68,7 @@ def tune(
     given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort}
     given |= {"step_race": step_race, "exceed": exceed}
     given |= {"deterministic": deterministic, "batch_invariant": batch_invariant}
+    given |= {"frozen": frozen}
     of_table = TableFlags(dtype, layout, math)
     of_table.require_right(recipe)
     given |= {"ops": passes(ops, recipe.infer), "layout": None if recipe.is_table else layout}

@@ -69,6 +69,8 @@ def timeline_chart(plan: Plan) -> Chart | None:
         "what runs between them takes no width, and may be what allocates most."
     )
     xaxis = {"title": {"text": "time of convolutions"}, "tickformat": "~s", "ticksuffix": "s"}
+    # Their first label would touch that of the other axis.
+    xaxis |= {"ticks": "outside", "ticklen": 6}
     layout = {
         "height": 420,
         "barmode": "stack",
