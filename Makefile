@@ -31,7 +31,7 @@ SHELL := bash
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
-SOURCES := $(shell find ucudnn solvers cache -name '*.py' -o -name '*.c' -o -type d ! -name __pycache__) \
+SOURCES := $(shell find ucudnn solvers cache -name '*.py' -o -name '*.c' -o -name '*.json' -o -type d ! -name __pycache__) \
 	ucudnn/py.typed
 # The sdist has them, too.
 DOCS := mkdocs.yml CHANGELOG.md CONTRIBUTING.md $(shell find docs -type f ! -path '*/__pycache__/*')

@@ -14,7 +14,7 @@ def expected_files() -> set[str]:
     """Package files as they must arrive, from the folders that hold them."""
     files = {"ucudnn/py.typed"}
     for folder, target in FOLDERS.items():
-        for pattern in ("*.py", "*.c"):
+        for pattern in ("*.py", "*.c", "*.json"):
             for path in Path(folder).rglob(pattern):
                 files.add(f"{target}/{path.relative_to(folder)}")
     return files

@@ -125,8 +125,8 @@ class Config:
             file that was exported from one.
         device: for "recorded", part of the name of the device; None: the only device in the cache.
         device_profile: for "cudnn" on a machine without the GPU: the file that `ucudnn doctor`
-            wrote on the GPU. Plans use the measurements of that GPU in the cache, as far as this
-            cuDNN could run them.
+            wrote on the GPU, or "h200", which the package has. Plans use the measurements of that
+            GPU in the cache, as far as this cuDNN could run them.
         deterministic: only algorithms that give the same bits whenever they are run on the same
             operands; None: as `torch.use_deterministic_algorithms` says when tuning begins.
         batch_invariant: one algorithm and one size of micro-batches for each kernel, a smaller last

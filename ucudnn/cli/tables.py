@@ -128,7 +128,11 @@ def _traced(recipe: Recipe, ops: str | None, device: str) -> Traced:
 def enumerate_(
     recipe: Recipe,
     device_profile: Annotated[
-        Path, typer.Option(help="JSON file that `doctor` wrote on the device.", metavar="FILE")
+        Path,
+        typer.Option(
+            help="JSON file that `doctor` wrote on the device, or a profile of the package: h200.",
+            metavar="FILE",
+        ),
     ],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="CSV file to write.", metavar="FILE")
@@ -153,7 +157,7 @@ def enumerate_(
     """List every cuDNN engine configuration that could run each layer; needs no GPU.
 
     Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
-    --device-profile benchmarks/devices/h200.json -o candidates.csv
+    --device-profile h200 -o candidates.csv
     """
     flags = TableFlags(dtype, layout, math)
     flags.require_right(recipe)
