@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
+import termios
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,6 +242,42 @@ def test_short_help(ucudnn, words):
     done = ucudnn(*words)
     assert done.status == 0
     assert "Usage: " in done.out
+
+
+KEPT = Path(__file__).parents[1] / "pure" / "before_slabs.plan.json"
+
+
+@pytest.mark.process
+def test_through_a_pipe_lines_are_as_wide_as_the_terminal():
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (50, 90))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "ucudnn", "show", KEPT]
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "env": environment}
+    shown = subprocess.run(command, stderr=end, check=True, text=True, **options).stdout
+    os.close(end)
+    os.close(terminal)
+    table = [line for line in shown.splitlines() if "conv2d" in line]
+    assert table
+    assert max(map(len, table)) <= 90
+    # In CI, where nothing is a terminal, a table has all its columns.
+    bare = subprocess.run(command, stderr=subprocess.PIPE, check=True, text=True, **options).stdout
+    assert "predicted" in bare
+    assert "predicted" not in "".join(table)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "words", [("show", KEPT), ("show", KEPT, "--json"), ("show", KEPT, "--csv")]
+)
+def test_a_reader_that_goes_away_is_no_error(words):
+    reader, writer = os.pipe()
+    # As after `ucudnn show ... | head -0`.
+    os.close(reader)
+    command = [sys.executable, "-m", "ucudnn", *words]
+    done = subprocess.run(command, check=False, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == ""
 
 
 def test_the_version(ucudnn):
