@@ -153,7 +153,10 @@ docs: .venv-docs/.ready
 	touch $@
 
 # The wheel is made from the sdist, so both are complete where the wheel is.
+# A test that changed needs a new sdist, but no new installation.
 dist: dist/.built
+	test -z "$$(find tests examples benchmarks -type f -newer dist/.built ! -name '*.pyc')" || \
+	{ rm dist/.built; $(MAKE) dist/.built; }
 dist/.built: .venv-build/.ready pyproject.toml MANIFEST.in LICENSE README.md $(SOURCES) $(DOCS)
 	rm -rf dist ucudnn.egg-info
 	.venv-build/bin/python -m build --no-isolation . >/dev/null

@@ -8,6 +8,9 @@ import zipfile
 from pathlib import Path
 
 FOLDERS = {"ucudnn": "ucudnn", "solvers": "ucudnn/solvers", "cache": "ucudnn/cache"}
+# In the sdist only.
+BESIDE = ("docs", "tests", "examples", "benchmarks")
+FILES = {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml"}
 
 
 def expected_files() -> set[str]:
@@ -41,9 +44,13 @@ def check(folder: Path) -> None:
         if links:
             sys.exit(f"the sdist holds symbolic links: {links}")
         report("sdist", expected, {name for name in names if name.startswith("ucudnn/")})
-        docs = {str(path) for path in Path("docs").rglob("*") if path.is_file()}
-        docs = {"mkdocs.yml", *(path for path in docs if "__pycache__" not in path)}
-        report("documentation", docs, {name for name in names if name.startswith(("docs/", "mkd"))})
+        lacking = FILES - names
+        if lacking:
+            sys.exit(f"the sdist lacks {sorted(lacking)}")
+        for folder in BESIDE:
+            files = {str(path) for path in Path(folder).rglob("*") if path.is_file()}
+            files = {path for path in files if "__pycache__" not in path}
+            report(folder, files, {name for name in names if name.startswith(f"{folder}/")})
         outside = {name for name in names if name.startswith(("solvers/", "cache/"))}
         if outside:
             sys.exit(f"the sdist holds solvers or cache at top level: {sorted(outside)}")

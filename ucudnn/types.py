@@ -35,8 +35,11 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Subject as Subject
     from ucudnn.plan import KernelPlan as KernelPlan
     from ucudnn.plan import Timing as Timing
+    from ucudnn.races import Contestant as Contestant
+    from ucudnn.races import Curve as Curve
     from ucudnn.races import LayoutHint as LayoutHint
     from ucudnn.races import LayoutRace as LayoutRace
+    from ucudnn.races import StepMemory as StepMemory
     from ucudnn.races import StepRace as StepRace
     from ucudnn.tuning.advice import Advice as Advice
     from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
@@ -55,7 +58,7 @@ _NAMES_BY_MODULE = {
         *("Origin", "Role", "Software", "Subject"),
     ),
     "plan": ("KernelPlan", "Timing"),
-    "races": ("LayoutHint", "LayoutRace", "StepRace"),
+    "races": ("Contestant", "Curve", "LayoutHint", "LayoutRace", "StepMemory", "StepRace"),
     "tuning.advice": ("Advice", "KernelAdvice"),
     "tuning.noise": ("Noise",),
     "tuning.progress": ("Progress",),
