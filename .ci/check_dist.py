@@ -47,10 +47,10 @@ def check(folder: Path) -> None:
         lacking = FILES - names
         if lacking:
             sys.exit(f"the sdist lacks {sorted(lacking)}")
-        for folder in BESIDE:
-            files = {str(path) for path in Path(folder).rglob("*") if path.is_file()}
+        for beside in BESIDE:
+            files = {str(path) for path in Path(beside).rglob("*") if path.is_file()}
             files = {path for path in files if "__pycache__" not in path}
-            report(folder, files, {name for name in names if name.startswith(f"{folder}/")})
+            report(beside, files, {name for name in names if name.startswith(f"{beside}/")})
         outside = {name for name in names if name.startswith(("solvers/", "cache/"))}
         if outside:
             sys.exit(f"the sdist holds solvers or cache at top level: {sorted(outside)}")
