@@ -36,6 +36,18 @@ def test_doctor_json(ucudnn):
     assert isinstance(found["advice"], list)
 
 
+def test_advice_on_malloc_names_its_price(tmp_path):
+    from ucudnn.doctor import diagnose
+
+    found = diagnose(str(tmp_path / "cache"))
+    glibc = replace(found.conditions, allocator="glibc")
+    slow = replace(found, conditions=glibc, fresh_ns=9_000_000, reused_ns=3_000_000, load=0.0)
+    (sentence,) = slow.advice
+    assert "GLIBC_TUNABLES=" in sentence
+    assert "The price is memory" in sentence
+    assert replace(slow, fresh_ns=3_000_000).advice == ()
+
+
 def test_doctor_advises_a_writable_cache(ucudnn, tmp_path):
     (tmp_path / "file").write_text("")
     done = ucudnn("doctor", "--cache", tmp_path / "file" / "cache")
