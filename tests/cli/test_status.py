@@ -16,7 +16,6 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cli import targets
-from ucudnn.cli import tune as tune_module
 from ucudnn.errors import TuningInterruptedError
 from ucudnn.plan import Plan
 
@@ -253,10 +252,10 @@ def bug_in_cache(at: Setting) -> None:
 
 
 def interrupted_tune(at: Setting) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **named: object) -> None:
         raise TuningInterruptedError(Plan.load(at.plan))
 
-    at.patch.setattr(tune_module, "_plan", interrupted)
+    at.patch.setattr("ucudnn.tuning.tuner.tune_problems", interrupted)
     assert at.status(*at.table, "-o", at.folder / "p.json") == 130
     assert (at.folder / "p.json").exists()
 

@@ -16,6 +16,7 @@ import pytest
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.units import format_bytes
 
 SHAPE = "8x3x12x12"
 
@@ -85,6 +86,18 @@ def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
     assert all(len(line) <= 80 for line in shown.splitlines())
     # every default's time, and the legend
     assert shown.count("±") + shown.count("1 run") >= len(splits) + 1
+    for width in (60, 40):
+        least = Console(width=width)
+        monkeypatch.setattr(look, "out", least)
+        monkeypatch.setattr(console, "out", least)
+        shown = ucudnn("show", output).out
+        table = shown[: shown.index("kernels leave")]
+        assert all(len(line) <= width for line in table.splitlines())
+        text = "".join(table.split())
+        for kernel in Plan.load(output).kernels:
+            size = format_bytes(kernel.default.workspace_bytes)
+            for part in (f"{kernel.problem}{kernel.split(8)}", f"in {size}"):
+                assert part.replace(" ", "") in text
 
 
 @pytest.mark.slow
