@@ -26,7 +26,10 @@ app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is
 
 WhereOption = Annotated[
     list[str] | None,
-    typer.Option(help="Only entries with this value, such as problem.op=fprop or status=failed."),
+    typer.Option(
+        help="Only entries with this value, such as problem.op=fprop or status=failed.",
+        metavar="FIELD=VALUE",
+    ),
 ]
 
 
@@ -55,7 +58,9 @@ def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
 @common
 def list_(
     where: WhereOption = None,
-    limit: Annotated[int, typer.Option(help="Rows to print; 0: all.", min=0)] = 100,
+    limit: Annotated[
+        int, typer.Option(help="Rows to print; 0: all.", metavar="COUNT", min=0)
+    ] = 100,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -127,7 +132,9 @@ def check(
 @app.command()
 @common
 def merge(
-    others: Annotated[list[Path], typer.Argument(help="Folders of other caches, only read.")],
+    others: Annotated[
+        list[Path], typer.Argument(help="Folders of other caches, only read.", metavar="DIR")
+    ],
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -145,7 +152,7 @@ def merge(
 @app.command()
 @common
 def export(
-    file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.")],
+    file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.", metavar="FILE")],
     where: WhereOption = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
@@ -162,9 +169,12 @@ def export(
 @app.command("import")
 @common
 def import_(
-    file: Annotated[Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.")],
+    file: Annotated[
+        Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.", metavar="FILE")
+    ],
     layers: Annotated[
-        list[Path] | None, typer.Option(help="A layer table that the probe was given.")
+        list[Path] | None,
+        typer.Option(help="A layer table that the probe was given.", metavar="FILE"),
     ] = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
@@ -182,7 +192,9 @@ def import_(
 @common
 def prune(
     where: WhereOption = None,
-    older_than_days: Annotated[float | None, typer.Option(help="Only what is older.")] = None,
+    older_than_days: Annotated[
+        float | None, typer.Option(help="Only what is older.", metavar="DAYS")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     cache: CacheOption = None,
     as_json: JsonOption = False,

@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 
 
 def show(
-    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    plan: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     kernel: Annotated[
         str | None,
-        typer.Option(help="Every batch of one kernel, and what was rejected: its number or layer."),
+        typer.Option(
+            help="Every batch of one kernel, and what was rejected: its number or layer.",
+            metavar="KERNEL",
+        ),
     ] = None,
     cache: CacheOption = None,
     curve: Annotated[
@@ -182,7 +185,7 @@ def _show_curve(plan: Plan, as_json: bool) -> None:
 
 
 def report(
-    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    plan: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="HTML file to write; needs plotly.", metavar="FILE"),
@@ -218,13 +221,17 @@ def report(
 
 
 def plot(
-    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    plan: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="File to write: .png, .svg or .pdf.")
+        Path,
+        typer.Option("-o", "--output", help="File to write: .png, .svg or .pdf.", metavar="FILE"),
     ],
     kernel: Annotated[
         list[str] | None,
-        typer.Option(help="A kernel to draw, by its number or layer; repeat it for several."),
+        typer.Option(
+            help="A kernel to draw, by its number or layer; repeat it for several.",
+            metavar="KERNEL",
+        ),
     ] = None,
     cache: CacheOption = None,
 ) -> None:

@@ -82,7 +82,8 @@ MemoryBudgetOption = Annotated[
     str | None,
     typer.Option(
         help="Memory of a whole step, such as 8GiB; +64MiB: so much more than it needs without "
-        "workspace."
+        "workspace.",
+        metavar="SIZE",
     ),
 ]
 SolverOption = Annotated[

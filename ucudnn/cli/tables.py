@@ -140,17 +140,13 @@ def enumerate_(
     ops: options.OpsOption = None,
     dtype: options.DtypeOption = None,
     layout: Annotated[
-        str | None, typer.Option(help="For a CSV that has no such column: nchw or nhwc.")
-    ] = None,
-    math: Annotated[
         str | None,
-        typer.Option(
-            help="For a CSV that has no such column, its float32 layers: tf32 allows it, strict "
-            "does not. Default: tf32."
-        ),
+        typer.Option(help="For a CSV that has no such column: nchw or nhwc.", metavar="NAME"),
     ] = None,
+    math: options.MathOption = None,
     batches: Annotated[
-        str | None, typer.Option(help="Micro-batches such as 1,32; default: powers of two.")
+        str | None,
+        typer.Option(help="Micro-batches such as 1,32; default: powers of two.", metavar="SIZES"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
