@@ -21,6 +21,7 @@ from ucudnn.races import Curve, LayoutRace, StepMemory, StepRace
 from ucudnn.reports.html import report, write_report
 from ucudnn.reports.rationale import Alternative, Rationale
 from ucudnn.reports.rows import plan_csv
+from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.rationale import rationales
 
 EVIL = "<script>alert(1)</script>"
@@ -359,7 +360,9 @@ def test_the_command_writes_the_page(drawn, mixed, ucudnn, tmp_path):
     assert done.status == 0, done.err
     assert "Drew 4 kernels" in done.out
     # without a cache all that is known is in the plan
-    assert (tmp_path / "report.html").read_text() == report(mixed, rationales(mixed, []))
+    remarks = [f"Noise: {noise_of(mixed)}."]
+    assert path.read_text() == report(mixed, rationales(mixed, []), remarks)
+    assert remarks[0] in Page(path.read_text()).text
     assert ucudnn("report", tmp_path / "plan.json").status == 2
     assert ucudnn("report", tmp_path / "none.json", "-o", tmp_path / "b.html").status == 2
 

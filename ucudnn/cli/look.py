@@ -204,6 +204,7 @@ def report(
     Example: ucudnn report resnet18.plan.json -o report.html --png fronts.png
     """
     from ucudnn.reports.html import write_report
+    from ucudnn.tuning.noise import noise_of
 
     if output is None and png is None:
         raise ConfigError("report writes a file, and none is named; give -o FILE or --png FILE")
@@ -214,7 +215,7 @@ def report(
     loaded = Plan.load(plan)
     known = _rationales(loaded, cache)
     if output is not None:
-        write_report(loaded, output, known)
+        write_report(loaded, output, known, [f"Noise: {noise_of(loaded)}."])
         say(f"Drew {len(loaded.kernels)} kernels; report written to {output}.")
     if png is not None:
         _plot(loaded, png, known)

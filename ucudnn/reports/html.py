@@ -51,7 +51,9 @@ _MISSING = {
 }
 
 
-def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
+def report(
+    plan: Plan, rationales: Sequence[Rationale] | None = None, remarks: Sequence[str] = ()
+) -> str:
     """Draw a plan as one HTML page that loads nothing from elsewhere.
 
     >>> page = report(Plan.load("resnet18.plan.json"))  # doctest: +SKIP
@@ -59,6 +61,7 @@ def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
     Args:
         plan: to draw.
         rationales: what else is known of its kernels, in their order; None: nothing.
+        remarks: further sentences for the top.
 
     Raises:
         UcudnnError: plotly is not installed.
@@ -71,13 +74,16 @@ def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
     count = len(plan.kernels)
     known = tuple(rationales or ()) or (Rationale(),) * count
     if not count:
-        return _page(plan, ["<p>The plan has no kernels.</p>", *_layout(plan)])
+        return _page(plan, ["<p>The plan has no kernels.</p>", *_layout(plan)], remarks)
     figures = _Figures(to_html)
-    return _page(plan, [*_charts(plan, figures), *_why(plan, known, figures)])
+    return _page(plan, [*_charts(plan, figures), *_why(plan, known, figures)], remarks)
 
 
 def write_report(
-    plan: Plan, path: str | os.PathLike[str], rationales: Sequence[Rationale] | None = None
+    plan: Plan,
+    path: str | os.PathLike[str],
+    rationales: Sequence[Rationale] | None = None,
+    remarks: Sequence[str] = (),
 ) -> None:
     """Write the report of a plan; readers see the old file or the new one, never a part.
 
@@ -85,13 +91,15 @@ def write_report(
         plan: to draw.
         path: of the file.
         rationales: as for `report`.
+        remarks: as for `report`.
 
     Raises:
         PlanError: the file cannot be written.
         UcudnnError: plotly is not installed.
     """
     # names from a plan file may hold half a surrogate pair, which UTF-8 cannot
-    write(path, report(plan, rationales).encode(errors="xmlcharrefreplace"), "the report")
+    text = report(plan, rationales, remarks)
+    write(path, text.encode(errors="xmlcharrefreplace"), "the report")
 
 
 class _Figures:
@@ -210,9 +218,10 @@ def _why(plan: Plan, rationales: Sequence[Rationale], figures: _Figures) -> Iter
     )
 
 
-def _page(plan: Plan, parts: Sequence[str]) -> str:
+def _page(plan: Plan, parts: Sequence[str], remarks: Sequence[str]) -> str:
     title = _title(plan)
-    verdict = "".join(f"<li>{escape(sentence)}</li>" for sentence in plan_verdict(plan))
+    sentences = [*plan_verdict(plan), *remarks]
+    verdict = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     facts = "".join(
         f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in _facts(plan).items() if value
     )

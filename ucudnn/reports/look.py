@@ -20,7 +20,8 @@ h2 { margin: 2em 0 .3em } p { margin: .4em 0 }
 .under { color: var(--faint) } a { color: var(--mark) }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: .8em;
   margin: 1em 0 }
-.cards > div { background: var(--card); border-radius: 6px; padding: .7em .9em }
+.cards > div { background: var(--card); border: 1px solid var(--line); border-radius: 6px;
+  padding: .7em .9em }
 .cards b { display: block; font-size: 1.2em; font-weight: 600 }
 .cards span { color: var(--faint) }
 ul { margin: .4em 0; padding-left: 1.3em } summary { cursor: pointer }
