@@ -71,7 +71,7 @@ def list_(
     found = _cache_commands().entries(cache, where or ())
     shown = found[: limit or None]
     if as_json:
-        from ucudnn.cache.exchange import to_json
+        from ucudnn.cache.exchange.json import to_json
 
         # Not through rich, which breaks long lines.
         print(to_json(shown), end="")
