@@ -32,7 +32,7 @@ SHELL := bash
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
-SOURCES := $(shell find ucudnn solvers cache -name '*.py' -o -name '*.c' -o -type d ! -name __pycache__) \
+SOURCES := $(shell find ucudnn solvers cache -name '*.py' -o -name '*.c' -o -name '*.json' -o -type d ! -name __pycache__) \
 	ucudnn/py.typed
 # The sdist has them, too.
 DOCS := mkdocs.yml CHANGELOG.md CONTRIBUTING.md $(shell find docs -type f ! -path '*/__pycache__/*')
@@ -154,7 +154,10 @@ docs: .venv-docs/.ready
 	touch $@
 
 # The wheel is made from the sdist, so both are complete where the wheel is.
+# A test that changed needs a new sdist, but no new installation.
 dist: dist/.built
+	test -z "$$(find tests examples benchmarks -type f -newer dist/.built ! -name '*.pyc')" || \
+	{ rm dist/.built; $(MAKE) dist/.built; }
 dist/.built: .venv-build/.ready pyproject.toml MANIFEST.in LICENSE README.md $(SOURCES) $(DOCS)
 	rm -rf dist ucudnn.egg-info
 	.venv-build/bin/python -m build --no-isolation . >/dev/null

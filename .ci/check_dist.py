@@ -8,13 +8,16 @@ import zipfile
 from pathlib import Path
 
 FOLDERS = {"ucudnn": "ucudnn", "solvers": "ucudnn/solvers", "cache": "ucudnn/cache"}
+# In the sdist only.
+BESIDE = ("docs", "tests", "examples", "benchmarks")
+FILES = {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml"}
 
 
 def expected_files() -> set[str]:
     """Package files as they must arrive, from the folders that hold them."""
     files = {"ucudnn/py.typed"}
     for folder, target in FOLDERS.items():
-        for pattern in ("*.py", "*.c"):
+        for pattern in ("*.py", "*.c", "*.json"):
             for path in Path(folder).rglob(pattern):
                 files.add(f"{target}/{path.relative_to(folder)}")
     return files
@@ -41,9 +44,13 @@ def check(folder: Path) -> None:
         if links:
             sys.exit(f"the sdist holds symbolic links: {links}")
         report("sdist", expected, {name for name in names if name.startswith("ucudnn/")})
-        docs = {str(path) for path in Path("docs").rglob("*") if path.is_file()}
-        docs = {"mkdocs.yml", *(path for path in docs if "__pycache__" not in path)}
-        report("documentation", docs, {name for name in names if name.startswith(("docs/", "mkd"))})
+        lacking = FILES - names
+        if lacking:
+            sys.exit(f"the sdist lacks {sorted(lacking)}")
+        for beside in BESIDE:
+            files = {str(path) for path in Path(beside).rglob("*") if path.is_file()}
+            files = {path for path in files if "__pycache__" not in path}
+            report(beside, files, {name for name in names if name.startswith(f"{beside}/")})
         outside = {name for name in names if name.startswith(("solvers/", "cache/"))}
         if outside:
             sys.exit(f"the sdist holds solvers or cache at top level: {sorted(outside)}")

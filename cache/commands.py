@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from time import time_ns
 
 from ucudnn import cache as caches
-from ucudnn.cache.entries import CacheInfo, CheckReport, Explanation, MergeReport
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, Explanation, MergeReport
 from ucudnn.cache.explain import explain as explain_texts
 from ucudnn.cache.table.schema import matches, parse_where
 from ucudnn.errors import ConfigError
@@ -63,6 +64,31 @@ def merge(sources: Iterable[PathLike], path: PathLike | None = None) -> MergeRep
     return MergeReport(
         read=sum(report.read for report in reports), added=sum(report.added for report in reports)
     )
+
+
+def entries(path: PathLike | None = None, where: Iterable[str] = ()) -> list[Entry]:
+    """List entries: those of one device, one problem and one role together, the fastest first.
+
+    >>> entries("no/such/folder", ["status=ok"])
+    []
+
+    Args:
+        path: the folder of the cache; None: the user's cache.
+        where: only entries that match all of these, such as "status=ok".
+
+    Raises:
+        ConfigError: a bad filter.
+    """
+    texts = parse_where(where)
+
+    def order(entry: Entry) -> tuple[str, str, str, bool, int]:
+        key, time_ns = entry.measurement.key, entry.measurement.time_ns
+        role = str(key.conditions.role)
+        # What was not timed comes last.
+        return str(key.device), str(key.problem), role, time_ns is None, time_ns or 0
+
+    with caches.open(path, "r") as cache:
+        return sorted((one for one in cache.entries() if matches(one, texts)), key=order)
 
 
 def export(target: PathLike, path: PathLike | None = None, where: Iterable[str] = ()) -> int:
@@ -163,4 +189,7 @@ def explain(where: Iterable[str], path: PathLike | None = None) -> Explanation:
         ConfigError: there is no such field.
     """
     with caches.open(path, "r") as cache:
-        return explain_texts(parse_where(where), (measurement.key for measurement in cache))
+        found = explain_texts(parse_where(where), (measurement.key for measurement in cache))
+        if not found.found or found.nearest is None:
+            return found
+        return replace(found, measurement=cache.get(found.nearest))

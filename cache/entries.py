@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ucudnn.errors import CacheError
 from ucudnn.measurement import Device, Measurement, MeasurementKey
+from ucudnn.units import format_bytes, format_ns
 
 # In the year 2116; a later time cannot come from a clock, and 2^63 would overflow in a file.
 LATEST_NS = 2**62
@@ -140,11 +141,13 @@ class Explanation:
         entries: number of keys that were compared.
         nearest: the key that differs in the fewest fields, None in an empty cache.
         differences: the fields in which it differs; empty for a hit.
+        measurement: that of the nearest key, for a hit, where it was looked up.
     """
 
     entries: int
     nearest: MeasurementKey | None
     differences: tuple[Difference, ...] = ()
+    measurement: Measurement | None = None
 
     @property
     def found(self) -> bool:
@@ -155,9 +158,17 @@ class Explanation:
         if self.nearest is None:
             return "a miss: the cache is empty"
         if self.found:
-            return f"a hit: {self.nearest.problem}, {self.nearest.algorithm}"
+            return f"a hit: {self.nearest.problem}, {self.nearest.algorithm}{self._result()}"
         listed = ", ".join(
             f"{one.field} ({one.wanted or 'none'} wanted, {one.found or 'none'} there)"
             for one in self.differences
         )
         return f"a miss: the nearest of {self.entries} entries differs in {listed}"
+
+    def _result(self) -> str:
+        found = self.measurement
+        if found is None:
+            return ""
+        if found.time_ns is None:
+            return f": {found.status}{f', {found.reason}' if found.reason else ''}"
+        return f": {format_ns(found.time_ns)} in {format_bytes(found.workspace_bytes or 0)}"

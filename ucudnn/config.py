@@ -14,6 +14,7 @@ from ucudnn.problem import OPS
 
 Policy = Literal["undivided", "powers-of-two", "all"]
 Unplanned = Literal["torch", "tune", "error"]
+OnMismatch = Literal["error", "torch"]
 # The names in backends/registry.py, which this module must not import, and two more.
 Backend = Literal["auto", "torch_cpu", "cudnn", "recorded"]
 Solver = Literal["auto", "exact", "highs", "cbc"]
@@ -22,6 +23,7 @@ Layout = Literal["keep", "auto"]
 # The same at run time, for which type checkers are no help.
 POLICIES: tuple[str, ...] = get_args(Policy)
 UNPLANNED: tuple[str, ...] = get_args(Unplanned)
+ON_MISMATCH: tuple[str, ...] = get_args(OnMismatch)
 BACKENDS: tuple[str, ...] = get_args(Backend)
 SOLVERS: tuple[str, ...] = get_args(Solver)
 EFFORT_NAMES: tuple[str, ...] = get_args(Effort)
@@ -58,6 +60,7 @@ _FALLBACKS: dict[str, Any] = {
     "policy": "powers-of-two",
     "ops": OPS,
     "unplanned": "torch",
+    "on_mismatch": "error",
     "frozen": False,
     "deterministic": None,
     "batch_invariant": False,
@@ -79,6 +82,7 @@ _OF_THE_PROCESS = frozenset(
 )
 # Left out of a plan's file and hash where they are not set, as before there were these fields.
 _SWITCHES = ("frozen", "deterministic", "batch_invariant")
+_OFF = (*_SWITCHES, "on_mismatch", "layout", "memory_budget")
 
 
 def _default(name: str, compare: bool = True) -> Any:
@@ -116,6 +120,9 @@ class Config:
             weights).
         unplanned: what a layer does with a shape that has no plan: "torch" (run torch's own
             convolution and warn once), "tune" (measure now) or "error".
+        on_mismatch: what becomes of a plan that was made for another device: "error", or "torch"
+            (warn and run torch's own convolutions). UCUDNN_ON_MISMATCH=torch says so for plans that
+            were made without it.
         frozen: refuse to run by a plan that does not hold here (other device, versions or threads,
             an algorithm that is gone), and every convolution without a plan. UCUDNN_FROZEN=1 does
             so for plans that were made without it.
@@ -125,8 +132,8 @@ class Config:
             file that was exported from one.
         device: for "recorded", part of the name of the device; None: the only device in the cache.
         device_profile: for "cudnn" on a machine without the GPU: the file that `ucudnn doctor`
-            wrote on the GPU. Plans use the measurements of that GPU in the cache, as far as this
-            cuDNN could run them.
+            wrote on the GPU, or "h200", which the package has. Plans use the measurements of that
+            GPU in the cache, as far as this cuDNN could run them.
         deterministic: only algorithms that give the same bits whenever they are run on the same
             operands; None: as `torch.use_deterministic_algorithms` says when tuning begins.
         batch_invariant: one algorithm and one size of micro-batches for each kernel, a smaller last
@@ -159,6 +166,7 @@ class Config:
     policy: Policy = _default("policy")
     ops: tuple[str, ...] = _default("ops")
     unplanned: Unplanned = _default("unplanned")
+    on_mismatch: OnMismatch = _default("on_mismatch")
     frozen: bool = _default("frozen")
     cache: str | None = _default("cache", compare=False)
     backend: Backend = _default("backend")
@@ -184,6 +192,7 @@ class Config:
                 "policy": settings.choice("policy", self.policy, POLICIES),
                 "ops": settings.passes(self.ops, OPS),
                 "unplanned": settings.choice("unplanned", self.unplanned, UNPLANNED),
+                "on_mismatch": settings.choice("on_mismatch", self.on_mismatch, ON_MISMATCH),
                 "frozen": settings.switch("frozen", self.frozen),
                 "cache": settings.path("cache", self.cache, "a folder's path"),
                 "backend": settings.choice("backend", self.backend, BACKENDS),
@@ -268,10 +277,8 @@ class Config:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         # plans without a pool or budget, or for a model as it is, hash as before these fields
         pool = ("total_workspace", "solver") if self.total_workspace is None else ()
-        layout = ("layout",) if self.layout == "keep" else ()
-        off = (name for name in _SWITCHES if getattr(self, name) == _FALLBACKS[name])
-        budget = ("memory_budget",) if self.memory_budget is None else ()
-        for name in (*_OF_THE_PROCESS, *pool, *layout, *budget, *off):
+        off = (name for name in _OFF if getattr(self, name) == _FALLBACKS[name])
+        for name in (*_OF_THE_PROCESS, *pool, *off):
             del values[name]
         return {**values, "ops": list(self.ops)}
 

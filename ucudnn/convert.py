@@ -18,7 +18,7 @@ from ucudnn.errors import PlanError, warn
 from ucudnn.execution.layout import lay_out_, restore_layout_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.recording import Recorder
-from ucudnn.execution.runner import Layer, Runner, require_same_device
+from ucudnn.execution.runner import Layer, Runner, is_followed
 from ucudnn.execution.untraced import untraced
 from ucudnn.nn import planned_runner
 from ucudnn.plan import KernelPlan, Plan
@@ -124,8 +124,9 @@ def convert_(
     """
     plan = _loaded(plan)
     config = _config_here(plan)
-    require_same_device(plan, config.frozen)
     found = _find(model, plan, filter_fn or (lambda *_: True))
+    if not is_followed(plan, config):
+        return Conversion(model, plan, (), (), tuple(found.convolutions), ())
     _require_some(plan, found)
     if config.frozen:
         _require_all(found)
@@ -349,13 +350,16 @@ def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
     """
     plan = _loaded(plan)
     config = _config_here(plan)
-    require_same_device(plan, config.frozen)
-    return Installation(plan.device.type, planned_runner(plan, config))
+    followed = plan if is_followed(plan, config) else None
+    return Installation(plan.device.type, planned_runner(followed, config))
 
 
 def _config_here(plan: Plan) -> Config:
-    """Settings to run a plan by: its own, and frozen where UCUDNN_FROZEN says so."""
-    return replace(plan.config, frozen=True) if Config().frozen else plan.config
+    """Settings to run a plan by: its own, and what UCUDNN_FROZEN and UCUDNN_ON_MISMATCH say."""
+    here = Config()
+    changed: dict[str, Any] = {"frozen": True} if here.frozen else {}
+    changed |= {"on_mismatch": "torch"} if here.on_mismatch == "torch" else {}
+    return replace(plan.config, **changed) if changed else plan.config
 
 
 # What `follow_startup` has begun in this process: it lasts as long as the process does.

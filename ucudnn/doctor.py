@@ -61,10 +61,12 @@ class Diagnosis:
         # Plain "glibc": where a threshold was set, the name contains it.
         if self.conditions.allocator == "glibc" and self.fresh_ns > 1.5 * self.reused_ns:
             sentences.append(
-                f"glibc's malloc gives large blocks back to the kernel: a fresh 64 MiB block costs "
-                f"{format_ns(self.fresh_ns)} to fill, one in use {format_ns(self.reused_ns)}. "
-                f"Start Python with GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES} or preload tcmalloc; "
-                f"every large convolution gains, with or without a plan."
+                f"glibc's malloc returns large blocks to the operating system: a fresh 64 MiB "
+                f"block costs {format_ns(self.fresh_ns)} to fill, one in use "
+                f"{format_ns(self.reused_ns)}. To make every large convolution faster, with or "
+                f"without a plan, start Python with GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES} or "
+                f"preload tcmalloc. The price is memory: the process keeps freed blocks and its "
+                f"peak grows, which may be more than a plan saves."
             )
         if self.load > self.device.cores / 2:
             sentences.append(

@@ -224,7 +224,7 @@ class Plan:
         Raises:
             OutputError: the file cannot be written.
         """
-        write(path, f"{documents.canonical(self.to_dict())}\n".encode(), "the plan")
+        write(path, f"{documents.in_lines(self.to_dict())}\n".encode(), "the plan")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""

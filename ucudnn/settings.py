@@ -159,6 +159,13 @@ _CONFLICTS: tuple[tuple[Callable[[Values], bool], str], ...] = (
         ),
     ),
     (
+        lambda values: values["frozen"] and values["on_mismatch"] == "torch",
+        (
+            "frozen=True refuses a plan for another device, and on_mismatch='torch' runs torch's "
+            "own convolutions instead; leave one of the two out"
+        ),
+    ),
+    (
         lambda values: values["curve"] and _has_pool(values),
         (
             "curve is of kernels that share their workspace, and total_workspace of kernels that "

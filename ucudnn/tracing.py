@@ -6,6 +6,7 @@ calls are seen alike, in the dtype and the layout in which they would be compute
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -147,6 +148,7 @@ def _trace_one(
             torch.inference_mode(False),
             torch.enable_grad(),
             same_random_states(on_devices=real),
+            _without_log(),
             fake_mode or nullcontext(),
             recorder,
         ):
@@ -160,6 +162,21 @@ def _trace_one(
         raise ConfigError(
             f"the model does not accept example inputs of shapes {shapes}: {reason}{remedy}"
         ) from error
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Context in which torch does not log errors of fake tensors: they are raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger.addFilter(is_no_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_error)
 
 
 def _let_hooks_fail(model: nn.Module) -> None:

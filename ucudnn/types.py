@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ucudnn.config import Backend as Backend
     from ucudnn.config import Effort as Effort
     from ucudnn.config import Layout as Layout
+    from ucudnn.config import OnMismatch as OnMismatch
     from ucudnn.config import Policy as Policy
     from ucudnn.config import Solver as Solver
     from ucudnn.config import Unplanned as Unplanned
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Subject as Subject
     from ucudnn.plan import KernelPlan as KernelPlan
     from ucudnn.plan import Timing as Timing
+    from ucudnn.races import Contestant as Contestant
+    from ucudnn.races import Curve as Curve
     from ucudnn.races import LayoutHint as LayoutHint
     from ucudnn.races import LayoutRace as LayoutRace
+    from ucudnn.races import StepMemory as StepMemory
     from ucudnn.races import StepRace as StepRace
     from ucudnn.tuning.advice import Advice as Advice
     from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
@@ -46,7 +50,7 @@ if TYPE_CHECKING:
 # The same names as above: type checkers read the imports, `__getattr__` reads this.
 _NAMES_BY_MODULE = {
     "check": ("Finding",),
-    "config": ("Backend", "Effort", "Layout", "Policy", "Solver", "Unplanned"),
+    "config": ("Backend", "Effort", "Layout", "OnMismatch", "Policy", "Solver", "Unplanned"),
     "convert": ("Conversion",),
     "execution.override": ("Installation",),
     "layer_table": ("Row",),
@@ -55,7 +59,7 @@ _NAMES_BY_MODULE = {
         *("Origin", "Role", "Software", "Subject"),
     ),
     "plan": ("KernelPlan", "Timing"),
-    "races": ("LayoutHint", "LayoutRace", "StepRace"),
+    "races": ("Contestant", "Curve", "LayoutHint", "LayoutRace", "StepMemory", "StepRace"),
     "tuning.advice": ("Advice", "KernelAdvice"),
     "tuning.noise": ("Noise",),
     "tuning.progress": ("Progress",),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
+import termios
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from ucudnn import cache as caches
 from ucudnn import testing
+from ucudnn.measurement import Device, Measurement
 
 
 @pytest.mark.slow
@@ -29,6 +34,18 @@ def test_doctor_json(ucudnn):
     assert found["conditions"]["threads"] == torch.get_num_threads()
     assert found["fresh_ns"] > 0
     assert isinstance(found["advice"], list)
+
+
+def test_advice_on_malloc_names_its_price(tmp_path):
+    from ucudnn.doctor import diagnose
+
+    found = diagnose(str(tmp_path / "cache"))
+    glibc = replace(found.conditions, allocator="glibc")
+    slow = replace(found, conditions=glibc, fresh_ns=9_000_000, reused_ns=3_000_000, load=0.0)
+    (sentence,) = slow.advice
+    assert "GLIBC_TUNABLES=" in sentence
+    assert "The price is memory" in sentence
+    assert replace(slow, fresh_ns=3_000_000).advice == ()
 
 
 def test_doctor_advises_a_writable_cache(ucudnn, tmp_path):
@@ -171,6 +188,40 @@ def test_explain_needs_a_field(ucudnn):
     assert "name one or more" in done.err
 
 
+def test_measurements_are_listed_the_fastest_of_a_kernel_first(ucudnn, tmp_path):
+    first = next(one for one in testing.sample_measurements(40) if one.status == "ok")
+    slow = replace(first, key=replace(first.key, algorithm="slow"), time_ns=9_000_000_000)
+    fast = replace(first, key=replace(first.key, algorithm="fast"), time_ns=2_000_000)
+    broken = Measurement(replace(first.key, algorithm="broken"), "failed", reason="raised :x: [b]")
+    mine = ("--cache", tmp_path / "mine")
+    with caches.open(tmp_path / "mine") as cache:
+        cache.put([slow, broken, fast])
+    done = ucudnn("cache", "list", *mine)
+    assert done.status == 0, done.err
+    places = [done.out.index(text) for text in (" fast ", " slow ", " broken ")]
+    assert places == sorted(places)
+    assert "2.00 ms" in done.out
+    assert "9.00 s" in done.out
+    assert "failed: raised :x: [b]" in done.out
+    assert "3 of 3 measurements" in done.out
+    assert "device" not in done.out
+    short = ucudnn("cache", "list", "--limit", 1, "--where", "status=ok", *mine).out
+    assert "1 of 2 measurements; --limit 2 prints all" in short
+    assert "slow" not in short
+    document = json.loads(ucudnn("cache", "list", "--json", *mine).out)
+    assert [one["algorithm"] for one in document["measurements"]] == ["fast", "slow", "broken"]
+    assert ucudnn("cache", "list", "--where", "nonsense=1", *mine).status == 2
+    hit = ucudnn("cache", "explain", "--where", "algorithm=fast", *mine)
+    assert "fast: 2.00 ms in " in hit.out
+    assert "broken: failed, raised :x: [b]" in (
+        ucudnn("cache", "explain", "--where", "algorithm=broken", *mine).out
+    )
+    elsewhere = replace(fast, key=replace(fast.key, device=Device("cpu", "Another CPU")))
+    with caches.open(tmp_path / "mine") as cache:
+        cache.put([elsewhere])
+    assert "Another CPU" in ucudnn("cache", "list", *mine).out
+
+
 def test_cache_commands_for_machines(ucudnn, tmp_path):
     with caches.open(tmp_path / "mine") as cache:
         cache.put(testing.sample_measurements(3))
@@ -203,6 +254,42 @@ def test_short_help(ucudnn, words):
     done = ucudnn(*words)
     assert done.status == 0
     assert "Usage: " in done.out
+
+
+KEPT = Path(__file__).parents[1] / "pure" / "before_slabs.plan.json"
+
+
+@pytest.mark.process
+def test_through_a_pipe_lines_are_as_wide_as_the_terminal():
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (50, 90))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "ucudnn", "show", KEPT]
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "env": environment}
+    shown = subprocess.run(command, stderr=end, check=True, text=True, **options).stdout
+    os.close(end)
+    os.close(terminal)
+    table = [line for line in shown.splitlines() if "conv2d" in line]
+    assert table
+    assert max(map(len, table)) <= 90
+    # In CI, where nothing is a terminal, a table has all its columns.
+    bare = subprocess.run(command, stderr=subprocess.PIPE, check=True, text=True, **options).stdout
+    assert "predicted" in bare
+    assert "predicted" not in "".join(table)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "words", [("show", KEPT), ("show", KEPT, "--json"), ("show", KEPT, "--csv")]
+)
+def test_a_reader_that_goes_away_is_no_error(words):
+    reader, writer = os.pipe()
+    # As after `ucudnn show ... | head -0`.
+    os.close(reader)
+    command = [sys.executable, "-m", "ucudnn", *words]
+    done = subprocess.run(command, check=False, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == ""
 
 
 def test_the_version(ucudnn):

@@ -8,6 +8,7 @@ import random
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import pytest
 
@@ -19,6 +20,8 @@ from ucudnn.problem import Problem
 from ucudnn.races import Curve, LayoutRace, StepMemory, StepRace
 from ucudnn.reports.html import report, write_report
 from ucudnn.reports.rationale import Alternative, Rationale
+from ucudnn.reports.rows import plan_csv
+from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.rationale import rationales
 
 EVIL = "<script>alert(1)</script>"
@@ -31,7 +34,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tables, self.facts, self.scripts, self.loaded, self.texts = {}, [], [], [], []
-        self._tags, self._rows = [], []
+        self._tags, self._rows, self.links, self.ids = [], [], [], []
         self.feed(text)
         self.close()
         assert self._tags == [], "a tag is not closed"
@@ -40,7 +43,11 @@ class Page(HTMLParser):
         if tag in ("meta", "input"):
             return
         self._tags.append(tag)
-        self.loaded += [value for name, value in attrs if name in ("src", "href", "srcset")]
+        links = [value for name, value in attrs if name in ("src", "href", "srcset")]
+        # A part of the page, and a file inside it.
+        self.loaded += [link for link in links if not link.startswith(("#", "data:text/csv"))]
+        self.links += links
+        self.ids += [value for name, value in attrs if name == "id"]
         if tag == "table":
             self._rows = self.tables.setdefault(dict(attrs).get("id"), [])
         if tag == "tr":
@@ -129,7 +136,7 @@ def drawn():
 def mixed():
     """Split, by slabs, undivided default, predicted without a default."""
     rows = ((8, 1), (2, 0))
-    default = Timing(7 * MS, 9 * MS, 0, 9)
+    default = Timing(7 * MS, 16 * MS, 0, 9)
     return plan_of(
         kernel(layers=("stem", "body.0", "body.1")),
         kernel(layers=("slabs",), alone=(BY_SLABS,) * 32, slabs=rows, notes=("a note",)),
@@ -174,7 +181,7 @@ def test_the_table_has_every_kernel_with_notes(drawn, mixed):
         "32 torch_default",
         "4x8 onednn",
     ]
-    assert [row["default"] for row in cells] == ["30.0 ms ±7%"] * 2 + ["7.00 ms ±129%", "-"]
+    assert [row["default"] for row in cells] == ["30.0 ms ±7%"] * 2 + ["7.00 ms ±229%", "-"]
     assert [row["plan"] for row in cells] == ["20.0 ms ±5%"] * 2 + ["= default", "~5.00 ms"]
     assert [row["layers"] for row in cells] == ["stem, body.0, body.1", "slabs", "same", "guess"]
     assert "a note (kernel 1)" in page.texts
@@ -186,8 +193,10 @@ def test_times_are_those_of_all_calls_with_their_spread(drawn, mixed):
     # sorted by the default's time; the first kernel runs three times
     assert default["y"] == [0, 1, 2]
     assert default["x"] == [0.090, 0.030, 0.007]
-    assert default["error_x"]["array"] == [0.006, 0.002, 0.009]
-    assert default["error_x"]["arrayminus"] == [0.006, 0.002, 0.007]
+    # half the interquartile range, and no time is below zero
+    assert default["error_x"]["array"] == [0.003, 0.001, 0.008]
+    assert default["error_x"]["arrayminus"] == [0.003, 0.001, 0.007]
+    assert "interquartile range 2.00 ms, 9 samples" in default["hovertext"][0]
     plan = trace(figure, "plan, measured")
     assert (plan["y"], plan["x"]) == ([0, 1, 2], [0.060, 0.020, 0.007])
     assert plan["text"] == ["60.0 ms", "20.0 ms", "7.00 ms"]
@@ -240,8 +249,13 @@ def test_splits_are_drawn_chunk_by_chunk(drawn, mixed):
     figure = drawn(mixed).figures["Splits"]
     assert pieces(figure, 0) == [(0, 0.5, "16", "onednn"), (0.5, 0.5, "16", "onednn")]
     assert pieces(figure, 1) == [(0, 0.8, "8", "onednn"), (0.8, 0.2, "2", "torch_default")]
-    assert pieces(figure, 2) == [(0, 1, "32", "torch_default")]
-    assert [size for _, _, size, _ in pieces(figure, 3)] == ["8"] * 4
+    # not the third kernel, which is torch's own
+    assert [size for _, _, size, _ in pieces(figure, 2)] == ["8"] * 4
+    assert len(figure[1]["yaxis"]["ticktext"]) == 3
+    assert "Not drawn: 1 other kernel by torch's own convolution" in drawn(mixed).text
+    plain = drawn(replace(mixed, kernels=mixed.kernels[2:3]))
+    assert "Splits" not in plain.figures
+    assert "All kernels are torch's own convolutions, undivided." in plain.text
     assert figure[1]["yaxis"]["ticktext"][1].endswith("slabs")
     assert "8 of 10 rows" in trace(figure, "onednn")["customdata"]
     nested = replace(mixed.kernels[1], slab_samples=4)
@@ -274,8 +288,11 @@ def test_any_plan_is_drawn_as_it_splits(drawn, random_plan):
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3, stride=2))
     for seed in range(5):
         plan = random_plan(model, torch.randn(5, 3, 9, 9), random.Random(seed))
-        figure = drawn(plan).figures["Splits"]
-        for place, label in enumerate(figure[1]["yaxis"]["ticktext"]):
+        figure = drawn(plan).figures.get("Splits")
+        shown = [] if figure is None else figure[1]["yaxis"]["ticktext"]
+        own = [one for one in plan.kernels if one.split(one.problem.batch).is_default]
+        assert len(shown) + len(own) == len(plan.kernels)
+        for place, label in enumerate(shown):
             one = plan.kernels[int(label.split()[0])]
             steps = one.split(one.problem.batch).steps
             expected = [(str(step.size), step.algorithm) for step in steps]
@@ -296,6 +313,17 @@ def test_the_page_loads_nothing(drawn, mixed):
     for _, _, settings in page.figures.values():
         # plotly's button that uploads a figure
         assert settings["showSendToCloud"] is False
+
+
+def test_links_lead_to_the_sections_and_a_file_inside_the_page(drawn, mixed):
+    page = drawn(mixed)
+    *sections, saved = page.links
+    assert [link[1:] for link in sections] == [name for name in page.ids if name[:3] == "to-"]
+    assert {"#to-times", "#to-why-these-splits", "#to-all-kernels"} < set(sections)
+    assert len(set(page.ids)) == len(page.ids)
+    kind, _, text = saved.partition(",")
+    assert kind == "data:text/csv;charset=utf-8"
+    assert unquote(text) == plan_csv(mixed)
 
 
 def test_names_are_text_not_markup(drawn):
@@ -332,7 +360,9 @@ def test_the_command_writes_the_page(drawn, mixed, ucudnn, tmp_path):
     assert done.status == 0, done.err
     assert "Drew 4 kernels" in done.out
     # without a cache all that is known is in the plan
-    assert (tmp_path / "report.html").read_text() == report(mixed, rationales(mixed, []))
+    remarks = [f"Noise: {noise_of(mixed)}."]
+    assert path.read_text() == report(mixed, rationales(mixed, []), remarks)
+    assert remarks[0] in Page(path.read_text()).text
     assert ucudnn("report", tmp_path / "plan.json").status == 2
     assert ucudnn("report", tmp_path / "none.json", "-o", tmp_path / "b.html").status == 2
 

@@ -228,6 +228,9 @@ def test_a_plan_that_is_not_there_or_for_another_device(run: Run, train: Path, p
     # It fails at the first convolution, and the traceback leads there.
     assert "train.py" in other.stderr
     assert "PlanError: the plan was made for another processor" in other.stderr
+    left = run("-m", "ucudnn", "run", "--plan", plan, "--", train, UCUDNN_ON_MISMATCH="torch")
+    assert left.returncode == 0
+    assert left.stderr.count("torch's own convolutions run") == 1
 
 
 def test_ucudnn_before_torch_says_that_the_variable_has_no_effect(run: Run, plan: Path) -> None:

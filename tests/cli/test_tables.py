@@ -59,6 +59,21 @@ def test_arguments_of_the_callable_several_sizes_and_a_model_that_is_there(ucudn
     assert traced(ucudnn, tmp_path, f"{model}:made", "--input", "8x3x12x12")
 
 
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ((), "float32"),
+        (("--autocast",), "bfloat16"),
+        (("--autocast-dtype", "float16"), "float16"),
+        (("--autocast", "--autocast-dtype", "float16"), "float16"),
+    ],
+)
+def test_a_model_under_autocast(ucudnn, model, tmp_path, flags, dtype):
+    rows = traced(ucudnn, tmp_path, f"{model}:net", "--input", "8x3x12x12", *flags)
+    assert {row.problem.dtype for row in rows} == {dtype}
+    assert {row.problem.op for row in rows} == {"fprop", "dgrad", "wgrad"}
+
+
 def test_volumes_in_channels_last(ucudnn, model, tmp_path):
     rows = traced(ucudnn, tmp_path, f"{model}:volumes", "--input", "2x4x6x6x6", "--channels-last")
     assert {row.problem.rank for row in rows} == {3}

@@ -16,6 +16,7 @@ import pytest
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.units import format_bytes
 
 SHAPE = "8x3x12x12"
 
@@ -85,6 +86,18 @@ def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
     assert all(len(line) <= 80 for line in shown.splitlines())
     # every default's time, and the legend
     assert shown.count("±") + shown.count("1 run") >= len(splits) + 1
+    for width in (60, 40):
+        least = Console(width=width)
+        monkeypatch.setattr(look, "out", least)
+        monkeypatch.setattr(console, "out", least)
+        shown = ucudnn("show", output).out
+        table = shown[: shown.index("kernels leave")]
+        assert all(len(line) <= width for line in table.splitlines())
+        text = "".join(table.split())
+        for kernel in Plan.load(output).kernels:
+            size = format_bytes(kernel.default.workspace_bytes)
+            for part in (f"{kernel.problem}{kernel.split(8)}", f"in {size}"):
+                assert part.replace(" ", "") in text
 
 
 @pytest.mark.slow
@@ -224,6 +237,11 @@ BAD_CALLS = {
         2,
         "one shape or as many as the others, got 2 and 3",
     ),
+    "no such dtype of autocast": (
+        ("{model}:net", "--input", SHAPE, "--autocast-dtype", "float32"),
+        2,
+        "--autocast-dtype must be one of bfloat16, float16, got 'float32'",
+    ),
     "no such keyword": (("{model}:net", "--input", "y=2x3x9x9"), 2, "y"),
     "more than memory": (("{model}:net", "--input", "999999x3x16000x16000"), 2, "fit in memory"),
     "inputs twice": (
@@ -260,6 +278,11 @@ BAD_CALLS = {
         "--channels-last is for a model",
     ),
     "a table has no model": (("{table}", "--autocast"), 2, "--autocast is for a model"),
+    "a table has no autocast": (
+        ("{table}", "--autocast-dtype", "float16"),
+        2,
+        "--autocast-dtype is for a model",
+    ),
     "a table has no steps": (("{table}", "--step-race"), 2, "--step-race runs steps of a model"),
     "a CPU has no TF32": (("{table}", "--math", "tf32"), 2, "--math is about GPUs"),
     "passes against passes": (

@@ -22,6 +22,18 @@ def test_a_profile_says_which_device_it_is() -> None:
     assert profile.compute_capability == "9.0"
 
 
+def test_a_profile_of_the_package_is_named_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert DeviceProfile.load("h200").text == H200.read_text()
+    with pytest.raises(ConfigError, match="cannot read .* h100: .* that ucudnn has: h200"):
+        DeviceProfile.load("h100")
+    # A file of the user goes before it.
+    (tmp_path / "h200").write_text(json.dumps({**FIELDS, "deviceName": "mine"}))
+    assert DeviceProfile.load("h200").name == "mine"
+
+
 @pytest.mark.parametrize(("number", "text"), [(860, "8.6"), (1000, "10.0"), (1210, "12.1")])
 def test_architectures_have_two_numbers(number: int, text: str) -> None:
     found = DeviceProfile.parse(json.dumps({**FIELDS, "deviceVer": number}), "here")

@@ -141,9 +141,9 @@ def test_the_tables_of_results_are_those_of_the_files(repository: Path, tmp_path
         assert made.read_text() == kept.read_text(), f"python docs/make_tables.py {name}"
 
 
-def test_links_lead_to_files(repository: Path) -> None:
-    documents = [*repository.glob("*.md"), *repository.glob("*/*.md")]
-    for document in [*documents, *repository.glob("docs/*/*.md")]:
+def test_links_lead_to_files(checkout: Path) -> None:
+    documents = [*checkout.glob("*.md"), *checkout.glob("*/*.md")]
+    for document in [*documents, *checkout.glob("docs/*/*.md")]:
         for link in LINK.finditer(document.read_text()):
             target = document.parent / link["target"]
             assert target.exists(), f"{document.name}: {link['target']}"

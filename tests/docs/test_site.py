@@ -71,8 +71,8 @@ def test_the_command_line_has_every_command_and_flag(hook: Import) -> None:
     assert count == len(sections) > 20
 
 
-def test_links_out_of_the_site_become_paths(hook: Import, repository: Path) -> None:
-    relinked, docs = hook("site_pages").relinked, repository / "docs"
+def test_links_out_of_the_site_become_paths(hook: Import, checkout: Path) -> None:
+    relinked, docs = hook("site_pages").relinked, checkout / "docs"
     for written, expected in {
         "[a](../README.md#install)": "[a](index.md#install)",
         "[b](cache.md)": "[b](cache.md)",
@@ -85,7 +85,7 @@ def test_links_out_of_the_site_become_paths(hook: Import, repository: Path) -> N
         "<!-- runs -->\n```python\n": "```python\n",
     }.items():
         assert relinked(written, docs, "here.md") == expected
-    assert relinked("![p](docs/steps.svg)", repository, "index.md") == "![p](steps.svg)"
+    assert relinked("![p](docs/steps.svg)", checkout, "index.md") == "![p](steps.svg)"
     assert relinked("[g](../../CHANGELOG.md)", docs / "howto", "howto/h.md") == (
         "[g](../changelog.md)"
     )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import ucudnn
-from ucudnn.errors import PlanError
+from ucudnn.errors import MismatchWarning, PlanError
 from ucudnn.measurement import Device
 
 
@@ -235,6 +235,27 @@ def test_a_plan_for_other_hardware_is_refused(plan_by_hand):
     with pytest.raises(PlanError, match="made for another processor, 64 cores"):
         ucudnn.convert_(model, elsewhere)
     assert type(model[0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_plan_for_other_hardware_may_be_left_to_torch(plan_by_hand, monkeypatch, by_environment):
+    model, config = small_model(), ucudnn.Config(on_mismatch="torch")
+    if by_environment:
+        monkeypatch.setenv("UCUDNN_ON_MISMATCH", "torch")
+        config = ucudnn.Config(on_mismatch="error")
+    plan = plan_by_hand(model, torch.empty(INPUT), config=config)
+    elsewhere = replace(plan, device=Device("cpu", "another processor", cores=64))
+    said = "torch's own convolutions run.*made for another processor"
+    with pytest.warns(MismatchWarning, match=said):
+        conversion = ucudnn.convert_(model, elsewhere)
+    assert (conversion.swapped, conversion.unplanned) == ((), ("0", "3"))
+    assert {type(module) for module in (model[0], model[3])} == {nn.Conv2d}
+    x = torch.rand(INPUT)
+    expected = model(x)
+    with pytest.warns(MismatchWarning, match=said), ucudnn.installed(elsewhere):
+        assert torch.equal(model(x), expected)
+    # Here it is followed.
+    assert ucudnn.convert_(model, plan).swapped == ("0", "3")
 
 
 def test_a_plan_for_another_model_is_refused(plan_by_hand):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -294,3 +296,22 @@ def test_a_shape_in_place_of_inputs_is_said_to_be_one(call) -> None:
 def test_settings_in_a_dict_are_refused(call) -> None:
     with pytest.raises(ConfigError, match="config must be a ucudnn.Config"):
         call(torch.nn.Conv2d(3, 4, 3), torch.empty(2, 3, 9, 9), {"policy": "all"})
+
+
+def test_shapes_that_do_not_fit_are_one_error_and_no_log_of_torch():
+    class Odd(nn.Conv2d):
+        def forward(self, x):
+            return torch.cat([super().forward(x), x], 1)
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(ConfigError, match=r"does not accept .* \[\(2, 3, 9, 9\)\]"):
+            ucudnn.trace(Odd(3, 3, 3), torch.empty(2, 3, 9, 9))
+        assert said == []
+        assert logger.filters == []
+    finally:
+        logger.removeHandler(handler)

@@ -47,6 +47,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("policy", None, "policy must be one of undivided, powers-of-two, all, got None"),
     ("layout", "nhwc", "layout must be one of keep, auto, got 'nhwc'"),
     ("unplanned", "ignore", "unplanned must be one of torch, tune, error, got 'ignore'"),
+    ("on_mismatch", "ignore", "on_mismatch must be one of error, torch, got 'ignore'"),
     ("backend", "cudnn8", "backend must be one of auto, torch_cpu.*, got 'cudnn8'"),
     ("ops", "forward", "ops must name some of fprop, dgrad, wgrad, got 'forward'"),
     ("ops", "", "ops must name some of fprop, dgrad, wgrad, got ''"),
@@ -84,6 +85,7 @@ ENVIRONMENT = [
     ("UCUDNN_POLICY", "all", "policy", "all"),
     ("UCUDNN_OPS", "wgrad,fprop", "ops", ("fprop", "wgrad")),
     ("UCUDNN_UNPLANNED", "error", "unplanned", "error"),
+    ("UCUDNN_ON_MISMATCH", "torch", "on_mismatch", "torch"),
     ("UCUDNN_FROZEN", "1", "frozen", True),
     ("UCUDNN_BATCH_INVARIANT", "1", "batch_invariant", True),
     ("UCUDNN_DETERMINISTIC", "true", "deterministic", True),
@@ -225,6 +227,13 @@ def test_a_file_does_not_say_where_this_process_writes() -> None:
 def test_a_pool_is_for_all_kernels_together() -> None:
     with pytest.raises(ConfigError, match="tunes one shape at a time"):
         Config(unplanned="tune", total_workspace="1MiB")
+
+
+def test_a_frozen_plan_is_not_left_to_torch() -> None:
+    with pytest.raises(ConfigError, match="frozen=True refuses a plan for another device"):
+        Config(frozen=True, on_mismatch="torch")
+    assert "on_mismatch" not in Config().to_dict()
+    assert Config.from_dict(Config(on_mismatch="torch").to_dict()).on_mismatch == "torch"
 
 
 def test_a_variable_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,20 @@ def test_a_file_is_there_with_the_end_of_the_block_and_alone(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # Both ends, so that opening it does not wait.
+    end = os.open(pipe, os.O_RDWR)
+    try:
+        put(pipe, b"content")
+        assert os.read(end, 100) == b"content"
+    finally:
+        os.close(end)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
 def test_the_contents_reach_the_disk_before_the_name_and_the_name_before_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

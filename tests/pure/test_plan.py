@@ -354,6 +354,18 @@ def test_the_file_is_json_with_its_format_version_and_hash(tmp_path: Path) -> No
     assert document["hash"] == plan().hash
 
 
+def test_a_file_has_a_line_for_each_kernel(tmp_path: Path) -> None:
+    value = plan(sliced(), kernel("dgrad"))
+    value.save(tmp_path / "a.plan.json")
+    lines = (tmp_path / "a.plan.json").read_text().splitlines()
+    kernels = [line for line in lines if line.startswith('{"algorithms"')]
+    # The last one ends the list, the others are followed by a comma.
+    found = [json.loads(line[: line.rindex("}") + 1]) for line in kernels]
+    assert found == json.loads((tmp_path / "a.plan.json").read_text())["kernels"]
+    assert len(found) == 2
+    assert len(lines) == 2 + len(value.to_dict())
+
+
 @pytest.mark.parametrize(("slabs", "version"), [(sliced(), 2), (nested(), 5)])
 def test_a_file_keeps_slabs(tmp_path: Path, slabs: KernelPlan, version: int) -> None:
     path = tmp_path / "a.plan.json"

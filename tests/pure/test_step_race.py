@@ -43,8 +43,11 @@ def test_what_is_printed() -> None:
     assert str(RACE) == plain
     whole = replace(RACE, torch_peak_bytes=3 << 20, plan_peak_bytes=2 << 20, dropped=("a", "b"))
     assert str(whole) == (
-        f"{plain}, and allocates 2 MiB at its peak against 3 MiB; 2 kernels did not pay there and "
-        "are torch's own"
+        f"{plain}, and its peak is 2 MiB above what was allocated before it, against 3 MiB; 2 "
+        "kernels did not pay there and are torch's own"
+    )
+    assert str(replace(RACE, dropped=("a",))).endswith(
+        "; 1 kernel did not pay there and is torch's own"
     )
 
 

@@ -11,6 +11,7 @@ from ucudnn import cache as caches
 from ucudnn.cli import app, console
 from ucudnn.config import Config
 from ucudnn.problem import Problem
+from ucudnn.races import StepRace
 from ucudnn.tuning.alternatives import alternatives
 from ucudnn.tuning.tuner import tune_problems
 
@@ -69,6 +70,26 @@ def test_the_settings_say_why_not(planned):
     assert by_split["8 torch_default"].reason == "needs more than the limit of 1 MiB"
     exact = replace(plan, config=replace(config, max_error=1e-30))
     assert found(exact, config)["8 torch_default"].error is not None
+
+
+def test_what_seems_faster_has_its_reason(planned):
+    plan, config = planned
+    (kernel,) = plan.kernels
+    slow = replace(kernel, timing=replace(kernel.timing, time_ns=90 * MS))
+    slower = replace(plan, kernels=(slow,))
+    by_split = found(slower, config)
+    reasons = {
+        one.reason for one in by_split.values() if one.time_ns and one.workspace_bytes <= 4 * MIB
+    }
+    assert reasons == {
+        "is not faster beyond the noise",
+        "its parts add up to less, but it was not raced as a whole call",
+    }
+    assert by_split["8 torch_default"].reason == "is not faster beyond the noise"
+    race = StepRace(9, 9, 1.0, 1.0, 1.0, 3, dropped=(str(PROBLEM),))
+    assert found(replace(slower, step_race=race), config)["8 near"].reason == (
+        "steps were not faster with the plan of this kernel"
+    )
 
 
 def test_measurements_of_other_machines_say_nothing(planned):

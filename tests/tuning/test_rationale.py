@@ -138,6 +138,31 @@ def test_the_command_plots_the_kernels_that_are_named(matplotlib, planned, tmp_p
     assert "The cache has no chunks of this plan" in bare.output
 
 
+@pytest.mark.slow
+def test_the_report_as_a_picture_is_the_plot(matplotlib, planned, tmp_path):
+    plan, config = planned
+    plan.save(tmp_path / "plan.json")
+    command = ["report", str(tmp_path / "plan.json"), "--cache", config.cache]
+    drawn = CliRunner().invoke(app, [*command, "--png", str(tmp_path / "a.png")])
+    assert drawn.exit_code == 0, drawn.output
+    found, _ = known(plan, config)
+    plot_fronts(plan, tmp_path / "b.png", found)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    # Without -o there is no page.
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == ["a.png", "b.png", "plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [((), "give -o FILE or --png FILE"), (("--png", "a.svg"), "`ucudnn plot` writes SVG and PDF")],
+)
+def test_a_report_needs_a_file_that_it_can_write(planned, tmp_path, flags, said):
+    planned[0].save(tmp_path / "plan.json")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "plan.json"), *flags])
+    assert isinstance(done.exception, ConfigError)
+    assert said in str(done.exception)
+
+
 def test_what_cannot_be_plotted_is_one_sentence(planned, tmp_path):
     plan, _ = planned
     with pytest.raises(ConfigError, match=r"must end in \.png, \.svg or \.pdf, got a\.gif"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 from dataclasses import replace
 
@@ -166,6 +167,20 @@ def test_a_kernel_that_is_chosen_is_drawn_and_alone_in_the_table(page):
     assert (drawn == before) == (fronts[other]["data"] == fronts[first]["data"])
     opened.select_option("#kernel", "")
     assert set(numbers.all_inner_texts()) == {"0", "1", "2"}
+
+
+def test_links_lead_to_sections_and_save_the_kernels(page, tmp_path):
+    opened = page()
+    opened.click("nav a:has-text('All kernels')")
+    top = opened.locator("#to-all-kernels").bounding_box()["y"]
+    assert 0 <= top < 900
+    with opened.expect_download() as saved:
+        opened.click("a[download]")
+    saved.value.save_as(tmp_path / "kernels.csv")
+    with (tmp_path / "kernels.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["layers"] for row in rows] == ["layer0", "layer1", "layer2"]
+    assert rows[0]["split"] == "4x2 fast"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 def bench(
     recipe: Recipe,
     plan: Annotated[
-        Path | None, typer.Option(help="A plan file; default: tune now, for the better layout.")
+        Path | None,
+        typer.Option(help="A plan file; default: tune now, for the better layout.", metavar="FILE"),
     ] = None,
     ways: Annotated[
         str, typer.Option(help=f"Some of {', '.join(WAYS)}, separated by commas.", metavar="NAMES")
     ] = ",".join(WAYS),
-    rounds: Annotated[int, typer.Option(min=5, help="The most rounds; one step by each way.")] = 9,
+    rounds: Annotated[
+        int, typer.Option(min=5, help="The most rounds; one step by each way.", metavar="COUNT")
+    ] = 9,
     workspace_limit: options.WorkspaceLimitOption = None,
     layout: options.LayoutOption = None,
     effort: options.EffortOption = None,

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
-from ucudnn.cli.console import SAYS_NO, say
+from ucudnn.cli.console import SAYS_NO, out, say
 from ucudnn.cli.options import CacheOption, JsonOption, common
 from ucudnn.errors import CacheError, CacheWarning, ConfigError
-from ucudnn.units import format_bytes
+from ucudnn.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from ucudnn.cache.entries import Entry
 
 app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is_help=True)
 
 WhereOption = Annotated[
     list[str] | None,
-    typer.Option(help="Only entries with this value, such as problem.op=fprop or status=failed."),
+    typer.Option(
+        help="Only entries with this value, such as problem.op=fprop or status=failed.",
+        metavar="FIELD=VALUE",
+    ),
 ]
 
 
@@ -43,6 +51,56 @@ def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
         say(f"  {device.device}: {device.records} measurements ({states})")
         for software, count in device.versions:
             say(f"    {count} with {software}")
+
+
+# The name is given, because a function `list` would hide the type in the annotations below.
+@app.command("list")
+@common
+def list_(
+    where: WhereOption = None,
+    limit: Annotated[
+        int, typer.Option(help="Rows to print; 0: all.", metavar="COUNT", min=0)
+    ] = 100,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print measurements as a table: of each kernel and role the fastest first.
+
+    Example: ucudnn cache list --where problem.op=wgrad --where status=ok
+    """
+    found = _cache_commands().entries(cache, where or ())
+    shown = found[: limit or None]
+    if as_json:
+        from ucudnn.cache.exchange.json import to_json
+
+        # Not through rich, which breaks long lines.
+        print(to_json(shown), end="")
+        return
+    if shown:
+        out.print(_table(shown))
+    left = "" if len(shown) == len(found) else f"; --limit {len(found)} prints all"
+    say(f"{len(shown)} of {len(found)} measurements{left}")
+
+
+def _table(entries: Sequence[Entry]) -> Table:
+    devices = {entry.measurement.key.device for entry in entries}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("device",) * (len(devices) > 1) + ("kernel", "role", "algorithm"):
+        table.add_column(name, overflow="fold")
+    for name in ("time", "workspace", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("status", overflow="fold")
+    for measurement in (entry.measurement for entry in entries):
+        key, time_ns, size = measurement.key, measurement.time_ns, measurement.workspace_bytes
+        table.add_row(
+            *[str(key.device)] * (len(devices) > 1),
+            *(str(key.problem), str(key.conditions.role), key.algorithm),
+            "-" if time_ns is None else format_ns(time_ns),
+            "-" if size is None else format_bytes(size),
+            "-" if measurement.error is None else f"{measurement.error:.1e}",
+            ": ".join(filter(None, (measurement.status, measurement.reason))),
+        )
+    return table
 
 
 @app.command()
@@ -74,7 +132,9 @@ def check(
 @app.command()
 @common
 def merge(
-    others: Annotated[list[Path], typer.Argument(help="Folders of other caches, only read.")],
+    others: Annotated[
+        list[Path], typer.Argument(help="Folders of other caches, only read.", metavar="DIR")
+    ],
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -92,7 +152,7 @@ def merge(
 @app.command()
 @common
 def export(
-    file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.")],
+    file: Annotated[Path, typer.Argument(help="A .csv or .json file to write.", metavar="FILE")],
     where: WhereOption = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
@@ -109,9 +169,12 @@ def export(
 @app.command("import")
 @common
 def import_(
-    file: Annotated[Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.")],
+    file: Annotated[
+        Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.", metavar="FILE")
+    ],
     layers: Annotated[
-        list[Path] | None, typer.Option(help="A layer table that the probe was given.")
+        list[Path] | None,
+        typer.Option(help="A layer table that the probe was given.", metavar="FILE"),
     ] = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
@@ -129,7 +192,9 @@ def import_(
 @common
 def prune(
     where: WhereOption = None,
-    older_than_days: Annotated[float | None, typer.Option(help="Only what is older.")] = None,
+    older_than_days: Annotated[
+        float | None, typer.Option(help="Only what is older.", metavar="DAYS")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     cache: CacheOption = None,
     as_json: JsonOption = False,

@@ -20,9 +20,12 @@ _WORDS = {True: "ok", False: "NO", None: "skipped"}
 
 
 def check(
-    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    plan: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     canaries: Annotated[
-        int, typer.Option(help="So many kernels are timed again, those that save most.")
+        int,
+        typer.Option(
+            help="So many kernels are timed again, those that save most.", metavar="COUNT"
+        ),
     ] = 3,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,8 +55,8 @@ def check(
 
 
 def compare(
-    one: Annotated[Path, typer.Argument(help="A plan file.")],
-    other: Annotated[Path, typer.Argument(help="Another one.")],
+    one: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    other: Annotated[Path, typer.Argument(help="Another one.", metavar="PLAN")],
     as_json: JsonOption = False,
 ) -> None:
     """Print the differences of two plans, kernel by kernel; exit status 1 if they differ.

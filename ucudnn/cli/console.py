@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +18,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 SAYS_NO, USAGE, ENVIRONMENT, CRASHED, INTERRUPTED = 1, 2, 3, 4, 130
 # What is printed may hold names of the user, in which rich must not see markup, emoji or numbers.
 _PLAIN: dict[str, Any] = {"emoji": False, "markup": False, "highlight": False}
-# A pipe has no width of its own: one that holds a table.
-out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160, **_PLAIN)
+
+
+def _width() -> int | None:
+    """Characters in a line of results; None: as rich finds, which asks COLUMNS and the terminal."""
+    if "COLUMNS" in os.environ or sys.stdout.isatty():
+        return None
+    try:
+        is_pipe = stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
+    except (OSError, ValueError):  # replaced by something that is no file
+        is_pipe = False
+    # What goes through `head` or `less` is read on the terminal; a file has no width of its own.
+    return None if is_pipe and sys.stderr.isatty() else 160
+
+
+out = Console(width=_width(), **_PLAIN)
 err = Console(stderr=True, **_PLAIN)
 # Seconds between two lines of progress where there is no terminal; CI systems end jobs that are
 # silent for minutes.

@@ -82,7 +82,8 @@ MemoryBudgetOption = Annotated[
     str | None,
     typer.Option(
         help="Memory of a whole step, such as 8GiB; +64MiB: so much more than it needs without "
-        "workspace."
+        "workspace.",
+        metavar="SIZE",
     ),
 ]
 SolverOption = Annotated[
@@ -118,7 +119,16 @@ ChannelsLastOption = Annotated[
     ),
 ]
 AutocastOption = Annotated[
-    bool, typer.Option("--autocast", help="For a model: plan what bfloat16 autocast would run.")
+    bool,
+    typer.Option(
+        "--autocast",
+        help="For a model: plan what it runs under autocast, in bfloat16 unless --autocast-dtype "
+        "is given.",
+    ),
+]
+AutocastDtypeOption = Annotated[
+    str | None,
+    typer.Option(help="For a model: autocast to bfloat16 or float16.", metavar="NAME"),
 ]
 InferOption = Annotated[bool, typer.Option("--infer", help="Plan the forward pass only.")]
 ConfigFileOption = Annotated[
@@ -157,6 +167,14 @@ BatchInvariantOption = Annotated[
     typer.Option(
         "--batch-invariant/--no-batch-invariant",
         help="Chunks of one size, so that no sample depends on its batch. Default: no.",
+    ),
+]
+FrozenOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--frozen/--no-frozen",
+        help="A plan that is refused where it does not hold, and with it any convolution that it "
+        "lacks. Default: no.",
     ),
 ]
 EffortOption = Annotated[
@@ -211,6 +229,7 @@ _RECIPE: dict[str, tuple[Any, Any]] = {
     "args": (ArgsOption, None),
     "channels_last": (ChannelsLastOption, False),
     "autocast": (AutocastOption, False),
+    "autocast_dtype": (AutocastDtypeOption, None),
     "infer": (InferOption, False),
     "real": (RealOption, False),
 }

@@ -128,7 +128,11 @@ def _traced(recipe: Recipe, ops: str | None, device: str) -> Traced:
 def enumerate_(
     recipe: Recipe,
     device_profile: Annotated[
-        Path, typer.Option(help="JSON file that `doctor` wrote on the device.", metavar="FILE")
+        Path,
+        typer.Option(
+            help="JSON file that `doctor` wrote on the device, or a profile of the package: h200.",
+            metavar="FILE",
+        ),
     ],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="CSV file to write.", metavar="FILE")
@@ -136,24 +140,20 @@ def enumerate_(
     ops: options.OpsOption = None,
     dtype: options.DtypeOption = None,
     layout: Annotated[
-        str | None, typer.Option(help="For a CSV that has no such column: nchw or nhwc.")
-    ] = None,
-    math: Annotated[
         str | None,
-        typer.Option(
-            help="For a CSV that has no such column, its float32 layers: tf32 allows it, strict "
-            "does not. Default: tf32."
-        ),
+        typer.Option(help="For a CSV that has no such column: nchw or nhwc.", metavar="NAME"),
     ] = None,
+    math: options.MathOption = None,
     batches: Annotated[
-        str | None, typer.Option(help="Micro-batches such as 1,32; default: powers of two.")
+        str | None,
+        typer.Option(help="Micro-batches such as 1,32; default: powers of two.", metavar="SIZES"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List every cuDNN engine configuration that could run each layer; needs no GPU.
 
     Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
-    --device-profile benchmarks/devices/h200.json -o candidates.csv
+    --device-profile h200 -o candidates.csv
     """
     flags = TableFlags(dtype, layout, math)
     flags.require_right(recipe)

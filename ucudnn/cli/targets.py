@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from ucudnn.tracing import Traced
 
+# Those to which autocast casts convolutions.
+AUTOCAST_DTYPES = ("bfloat16", "float16")
+
 
 def read_config(path: Path) -> Config:
     """Read settings from a JSON file whose names are the fields of `Config`.
@@ -47,7 +50,8 @@ class Recipe(NamedTuple):
         inputs: `module:callable` of a function that returns or yields example inputs.
         args: JSON: an object of keyword arguments, or a list of positional ones, for the callable.
         channels_last: convert the model and its inputs to channels-last.
-        autocast: run it under bfloat16 autocast.
+        autocast: run it under autocast, to bfloat16 unless `autocast_dtype` is given.
+        autocast_dtype: run it under autocast to this dtype.
         infer: without gradients, in evaluation mode.
         real: compute a step to find the convolutions.
     """
@@ -58,6 +62,7 @@ class Recipe(NamedTuple):
     args: str | None = None
     channels_last: bool = False
     autocast: bool = False
+    autocast_dtype: str | None = None
     infer: bool = False
     real: bool = False
 
@@ -115,15 +120,22 @@ class NamedModel(NamedTuple):
         """Context in which it is traced and run."""
         import torch
 
-        return torch.autocast("cpu", torch.bfloat16) if self.recipe.autocast else nullcontext()
+        if not self.recipe.autocast and self.recipe.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast("cpu", getattr(torch, self.recipe.autocast_dtype or "bfloat16"))
 
 
 def name_model(recipe: Recipe) -> NamedModel:
     """Make the model that a command line describes.
 
     Raises:
-        ConfigError: there is no such model, or no input of it.
+        ConfigError: there is no such model, no input of it, or no such dtype for autocast.
     """
+    if recipe.autocast_dtype not in (None, *AUTOCAST_DTYPES):
+        raise ConfigError(
+            f"--autocast-dtype must be one of {', '.join(AUTOCAST_DTYPES)}, got "
+            f"{recipe.autocast_dtype!r}"
+        )
     if bool(recipe.input) == (recipe.inputs is not None):
         raise ConfigError(
             f"a model needs --input with a shape such as 64x3x224x224, or else --inputs with a "

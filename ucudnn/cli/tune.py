@@ -48,6 +48,7 @@ def tune(
     step_race: options.StepRaceOption = None,
     deterministic: options.DeterministicOption = None,
     batch_invariant: options.BatchInvariantOption = None,
+    frozen: options.FrozenOption = None,
     curve: options.CurveOption = None,
     remeasure: options.RemeasureOption = False,
     exceed: options.ExceedOption = None,
@@ -62,19 +63,16 @@ def tune(
     """
     # Settings by name, None where a flag was not given.
     given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "cache": cache}
-    given |= {"backend": backend, "device": device, "time_budget_s": time_budget}
+    given |= {"backend": backend, "device": device, "time_budget_s": time_budget, "frozen": frozen}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace, "curve": curve}
-    given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort}
-    given |= {"step_race": step_race, "exceed": exceed}
+    given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort, "exceed": exceed}
     given |= {"deterministic": deterministic, "batch_invariant": batch_invariant}
     of_table = TableFlags(dtype, layout, math)
     of_table.require_right(recipe)
     given |= {"ops": passes(ops, recipe.infer), "layout": None if recipe.is_table else layout}
+    given |= {"step_race": step_race}
     config = settings(config_file, given)
-    # Only what is given as a flag: a file or the environment may be for models, too.
-    if recipe.is_table and step_race:
-        raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
-    _require_sense(config, solver, output)
+    _require_sense(config, solver, output, has_steps=not (recipe.is_table and step_race))
     # torch is imported only now that the command line is known to be right.
     from ucudnn.tuning.tuner import device_type
 
@@ -89,12 +87,17 @@ def tune(
     _judge(plan, fail_if_noisy, fail_if_partial)
 
 
-def _require_sense(config: Config, solver: str | None, output: Path | None) -> None:
+def _require_sense(
+    config: Config, solver: str | None, output: Path | None, has_steps: bool
+) -> None:
     """Refuse what would have no effect, or be lost.
 
     Raises:
         ConfigError: a flag is one of these.
     """
+    # Only as a flag: a file or the environment may be for models, too.
+    if not has_steps:
+        raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
     if solver is not None and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
     # Now, because a plan that cannot be written after minutes of measuring would be lost.

@@ -156,7 +156,10 @@ class Runner(AbstractRunner):
 
     def _bind(self, problem: Problem, has_bias: bool) -> Call | None:
         if not self._is_checked and self.plan is not None:
-            require_same_device(self.plan)
+            if not is_followed(self.plan, self.config):
+                # From here on no filter is one of a plan, and nothing arrives here.
+                self._follow(None)
+                return None
             self._is_checked = True
         if self.plan is None or not self.plan.covers(problem):
             # May tune and extend the plan, so what the plan covers is asked a second time below.
@@ -281,6 +284,27 @@ def _require_idle(problem: Problem) -> None:
     else:
         return
     raise BusyError(f"{problem} has no plan and cannot be tuned while {what}")
+
+
+def is_followed(plan: Plan, config: Config) -> bool:
+    """Decide whether a plan is followed here; False, with a warning, if it is for another device.
+
+    Args:
+        plan: to run.
+        config: settings to run it by.
+
+    Raises:
+        PlanError: the plan was made for another device, or must hold and does not.
+        UnsupportedError: its backend cannot be opened here.
+    """
+    try:
+        require_same_device(plan, config.frozen)
+    except (PlanError, UnsupportedError) as error:
+        if config.on_mismatch == "error":
+            raise
+        warn(f"torch's own convolutions run, because on_mismatch='torch': {error}", MismatchWarning)
+        return False
+    return True
 
 
 def require_same_device(plan: Plan, frozen: bool = False) -> None:

@@ -28,8 +28,8 @@ class StepRace:
         low: lower end of its 95 % interval.
         high: upper end.
         rounds: pairs of steps that were timed.
-        torch_peak_bytes: peak of allocated memory in a step by torch's own convolutions.
-        plan_peak_bytes: peak of allocated memory in a step by the plan.
+        torch_peak_bytes: peak of what a step by torch's own convolutions allocates.
+        plan_peak_bytes: peak of what a step by the plan allocates.
         dropped: kernels given back to torch, because steps were not faster with their plans.
         reason: why no step was run; "" if steps were run.
 
@@ -76,9 +76,16 @@ class StepRace:
         )
         if self.plan_peak_bytes:
             planned, default = format_bytes(self.plan_peak_bytes), self.torch_peak_bytes
-            text += f", and allocates {planned} at its peak against {format_bytes(default)}"
+            text += (
+                f", and its peak is {planned} above what was allocated before it, against "
+                f"{format_bytes(default)}"
+            )
         if self.dropped:
-            text += f"; {len(self.dropped)} kernels did not pay there and are torch's own"
+            several = len(self.dropped) > 1
+            text += (
+                f"; {len(self.dropped)} kernel{'s' * several} did not pay there and "
+                f"{'are' if several else 'is'} torch's own"
+            )
         return text
 
     def to_dict(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Chart(NamedTuple):
 def charts(plan: Plan) -> tuple[Chart, ...]:
     """Charts of times, workspaces and splits of the kernels, and of the curve of a plan."""
     rows = rows_of(plan)
-    drawn = [_times(rows), _workspaces(rows, plan), _splits(rows)]
+    drawn = [_times(rows), _workspaces(rows, plan), *_splits(rows)]
     return tuple(drawn if plan.curve is None else [*drawn, _curve(plan, plan.curve)])
 
 
@@ -107,8 +107,8 @@ def _arms(rows: Sequence[Row]) -> Iterator[tuple[str, bool, Timed]]:
 def _times(rows: Sequence[Row]) -> Chart:
     traces = [_bars(*arm) for arm in _arms(rows)]
     caption = (
-        "Median time of one call, times the number of calls; whiskers: the interquartile range to "
-        "either side, times the calls. Sorted by the time of torch's default."
+        "Median time of one call, times the number of calls; whiskers: half the interquartile "
+        "range to either side, times the calls. Sorted by the time of torch's default."
     )
     if any(predicted for _, predicted, _ in _arms(rows)):
         caption += " Hatched and marked ~: predicted from parts, never run as a whole."
@@ -131,7 +131,8 @@ def _bars(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
             "solidity": 0.15,
         }
         return {**trace, "marker": {**trace["marker"], "pattern": pattern}}
-    spreads = [timing.spread_ns * row.calls / 1e9 for row, timing in timed]
+    # Half, so that a whisker is as long as the range.
+    spreads = [timing.spread_ns * row.calls / 2e9 for row, timing in timed]
     # no time is below zero, however wide the spread
     whiskers = {"array": spreads, "arrayminus": [*map(min, spreads, seconds)], "symmetric": False}
     return {**trace, "error_x": {**whiskers, "type": "data", "thickness": 1, "color": "#777"}}
@@ -153,8 +154,10 @@ def _details(row: Row, timing: Timing, arm: str) -> str:
     """Description of one mark, in lines."""
     taken = f"~{format_ns(timing.time_ns)} a call, predicted"
     if not timing.is_predicted:
-        spread = f"{format_ns(timing.time_ns)} ± {format_ns(timing.spread_ns)}"
-        taken = f"{spread} a call, {timing.samples} samples"
+        taken = (
+            f"{format_ns(timing.time_ns)} a call, interquartile range "
+            f"{format_ns(timing.spread_ns)}, {counted(timing.samples, 'sample')}"
+        )
     lines = [f"{arm}: {taken}", f"workspace: {format_bytes(timing.workspace_bytes)}"]
     if arm == "plan":
         lines.append(f"split: {row.split}")
@@ -258,7 +261,12 @@ def linear_ticks(most: int, least: int = 0) -> list[int]:
     return list(range(least // step * step, most + step, step))
 
 
-def _splits(rows: Sequence[Row]) -> Chart:
+def _splits(every: Sequence[Row]) -> Iterator[Chart]:
+    """The chunks of the kernels that are not torch's own; nothing if there are none."""
+    kept = [row for row in every if not row.split.is_default]
+    if not kept:
+        return
+    rows = [row._replace(place=place) for place, row in enumerate(kept)]
     # torch's default comes first, which gives it the first colour, grey.
     stripes: dict[str, list[dict[str, Any]]] = {DEFAULT_ALGORITHM: []}
     for row in rows:
@@ -271,8 +279,11 @@ def _splits(rows: Sequence[Row]) -> Chart:
         "wgrad of the incoming gradient; where these are of some samples at a time, those of the "
         "first samples. 256x1: so many like chunks."
     )
+    if len(kept) < len(every):
+        others = counted(len(every) - len(kept), "other kernel")
+        caption += f" Not drawn: {others} by torch's own convolution, undivided."
     axis = {"range": [0, 1], "tickformat": ".0%"}
-    return Chart("Splits", caption, traces, _layout(rows, 24, axis) | {"barmode": "overlay"})
+    yield Chart("Splits", caption, traces, _layout(rows, 24, axis) | {"barmode": "overlay"})
 
 
 def _segments(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from ucudnn.errors import UcudnnError
 from ucudnn.plan import Plan
 from ucudnn.reports.charts import Chart, charts, rows_of
 from ucudnn.reports.fronts import front_chart
-from ucudnn.reports.look import SCRIPT, STYLE
+from ucudnn.reports.look import FONT, SCRIPT, STYLE
 from ucudnn.reports.rationale import Rationale
+from ucudnn.reports.rows import plan_csv
 from ucudnn.reports.tables import candidates_table, kernels_table, notes_list, static_table
 from ucudnn.reports.text import layout_table, plan_summary, plan_verdict
 from ucudnn.reports.timeline import timeline_chart
@@ -32,8 +35,10 @@ if TYPE_CHECKING:
 
 # More kernels than this are drawn in a box that scrolls.
 _MOST_ROWS = 18
+_HEADING = re.compile(r'<h2 id="[^"]*">([^<]*)</h2>')
 # How to get what a plan does not have, in its place.
 _MISSING = {
+    "Splits": "All kernels are torch's own convolutions, undivided.",
     "Timeline": "What is allocated at each convolution is known of a plan with a memory budget: "
     "ucudnn tune MODEL --memory-budget 8GiB.",
     "Curve": "The time of the whole network for every size of the memory is known of a plan that "
@@ -46,7 +51,9 @@ _MISSING = {
 }
 
 
-def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
+def report(
+    plan: Plan, rationales: Sequence[Rationale] | None = None, remarks: Sequence[str] = ()
+) -> str:
     """Draw a plan as one HTML page that loads nothing from elsewhere.
 
     >>> page = report(Plan.load("resnet18.plan.json"))  # doctest: +SKIP
@@ -54,6 +61,7 @@ def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
     Args:
         plan: to draw.
         rationales: what else is known of its kernels, in their order; None: nothing.
+        remarks: further sentences for the top.
 
     Raises:
         UcudnnError: plotly is not installed.
@@ -66,13 +74,16 @@ def report(plan: Plan, rationales: Sequence[Rationale] | None = None) -> str:
     count = len(plan.kernels)
     known = tuple(rationales or ()) or (Rationale(),) * count
     if not count:
-        return _page(plan, ["<p>The plan has no kernels.</p>", *_layout(plan)])
+        return _page(plan, ["<p>The plan has no kernels.</p>", *_layout(plan)], remarks)
     figures = _Figures(to_html)
-    return _page(plan, [*_charts(plan, figures), *_why(plan, known, figures)])
+    return _page(plan, [*_charts(plan, figures), *_why(plan, known, figures)], remarks)
 
 
 def write_report(
-    plan: Plan, path: str | os.PathLike[str], rationales: Sequence[Rationale] | None = None
+    plan: Plan,
+    path: str | os.PathLike[str],
+    rationales: Sequence[Rationale] | None = None,
+    remarks: Sequence[str] = (),
 ) -> None:
     """Write the report of a plan; readers see the old file or the new one, never a part.
 
@@ -80,13 +91,15 @@ def write_report(
         plan: to draw.
         path: of the file.
         rationales: as for `report`.
+        remarks: as for `report`.
 
     Raises:
         PlanError: the file cannot be written.
         UcudnnError: plotly is not installed.
     """
     # names from a plan file may hold half a surrogate pair, which UTF-8 cannot
-    write(path, report(plan, rationales).encode(errors="xmlcharrefreplace"), "the report")
+    text = report(plan, rationales, remarks)
+    write(path, text.encode(errors="xmlcharrefreplace"), "the report")
 
 
 class _Figures:
@@ -117,11 +130,32 @@ class _Figures:
 
 def _transparent(chart: Chart) -> dict[str, Any]:
     clear = "rgba(0,0,0,0)"
-    return {**chart.layout, "paper_bgcolor": clear, "plot_bgcolor": clear}
+    # In the letters of the page.
+    clear_background = {"paper_bgcolor": clear, "plot_bgcolor": clear}
+    return {**chart.layout, **clear_background, "font": {"family": FONT}}
 
 
 def _section(heading: str, *parts: str) -> str:
-    return "\n".join([f"<h2>{heading}</h2>", *parts])
+    return "\n".join([f'<h2 id="{_anchor(heading)}">{heading}</h2>', *parts])
+
+
+def _anchor(heading: str) -> str:
+    # Charts have their own names as identifiers.
+    return f"to-{heading.lower().replace(' ', '-')}"
+
+
+def _contents(sections: Sequence[str]) -> str:
+    """Links to the sections of the page."""
+    headings = [heading for part in sections for heading in _HEADING.findall(part)]
+    links = (f'<a href="#{_anchor(heading)}">{heading}</a>' for heading in headings)
+    return f"<nav>{' '.join(links)}</nav>"
+
+
+def _download(plan: Plan) -> str:
+    """Link that saves the kernels as CSV; the file is inside the page."""
+    # Half a surrogate pair, which a plan file may hold, has no UTF-8.
+    text = quote(plan_csv(plan).encode(errors="backslashreplace"))
+    return f'<a download="kernels.csv" href="data:text/csv;charset=utf-8,{text}">Save as CSV</a>'
 
 
 def _missing(heading: str) -> str:
@@ -142,7 +176,8 @@ def _charts(plan: Plan, figures: _Figures) -> Iterator[str]:
         # A row for each kernel: as much as all other sections together, where there are many.
         is_tall = name in by_row and len(plan.kernels) > _MOST_ROWS
         box = f'<div class="{"tall" if is_tall else "chart"}">{figures.draw(found[name])}</div>'
-        yield _section(name, f"<p>{escape(found[name].caption)}</p>", box)
+        caption = found[name].caption + " Scroll in the frame to see all." * is_tall
+        yield _section(name, f"<p>{escape(caption)}</p>", box)
     yield from _layout(plan)
 
 
@@ -183,13 +218,16 @@ def _why(plan: Plan, rationales: Sequence[Rationale], figures: _Figures) -> Iter
     )
 
 
-def _page(plan: Plan, parts: Sequence[str]) -> str:
+def _page(plan: Plan, parts: Sequence[str], remarks: Sequence[str]) -> str:
     title = _title(plan)
-    verdict = "".join(f"<li>{escape(sentence)}</li>" for sentence in plan_verdict(plan))
+    sentences = [*plan_verdict(plan), *remarks]
+    verdict = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     facts = "".join(
         f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in _facts(plan).items() if value
     )
     notes = notes_list(plan)
+    sections = [*parts, _section("All kernels", kernels_table(plan), f"<p>{_download(plan)}</p>")]
+    sections += [_section("Notes", notes)] if notes else []
     lines = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -200,9 +238,8 @@ def _page(plan: Plan, parts: Sequence[str]) -> str:
         f"<p>{escape(plan_summary(plan))}</p>",
         f"<ul>{verdict}</ul>" if verdict else "",
         f"<details><summary>How and for what it was made</summary><dl>{facts}</dl></details>",
-        *parts,
-        _section("All kernels", kernels_table(plan)),
-        _section("Notes", notes) if notes else "",
+        _contents(sections),
+        *sections,
         f"<script>{SCRIPT}</script>\n</body>\n</html>\n",
     )
     return "\n".join(line for line in lines if line)

@@ -5,26 +5,36 @@ They are part of the page, which loads nothing from elsewhere.
 
 from __future__ import annotations
 
+FONT = "system-ui, sans-serif"
+# A frame that scrolls has a shadow at each end beyond which there is more.
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1a1a1a; --faint: #5c5c5c; --line: #ddd;
   --card: #f5f6f8; --mark: #0067a5 }
 @media (prefers-color-scheme: dark) { :root { --page: #16181c; --text: #e8e8e8; --faint: #a6a6a6;
   --line: #3a3d44; --card: #20242a; --mark: #6cb6f0 } }
 * { box-sizing: border-box }
-body { font: 14px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1320px;
+body { font: 14px/1.5 FONT; margin: 0 auto; max-width: 1320px;
   padding: 1.5em 1em 4em; background: var(--page); color: var(--text) }
 h1 { margin: 0; overflow-wrap: anywhere; font-size: clamp(1.3rem, 5vw, 2rem) }
 h2 { margin: 2em 0 .3em } p { margin: .4em 0 }
 .under { color: var(--faint) } a { color: var(--mark) }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: .8em;
   margin: 1em 0 }
-.cards > div { background: var(--card); border-radius: 6px; padding: .7em .9em }
+.cards > div { background: var(--card); border: 1px solid var(--line); border-radius: 6px;
+  padding: .7em .9em }
 .cards b { display: block; font-size: 1.2em; font-weight: 600 }
 .cards span { color: var(--faint) }
 ul { margin: .4em 0; padding-left: 1.3em } summary { cursor: pointer }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1em 1.2em }
 dt { color: var(--faint) } dd { margin: 0; overflow-wrap: anywhere }
-.wide { overflow-x: auto } .tall { max-height: 36rem; overflow-y: auto }
+nav { display: flex; flex-wrap: wrap; gap: .2em 1em; margin: 1em 0 }
+.wide { overflow-x: auto }
+.tall { max-height: 36rem; overflow-y: auto; border: 1px solid var(--line); border-radius: 6px;
+  background: linear-gradient(var(--page) 40%, transparent) top / 100% 3em no-repeat local,
+    linear-gradient(transparent, var(--page) 60%) bottom / 100% 3em no-repeat local,
+    linear-gradient(rgba(0,0,0,.18), transparent) top / 100% 10px no-repeat scroll,
+    linear-gradient(transparent, rgba(0,0,0,.18)) bottom / 100% 10px no-repeat scroll }
+@media print { .tall { max-height: none } }
 table { border-collapse: collapse; font-size: 12px }
 th, td { border-bottom: 1px solid var(--line); padding: .25em .6em; text-align: left;
   vertical-align: top }
@@ -42,7 +52,7 @@ input, select { font: inherit; max-width: 100%; padding: .1em .3em }
 .js-plotly-plot .main-svg text { fill: var(--text) !important }
 .js-plotly-plot .hoverlayer text { fill: #111 !important }
 .js-plotly-plot .main-svg text.bartext-inside { fill: #111 !important }
-"""
+""".replace("FONT", FONT)
 
 SCRIPT = """
 "use strict";

@@ -13,6 +13,9 @@ from ucudnn.races import LayoutRace
 from ucudnn.reports.comparison import Comparison
 from ucudnn.units import format_bytes, format_ns
 
+# Below so many characters in a line no table of several columns fits.
+_NARROW = 76
+
 
 def plan_table(plan: Plan, width: int = 120) -> Table:
     """One row per kernel: torch's default beside the plan, both measured in the same rounds.
@@ -21,7 +24,8 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
 
     Args:
         plan: the plan to show.
-        width: characters in a line; below 110, a workspace is printed under its time.
+        width: characters in a line; below 110, a workspace is printed under its time, below 76
+            everything under the kernel.
     """
     table = Table(
         title=f"{_limits(plan)}, {plan.device}, {counted(plan.conditions.threads, 'thread')}, "
@@ -30,6 +34,8 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
+    if width < _NARROW:
+        return _narrow(table, plan)
     # In narrower lines columns of workspaces would leave no room for kernel and split.
     wide = width >= 110
     table.add_column("#", justify="right")
@@ -51,6 +57,22 @@ def plan_table(plan: Plan, width: int = 120) -> Table:
         predicted = [_predicted(kernel)] if width >= 130 else []
         cells = (*default, *planned, _gain(kernel), *predicted)
         table.add_row(str(index), name, calls, *cells, str(split))
+    return table
+
+
+def _narrow(table: Table, plan: Plan) -> Table:
+    """The same for short lines: below each kernel what wide tables have beside it."""
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("kernel, split, default, plan", overflow="fold")
+    for index, kernel in enumerate(plan.kernels):
+        split, default = kernel.split(kernel.problem.batch), kernel.default
+        lines = [str(kernel.problem), str(split)]
+        if default is not None:
+            lines.append(f"{_time(default)} in {format_bytes(default.workspace_bytes)}")
+        if not split.is_default:
+            ours = f"{_time(kernel.timing)} in {format_bytes(kernel.timing.workspace_bytes)}"
+            lines.append(f"plan: {ours} {_gain(kernel)}".rstrip())
+        table.add_row(str(index), "\n".join(lines))
     return table
 
 

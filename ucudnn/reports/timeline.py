@@ -69,6 +69,8 @@ def timeline_chart(plan: Plan) -> Chart | None:
         "what runs between them takes no width, and may be what allocates most."
     )
     xaxis = {"title": {"text": "time of convolutions"}, "tickformat": "~s", "ticksuffix": "s"}
+    # Without them the first label would touch that of the other axis.
+    marks = {"ticks": "outside", "ticklen": 6}
     layout = {
         "height": 420,
         "barmode": "stack",
@@ -76,7 +78,7 @@ def timeline_chart(plan: Plan) -> Chart | None:
         "margin": {"l": 80, "r": 20, "t": 50, "b": 50},
         "legend": ABOVE,
         "hoverlabel": HOVER,
-        "xaxis": {**GRID, **xaxis, "range": [0, end / 1e9]},
+        "xaxis": {**GRID, **xaxis, **marks, "range": [0, end / 1e9]},
         "yaxis": {
             **GRID,
             "title": {"text": "allocated"},

@@ -89,6 +89,24 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
+def in_lines(document: Mapping[str, Any]) -> str:
+    """Canonical JSON text with a line for each field and each kernel, so that diffs tell them.
+
+    >>> print(in_lines({"version": 1, "kernels": [{"b": 1, "a": 2}, {"a": 3}]}))
+    {"kernels":[
+    {"a":2,"b":1},
+    {"a":3}],
+    "version":1}
+    """
+    fields = []
+    for name, value in sorted(document.items()):
+        text = canonical(value)
+        if name == "kernels":
+            text = "[\n" + ",\n".join(map(canonical, value)) + "]"
+        fields.append(f"{canonical(name)}:{text}")
+    return "{" + ",\n".join(fields) + "}"
+
+
 def pairs_in(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
     """Pairs of a JSON list as tuples.
 

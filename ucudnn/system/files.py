@@ -26,7 +26,8 @@ _TEMPORARY_NAME = re.compile(r"\.new-\d+-[0-9a-f]{8}")
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a new file, which replaces an old one when the block ends without an error.
 
-    Readers see the old contents or the new ones, never a part, even after a power failure.
+    Readers see the old contents or the new ones, never a part, even after a power failure. What is
+    there and no file, such as /dev/stdout or a named pipe, is written to as it is.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "plan.json"
@@ -43,6 +44,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written; the old contents are still there.
     """
+    # A rename would put a file in the place of the device.
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as stream:
+            yield stream
+        return
     # In the same folder, because a rename is atomic only within a file system.
     temporary = path.parent / f".new-{os.getpid()}-{os.urandom(4).hex()}"
     try:

@@ -136,6 +136,7 @@ def _reason(
     limit, most = plan.config.limit_bytes, plan.config.max_error
     ratio = None if one.time_ns is None else one.time_ns / kernel.timing.time_ns
     names = {name for _, name in _STEP.findall(one.split)}
+    dropped = plan.step_race.dropped if plan.step_race else ()
     reasons = {
         f"needs more than the limit of {format_bytes(limit or 0)}": _is_above(
             one.workspace_bytes, limit
@@ -145,7 +146,9 @@ def _reason(
         "is not batch-invariant": kernel.micro_batch and "padded to" not in one.split,
         "was not timed": ratio is None,
         f"takes {ratio or 0:.2f} times as long": (ratio or 0) >= _SLOWER,
-        "is not faster beyond the noise, or in whole calls or steps": True,
+        "steps were not faster with the plan of this kernel": str(kernel.problem) in dropped,
+        "its parts add up to less, but it was not raced as a whole call": not one.is_measured,
+        "is not faster beyond the noise": True,
     }
     return next(reason for reason, holds in reasons.items() if holds)
 

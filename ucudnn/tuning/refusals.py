@@ -114,7 +114,8 @@ def all_over_limit(refused: Mapping[Problem, PlanError], limit: int, unknown: in
     most = format_bytes(needs[0][0])
     fits = f"fits all but {unknown} that there was no time for" if unknown else "fits all"
     return PlanError(
-        f"no plan for {len(refused)} kernels fits workspace_limit={format_bytes(limit)}; the "
+        f"no plan for {len(refused)} kernel{'s' * (len(refused) > 1)} fits "
+        f"workspace_limit={format_bytes(limit)}; the "
         f"smallest needs {listed}; raise the limit to {most}, which {fits}, or leave these kernels "
         f"to torch's own convolution by exceed=True",
         needs[0][0],

@@ -28,6 +28,17 @@ REQUIRED_FIELDS = (*_COUNTS, *_SIZES, _NAME)
 # Some release after 9.20 began to ask for it; a profile that an older one wrote may lack it.
 NEWER_FIELDS = ("memoryBusWidth",)
 
+_OWN = Path(__file__).parent / "profiles"
+
+
+def own_profiles() -> list[str]:
+    """Names of the profiles that the package has.
+
+    >>> own_profiles()
+    ['h200']
+    """
+    return sorted(file.stem for file in _OWN.glob("*.json"))
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
@@ -49,15 +60,27 @@ class DeviceProfile:
     def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
         """Read a profile, as `ucudnn doctor --save-device-profile` writes it.
 
+        >>> DeviceProfile.load("h200").name
+        'NVIDIA H200'
+
+        Args:
+            path: of the file, or the name of a profile that the package has.
+
         Raises:
             ConfigError: it cannot be read, or a field is missing or invalid; the message names the
                 field.
         """
+        # A file of the user goes before one of the package.
+        name = os.fspath(path)
+        is_own = name in own_profiles() and not Path(path).exists()
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = (_OWN / f"{name}.json" if is_own else Path(path)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigError(f"cannot read the device profile {path}: {reason}") from error
+            raise ConfigError(
+                f"cannot read the device profile {path}: {reason}; it must be a file, or a profile "
+                f"that ucudnn has: {', '.join(own_profiles())}"
+            ) from error
         return cls.parse(text, os.fspath(path))
 
     @classmethod
