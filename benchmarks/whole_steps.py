@@ -3,10 +3,11 @@
     python benchmarks/whole_steps.py --out whole_steps.json              # all networks
     python benchmarks/whole_steps.py resnet18 wavenet --mode inference --out whole_steps.json
 
-Each network is tuned from an empty cache for the better of two layouts, in a process of its own;
-then one step by every way is taken in each round, of training and of inference. What --out has
-already is not taken anew, so that a run which was stopped goes on. Without --limit no workspace
-limit restricts the plan. Needs transformers and monai (the extra `test`).
+Each network is tuned from an empty cache for the better of two layouts, in a process of its own.
+From the same cache it is tuned once more as a compiled model: that plan is for plan+compile. Then
+one step by every way is taken in each round, of training and of inference. What --out has already
+is not taken anew, so that a run which was stopped goes on. Without --limit no workspace limit
+restricts the plan. Needs transformers and monai (the extra `test`).
 """
 
 from __future__ import annotations
@@ -96,8 +97,20 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         began = time.monotonic()
         plan = ucudnn.tune(model, x, Config(**settings, layout="auto", cache=cache))
         seconds = time.monotonic() - began
+        began = time.monotonic()
+        compiled = ucudnn.tune(
+            torch.compile(model), x, Config(**settings, layout="auto", cache=cache)
+        )
+        compiled_s = time.monotonic() - began
         sums = sums_by_layout(model, x, Config(**settings, step_race=False, cache=cache))
-    bench = bench_steps(model, x, plan, training=mode == "training", rounds=options.rounds)
+    bench = bench_steps(
+        model,
+        x,
+        plan,
+        compiled_plan=compiled,
+        training=mode == "training",
+        rounds=options.rounds,
+    )
     return {
         "network": name,
         "mode": mode,
@@ -108,14 +121,23 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         "limit": options.limit,
         "effort": options.effort,
         "tuned_s": round(seconds, 1),
-        "kernels": len(plan.kernels),
-        "changed": sum(not kernel.is_default for kernel in plan.kernels),
-        "memory_format": plan.memory_format,
-        "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
-        "step_race": plan.step_race.to_dict() if plan.step_race else None,
+        **described(plan),
+        "plan_of_compiled": {"tuned_s": round(compiled_s, 1), **described(compiled)},
         "sums_ns": sums,
         "noise": noise_of(plan).to_dict(),
         "bench": bench.to_dict(),
+    }
+
+
+def described(plan: ucudnn.Plan) -> dict[str, Any]:
+    """What a plan changes, and the races that decided it."""
+    races = ("layout_race", "step_race", "compilation")
+    found = {name: getattr(plan, name) for name in races}
+    return {
+        "kernels": len(plan.kernels),
+        "changed": sum(not kernel.is_default for kernel in plan.kernels),
+        "memory_format": plan.memory_format,
+        **{name: race.to_dict() if race else None for name, race in found.items()},
     }
 
 
@@ -167,12 +189,14 @@ def table(found: list[dict[str, Any]]) -> Table:
             result.add_row(one["network"], one["mode"], bench.sentence())
             continue
         middle, low, high = ratio
+        # Rows of earlier versions have one plan for all ways.
+        followed = one.get("plan_of_compiled", one) if planned.way.is_compiled else one
         result.add_row(
             one["network"],
             one["mode"],
-            f"{one['tuned_s']} s",
-            f"{one['changed']} of {one['kernels']}",
-            one["memory_format"],
+            f"{followed['tuned_s']} s",
+            f"{followed['changed']} of {followed['kernels']}",
+            followed["memory_format"],
             f"{other.way.name} {format_ns(other.time_ns)}",
             f"{planned.way.name} {format_ns(planned.time_ns)}",
             f"{1 / middle:.2f} ({1 / high:.2f} to {1 / low:.2f})",

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
 from ucudnn.errors import ConfigError, warn
+from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.randomness import same_random_states
 from ucudnn.execution.snapshot import unchanged
 from ucudnn.execution.stepping import Stepper, tensors_of
@@ -59,7 +60,8 @@ def trace(
     ['fprop', 'fprop', 'dgrad', 'wgrad', 'wgrad']
 
     Args:
-        model: any module; autocast that is active applies.
+        model: any module; autocast that is active applies. What torch.compile compiles is run as it
+            was written.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
             list of these for several input sizes.
         real: compute one step on the tensors themselves, for a model whose control flow depends on
@@ -109,13 +111,19 @@ def trace_layers(
             layout.
     """
     recorder = _Recorder(passes, device_type)
+    # Names without the wrapper, as `convert_` finds the layers; compiled code has no modules.
+    has_compiled, model = is_compiled(model), original_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     for inputs in several:
         _require_tensors(inputs)
         # tensors that a model keeps outside its parameters and buffers are made fake on the way
         fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
-        with unchanged(model, fake_mode), _module_names(recorder, names):
+        with (
+            uncompiled(has_compiled),
+            unchanged(model, fake_mode),
+            _module_names(recorder, names),
+        ):
             _trace_one(model, inputs, recorder, fake_mode, memory_format)
     return Traced(recorder.layers, frozenset(recorder.biased))
 

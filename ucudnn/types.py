@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Subject as Subject
     from ucudnn.plan import KernelPlan as KernelPlan
     from ucudnn.plan import Timing as Timing
+    from ucudnn.races import Compilation as Compilation
     from ucudnn.races import LayoutHint as LayoutHint
     from ucudnn.races import LayoutRace as LayoutRace
     from ucudnn.races import StepRace as StepRace
@@ -55,7 +56,7 @@ _NAMES_BY_MODULE = {
         *("Origin", "Role", "Software", "Subject"),
     ),
     "plan": ("KernelPlan", "Timing"),
-    "races": ("LayoutHint", "LayoutRace", "StepRace"),
+    "races": ("Compilation", "LayoutHint", "LayoutRace", "StepRace"),
     "tuning.advice": ("Advice", "KernelAdvice"),
     "tuning.noise": ("Noise",),
     "tuning.progress": ("Progress",),

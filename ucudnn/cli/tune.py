@@ -46,6 +46,7 @@ def tune(
     effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
     step_race: options.StepRaceOption = None,
+    compiled: options.CompileOption = False,
     deterministic: options.DeterministicOption = None,
     batch_invariant: options.BatchInvariantOption = None,
     curve: options.CurveOption = None,
@@ -75,6 +76,8 @@ def tune(
     if recipe.is_table and step_race:
         raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
     _require_sense(config, solver, output)
+    if compiled:
+        _require_steps(recipe, config)
     # torch is imported only now that the command line is known to be right.
     from ucudnn.tuning.tuner import device_type
 
@@ -84,6 +87,7 @@ def tune(
         traced = read_traced(recipe.model, of_table, config.ops, where)
     else:
         traced = named.trace(config.ops, where)
+        named = _compiled(named) if compiled else named
     plan = _tune(traced, named, config, output, as_json, remeasure)
     # After the plan was written and printed: noise is no reason to lose it.
     _judge(plan, fail_if_noisy, fail_if_partial)
@@ -100,6 +104,35 @@ def _require_sense(config: Config, solver: str | None, output: Path | None) -> N
     # Now, because a plan that cannot be written after minutes of measuring would be lost.
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+
+
+def _require_steps(recipe: Recipe, config: Config) -> None:
+    """Refuse to compile steps where none are timed.
+
+    Raises:
+        ConfigError: none are, or steps are profiled that must not be compiled.
+    """
+    reason = ""
+    if recipe.is_table:
+        reason = "a table has none; leave it out"
+    elif not config.step_race:
+        reason = "without a step race there are none; leave out one of the two"
+    elif config.is_replayed:
+        reason = "a recording runs none; leave it out"
+    elif config.memory_budget is not None:
+        reason = "a memory budget is of steps that are not compiled; leave out one of the two"
+    if reason:
+        raise ConfigError(f"--compile compiles the steps that judge a plan, and {reason}")
+
+
+def _compiled(named: NamedModel) -> NamedModel:
+    import torch
+
+    say_error(
+        "torch.compile compiles the model's steps before they judge the plan, once for each layout "
+        "that is compared; that time is beyond every time budget"
+    )
+    return named._replace(module=torch.compile(named.module))
 
 
 def _judge(plan: Plan, fail_if_noisy: bool, fail_if_partial: bool) -> None:
@@ -212,6 +245,7 @@ def _print_tuned(
             "step_race": plan.step_race.to_dict() if plan.step_race else None,
             "memory_format": plan.memory_format,
             "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
+            "compilation": plan.compilation.to_dict() if plan.compilation else None,
             "memory": plan.memory.to_dict() if plan.memory else None,
             "output": None if output is None else str(output),
         }

@@ -18,7 +18,8 @@ from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.plan import Plan
-from ucudnn.races import LayoutHint, LayoutRace, StepRace
+from ucudnn.races import Compilation, LayoutHint, LayoutRace, StepRace
+from ucudnn.tuning.compiled_steps import compile_steps
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
@@ -40,7 +41,7 @@ def judged(
     """The plan after a race of whole steps, or with the reason why there was none.
 
     Args:
-        model: that the plan was made for.
+        model: that the plan was made for; if it is compiled, compiled steps are raced.
         example_inputs: that it was traced with.
         plan: the plan to judge.
         config: with the time budget.
@@ -54,11 +55,12 @@ def judged(
     backend = open_backend(plan.backend)
     try:
         with undisturbed(model):
-            step = Steps(model, example_inputs, _has_backward(plan))
             began = monotonic() if began is None else began
+            step = Steps(model, example_inputs, _has_backward(plan))
+            plan = replace(plan, compilation=compile_steps(model, step, plan.device.type))
             # The first step warms up, and says how long the default budget is.
             until = _until(plan, config, began, backend.elapsed_ns(step))
-            meter = _meter(backend, until)
+            meter = _meter(backend, _later(until, plan.compilation))
             if changes:
                 plan = StepJudge(step, meter).judge(plan)
             else:
@@ -89,6 +91,9 @@ def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMet
         return LayoutHint(reason="the time budget was used up")
     try:
         other = Steps(model, inputs, _has_backward(plan), "channels_last")
+        # Steps of both layouts are compiled, or none.
+        if plan.compilation is not None and plan.compilation.is_compiled:
+            other.compile()
         other()
         taken = [
             (meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan))
@@ -115,7 +120,7 @@ def judged_in_layouts(
     same in channels_last keeps its layout.
 
     Args:
-        model: that the plans were made for.
+        model: that the plans were made for; if it is compiled, compiled steps are raced.
         example_inputs: that it was traced with.
         plans: by memory format, not judged yet; "keep" first.
         calls: how many convolutions a step has in that layout.
@@ -128,6 +133,7 @@ def judged_in_layouts(
         return _by_sums(plans, calls, reason)
     # One answer for both layouts: steps that compute different passes could not be compared.
     backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
+    compilation: Compilation | None = None
     try:
         with undisturbed(model):
             steps = {which: Steps(model, example_inputs, backward, which) for which in plans}
@@ -137,14 +143,41 @@ def judged_in_layouts(
                 return _by_sums(plans, calls, "the time budget has no room for them")
             against = reason_against_layout(steps["keep"], steps["channels_last"], own)
             if not against:
-                return LayoutJudge(steps, _meter(backend, until)).judge(plans)
+                compilation, against = _compiled(model, steps, own.device.type)
+            if not against:
+                judge = LayoutJudge(steps, _meter(backend, _later(until, compilation)))
+                return replace(judge.judge(plans), compilation=compilation)
     except KeyboardInterrupt:
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
         return _by_sums(plans, calls, f"a step could not be computed ({first_line(error)})")
     # The model must keep its layout; its own plan is judged as if there were no other.
-    kept = judged(model, example_inputs, own, config, began)
+    spent = 0 if compilation is None else compilation.seconds
+    kept = judged(model, example_inputs, own, config, began + spent)
     return replace(kept, layout_race=LayoutRace(reason=against))
+
+
+def _compiled(
+    model: nn.Module, steps: Mapping[str, Steps], device_type: str
+) -> tuple[Compilation | None, str]:
+    """Compile steps of both layouts, or none; and the reason why a model must keep its layout."""
+    own = compile_steps(model, steps["keep"], device_type)
+    if own is None or not own.is_compiled:
+        return own, ""
+    last = compile_steps(model, steps["channels_last"], device_type)
+    assert last is not None
+    reason = ""
+    # Its user could not run it there.
+    if not last.is_compiled:
+        reason = f"in channels_last {last.reason}"
+    return Compilation(own.seconds + last.seconds), reason
+
+
+def _later(until: float | None, compilation: Compilation | None) -> float | None:
+    """The end of a race after the time of compiling, which no budget is meant for."""
+    if until is None or compilation is None:
+        return until
+    return until + compilation.seconds
 
 
 def _by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> Plan:

@@ -1,0 +1,60 @@
+"""How the steps of a compiled model were compiled before they were timed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ucudnn.errors import PlanError
+from ucudnn.units import TOO_LARGE
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """Steps by torch.compile that judged a plan, or the reason why they were not compiled.
+
+    >>> print(Compilation(seconds=34))
+    the steps that judged it were compiled by torch.compile, which took 34 s beside the time budget
+    >>> Compilation(reason="no C++ compiler").is_compiled
+    False
+
+    Args:
+        seconds: of compiling and of the first compiled steps, which no time of a step includes.
+        reason: why steps of a compiled model were not compiled; "" if they were.
+
+    Raises:
+        PlanError: a value is of another type or out of range.
+    """
+
+    seconds: int = 0
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        # Values may come from a plan file that anybody wrote.
+        if type(self.seconds) is not int or not 0 <= self.seconds < TOO_LARGE:
+            raise PlanError(f"seconds of a compilation must be an int from 0, got {self.seconds!r}")
+        if not isinstance(self.reason, str):
+            raise PlanError(f"reason must be a string, got {self.reason!r}")
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if the steps were compiled."""
+        return not self.reason
+
+    def __str__(self) -> str:
+        if self.is_compiled:
+            return (
+                f"the steps that judged it were compiled by torch.compile, which took "
+                f"{self.seconds} s beside the time budget"
+            )
+        return f"the model is compiled, but the steps that judged its plan were not: {self.reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Compilation:
+        """Build one from JSON values; fields of later versions are left out."""
+        return cls(**{name: values[name] for name in cls.__slots__ if name in values})
