@@ -6,6 +6,7 @@ calls are seen alike, in the dtype and the layout in which they would be compute
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -120,7 +121,7 @@ def trace_layers(
         # tensors that a model keeps outside its parameters and buffers are made fake on the way
         fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
         with (
-            uncompiled(has_compiled),
+            _uncompiled() if has_compiled else nullcontext(),
             unchanged(model, fake_mode),
             _module_names(recorder, names),
         ):
@@ -263,6 +264,14 @@ def _strides_of_view(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     # Outside the modes, which would take these calls for the model's; without memory.
     with _disable_current_modes():
         return torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run compiled modules as they were written, without torch's warning of the hooks below."""
+    with uncompiled(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*when there are global hooks on modules")
+        yield
 
 
 @contextmanager

@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning"),
     pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
+    # Dynamo looks at the gradients of what it is called with.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 # Inductor uses what torch itself calls deprecated.
 inductor = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
@@ -49,7 +51,7 @@ class Net(nn.Module):
     def forward(self, x):
         if not torch.compiler.is_compiling():
             uncompiled_calls.append(1)
-        x = nn.functional.dropout(self.norm(self.one(x)).relu(), 0.1)
+        x = nn.functional.dropout(self.norm(self.one(x)).relu(), 0.1, self.training)
         if self.breaks:
             torch._dynamo.graph_break()
         return self.two(x)
@@ -68,13 +70,14 @@ class Counting:
         self.compiled += 1
 
         def run(*tensors):
-            self.runs.append(any(is_last(one) for one in tensors if one.dim() == 4))
+            self.runs.append(any(map(is_last, tensors)))
             return graph.forward(*tensors)
 
         return run
 
 
 def is_last(tensor):
+    # sizes that vary are inputs of a graph, too
     return isinstance(tensor, nn.Parameter) and not tensor.is_contiguous()
 
 
@@ -155,9 +158,8 @@ def test_a_plan_acts_in_compiled_steps(plan_by_hand, computed, metered):
     assert found.compilation.is_compiled
     assert found.step_race.rounds
     assert set(counts) == {(0, 1, 0)}
-    # five kernels of a step; in half of the steps torch computes them
+    # two forward passes in each step, and torch computes those of the other steps
     assert computed.count("fprop") >= 2 * found.step_race.rounds
-    assert len(computed) % 5 == 0
     # the hint on channels_last is compiled, too
     assert found.layout_hint.rounds
     assert backend.compiled == 2
@@ -209,19 +211,21 @@ def test_nothing_of_the_users_is_disturbed(kind):
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_tuning_often_uses_up_no_recompilations_of_the_user(breaks):
+def test_judging_often_uses_up_no_recompilations_of_the_user(breaks, plan_by_hand):
     backend, model = Counting(), Net(breaks)
     compiled = torch.compile(model, backend=backend, dynamic=False)
-    for size in range(10, 15):
-        plan = ucudnn.tune(
-            compiled, torch.randn(2, 3, size, size), Config(layout="auto", **SETTINGS)
-        )
-        assert plan.compilation.is_compiled
-    uncompiled_calls.clear()
-    count = backend.compiled
-    compiled(torch.randn(2, 3, 20, 20))
-    assert backend.compiled > count
-    assert not uncompiled_calls
+    compiled(torch.randn(2, 3, 9, 9))
+    for size in range(10, 14):
+        x = torch.randn(2, 3, size, size)
+        found = judged(compiled, x, plan_by_hand(model, x), Config(**SETTINGS))
+        # code for two layouts
+        assert found.layout_hint.rounds
+    for size in range(20, 24):
+        uncompiled_calls.clear()
+        count = backend.compiled
+        compiled(torch.randn(2, 3, size, size))
+        assert backend.compiled == count + 1 + breaks
+        assert not uncompiled_calls
 
 
 def refuse(graph, inputs):

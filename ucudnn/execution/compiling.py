@@ -6,6 +6,7 @@ apart from the user's, so that neither changes what the other runs or uses up it
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Compiled code beyond what a model had, of a function that a graph break leaves to Dynamo alone.
+# Compiled code that a function may have beyond Dynamo's limit while steps are judged.
 _MORE_RECOMPILATIONS = 16
 
 _numbers = count()
@@ -90,8 +91,8 @@ def room_to_compile(model: nn.Module) -> Iterator[None]:
         return
     from torch._dynamo import config
 
-    # Where a graph breaks, Dynamo compiles the rest of the user's own functions for the copies of
-    # the weights, too. At the limit it would run these functions uncompiled without an error.
+    # Code for the copies of the weights counts where it is not apart, and at the limit Dynamo would
+    # run the steps uncompiled without an error.
     names = ("recompile_limit", "accumulated_recompile_limit")
     with config.patch({name: getattr(config, name) + _MORE_RECOMPILATIONS for name in names}):
         yield
@@ -111,7 +112,7 @@ class CompiledModule(nn.Module):
     def __init__(self, compiled: nn.Module) -> None:
         super().__init__()
         self.module = original_of(compiled)
-        self._run = compiler_of(compiled)(_call_of(self.module))
+        self._run = _apart(compiler_of(compiled))(_call_of(self.module))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module."""
@@ -125,6 +126,17 @@ def compiled_apart(model: nn.Module) -> tuple[nn.Module, str]:
         model: wrapped by torch.compile; or with compiled modules in it, which are shared.
     """
     return (CompiledModule(model), "module.") if _is_wrapped(model) else (model, "")
+
+
+def _apart(context: Any) -> Any:
+    """What compiles, with compiled code of its own also for functions that others compile, too."""
+    context = copy.copy(context)
+    # A graph that breaks leaves the rest of the user's function to Dynamo, which keeps its code
+    # there, and counts it. From torch 2.13 on it does so for each of these numbers.
+    if hasattr(context, "_isolate_recompiles_id"):
+        numbers = sys.modules["torch._dynamo.eval_frame"]._next_isolate_recompiles_id
+        context._isolate_recompiles_id = next(numbers)
+    return context
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:

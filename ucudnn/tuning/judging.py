@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -13,7 +15,8 @@ from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
-from ucudnn.errors import TuningInterruptedError
+from ucudnn.errors import TuningInterruptedError, UnplannedWarning
+from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
@@ -54,7 +57,7 @@ def judged(
         return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
     backend = open_backend(plan.backend)
     try:
-        with undisturbed(model):
+        with _undisturbed(model):
             began = monotonic() if began is None else began
             step = Steps(model, example_inputs, _has_backward(plan))
             plan = replace(plan, compilation=compile_steps(model, step, plan.device.type))
@@ -76,6 +79,17 @@ def judged(
     except STEP_ERRORS as error:
         reason = f"a step could not be computed ({first_line(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Judge steps of a model within the context, which restores it."""
+    with undisturbed(model), warnings.catch_warnings():
+        # torch.compile may compute convolutions in another layout than they were planned in. The
+        # race shows what a plan is worth then, and a warning would tell of steps that nobody ran.
+        if is_compiled(model):
+            warnings.simplefilter("ignore", UnplannedWarning)
+        yield
 
 
 def _has_other_layout(plan: Plan) -> bool:
@@ -135,7 +149,7 @@ def judged_in_layouts(
     backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
     compilation: Compilation | None = None
     try:
-        with undisturbed(model):
+        with _undisturbed(model):
             steps = {which: Steps(model, example_inputs, backward, which) for which in plans}
             step_ns = backend.elapsed_ns(steps["keep"])
             until = _until(own, config, began, step_ns, len(plans))
@@ -210,7 +224,7 @@ class _Installer:
     def __call__(self, plan: Plan) -> Installation:
         if id(plan) not in self._runners:
             # A race also runs what the plan does not cover: judging it is not running by it.
-            config = replace(plan.config, frozen=False)
+            config = replace(plan.config, frozen=False, unplanned="torch")
             self._runners[id(plan)] = Runner(plan, config)
         return Installation(plan.device.type, self._runners[id(plan)])
 
