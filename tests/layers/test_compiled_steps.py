@@ -31,6 +31,7 @@ pytestmark = [
 # Inductor uses what torch itself calls deprecated.
 inductor = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 SHAPE = (4, 3, 12, 12)
+LAST = torch.channels_last
 SETTINGS = {"policy": "undivided", "effort": "quick"}
 # Calls of `Net.forward` that Dynamo did not compile.
 uncompiled_calls: list[int] = []
@@ -210,6 +211,32 @@ def test_nothing_of_the_users_is_disturbed(kind):
     assert len(uncompiled_calls) == (kind == "in parts")
 
 
+def relaying(graph, inputs):
+    """A backend that computes in channels_last, as Inductor does where it expects a gain."""
+    del inputs
+
+    def run(*tensors):
+        return graph.forward(
+            *(one.contiguous(memory_format=LAST) if is_image(one) else one for one in tensors)
+        )
+
+    return run
+
+
+def is_image(tensor):
+    return isinstance(tensor, torch.Tensor) and tensor.dim() == 4
+
+
+def test_convolutions_that_are_compiled_in_another_layout_are_counted(plan_by_hand):
+    model, x = Net(), torch.randn(SHAPE)
+    plan = plan_by_hand(model, x)
+    for backend, relaid in (("eager", 0), (relaying, 4)):
+        found = judged(torch.compile(model, backend=backend), x, plan, Config(**SETTINGS))
+        # both convolutions, forward and backward
+        assert found.compilation.relaid == relaid
+    assert "4 convolutions are in another layout" in plan_verdict(found)[-1]
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 def test_judging_often_uses_up_no_recompilations_of_the_user(breaks, plan_by_hand):
     backend, model = Counting(), Net(breaks)
@@ -329,16 +356,19 @@ def test_advice_says_that_its_steps_are_not_compiled():
     assert not backend.compiled
 
 
+# In the model's own layout some of its convolutions are in channels_last all the same.
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.UnplannedWarning")
 @inductor
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
 def test_by_inductor_a_compiled_model_that_follows_its_plan_computes_what_torch_does(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model, x = Net().eval(), torch.randn(SHAPE)
+    # inference, which has one graph to compile
+    model, x = Net().eval().requires_grad_(False), torch.randn(SHAPE)
     truth = model(x)
     compiled = torch.compile(model)
-    plan = ucudnn.tune(compiled, x, Config(layout="auto", **SETTINGS))
+    plan = ucudnn.tune(compiled, x, Config(layout="auto", ops=("fprop",), **SETTINGS))
     assert plan.compilation.is_compiled, plan.compilation
     assert plan.layout_race.rounds >= 3, plan.layout_race
     ucudnn.convert_(compiled, plan)

@@ -22,6 +22,10 @@ def test_what_is_printed() -> None:
         "the steps that judged it were compiled by torch.compile, which took 34 s beside the time "
         "budget"
     )
+    assert str(Compilation(2, relaid=5)).endswith(
+        "; there 5 convolutions are in another layout than in the plan, which does not act on "
+        "them: tune with layout='auto', or in the other layout"
+    )
     assert str(Compilation(2, "torch.compile failed (no compiler)")) == (
         "the model is compiled, but the steps that judged its plan were not: torch.compile failed "
         "(no compiler)"
@@ -29,7 +33,7 @@ def test_what_is_printed() -> None:
 
 
 def test_json_gives_it_back_and_later_fields_are_left_out() -> None:
-    compilation = Compilation(3, "why not")
+    compilation = Compilation(3, "why not", 2)
     values = json.loads(json.dumps(compilation.to_dict()))
     assert Compilation.from_dict({**values, "later": 3}) == compilation
 
@@ -50,8 +54,11 @@ def test_plans_without_it_are_written_as_before() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"seconds": -1}, {"seconds": True}, {"seconds": 1.5}, {"reason": None}]
+    "values",
+    [{"seconds": -1}, {"seconds": True}, {"seconds": 1.5}, {"relaid": -1}, {"reason": None}],
 )
 def test_what_cannot_be_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="of a compilation must be|reason must be a string"):
+    with pytest.raises(
+        PlanError, match="counts of a compilation must be ints|reason must be a string"
+    ):
         Compilation(**values)

@@ -132,7 +132,9 @@ def _compiled(named: NamedModel) -> NamedModel:
         "torch.compile compiles the model's steps before they judge the plan, once for each layout "
         "that is compared; that time is beyond every time budget"
     )
-    return named._replace(module=torch.compile(named.module))
+    # It is a module, which torch's hints do not say.
+    compiled: Any = torch.compile(named.module)
+    return named._replace(module=compiled)
 
 
 def _judge(plan: Plan, fail_if_noisy: bool, fail_if_partial: bool) -> None:

@@ -22,6 +22,8 @@ class Compilation:
     Args:
         seconds: of compiling and of the first compiled steps, which no time of a step includes.
         reason: why steps of a compiled model were not compiled; "" if they were.
+        relaid: convolutions of a compiled step in another layout than the plan has them in, which
+            do not follow it.
 
     Raises:
         PlanError: a value is of another type or out of range.
@@ -29,11 +31,13 @@ class Compilation:
 
     seconds: int = 0
     reason: str = ""
+    relaid: int = 0
 
     def __post_init__(self) -> None:
         # Values may come from a plan file that anybody wrote.
-        if type(self.seconds) is not int or not 0 <= self.seconds < TOO_LARGE:
-            raise PlanError(f"seconds of a compilation must be an int from 0, got {self.seconds!r}")
+        counts = (self.seconds, self.relaid)
+        if not all(type(count) is int and 0 <= count < TOO_LARGE for count in counts):
+            raise PlanError(f"counts of a compilation must be ints from 0, got {counts}")
         if not isinstance(self.reason, str):
             raise PlanError(f"reason must be a string, got {self.reason!r}")
 
@@ -43,12 +47,20 @@ class Compilation:
         return not self.reason
 
     def __str__(self) -> str:
-        if self.is_compiled:
+        if not self.is_compiled:
             return (
-                f"the steps that judged it were compiled by torch.compile, which took "
-                f"{self.seconds} s beside the time budget"
+                f"the model is compiled, but the steps that judged its plan were not: {self.reason}"
             )
-        return f"the model is compiled, but the steps that judged its plan were not: {self.reason}"
+        text = (
+            f"the steps that judged it were compiled by torch.compile, which took {self.seconds} s "
+            f"beside the time budget"
+        )
+        if self.relaid:
+            text += (
+                f"; there {self.relaid} convolutions are in another layout than in the plan, which "
+                f"does not act on them: tune with layout='auto', or in the other layout"
+            )
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""

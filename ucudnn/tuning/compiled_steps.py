@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from time import monotonic
 
 from torch import nn
 
 from ucudnn.execution.compiling import is_compiled, replays_graphs
+from ucudnn.execution.override import Installation
 from ucudnn.execution.stepping import STEP_ERRORS, Steps
+from ucudnn.execution.watching import Watcher
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
 from ucudnn.races import Compilation
 
 
@@ -36,6 +41,28 @@ def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilati
     except STEP_ERRORS as error:
         reason = f"torch.compile failed ({_said(error)})"
     return Compilation(ceil(monotonic() - began), reason)
+
+
+def with_relaid(plan: Plan, steps: Steps) -> Plan:
+    """The plan with the number of convolutions that its compiled steps compute in another layout.
+
+    Args:
+        plan: judged by the steps.
+        steps: run once, by torch's own convolutions.
+    """
+    compilation = plan.compilation
+    if compilation is None or not compilation.is_compiled:
+        return plan
+    watcher = Watcher(lambda: None)
+    with Installation(plan.device.type, watcher):
+        steps()
+    relaid = sum(any(_is_relaid(one, plan) for one in call) for call in watcher.calls)
+    return replace(plan, compilation=replace(compilation, relaid=relaid))
+
+
+def _is_relaid(problem: Problem, plan: Plan) -> bool:
+    other = replace(problem, layout="nchw" if problem.layout == "nhwc" else "nhwc")
+    return plan.covers(other) and not plan.covers(problem)
 
 
 def _said(error: BaseException) -> str:

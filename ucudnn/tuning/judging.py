@@ -22,7 +22,7 @@ from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.plan import Plan
 from ucudnn.races import Compilation, LayoutHint, LayoutRace, StepRace
-from ucudnn.tuning.compiled_steps import compile_steps
+from ucudnn.tuning.compiled_steps import compile_steps, with_relaid
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
@@ -60,10 +60,11 @@ def judged(
         with _undisturbed(model):
             began = monotonic() if began is None else began
             step = Steps(model, example_inputs, _has_backward(plan))
-            plan = replace(plan, compilation=compile_steps(model, step, plan.device.type))
+            compilation = compile_steps(model, step, plan.device.type)
+            plan = with_relaid(replace(plan, compilation=compilation), step)
             # The first step warms up, and says how long the default budget is.
             until = _until(plan, config, began, backend.elapsed_ns(step))
-            meter = _meter(backend, _later(until, plan.compilation))
+            meter = _meter(backend, _later(until, compilation))
             if changes:
                 plan = StepJudge(step, meter).judge(plan)
             else:
@@ -160,7 +161,8 @@ def judged_in_layouts(
                 compilation, against = _compiled(model, steps, own.device.type)
             if not against:
                 judge = LayoutJudge(steps, _meter(backend, _later(until, compilation)))
-                return replace(judge.judge(plans), compilation=compilation)
+                plan = replace(judge.judge(plans), compilation=compilation)
+                return with_relaid(plan, steps[plan.memory_format])
     except KeyboardInterrupt:
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
