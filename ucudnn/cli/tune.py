@@ -78,16 +78,7 @@ def tune(
     _require_sense(config, solver, output)
     if compiled:
         _require_steps(recipe, config)
-    # torch is imported only now that the command line is known to be right.
-    from ucudnn.tuning.tuner import device_type
-
-    where = device_type(config)
-    named = None if recipe.is_table else name_model(recipe)
-    if named is None:
-        traced = read_traced(recipe.model, of_table, config.ops, where)
-    else:
-        traced = named.trace(config.ops, where)
-        named = _compiled(named) if compiled else named
+    traced, named = _traced(recipe, of_table, config, compiled)
     plan = _tune(traced, named, config, output, as_json, remeasure)
     # After the plan was written and printed: noise is no reason to lose it.
     _judge(plan, fail_if_noisy, fail_if_partial)
@@ -123,6 +114,21 @@ def _require_steps(recipe: Recipe, config: Config) -> None:
         reason = "a memory budget is of steps that are not compiled; leave out one of the two"
     if reason:
         raise ConfigError(f"--compile compiles the steps that judge a plan, and {reason}")
+
+
+def _traced(
+    recipe: Recipe, of_table: TableFlags, config: Config, is_compiled: bool
+) -> tuple[Traced, NamedModel | None]:
+    """The convolutions to plan, and the model that computes them if there is one."""
+    # torch is imported only now that the command line is known to be right.
+    from ucudnn.tuning.tuner import device_type
+
+    where = device_type(config)
+    if recipe.is_table:
+        return read_traced(recipe.model, of_table, config.ops, where), None
+    named = name_model(recipe)
+    traced = named.trace(config.ops, where)
+    return traced, _compiled(named) if is_compiled else named
 
 
 def _compiled(named: NamedModel) -> NamedModel:
