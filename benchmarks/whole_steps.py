@@ -4,14 +4,15 @@
     python benchmarks/whole_steps.py --out whole_steps.json              # all networks, hours
     python benchmarks/whole_steps.py resnet18 wavenet --mode inference --out whole_steps.json
 
-Each network is tuned from an empty cache for the better of two layouts, in a process of its own;
-then one step by every way is taken in each round, of training and of inference. A second process,
-whose malloc keeps large blocks, takes part in each round (malloc_steps.py). What --out has already
-is not taken anew, so that a run which was stopped goes on. Without --limit no workspace limit
-restricts the plan. Needs transformers and monai (the extra `test`).
+Each network is tuned from an empty cache for the better of two layouts, in a process of its own.
+From the same cache it is tuned once more as a compiled model: that plan is for plan+compile. Then
+one step by every way is taken in each round, of training and of inference. A second process, whose
+malloc keeps large blocks, takes part in each round (malloc_steps.py). What --out has already is not
+taken anew, so that a run which was stopped goes on. Without --limit no workspace limit restricts
+the plan. Needs transformers and monai (the extra `test`).
 
---quick is for networks.QUICK with smaller inputs: 20 s of tuning with little effort, and no more
-rounds after 25 s of them.
+--quick is for networks.QUICK with smaller inputs: 20 s of tuning with little effort, as much for
+the compiled model, and no more rounds after 25 s of them.
 """
 
 from __future__ import annotations
@@ -132,6 +133,11 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         began = time.monotonic()
         plan = ucudnn.tune(model, x, Config(**settings, layout="auto", cache=cache))
         seconds = time.monotonic() - began
+        began = time.monotonic()
+        compiled = ucudnn.tune(
+            torch.compile(model), x, Config(**settings, layout="auto", cache=cache)
+        )
+        compiled_s = time.monotonic() - began
         sums = None
         if not options.quick:
             sums = sums_by_layout(model, x, Config(**settings, step_race=False, cache=cache))
@@ -141,6 +147,7 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         model,
         x,
         plan,
+        compiled_plan=compiled,
         training=is_training,
         ways=ways_of(options.ways),
         rounds=options.rounds,
@@ -154,11 +161,8 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         "limit": options.limit,
         "effort": options.effort,
         "tuned_s": round(seconds, 1),
-        "kernels": len(plan.kernels),
-        "changed": sum(not kernel.is_default for kernel in plan.kernels),
-        "memory_format": plan.memory_format,
-        "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
-        "step_race": plan.step_race.to_dict() if plan.step_race else None,
+        **described(plan),
+        "plan_of_compiled": {"tuned_s": round(compiled_s, 1), **described(compiled)},
         "sums_ns": sums,
         "noise": noise_of(plan).to_dict(),
         "bench": bench.to_dict(),
@@ -172,6 +176,18 @@ def shape_in(name: str, options: argparse.Namespace) -> tuple[int, ...]:
         return shape_of(options.input)
     known = NETWORKS[name].shape
     return QUICK_SHAPES.get(name, known) if options.quick else known
+
+
+def described(plan: ucudnn.Plan) -> dict[str, Any]:
+    """What a plan changes, and the races that decided it."""
+    races = ("layout_race", "step_race", "compilation")
+    found = {name: getattr(plan, name) for name in races}
+    return {
+        "kernels": len(plan.kernels),
+        "changed": sum(not kernel.is_default for kernel in plan.kernels),
+        "memory_format": plan.memory_format,
+        **{name: race.to_dict() if race else None for name, race in found.items()},
+    }
 
 
 def sums_by_layout(model: nn.Module, x: torch.Tensor, config: Config) -> dict[str, int] | None:

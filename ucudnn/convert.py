@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from ucudnn import nn as planned_nn
 from ucudnn.config import Config, Startup
 from ucudnn.errors import PlanError, warn
+from ucudnn.execution.compiling import original_of
 from ucudnn.execution.layout import lay_out_, restore_layout_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.recording import Recorder
@@ -124,7 +125,9 @@ def convert_(
     """
     plan = _loaded(plan)
     config = _config_here(plan)
-    found = _find(model, plan, filter_fn or (lambda *_: True))
+    # Below the wrapper of torch.compile: there are the layers by the names in the plan.
+    original = original_of(model)
+    found = _find(original, plan, filter_fn or (lambda *_: True))
     if not is_followed(plan, config):
         return Conversion(model, plan, (), (), tuple(found.convolutions), ())
     _require_some(plan, found)
@@ -134,7 +137,7 @@ def convert_(
     # nothing was changed so far, and nothing fails from here
     swapped, left = _swap(found, _changed_layers(plan, config), planned_runner(plan, config))
     # With "keep" the model may still be laid out by an earlier plan.
-    restore_layout_(model) if plan.memory_format == "keep" else lay_out_(model, parameters)
+    restore_layout_(original) if plan.memory_format == "keep" else lay_out_(original, parameters)
     return Conversion(model, plan, swapped, left, found.unplanned, found.otherwise)
 
 
@@ -262,8 +265,9 @@ def revert_(model: Model) -> Model:
       (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1))
     )
     """
-    _unswap(model)
-    restore_layout_(model)
+    original = original_of(model)
+    _unswap(original)
+    restore_layout_(original)
     return model
 
 
@@ -329,8 +333,8 @@ def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
     it captured. No model is changed: if the plan is for channels_last (`plan.memory_format`) and a
     model is not in that layout, one warning says so. From the first installation until the process
     ends, torch's convolutions take some microseconds more. The first installation must not happen
-    while another thread computes convolutions. torch.compile uses channels-last where it expects a
-    gain, so tune a model that is to be compiled in channels_last.
+    while another thread computes convolutions. For a compiled model, tune the compiled model: its
+    plan is judged by compiled steps.
 
     >>> import tempfile, torch, ucudnn
     >>> layer, x = torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9)

@@ -13,6 +13,7 @@ from ucudnn.measurement import Conditions, Device, Origin, Software
 from ucudnn.problem import Problem
 from ucudnn.races import (
     MEMORY_FORMATS,
+    Compilation,
     Curve,
     LayoutHint,
     LayoutRace,
@@ -37,14 +38,16 @@ __all__ = [
     "Timing",
 ]
 
+_Outcome = StepRace | LayoutRace | LayoutHint | StepMemory | Curve | Origin | Compilation
 # Fields of a plan that only say what whole steps showed; the hash leaves them out.
-_OUTCOMES: dict[str, type[StepRace | LayoutRace | LayoutHint | StepMemory | Curve | Origin]] = {
+_OUTCOMES: dict[str, type[_Outcome]] = {
     "step_race": StepRace,
     "layout_race": LayoutRace,
     "layout_hint": LayoutHint,
     "memory": StepMemory,
     "curve": Curve,
     "origin": Origin,
+    "compilation": Compilation,
 }
 
 
@@ -73,6 +76,8 @@ class Plan:
         memory: memory of a whole step; None if there was no memory budget.
         curve: time over memory of the network; None if the settings did not ask for it.
         origin: how it came about; None in files of versions that did not note it.
+        compilation: how steps of a compiled model were compiled before they judged the plan; None
+            if the model was not compiled, or if no steps were run.
 
     Raises:
         PlanError: the name of the backend is no string, or there is no such memory format.
@@ -91,6 +96,7 @@ class Plan:
     memory: StepMemory | None = field(default=None, compare=False)
     curve: Curve | None = field(default=None, compare=False)
     origin: Origin | None = field(default=None, compare=False)
+    compilation: Compilation | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         documents.require_strings("backend", (self.backend,))

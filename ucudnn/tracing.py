@@ -7,6 +7,7 @@ calls are seen alike, in the dtype and the layout in which they would be compute
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
 from ucudnn.errors import ConfigError, warn
+from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.randomness import same_random_states
 from ucudnn.execution.snapshot import unchanged
 from ucudnn.execution.stepping import Stepper, tensors_of
@@ -60,7 +62,8 @@ def trace(
     ['fprop', 'fprop', 'dgrad', 'wgrad', 'wgrad']
 
     Args:
-        model: any module; autocast that is active applies.
+        model: any module; autocast that is active applies. What torch.compile compiles is run as it
+            was written.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
             list of these for several input sizes.
         real: compute one step on the tensors themselves, for a model whose control flow depends on
@@ -110,13 +113,19 @@ def trace_layers(
             layout.
     """
     recorder = _Recorder(passes, device_type)
+    # Names without the wrapper, as `convert_` finds the layers; compiled code has no modules.
+    has_compiled, model = is_compiled(model), original_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     for inputs in several:
         _require_tensors(inputs)
         # tensors that a model keeps outside its parameters and buffers are made fake on the way
         fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
-        with unchanged(model, fake_mode), _module_names(recorder, names):
+        with (
+            _uncompiled() if has_compiled else nullcontext(),
+            unchanged(model, fake_mode),
+            _module_names(recorder, names),
+        ):
             _trace_one(model, inputs, recorder, fake_mode, memory_format)
     return Traced(recorder.layers, frozenset(recorder.biased))
 
@@ -272,6 +281,14 @@ def _strides_of_view(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     # Outside the modes, which would take these calls for the model's; without memory.
     with _disable_current_modes():
         return torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run compiled modules as they were written, without torch's warning of the hooks below."""
+    with uncompiled(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*when there are global hooks on modules")
+        yield
 
 
 @contextmanager

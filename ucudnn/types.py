@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Subject as Subject
     from ucudnn.plan import KernelPlan as KernelPlan
     from ucudnn.plan import Timing as Timing
+    from ucudnn.races import Compilation as Compilation
     from ucudnn.races import Contestant as Contestant
     from ucudnn.races import Curve as Curve
     from ucudnn.races import LayoutHint as LayoutHint
@@ -59,7 +60,10 @@ _NAMES_BY_MODULE = {
         *("Origin", "Role", "Software", "Subject"),
     ),
     "plan": ("KernelPlan", "Timing"),
-    "races": ("Contestant", "Curve", "LayoutHint", "LayoutRace", "StepMemory", "StepRace"),
+    "races": (
+        *("Compilation", "Contestant", "Curve", "LayoutHint", "LayoutRace", "StepMemory"),
+        "StepRace",
+    ),
     "tuning.advice": ("Advice", "KernelAdvice"),
     "tuning.noise": ("Noise",),
     "tuning.progress": ("Progress",),

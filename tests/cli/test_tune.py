@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
+import torch
 
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.plan import Plan
@@ -47,6 +49,21 @@ def test_nothing_measured_is_said(ucudnn, model):
     arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided")
     assert "Measured nothing" not in ucudnn(*arguments).out
     assert "Measured nothing: everything was in the cache" in ucudnn(*arguments).out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_steps_are_announced_and_noted(ucudnn, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="eager"))
+    output = tmp_path / "plan.json"
+    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided", "--compile")
+    done = ucudnn(*arguments, "--layout", "auto", "-o", output)
+    assert done.status == 0, done.err
+    assert "that time is beyond every time budget" in done.err
+    assert Plan.load(output).compilation.is_compiled
+    for printed in (done.out, ucudnn("show", output).out):
+        assert "The steps that judged it were compiled by torch.compile" in printed
+    assert json.loads(ucudnn(*arguments, "--json").out)["compilation"]["reason"] == ""
 
 
 @pytest.mark.slow
@@ -284,6 +301,22 @@ BAD_CALLS = {
         "--autocast-dtype is for a model",
     ),
     "a table has no steps": (("{table}", "--step-race"), 2, "--step-race runs steps of a model"),
+    "a table has nothing to compile": (("{table}", "--compile"), 2, "and a table has none"),
+    "nothing to compile without a race": (
+        ("{model}:net", "--input", SHAPE, "--compile", "--no-step-race"),
+        2,
+        "--compile compiles the steps that judge a plan, and without a step race there are none",
+    ),
+    "a recording compiles nothing": (
+        ("{model}:net", "--input", SHAPE, "--compile", "--backend", "recorded"),
+        2,
+        "and a recording runs none",
+    ),
+    "compiled within a memory budget": (
+        ("{model}:net", "--input", SHAPE, "--compile", "--memory-budget", "1GiB"),
+        2,
+        "a memory budget is of steps that are not compiled",
+    ),
     "a CPU has no TF32": (("{table}", "--math", "tf32"), 2, "--math is about GPUs"),
     "passes against passes": (
         ("{model}:net", "--input", SHAPE, "--infer", "--ops", "wgrad"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ucudnn.system.memory import high_water_bytes
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ucudnn.errors.NoiseWarning"),
+    pytest.mark.filterwarnings("ignore::ucudnn.errors.UnplannedWarning"),
 ]
 EAGER, LAST, PLAN = WAYS["eager"], WAYS["channels_last"], WAYS["plan"]
 
@@ -97,6 +99,30 @@ def test_a_way_that_fails_is_named_and_the_others_are_timed(x, monkeypatch):
     assert "no compiler here" in compiled.reason
     assert bench.ratio() is None
     assert "no compiler here" in bench.sentence()
+
+
+def test_compiled_ways_follow_a_plan_of_their_own(x, plan_by_hand):
+    layouts = []
+
+    def backend(graph, inputs):
+        filters = [one for one in inputs if isinstance(one, nn.Parameter) and one.dim() == 4]
+        layouts.extend(one.is_contiguous() for one in filters)
+        return graph.forward
+
+    model = nn.Conv2d(3, 4, 3)
+    plan = plan_by_hand(model, x)
+    last = replace(plan, memory_format="channels_last")
+    found = bench_steps(
+        torch.compile(model, backend=backend),
+        x,
+        plan,
+        compiled_plan=last,
+        ways=[PLAN, WAYS["plan+compile"]],
+        rounds=5,
+    )
+    assert [len(way.samples_ns) for way in found.ways] == [5, 5], found.sentence()
+    # by the backend of the model
+    assert layouts == [False]
 
 
 def test_peaks_hold_at_least_what_a_step_keeps(x):

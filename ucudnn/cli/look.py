@@ -91,6 +91,8 @@ def _show_all(plan: Plan) -> None:
         say(as_sentence(str(plan.layout_race)))
     if plan.layout_hint is not None:
         say(as_sentence(str(plan.layout_hint)))
+    if plan.compilation is not None:
+        say(as_sentence(str(plan.compilation)))
     if plan.memory is not None:
         say(as_sentence(str(plan.memory)))
     out.print(f"Noise: {noise_of(plan)}.")

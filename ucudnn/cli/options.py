@@ -213,6 +213,12 @@ StepRaceOption = Annotated[
     ),
 ]
 
+CompileOption = Annotated[
+    bool,
+    typer.Option(
+        "--compile", help="For a model: judge the plan by whole steps that torch.compile compiled."
+    ),
+]
 # None if neither form is given, so that the config file or the environment decides.
 CurveOption = Annotated[
     bool | None,

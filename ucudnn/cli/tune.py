@@ -46,6 +46,7 @@ def tune(
     effort: options.EffortOption = None,
     time_budget: options.TimeBudgetOption = None,
     step_race: options.StepRaceOption = None,
+    compiled: options.CompileOption = False,
     deterministic: options.DeterministicOption = None,
     batch_invariant: options.BatchInvariantOption = None,
     frozen: options.FrozenOption = None,
@@ -73,15 +74,9 @@ def tune(
     given |= {"step_race": step_race}
     config = settings(config_file, given)
     _require_sense(config, solver, output, has_steps=not (recipe.is_table and step_race))
-    # torch is imported only now that the command line is known to be right.
-    from ucudnn.tuning.tuner import device_type
-
-    where = device_type(config)
-    named = None if recipe.is_table else name_model(recipe)
-    if named is None:
-        traced = read_traced(recipe.model, of_table, config.ops, where)
-    else:
-        traced = named.trace(config.ops, where)
+    if compiled:
+        _require_steps(recipe, config)
+    traced, named = _traced(recipe, of_table, config, compiled)
     plan = _tune(traced, named, config, output, as_json, remeasure)
     # After the plan was written and printed: noise is no reason to lose it.
     _judge(plan, fail_if_noisy, fail_if_partial)
@@ -103,6 +98,52 @@ def _require_sense(
     # Now, because a plan that cannot be written after minutes of measuring would be lost.
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise ConfigError(f"--output must be a file in a folder that exists, got {output}")
+
+
+def _require_steps(recipe: Recipe, config: Config) -> None:
+    """Refuse to compile steps where none are timed.
+
+    Raises:
+        ConfigError: none are, or steps are profiled that must not be compiled.
+    """
+    reason = ""
+    if recipe.is_table:
+        reason = "a table has none; leave it out"
+    elif not config.step_race:
+        reason = "without a step race there are none; leave out one of the two"
+    elif config.is_replayed:
+        reason = "a recording runs none; leave it out"
+    elif config.memory_budget is not None:
+        reason = "a memory budget is of steps that are not compiled; leave out one of the two"
+    if reason:
+        raise ConfigError(f"--compile compiles the steps that judge a plan, and {reason}")
+
+
+def _traced(
+    recipe: Recipe, of_table: TableFlags, config: Config, is_compiled: bool
+) -> tuple[Traced, NamedModel | None]:
+    """The convolutions to plan, and the model that computes them if there is one."""
+    # torch is imported only now that the command line is known to be right.
+    from ucudnn.tuning.tuner import device_type
+
+    where = device_type(config)
+    if recipe.is_table:
+        return read_traced(recipe.model, of_table, config.ops, where), None
+    named = name_model(recipe)
+    traced = named.trace(config.ops, where)
+    return traced, _compiled(named) if is_compiled else named
+
+
+def _compiled(named: NamedModel) -> NamedModel:
+    import torch
+
+    say_error(
+        "torch.compile compiles the model's steps before they judge the plan, once for each layout "
+        "that is compared; that time is beyond every time budget"
+    )
+    # It is a module, which torch's hints do not say.
+    compiled: Any = torch.compile(named.module)
+    return named._replace(module=compiled)
 
 
 def _judge(plan: Plan, fail_if_noisy: bool, fail_if_partial: bool) -> None:
@@ -215,6 +256,7 @@ def _print_tuned(
             "step_race": plan.step_race.to_dict() if plan.step_race else None,
             "memory_format": plan.memory_format,
             "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
+            "compilation": plan.compilation.to_dict() if plan.compilation else None,
             "memory": plan.memory.to_dict() if plan.memory else None,
             "output": None if output is None else str(output),
         }

@@ -42,6 +42,8 @@ _ATOMS = (NoneType, bool, int, float, str, bytes)
 _LRU_CACHE: type = type(lru_cache(int))
 # From a cache to a tensor: by its dict, a link of its list, a tuple and containers in that.
 _DEPTH_OF_CACHE = 5
+# The package of torch.compile's front end, whose functions wrap all code that it compiles.
+_COMPILER = "torch._dynamo"
 # Unlike None it cannot be the value of an attribute that is there.
 _MISSING = object()
 
@@ -261,7 +263,7 @@ class _Snapshot:
             # Backward gives a `.grad` to leaves only, and reading that of other tensors warns.
             if isinstance(one, Tensor) and one.is_leaf and one.requires_grad:
                 self._gradients.append(_Attribute(one, "grad", one.grad))
-            if type(one) is FunctionType:
+            if type(one) is FunctionType and not _is_compilers(one):
                 self._functions.append(one)
             for record in _records_of(one):
                 records.append(record)
@@ -316,7 +318,7 @@ def _function_of(member: object) -> object:
 
 def _records_of(one: object) -> Iterator[_Contents | _Attribute]:
     """Mutable parts of one object: contents of a container, slots, a closure's variable."""
-    if _is_opaque(type(one)):
+    if _is_opaque(type(one)) or _is_compilers(one):
         return
     contents = _Contents.of(one)
     if contents is not None:
@@ -334,7 +336,7 @@ def _records_of(one: object) -> Iterator[_Contents | _Attribute]:
 def _others_in(one: object) -> list[Any]:
     """Other objects that an object refers to."""
     kind = type(one)
-    if _is_opaque(kind):
+    if _is_opaque(kind) or _is_compilers(one):
         return []
     found: list[Any] = []
     if issubclass(kind, (tuple, frozenset)):
@@ -348,6 +350,18 @@ def _others_in(one: object) -> list[Any]:
     with suppress(AttributeError):
         found.append(object.__getattribute__(one, "__dict__"))
     return found
+
+
+def _is_compilers(one: object) -> bool:
+    """True for objects and functions of torch.compile.
+
+    They are not inspected: code that it compiled meanwhile stays valid, and leads to fake tensors.
+    """
+    kind = type(one)
+    if isinstance(one, FunctionType):
+        return str(one.__globals__.get("__name__")).startswith(_COMPILER)
+    # An nn.Module of it is the wrapper of a model, which leads to the model.
+    return str(kind.__module__).startswith(_COMPILER) and not issubclass(kind, nn.Module)
 
 
 def _is_opaque(kind: type) -> bool:

@@ -1,4 +1,7 @@
-"""Run training steps of a model without changing its parameters, gradients and buffers."""
+"""Run training steps of a model without changing its parameters, gradients and buffers.
+
+Steps of a compiled model run its original module, until `Steps.compile` is called.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends.tensors import in_channels_last
 from ucudnn.errors import UcudnnError
+from ucudnn.execution.compiling import (
+    compiled_apart,
+    is_compiled,
+    original_of,
+    room_to_compile,
+    uncompiled,
+)
 from ucudnn.execution.layout import InputsFollow, axes_of
 from ucudnn.execution.randomness import SameRandomNumbers, same_random_states, seed_all
 from ucudnn.execution.snapshot import unchanged
@@ -53,6 +63,7 @@ class Stepper:
         self._model = model
         self._backward = backward
         self._fake_mode = fake_mode
+        self.follow(None)
         self._is_last = memory_format == "channels_last"
         self._follow = InputsFollow(axes_of(model) if self._is_last else frozenset())
         # Duplicates stay: tied weights have several names, and functional_call needs each of them.
@@ -87,9 +98,18 @@ class Stepper:
             return tensor
         return in_channels_last(tensor.detach()).requires_grad_(tensor.requires_grad)
 
+    def follow(self, compiled: nn.Module | None, prefix: str = "") -> None:
+        """Compute the steps of `run` by compiled code of the model; None: by the model again.
+
+        Args:
+            compiled: has the model's parameters and buffers.
+            prefix: of their names there.
+        """
+        self._compiled, self._prefix = compiled, prefix
+
     def run(self) -> None:
         """Compute one step; gradients go to new tensors."""
-        self._step()
+        self._step(self._compiled)
 
     def results(self, nudge: float = 0.0) -> Results:
         """Compute one step and return its outputs and gradients.
@@ -98,23 +118,28 @@ class Stepper:
             nudge: change each weight by this fraction of itself, up or down at random.
         """
         # The gradient of a square changes little by rounding, that of `abs` jumps at zero.
-        outputs, leaves = self._step(nudge, is_smooth=True)
+        outputs, leaves = self._step(None, nudge, is_smooth=True)
         gradients = (leaf.grad for leaf in leaves.values())
         return Results(
             [tensor.detach() for tensor in tensors_of(outputs)],
             [gradient for gradient in gradients if gradient is not None],
         )
 
-    def _step(self, nudge: float = 0.0, is_smooth: bool = False) -> tuple[Any, dict[int, Tensor]]:
+    def _step(
+        self, compiled: nn.Module | None, nudge: float = 0.0, is_smooth: bool = False
+    ) -> tuple[Any, dict[int, Tensor]]:
         leaf = _leaf if self._fake_mode is None else self._fake
+        # What is no parameter torch.compile may take for an input, whose memory moves.
+        leaf = leaf if compiled is None else _parameter
         weights = self._weights.items()
         leaves = {which: leaf(_nudged(tensor, nudge)) for which, tensor in weights}
         copies = leaves | self._copies
         tensors = self._parameters | self._buffers
-        state = {name: copies[id(tensor)] for name, tensor in tensors.items()}
+        prefix = "" if compiled is None else self._prefix
+        state = {f"{prefix}{name}": copies[id(tensor)] for name, tensor in tensors.items()}
         args, kwargs = self._follow.laid_out(tree_map_only(Tensor, _leaf, self._inputs))
         # functional_call swaps the copies in for the call
-        outputs = torch.func.functional_call(self._model, state, args, kwargs)
+        outputs = torch.func.functional_call(compiled or self._model, state, args, kwargs)
         # `abs` makes complex outputs real, as the loss of a backward pass must be.
         wanted = (tensor.abs() for tensor in tensors_of(outputs) if tensor.requires_grad)
         losses = [(tensor.square() if is_smooth else tensor).sum() for tensor in wanted]
@@ -152,26 +177,53 @@ class Steps:
         backward: bool = True,
         memory_format: str = "keep",
     ) -> None:
+        self._model = model
+        # Modules that are compiled are run as they were written until `compile`.
+        self._is_held_back = self._has_compiled = is_compiled(model)
         # A list means several examples; positional inputs of one example are a tuple.
         several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+        original = original_of(model)
         self._steppers = [
-            Stepper(model, inputs, backward=backward, memory_format=memory_format)
+            Stepper(original, inputs, backward=backward, memory_format=memory_format)
             for inputs in several
         ]
 
     def __call__(self) -> None:
         """Compute all steps."""
+        with uncompiled(self._is_held_back):
+            for stepper in self._steppers:
+                stepper.run()
+
+    def compile(self) -> None:
+        """Compute the steps by compiled code from now on, which this compiles, if it can be.
+
+        It is compiled for this object alone: for its layout and its sizes of inputs.
+        """
+        self._is_held_back = False
+        apart = compiled_apart(self._model)
         for stepper in self._steppers:
-            stepper.run()
+            stepper.follow(*apart)
+        try:
+            # Twice: what was compiled for the first of several sizes may be replaced at the second.
+            for _ in range(2):
+                self()
+        except BaseException:
+            self._uncompile()
+            raise
+
+    def _uncompile(self) -> None:
+        self._is_held_back = self._has_compiled
+        for stepper in self._steppers:
+            stepper.follow(None)
 
     def results(self, nudge: float = 0.0) -> Results:
-        """Compute all steps with random numbers that are the same in every layout.
+        """Compute all steps, uncompiled, with random numbers that are the same in every layout.
 
         Args:
             nudge: as for `Stepper.results`.
         """
         seed_all()
-        with SameRandomNumbers():
+        with uncompiled(self._has_compiled), SameRandomNumbers():
             results = [stepper.results(nudge) for stepper in self._steppers]
         return Results(
             [tensor for one in results for tensor in one.outputs],
@@ -187,7 +239,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         same_random_states(),
-        unchanged(model, None),
+        room_to_compile(model),
+        unchanged(original_of(model), None),
     ):
         yield
 
@@ -221,6 +274,11 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 def _leaf(tensor: Tensor) -> Tensor:
     """A new leaf tensor on the same memory, without a gradient."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _parameter(tensor: Tensor) -> Tensor:
+    """A new parameter on the same memory, without a gradient."""
+    return nn.Parameter(tensor.detach(), tensor.requires_grad)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

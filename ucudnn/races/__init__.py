@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ucudnn.races.compilation import Compilation as Compilation
 from ucudnn.races.layout import MEMORY_FORMATS as MEMORY_FORMATS
 from ucudnn.races.layout import Contestant as Contestant
 from ucudnn.races.layout import LayoutHint as LayoutHint

@@ -213,6 +213,8 @@ def plan_verdict(plan: Plan) -> list[str]:
         where = "" if plan.memory_format == "keep" else f" (both in {plan.memory_format})"
         said = f"{plan.step_race}{where if plan.step_race.rounds else ''}"
         sentences.append(as_sentence(said))
+    if plan.compilation is not None:
+        sentences.append(as_sentence(str(plan.compilation)))
     return sentences
 
 

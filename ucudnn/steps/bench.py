@@ -15,6 +15,7 @@ from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.errors import ConfigError
+from ucudnn.execution.compiling import compiler_of, original_of
 from ucudnn.execution.layout import lay_out_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.randomness import same_random_states
@@ -33,6 +34,7 @@ def bench_steps(
     example_inputs: Any,
     plan: Plan | None = None,
     *,
+    compiled_plan: Plan | None = None,
     training: bool = True,
     ways: Sequence[Way] = tuple(WAYS.values()),
     rounds: int = 9,
@@ -51,9 +53,12 @@ def bench_steps(
     5
 
     Args:
-        model: any module; one copy is made per layout.
+        model: any module; one copy is made per layout. If torch.compile made it, compiled ways
+            compile by its settings, and the others run what it compiled.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
         plan: for the ways that follow one, which are left out without it.
+        compiled_plan: for those of them that are compiled, as tuned for the compiled model;
+            default: the same plan.
         training: time training steps.
         ways: to compare.
         rounds: the most; a first one that does not count comes before them.
@@ -69,7 +74,8 @@ def bench_steps(
         raise ConfigError("steps are timed for one example of inputs, got a list of several")
     ways = [way for way in ways if plan is not None or not way.is_planned]
     with same_random_states(), torch.inference_mode(False):
-        steps = _Copies(model, example_inputs, plan, training)
+        plans = (plan, plan if compiled_plan is None else compiled_plan)
+        steps = _Copies(model, example_inputs, plans, training)
         backend = open_backend("auto" if plan is None else plan.backend)
         timed = []
         for way in ways:
@@ -87,33 +93,41 @@ class _Copies:
     Args:
         model: to copy.
         inputs: of a step.
-        plan: that planned ways follow.
+        plans: that planned ways follow: those that are not compiled, and those that are.
         training: run backward, too.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, plan: Plan | None, training: bool) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        plans: tuple[Plan | None, Plan | None],
+        training: bool,
+    ) -> None:
+        self._model = original_of(model)
+        self._compile = compiler_of(model)
         is_named = isinstance(inputs, Mapping)
         self._args: tuple[Any, ...] = (
             () if is_named else inputs if isinstance(inputs, tuple) else (inputs,)
         )
         self._kwargs: dict[str, Any] = dict(inputs) if is_named else {}
         self._training = training
-        self._plan = plan
+        self._plans = plans
         # Each call is looked up once, as in a run that installs a plan once.
-        self._runner = None if plan is None else Runner(plan)
+        self._runners = [None if plan is None else Runner(plan) for plan in plans]
         self._laid_out: dict[str, nn.Module] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
 
     def run(self, way: Way) -> None:
         """Compute one step."""
-        planned = self._plan if way.is_planned else None
+        planned = self._plans[way.is_compiled] if way.is_planned else None
+        runner = self._runners[way.is_compiled]
         memory_format = way.memory_format if planned is None else planned.memory_format
         forward = self._forward(memory_format, way.is_compiled)
         following = (
             nullcontext()
-            if planned is None or self._runner is None
-            else Installation(planned.device.type, self._runner)
+            if planned is None or runner is None
+            else Installation(planned.device.type, runner)
         )
         with following, torch.set_grad_enabled(self._training):
             outputs = forward(*self._args, **self._kwargs)
@@ -133,7 +147,7 @@ class _Copies:
         if not is_compiled:
             return module
         if memory_format not in self._compiled:
-            self._compiled[memory_format] = torch.compile(module)
+            self._compiled[memory_format] = self._compile(module)
         return self._compiled[memory_format]
 
     def _copy(self, memory_format: str) -> nn.Module:

@@ -16,7 +16,8 @@ from ucudnn.backends import AbstractBackend, Cost, open_backend
 from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config, require_config
-from ucudnn.errors import ConfigError, UnsupportedError
+from ucudnn.errors import ConfigError, UnsupportedError, warn
+from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
@@ -56,7 +57,7 @@ def advise(
 
     There is no search and nothing is cached; it takes a minute at most. Steps are run in the
     model's own layout and with copies of the parameters in channels_last. Model and random states
-    do not change.
+    do not change. Steps of a compiled model are run as if it were not compiled, with a warning.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -102,6 +103,12 @@ def advised(
         ConfigError: as for `advise`.
     """
     require_live(config)
+    if is_compiled(model):
+        warn(
+            "advice is by steps that are not compiled, and another layout may be faster where "
+            "torch.compile fuses what stands between convolutions; tune with layout='auto', which "
+            "judges a compiled model by compiled steps"
+        )
     names = layers_by_problem(traced.layers, config)
     began, backend = monotonic(), open_backend(config.backend)
     advice = Advice((), backend.device())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -13,12 +15,14 @@ from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
-from ucudnn.errors import TuningInterruptedError
+from ucudnn.errors import TuningInterruptedError, UnplannedWarning
+from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.plan import Plan
-from ucudnn.races import LayoutHint, LayoutRace, StepRace
+from ucudnn.races import Compilation, LayoutHint, LayoutRace, StepRace
+from ucudnn.tuning.compiled_steps import compile_steps, with_relaid
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
@@ -47,7 +51,7 @@ def judged(
     """The plan after a race of whole steps, or with the reason why there was none.
 
     Args:
-        model: that the plan was made for.
+        model: that the plan was made for; if it is compiled, compiled steps are raced.
         example_inputs: that it was traced with.
         plan: the plan to judge.
         config: with the time budget.
@@ -60,10 +64,13 @@ def judged(
         return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
     backend = open_backend(plan.backend)
     try:
-        with undisturbed(model):
-            step = Steps(model, example_inputs, _has_backward(plan))
+        with _undisturbed(model):
             began = monotonic() if began is None else began
+            step = Steps(model, example_inputs, _has_backward(plan))
+            compilation = compile_steps(model, step, plan.device.type)
+            plan = with_relaid(replace(plan, compilation=compilation), step)
             # The first step warms up, and says how long the default budget is.
+            began += 0 if compilation is None else compilation.seconds
             until = _until(config, began, backend.elapsed_ns(step), RACE_STEPS)
             meter = _meter(backend, until)
             if changes:
@@ -83,6 +90,17 @@ def judged(
         return replace(plan, step_race=StepRace(reason=reason))
 
 
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Judge steps of a model within the context, which restores it."""
+    with undisturbed(model), warnings.catch_warnings():
+        # torch.compile may compute convolutions in another layout than they were planned in. The
+        # race shows what a plan is worth then, and a warning would tell of steps that nobody ran.
+        if is_compiled(model):
+            warnings.simplefilter("ignore", UnplannedWarning)
+        yield
+
+
 def _has_other_layout(plan: Plan) -> bool:
     """True if channels_last would change the layout of a kernel."""
     problems = (kernel.problem for kernel in plan.kernels)
@@ -96,6 +114,9 @@ def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMet
         return LayoutHint(reason="the time budget was used up")
     try:
         other = Steps(model, inputs, _has_backward(plan), "channels_last")
+        # Steps of both layouts are compiled, or none.
+        if plan.compilation is not None and plan.compilation.is_compiled:
+            other.compile()
         other()
         taken = [
             (meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan))
@@ -122,7 +143,7 @@ def judged_in_layouts(
     same in channels_last keeps its layout.
 
     Args:
-        model: that the plans were made for.
+        model: that the plans were made for; if it is compiled, compiled steps are raced.
         example_inputs: that it was traced with.
         plans: by memory format, not judged yet; "keep" first.
         calls: how many convolutions a step has in that layout.
@@ -135,8 +156,9 @@ def judged_in_layouts(
         return _by_sums(plans, calls, reason)
     # One answer for both layouts: steps that compute different passes could not be compared.
     backend, backward = open_backend(own.backend), any(map(_has_backward, plans.values()))
+    compilation: Compilation | None = None
     try:
-        with undisturbed(model):
+        with _undisturbed(model):
             steps = {which: Steps(model, example_inputs, backward, which) for which in plans}
             step_ns = backend.elapsed_ns(steps["keep"])
             until = _until(config, began, step_ns, LAYOUT_RACE_STEPS, len(plans))
@@ -144,14 +166,42 @@ def judged_in_layouts(
                 return _by_sums(plans, calls, "the time budget has no room for them")
             against = reason_against_layout(steps["keep"], steps["channels_last"], own)
             if not against:
-                return LayoutJudge(steps, _meter(backend, until)).judge(plans)
+                compilation, against = _compiled(model, steps, own.device.type)
+            if not against:
+                judge = LayoutJudge(steps, _meter(backend, _later(until, compilation)))
+                plan = replace(judge.judge(plans), compilation=compilation)
+                return with_relaid(plan, steps[plan.memory_format])
     except KeyboardInterrupt:
         raise TuningInterruptedError(own) from None
     except STEP_ERRORS as error:
         return _by_sums(plans, calls, f"a step could not be computed ({first_line(error)})")
     # The model must keep its layout; its own plan is judged as if there were no other.
-    kept = judged(model, example_inputs, own, config, began)
+    spent = 0 if compilation is None else compilation.seconds
+    kept = judged(model, example_inputs, own, config, began + spent)
     return replace(kept, layout_race=LayoutRace(reason=against))
+
+
+def _compiled(
+    model: nn.Module, steps: Mapping[str, Steps], device_type: str
+) -> tuple[Compilation | None, str]:
+    """Compile steps of both layouts, or none; and the reason why a model must keep its layout."""
+    own = compile_steps(model, steps["keep"], device_type)
+    if own is None or not own.is_compiled:
+        return own, ""
+    last = compile_steps(model, steps["channels_last"], device_type)
+    assert last is not None
+    reason = ""
+    # Its user could not run it there.
+    if not last.is_compiled:
+        reason = f"in channels_last {last.reason}"
+    return Compilation(own.seconds + last.seconds), reason
+
+
+def _later(until: float | None, compilation: Compilation | None) -> float | None:
+    """The end of a race after the time of compiling, which no budget is meant for."""
+    if until is None or compilation is None:
+        return until
+    return until + compilation.seconds
 
 
 def _by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> Plan:
@@ -184,7 +234,7 @@ class _Installer:
     def __call__(self, plan: Plan) -> Installation:
         if id(plan) not in self._runners:
             # A race also runs what the plan does not cover: judging it is not running by it.
-            config = replace(plan.config, frozen=False)
+            config = replace(plan.config, frozen=False, unplanned="torch")
             self._runners[id(plan)] = Runner(plan, config)
         return Installation(plan.device.type, self._runners[id(plan)])
 

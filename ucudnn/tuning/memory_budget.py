@@ -12,6 +12,7 @@ from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
@@ -40,7 +41,7 @@ class MemoryBudget:
         config: settings with a memory budget.
 
     Raises:
-        ConfigError: no step can be run here.
+        ConfigError: no step can be run here, or the model is compiled.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, config: Config) -> None:
@@ -48,6 +49,12 @@ class MemoryBudget:
             raise ConfigError(
                 "memory_budget is of a step that is run here, and the settings name a recording; "
                 "leave out backend='recorded' and device_profile, or set workspace_limit instead"
+            )
+        if is_compiled(model):
+            raise ConfigError(
+                "memory_budget is of steps that are not compiled, and torch.compile changes what a "
+                "step allocates; tune the model before it is compiled, or set workspace_limit "
+                "instead"
             )
         self._model = model
         self._inputs = inputs

@@ -12,6 +12,7 @@ from torch import nn
 from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
+from ucudnn.execution.compiling import original_of
 from ucudnn.execution.layout import memory_format_of
 from ucudnn.execution.stepping import tensors_of
 from ucudnn.measurement import Origin
@@ -52,6 +53,9 @@ def tune(
     `Config.step_race`). Parameters, gradients, buffers and random states do not change.
     `Config.layout` can ask for the better of two layouts.
 
+    Steps of a compiled model (`torch.compile(model)`) are compiled, too, apart from the model's own
+    compiled code. That takes the time of a compilation for each layout, beyond `time_budget_s`.
+
     >>> import tempfile, torch
     >>> model = torch.nn.Conv2d(3, 8, 3)
     >>> config = Config(workspace_limit="1MiB", policy="undivided", cache=tempfile.mkdtemp())
@@ -60,7 +64,7 @@ def tune(
     ['fprop', 'wgrad']
 
     Args:
-        model: any module.
+        model: any module, compiled or not.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
             list of these for several input sizes. Their batch is the largest one planned; every
             smaller one is planned with it.
@@ -71,7 +75,8 @@ def tune(
         remeasure: measure everything anew, even if it is in the cache.
 
     Raises:
-        ConfigError: the model does not accept the inputs or computes no convolution.
+        ConfigError: the model does not accept the inputs or computes no convolution; or it is
+            compiled and there is a memory budget.
         PlanError: no plan of some kernel fits the workspace limit, or what the memory budget
             leaves it.
     """
@@ -293,7 +298,7 @@ def _described(plan: Plan, model: nn.Module, inputs: Any, began: float) -> Plan:
     """The plan with the name of its model and inputs, and the time of all of tuning."""
     origin = replace(
         plan.origin or Origin(),
-        model=type(model).__name__,
+        model=type(original_of(model)).__name__,
         inputs=tuple(
             f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
             for tensor in tensors_of(tuple(inputs) if isinstance(inputs, list) else inputs)

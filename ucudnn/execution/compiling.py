@@ -1,0 +1,162 @@
+"""Models that torch.compile compiles: their original modules, and compiled code for steps alone.
+
+Steps that judge a plan compute on copies of the weights, in two layouts. Their compiled code is
+apart from the user's, so that neither changes what the other runs or uses up its recompilations.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+# Compiled code that a function may have beyond Dynamo's limit while steps are judged.
+_MORE_RECOMPILATIONS = 16
+
+_numbers = count()
+
+
+def original_of(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` wraps; any other model is returned as it is.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> original_of(torch.compile(layer, backend="eager")) is layer, original_of(layer) is layer
+    (True, True)
+    """
+    return model._orig_mod if _is_wrapped(model) else model  # type: ignore[return-value]
+
+
+def compiler_of(model: nn.Module) -> Callable[[Any], Any]:
+    """A function that compiles as a model was compiled; for any other model, `torch.compile`.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> again = compiler_of(torch.compile(layer, backend="eager"))(layer)
+    >>> again(torch.ones(3, 2)).shape
+    torch.Size([3, 1])
+    """
+    return model.dynamo_ctx if _is_wrapped(model) else torch.compile  # type: ignore[return-value]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """True if torch.compile compiles a model, or some of its modules.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> is_compiled(layer), is_compiled(nn.Sequential(torch.compile(layer, backend="eager")))
+    (False, True)
+    """
+    return any(_is_wrapped(one) or _own_call(one) is not None for one in model.modules())
+
+
+def replays_graphs(model: nn.Module) -> bool:
+    """True if compiled code of a model records CUDA graphs, as by `mode="reduce-overhead"`."""
+    for module in model.modules():
+        compiled = module if _is_wrapped(module) else _own_call(module)
+        settings_of = getattr(compiled, "get_compiler_config", None)
+        settings = settings_of() if settings_of is not None else None
+        if settings and settings.get("triton.cudagraphs"):
+            return True
+    return False
+
+
+@contextmanager
+def uncompiled(is_needed: bool = True) -> Iterator[None]:
+    """Compute compiled modules within the context as if they were not compiled.
+
+    >>> layer = torch.compile(nn.Linear(2, 1), backend=lambda *_: 1 / 0)
+    >>> with uncompiled():
+    ...     layer(torch.ones(3, 2)).shape
+    torch.Size([3, 1])
+
+    Args:
+        is_needed: False does nothing, for models that are not compiled.
+    """
+    if not is_needed:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def room_to_compile(model: nn.Module) -> Iterator[None]:
+    """Let Dynamo compile further code for functions of a compiled model within the context."""
+    if not is_compiled(model):
+        yield
+        return
+    from torch._dynamo import config
+
+    # Code for the copies of the weights counts where it is not apart, and at the limit Dynamo would
+    # run the steps uncompiled without an error.
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    with config.patch({name: getattr(config, name) + _MORE_RECOMPILATIONS for name in names}):
+        yield
+
+
+class CompiledModule(nn.Module):
+    """Computes a module by compiled code of its own, by the settings of another compiled one.
+
+    >>> layer, x = nn.Linear(2, 1), torch.ones(3, 2)
+    >>> torch.equal(CompiledModule(torch.compile(layer, backend="eager"))(x), layer(x))
+    True
+
+    Args:
+        compiled: what `torch.compile(module)` returned.
+    """
+
+    def __init__(self, compiled: nn.Module) -> None:
+        super().__init__()
+        self.module = original_of(compiled)
+        self._run = _apart(compiler_of(compiled))(_call_of(self.module))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module."""
+        return self._run(*args, **kwargs)
+
+
+def compiled_apart(model: nn.Module) -> tuple[nn.Module, str]:
+    """A compiled model to run for a step, and the prefix of its parameters' names.
+
+    Args:
+        model: wrapped by torch.compile; or with compiled modules in it, which are shared.
+    """
+    return (CompiledModule(model), "module.") if _is_wrapped(model) else (model, "")
+
+
+def _apart(context: Any) -> Any:
+    """What compiles, with compiled code of its own also for functions that others compile, too."""
+    context = copy.copy(context)
+    # A graph that breaks leaves the rest of the user's function to Dynamo, which keeps its code
+    # there, and counts it. From torch 2.13 on it does so for each of these numbers.
+    if hasattr(context, "_isolate_recompiles_id"):
+        numbers = sys.modules["torch._dynamo.eval_frame"]._next_isolate_recompiles_id
+        context._isolate_recompiles_id = next(numbers)
+    return context
+
+
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """A function that calls a module, with a code object of its own."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    # Dynamo keeps compiled code, and counts it, by the code object. By its name it remembers which
+    # sizes have varied, and would compile code for any size where another model had other inputs.
+    call.__code__ = call.__code__.replace(co_name=f"step_{next(_numbers)}")
+    return call
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    # torch.compile imports Dynamo: where that is missing, nothing is compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+
+
+def _own_call(module: nn.Module) -> Callable[..., Any] | None:
+    """The compiled call of a module that `module.compile()` compiled in place."""
+    return module._compiled_call_impl
