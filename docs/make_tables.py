@@ -1,9 +1,11 @@
-"""Write the tables of docs/results.md anew from the results that benchmarks left.
+"""Write the tables of docs/results.md and docs/memory.md anew from the results of benchmarks.
 
     python docs/make_tables.py docs/results.md
+    python docs/make_tables.py docs/memory.md
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`. Reads
-benchmarks/results/intel-xeon; what stands elsewhere in the page stays.
+benchmarks/results/intel-xeon; what stands elsewhere in the page stays, and so does a table of which
+there is no file.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 from make_steps import NAME_BY_NETWORK
 
+from ucudnn.races import StepMemory
 from ucudnn.steps.result import StepBench
 from ucudnn.units import format_bytes
 
@@ -92,10 +95,39 @@ def stepped_row(one: dict[str, Any], bench: StepBench) -> Row:
     return [NAMES[one["network"]], *times, ratio((1 / middle, 1 / high, 1 / low)), peaks]
 
 
+# Cases of benchmarks/memory_budget.py, in the order of the table.
+BUDGETED = {
+    "resnet18": "ResNet-18, N=64, 224x224",
+    "unet3d": "3-D U-Net, N=1, 64x64x64",
+    "srcnn": "SRCNN (9-5-5), N=4, 512x512",
+}
+
+
+def budgeted() -> list[Row]:
+    """Workspace in the peak of a step, from all files memory_budget*.json; none without any."""
+    found: dict[str, StepMemory] = {}
+    for file in sorted(RESULTS.glob("memory_budget*.json")):
+        for one in json.loads(file.read_text()):
+            # The first row is of torch without a plan.
+            found[one["case"]] = StepMemory.from_dict(one["rows"][1]["memory"])
+    if not found:
+        return []
+    rows = [["network", "step", "without workspace", "by torch's own", "workspace"]]
+    for network, name in BUDGETED.items():
+        kinds = [kind for kind in ("training", "inference") if f"{network}-{kind}" in found]
+        for kind in kinds:
+            memory = found[f"{network}-{kind}"]
+            sizes = format_bytes(memory.own_peak_bytes), format_bytes(memory.torch_peak_bytes)
+            share = f"{round(100 * memory.workspace_share)} %"
+            rows.append([name if kind == kinds[0] else "", kind, *sizes, share])
+    return rows
+
+
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "plan": tuned,
     "step": lambda: stepped("training"),
     "pass": lambda: stepped("inference"),
+    "pays": budgeted,
 }
 
 
@@ -103,7 +135,10 @@ def rewritten(page: str) -> str:
     """The page with its tables made anew."""
 
     def table(match: re.Match[str]) -> str:
-        heading, *rows = TABLES[match.group(1)]()
+        made = TABLES[match.group(1)]()
+        if not made:
+            return match.group()
+        heading, *rows = made
         lines = [heading, ["---"] * len(heading), *rows]
         return "\n".join(f"| {' | '.join(cells)} |".replace("| --- ", "|---") for cells in lines)
 

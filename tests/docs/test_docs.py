@@ -131,13 +131,16 @@ def test_the_picture_of_steps_is_what_its_script_draws(repository: Path, tmp_pat
     assert drawn.read_text() == kept.read_text(), "python docs/make_steps.py docs/steps.svg"
 
 
-def test_the_tables_of_results_are_those_of_the_files(repository: Path, tmp_path: Path) -> None:
-    kept, made = repository / "docs" / "results.md", tmp_path / "results.md"
+@pytest.mark.parametrize(("page", "tables"), [("results.md", 3), ("memory.md", 1)])
+def test_the_tables_of_results_are_those_of_the_files(
+    repository: Path, tmp_path: Path, page: str, tables: int
+) -> None:
+    kept, made = repository / "docs" / page, tmp_path / page
     made.write_bytes(kept.read_bytes())
     script = repository / "docs" / "make_tables.py"
     subprocess.run([sys.executable, script, made], check=True, cwd=tmp_path)
-    assert made.read_text().count("<!-- end of table -->") == 3
-    assert made.read_text() == kept.read_text(), "python docs/make_tables.py docs/results.md"
+    assert made.read_text().count("<!-- end of table -->") == tables
+    assert made.read_text() == kept.read_text(), f"python docs/make_tables.py docs/{page}"
 
 
 def test_links_lead_to_files(repository: Path) -> None:
