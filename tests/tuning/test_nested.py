@@ -263,6 +263,31 @@ def test_the_front_of_a_report_has_nested_splits(nested, tmp_path):
     )
 
 
+@pytest.mark.parametrize(("extra_mib", "covered"), [(0, True), (1, True), (4, False)])
+def test_samples_that_another_implementation_computes_are_planned_where_they_were_timed(
+    nested, extra_mib, covered
+):
+    """One sample runs another implementation, which takes more; two take three rows in 6 MiB."""
+    usual = charge(3, 9, 1)
+
+    def of(problem):
+        time_ns, workspace = usual(problem)
+        return time_ns, workspace + (problem.batch == 1) * extra_mib * MIB
+
+    backend = nested({"torch_default": COSTS["torch_default"], "frugal": of})
+    backend.kernels = {("frugal", 1): "another"}
+    plan = tune(CONV, workspace_limit="6MiB")
+    (kernel,) = plan.kernels
+    assert plan.split(CONV).samples == 2
+    assert [kernel.covers(n) for n in (1, 2, 3, 4)] == [covered, True, covered, True]
+    for n in (n for n in range(1, N + 1) if kernel.covers(n)):
+        call = bind(backend, CONV.with_batch(n), kernel.split(n))
+        # the chunks add up to all of it, and each fits
+        assert all(of(chunk.problem)[1] <= 6 * MIB for chunk in call.chunks)
+        rows = [row_count(chunk.problem) * chunk.problem.batch for chunk in call.chunks]
+        assert sum(rows) == 7 * n
+
+
 def test_ties_of_nested_splits_count_the_chunks_of_all_micro_batches():
     """Two calls of equal time and workspace: three chunks beat two for each of four samples."""
     timing, samples = Timing(90, 0, 64, 9), (90,) * 9
