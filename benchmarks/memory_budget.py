@@ -10,13 +10,15 @@ limit, with "+0" (as little memory as possible) and with three budgets between t
 and what torch takes. Then each plan, and torch without one, takes steps in a process
 of its own: what torch's allocator handed out at its peak, with parameters, momentum and inputs, and
 the high-water mark of the process. Times are of steps in turn, in one more process. A training step
-is forward, loss, backward and SGD with momentum.
+is forward, loss, backward and SGD with momentum. At the end of a case it says whether the peak kept
+each budget, and whether planned and measured times fell as the budget grew.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -24,6 +26,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +38,7 @@ from step_models import UNet3d
 from torch import Tensor, nn
 
 import ucudnn
+from ucudnn.backends import open_backend
 from ucudnn.backends.torch_cpu.workspace import allocated_spans
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.execution.stepping import tensors_of
@@ -115,6 +120,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="of steps in turn")
     parser.add_argument("--tiny", action="store_true", help="small networks")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument(
+        "--show", nargs="+", type=Path, metavar="FILE", help="print files of --out, measure nothing"
+    )
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.cases or list(cases(options.tiny))
@@ -122,6 +130,11 @@ def main() -> None:
         print(json.dumps(child(cases(options.tiny)[names[0]], options)))
         return
     found = []
+    if options.show:
+        for file in options.show:
+            for one in json.loads(file.read_text()):
+                report(one)
+        return
     for name in names:
         found.append(measured(name, options))
         report(found[-1])
@@ -140,7 +153,22 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         samples = asked(arguments, "time", *who)
     rows = [{"budget": "torch", **peaks[TORCH], "samples_ns": samples[TORCH]}]
     rows += [{**plan, **peaks[plan["path"]], "samples_ns": samples[plan["path"]]} for plan in plans]
-    return {"case": name, "rows": rows}
+    return {"case": name, "rows": rows, "origin": origin()}
+
+
+def origin() -> dict[str, Any]:
+    """The machine, the versions, the command and the load, for a reader of the file."""
+    backend = open_backend("auto")
+    return {
+        "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(["python", "benchmarks/memory_budget.py", *sys.argv[1:]]),
+        "device": str(backend.device()),
+        "torch": torch.__version__,
+        "ucudnn": ucudnn.__version__,
+        "threads": torch.get_num_threads(),
+        "allocator": backend.conditions().allocator,
+        "load": round(os.getloadavg()[0], 1),
+    }
 
 
 def asked(arguments: Sequence[str], *work: str) -> Any:
@@ -183,6 +211,7 @@ def tuned(case: Case, options: argparse.Namespace, folder: Path) -> list[dict[st
         plan.save(path)
         row = {"budget": budget, "path": str(path), "memory": plan.memory.to_dict()}
         row["changed"] = sum(not kernel.is_default for kernel in plan.kernels)
+        row["planned_ns"] = sum(one.timing.time_ns * len(one.layers) for one in plan.kernels)
         found.append({**row, "kernels": len(plan.kernels), "says": str(plan.memory)})
     return found
 
@@ -244,10 +273,45 @@ def report(found: dict[str, Any]) -> None:
             format_ns(median_ns(row["samples_ns"])),
             f"{ratio:.2f} ({low:.2f} to {high:.2f})",
         )
-        if memory and row["allocated_bytes"] > memory["budget_bytes"]:
-            console.print(f"{row['budget']}: over the budget")
     console.print(table)
     console.print(found["rows"][1]["says"])
+    for sentence in verdicts(found["rows"]):
+        console.print(sentence)
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Sentences on a case: whether peaks kept their budgets, and times fell as budgets grew."""
+    planned = [row for row in rows if row.get("memory")]
+    over = [
+        f"{row['budget']} by {mebibytes(row['allocated_bytes'] - row['memory']['budget_bytes'])}"
+        for row in planned
+        if row["allocated_bytes"] > row["memory"]["budget_bytes"]
+    ]
+    said = [f"Peak within each of {len(planned)} budgets: {_yes_unless(over)}."]
+    # Files of before this was kept have none.
+    if all("planned_ns" in row for row in planned):
+        rises = [
+            f"{one['budget']} to {other['budget']} by "
+            f"{format_ns(other['planned_ns'] - one['planned_ns'])}"
+            for one, other in pairwise(planned)
+            if other["planned_ns"] > one["planned_ns"]
+        ]
+        said.append(f"Planned times of all convolutions never rise: {_yes_unless(rises)}.")
+    else:
+        said.append("Planned times of all convolutions are not in this file.")
+    rises, clear = [], []
+    for one, other in pairwise(planned):
+        ratio, low, high = ratio_interval(other["samples_ns"], one["samples_ns"])
+        text = f"{one['budget']} to {other['budget']} {ratio:.3f} ({low:.3f} to {high:.3f})"
+        rises += [text] if ratio > 1 else []
+        clear += [text] if low > 1 else []
+    said.append(f"Medians of measured steps never rise: {_yes_unless(rises)}.")
+    said.append(f"No measured step rises beyond its 95 % interval: {_yes_unless(clear)}.")
+    return said
+
+
+def _yes_unless(exceptions: Sequence[str]) -> str:
+    return f"no, {', '.join(exceptions)}" if exceptions else "yes"
 
 
 if __name__ == "__main__":

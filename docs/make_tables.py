@@ -1,6 +1,6 @@
-"""Write the tables of README.md and docs/results.md anew from the results that benchmarks left.
+"""Write the tables of README.md and of pages in docs anew from the results of benchmarks.
 
-    python docs/make_tables.py README.md docs/results.md
+    python docs/make_tables.py README.md docs/results.md docs/memory.md
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`. Reads
 benchmarks/results/intel-xeon; what stands elsewhere in the page stays.
@@ -17,6 +17,7 @@ from typing import Any
 
 from make_steps import NAME_BY_NETWORK
 
+from ucudnn.races import StepMemory
 from ucudnn.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -159,6 +160,32 @@ def gained_row(one: Found) -> Row:
     return [NAMES[one.values["network"]], one.values["mode"], *times, ratio(gain(one))]
 
 
+# Cases of benchmarks/memory_budget.py, in the order of the table.
+BUDGETED = {
+    "resnet18": "ResNet-18, N=64, 224x224",
+    "unet3d": "3-D U-Net, N=1, 64x64x64",
+    "srcnn": "SRCNN (9-5-5), N=4, 512x512",
+}
+
+
+def budgeted() -> list[Row]:
+    """Workspace in the peak of a step, from memory_budget.json."""
+    # The first row is of torch without a plan.
+    found = {
+        one["case"]: StepMemory.from_dict(one["rows"][1]["memory"])
+        for one in results("memory_budget.json")
+    }
+    rows = [["network", "step", "without workspace", "by torch's own", "workspace"]]
+    for network, name in BUDGETED.items():
+        kinds = [kind for kind in ("training", "inference") if f"{network}-{kind}" in found]
+        for kind in kinds:
+            memory = found[f"{network}-{kind}"]
+            sizes = format_bytes(memory.own_peak_bytes), format_bytes(memory.torch_peak_bytes)
+            share = f"{round(100 * memory.workspace_share)} %"
+            rows.append([name if kind == kinds[0] else "", kind, *sizes, share])
+    return rows
+
+
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "plan": tuned,
     "step": lambda: stepped("training"),
@@ -167,6 +194,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "gain": gained,
     "caps": lambda: steps_table(results("limits.json"), SHORT_NAMES),
     "deep": lambda: layers_table(results("limits_layers.json")),
+    "pays": budgeted,
 }
 # Where the file of a table says how it was made, a sentence below the table does, too.
 FILES = {"make": "bench.json", "caps": "limits.json", "deep": "limits_layers.json"}

@@ -109,10 +109,12 @@ def _canary(about: str, plan: Plan, kernel: KernelPlan, session: Session) -> Fin
 
 def _limit_of(plan: Plan, kernel: KernelPlan) -> int | None:
     """Workspace that a call of a kernel may use; of a pool its part and what nobody has."""
+    limit = plan.limit_bytes(kernel)
     if plan.config.total_bytes is None:
-        return plan.limit_bytes(kernel)
+        return limit
     left = plan.config.total_bytes - plan.workspace_bytes
-    return kernel.timing.workspace_bytes + left // len(kernel.layers)
+    part = kernel.timing.workspace_bytes + left // len(kernel.layers)
+    return part if limit is None else min(limit, part)
 
 
 def _judged(about: str, plan: Plan, kernel: KernelPlan, wholes: list[Whole]) -> Finding:

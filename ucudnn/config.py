@@ -112,8 +112,9 @@ class Config:
         memory_budget: bytes that a whole step may have allocated at any moment: parameters,
             gradients, optimiser state, activations and workspace together, as an int or "8GiB"; or
             "+64MiB": so much more than a step needs without any workspace, or what the smallest
-            plan needs if that is more. Each kernel may use what is left at its moment. None: no
-            limit.
+            plan needs if that is more. Each kernel may use what is left at its moment; kernels of
+            several streams divide what is left at the fullest one, and with `total_workspace` all
+            calls do. None: no limit.
         solver: solver that divides the pool: "auto", "exact", "highs" or "cbc" (by PuLP).
         policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
         ops: which passes to plan: "fprop" (forward), "dgrad" (gradients of inputs), "wgrad" (of

@@ -173,13 +173,6 @@ _CONFLICTS: tuple[tuple[Callable[[Values], bool], str], ...] = (
         ),
     ),
     (
-        lambda values: _has_budget(values) and _has_pool(values),
-        (
-            "memory_budget is for kernels that run one after the other and total_workspace for "
-            "kernels that overlap; set one of them"
-        ),
-    ),
-    (
         lambda values: _has_budget(values) and _tunes_later(values),
         (
             "unplanned='tune' tunes one shape at a time, and memory_budget is of a whole step; set "

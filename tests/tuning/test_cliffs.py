@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from ucudnn.backends import DeviceState
 from ucudnn.cli import app
+from ucudnn.errors import ConfigError
 from ucudnn.execution.execute import bind
+from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.split import Split, Step
 from ucudnn.tuning.cliffs import find_cliffs
@@ -137,6 +139,43 @@ def test_what_is_proposed_saves_what_was_promised(scripted):
     assert backend.elapsed_ns(lambda: call(*backend.operands(FPROP, 8))) == found.remedied_ns
 
 
+def test_the_plan_of_a_scan_applies_what_it_proposes(scripted, tmp_path):
+    backend = scripted(
+        torch_default=lambda size: (size * MS * (4 if size > 2 else 1), size * MIB), phases=cost(6)
+    )
+    wide = replace(FPROP, out_channels=3)
+    backend.charged = lambda name, part: (
+        (8 * MS, 0) if part.out_channels == 3 else backend.costs[name](part.batch)
+    )
+    scan = find_cliffs({FPROP: ("a", "b"), wide: ("c",)}, backend)
+    (cliff,) = scan.found
+    assert cliff.split == Split("batch", (Step(2, "torch_default"),) * 4)
+    scan.plan.save(tmp_path / "cliffs.plan.json")
+    plan = Plan.load(tmp_path / "cliffs.plan.json")
+    assert plan.split(FPROP) == cliff.split
+    # what is on no cliff, and smaller batches, which were not timed
+    for other in (wide, FPROP.with_batch(7), FPROP.with_batch(2)):
+        assert plan.split(other).is_default
+    (kernel,) = (one for one in plan.kernels if one.problem == FPROP)
+    assert (kernel.timing.time_ns, kernel.default.time_ns) == (8 * MS, 32 * MS)
+    assert any("ucudnn run --plan cliffs.plan.json -- SCRIPT" in one for one in scan.sentences())
+    document = json.loads(json.dumps(scan.to_dict()))
+    assert "plan" not in document
+    assert document["found"][0]["split"]["steps"][0] == {"size": 2, "algorithm": "torch_default"}
+
+
+def test_each_kind_of_remedy_says_how_it_is_applied(scripted):
+    backend = scripted(torch_default=cost(3))
+
+    def keep():
+        backend.costs["torch_default"] = cost(1)
+        return True
+
+    scan = find_cliffs({LARGE: ("a",)}, backend, keep)
+    assert any(one.startswith("Apply: GLIBC_TUNABLES=") for one in scan.sentences())
+    assert scan.plan.split(LARGE).is_default
+
+
 def test_what_fails_is_no_remedy(scripted):
     backend = scripted(torch_default=cost(3), broken=lambda _: (None, 0))
     assert find_cliffs({FPROP: ("a",)}, backend).found == ()
@@ -153,5 +192,12 @@ def test_the_command(tmp_path, monkeypatch):
     said = CliRunner().invoke(app, command)
     assert said.exit_code == 0, said.output
     assert "Scanned 2 of 2 convolutions" in said.output
-    document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    output = tmp_path / "cliffs.plan.json"
+    document = json.loads(
+        CliRunner().invoke(app, [*command, "--json", "--output", str(output)]).stdout
+    )
+    assert len(Plan.load(output).kernels) == 2
+    alone = CliRunner().invoke(app, ["doctor", "--output", str(output)])
+    assert isinstance(alone.exception, ConfigError)
+    assert "which is not given" in str(alone.exception)
     assert document["scanned"] == 2

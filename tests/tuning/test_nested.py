@@ -11,7 +11,8 @@ from functools import partial
 
 import pytest
 
-from ucudnn.axis import RowAxis
+from ucudnn import cache as caches
+from ucudnn.axis import RowAxis, axis_of
 from ucudnn.backends import open_backend
 from ucudnn.check import check
 from ucudnn.config import Config
@@ -20,6 +21,9 @@ from ucudnn.execution.execute import bind
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count
+from ucudnn.split import Split, Step, Timing
+from ucudnn.tuning.confirmation import Finalist, choose
+from ucudnn.tuning.rationale import rationales
 from ucudnn.tuning.tuner import tune_problems
 
 MIB, MS = 1 << 20, 1_000_000
@@ -237,6 +241,81 @@ def test_the_curve_goes_down_to_the_smallest_nested_split(nested):
     curve = tune(CONV, curve=True, workspace_limit="1GiB").curve
     assert curve is not None
     assert curve.by_workspace[0] == (MIB, expected_ns(CONV, COSTS, MIB))
+
+
+def test_the_front_of_a_report_has_nested_splits(nested, tmp_path):
+    nested()
+    cache = str(tmp_path / "cache")
+    plan = tune(CONV, workspace_limit="3MiB", cache=cache, effort="thorough")
+    with caches.open(cache, "r") as opened:
+        (rationale,) = rationales(plan, opened)
+    # By brute force: what fits that limit is nested, and was measured.
+    within = [time_ns for size, time_ns in rationale.front if size <= 3 * MIB]
+    assert min(within) == expected_ns(CONV, COSTS, 3 * MIB) == plan.kernels[0].timing.time_ns
+    # A wide batch, of which no slabs of all samples are ever cut.
+    wide, limit = CONV.with_batch(16), 3 * MIB
+    plan = tune(wide, workspace_limit=limit, cache=cache)
+    assert plan.split(wide).samples
+    with caches.open(cache, "r") as opened:
+        (rationale,) = rationales(plan, opened)
+    assert min(time_ns for size, time_ns in rationale.front if size <= limit) == (
+        plan.kernels[0].timing.time_ns
+    )
+
+
+@pytest.mark.parametrize(("extra_mib", "covered"), [(0, True), (1, True), (4, False)])
+def test_samples_that_another_implementation_computes_are_planned_where_they_were_timed(
+    nested, extra_mib, covered
+):
+    """One sample runs another implementation, which takes more; two take three rows in 6 MiB."""
+    usual = charge(3, 9, 1)
+
+    def of(problem):
+        time_ns, workspace = usual(problem)
+        return time_ns, workspace + (problem.batch == 1) * extra_mib * MIB
+
+    backend = nested({"torch_default": COSTS["torch_default"], "frugal": of})
+    backend.kernels = {("frugal", 1): "another"}
+    plan = tune(CONV, workspace_limit="6MiB")
+    (kernel,) = plan.kernels
+    assert plan.split(CONV).samples == 2
+    assert [kernel.covers(n) for n in (1, 2, 3, 4)] == [covered, True, covered, True]
+    for n in (n for n in range(1, N + 1) if kernel.covers(n)):
+        call = bind(backend, CONV.with_batch(n), kernel.split(n))
+        # the chunks add up to all of it, and each fits
+        assert all(of(chunk.problem)[1] <= 6 * MIB for chunk in call.chunks)
+        rows = [row_count(chunk.problem) * chunk.problem.batch for chunk in call.chunks]
+        assert sum(rows) == 7 * n
+
+
+def test_ties_of_nested_splits_count_the_chunks_of_all_micro_batches():
+    """Two calls of equal time and workspace: three chunks beat two for each of four samples."""
+    timing, samples = Timing(90, 0, 64, 9), (90,) * 9
+    flat = Split("spatial", (Step(3, "gemm"), Step(2, "gemm"), Step(2, "gemm")))
+    deep = Split("spatial", (Step(4, "gemm"), Step(3, "gemm")), samples=1)
+    entries = [
+        Finalist(split, timing, samples, repetitions=axis_of(CONV, split).repetitions)
+        for split in (deep, flat)
+    ]
+    assert [entry.chunk_count for entry in entries] == [8, 3]
+    assert choose(entries, None).split == flat
+
+
+def test_a_race_says_how_often_the_steps_run(nested, monkeypatch):
+    """Raced and predicted alike: as many chunks as the call computes."""
+    backend = nested({"torch_default": COSTS["torch_default"], "frugal": charge(3, 9, 1)})
+    seen = []
+
+    def noted(finalists, *more):
+        seen.extend(finalists)
+        return choose(finalists, *more)
+
+    monkeypatch.setattr("ucudnn.tuning.planner.choose", noted)
+    tune(CONV, workspace_limit="4MiB")
+    assert any(entry.split.samples for entry in seen)
+    for entry in seen:
+        call = bind(backend, CONV, entry.split)
+        assert entry.chunk_count == len(call.chunks)
 
 
 @pytest.mark.slow

@@ -280,6 +280,12 @@ def doctor(
     ] = None,
     input: InputOption = None,
     infer: InferOption = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Write what --cliffs proposes here, as a plan.", metavar="FILE"
+        ),
+    ] = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -288,10 +294,12 @@ def doctor(
     Example: ucudnn doctor --cliffs examples/models.py:resnet18 --input 32x3x224x224
     """
     if cliffs is not None:
-        _find_cliffs(Recipe(cliffs, tuple(input or ()), infer=infer), as_json)
+        _find_cliffs(Recipe(cliffs, tuple(input or ()), infer=infer), output, as_json)
         return
-    if input or infer:
-        raise ConfigError("--input and --infer describe the model of --cliffs, which is not given")
+    if input or infer or output:
+        raise ConfigError(
+            "--input, --infer and --output are of the model of --cliffs, which is not given"
+        )
     # Under another name, because this function has the module's.
     from ucudnn import doctor as room
 
@@ -328,7 +336,7 @@ def _print_doctor(found: Diagnosis) -> None:
         say(sentence)
 
 
-def _find_cliffs(recipe: Recipe, as_json: bool) -> None:
+def _find_cliffs(recipe: Recipe, output: Path | None, as_json: bool) -> None:
     """Scan the convolutions of a model's step."""
     from ucudnn.backends import open_backend
     from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
@@ -339,9 +347,13 @@ def _find_cliffs(recipe: Recipe, as_json: bool) -> None:
     layers = layers_by_problem(named.trace(config.ops, device_type(config)).layers, config)
     with bar("scanning kernels") as update:
         found = find_cliffs(layers, open_backend(config.backend), large_blocks_stay, update)
+    if output is not None and found.plan is not None:
+        found.plan.save(output)
     if as_json:
         # Not through rich, which breaks long lines.
         print(json.dumps(found.to_dict()))
         return
     for sentence in found.sentences():
         say(sentence)
+    if output is not None and found.plan is not None:
+        say(f"wrote the plan of {len(found.plan.kernels)} kernels to {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from threading import Lock
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,35 +16,70 @@ from ucudnn.execution.runner import Runner
 from ucudnn.problem import Problem
 
 
+class WatchedCall(NamedTuple):
+    """One call of a convolution.
+
+    Args:
+        copied: for each kernel that it runs - one, or two gradients - the bytes of operands that
+            must be copied first, because they do not lie in memory as the kernel reads them.
+            Kernels that cannot be planned are left out.
+        stream: that it ran on.
+        marks: numbers of the marks before it was looked up, before it ran, and after it had run.
+    """
+
+    copied: Mapping[Problem, int]
+    stream: int
+    marks: tuple[int, int, int]
+
+
 class Watcher:
     """Computes all convolutions of this process, by torch or by a plan, and notes each call.
 
     It makes three marks for each: before it is looked up, before it runs, and after it has run.
 
     Attributes:
-        calls: one per call, in order: for each kernel that it runs - one, or two gradients - the
-            bytes of operands that must be copied first, because they do not lie in memory as the
-            kernel reads them. Kernels that cannot be planned are left out.
+        calls: all calls, in the order in which they ended.
 
     Args:
         mark: makes a mark.
         runner: of the plan; None: torch's own convolutions.
+        stream: the stream that a call would run on now.
     """
 
-    def __init__(self, mark: Callable[[], None], runner: Runner | None = None) -> None:
-        self.mark = mark
-        self.calls: list[Mapping[Problem, int]] = []
+    def __init__(
+        self,
+        mark: Callable[[], None],
+        runner: Runner | None = None,
+        stream: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.calls: list[WatchedCall] = []
         self.filter_shapes = _Every()
+        self._mark = mark
         self._runner = runner
+        self._stream = stream
+        # Threads that use streams of their own may call convolutions at the same time.
+        self._lock = Lock()
+        self._marks = 0
+
+    def mark(self) -> int:
+        """Make a mark and return its number."""
+        with self._lock:
+            self._mark()
+            self._marks += 1
+            return self._marks - 1
+
+    def note(self, copied: Mapping[Problem, int], looked_up: int, began: int) -> None:
+        """Note a call that has just ended, with its last mark."""
+        marks = looked_up, began, self.mark()
+        self.calls.append(WatchedCall(copied, self._stream(), marks))
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""
         # Looking up a problem or a plan may allocate memory, which is no part of the step.
-        self.mark()
-        runner = self._runner
+        number, runner = self.mark(), self._runner
         if runner is None or w.shape not in runner.filter_shapes:
-            return _Marked(self, _Torchs(geometry), geometry)
-        return _Marked(self, runner.bound(x, w, geometry), geometry)
+            return _Marked(self, _Torchs(geometry), geometry, number)
+        return _Marked(self, runner.bound(x, w, geometry), geometry, number)
 
 
 class _Every:
@@ -74,11 +110,13 @@ class _Marked(NamedTuple):
     watcher: Watcher
     convolution: Convolution
     geometry: Geometry
+    looked_up: int
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        self._begin(x, w, {"fprop": (x, w)})
+        copied = self._copied(x, w, {"fprop": (x, w)})
+        began = self.watcher.mark()
         result = self.convolution.forward(x, w, bias)
-        self.watcher.mark()
+        self.watcher.note(copied, self.looked_up, began)
         return result
 
     def backward(
@@ -86,20 +124,21 @@ class _Marked(NamedTuple):
     ) -> tuple[Tensor | None, ...]:
         operands = {"dgrad": (dy, w), "wgrad": (x, dy)}
         asked = {op: operands[op] for op, wanted in zip(operands, mask, strict=False) if wanted}
-        self._begin(x, w, asked)
+        copied = self._copied(x, w, asked)
+        began = self.watcher.mark()
         result = self.convolution.backward(dy, x, w, bias_sizes, mask)
-        self.watcher.mark()
+        self.watcher.note(copied, self.looked_up, began)
         return result
 
-    def _begin(self, x: Tensor, w: Tensor, operands: Mapping[str, tuple[Tensor, ...]]) -> None:
+    def _copied(
+        self, x: Tensor, w: Tensor, operands: Mapping[str, tuple[Tensor, ...]]
+    ) -> Mapping[Problem, int]:
         found = {op: problem_of(op, x, w, *self.geometry) for op in operands}
-        copied = {
+        return {
             problem: sum(map(_bytes, (one for one in operands[op] if not _lies_in(one, problem))))
             for op, problem in found.items()
             if problem is not None
         }
-        self.watcher.calls.append(copied)
-        self.watcher.mark()
 
 
 def _lies_in(tensor: Tensor, problem: Problem) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,6 +33,7 @@ class StepMemory:
             less than is possible; "" elsewhere.
         calls: (index of a kernel in the plan, bytes live beside its workspace) of each of its
             convolutions in a step by the plan, in order; empty in files of versions before.
+        streams: number of the stream of each of these calls; empty where they run on one.
 
     Raises:
         PlanError: a value is of another type or out of range.
@@ -49,16 +50,23 @@ class StepMemory:
     is_training: bool = True
     forced_by: str = ""
     calls: tuple[tuple[int, int], ...] = ()
+    streams: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # Values may come from a plan file that anybody wrote.
         sizes = [value for name, value in asdict(self).items() if name.endswith("_bytes")]
         if not all(type(size) is int and 0 <= size < TOO_LARGE for size in sizes):
             raise PlanError(f"sizes of a step's memory must be ints from 0, got {sizes}")
-        numbers = [number for call in self.calls for number in call]
+        numbers = [*(number for call in self.calls for number in call), *self.streams]
         if not all(type(number) is int and 0 <= number < TOO_LARGE for number in numbers):
             raise PlanError(
-                f"calls of a step's memory must be pairs of ints from 0, got {self.calls}"
+                f"calls of a step's memory must be pairs of ints from 0, and streams ints from 0, "
+                f"got {self.calls} and {self.streams}"
+            )
+        if self.streams and len(self.streams) != len(self.calls):
+            raise PlanError(
+                f"a step's memory must name one stream per call, got {len(self.streams)} for "
+                f"{len(self.calls)} calls"
             )
         if type(self.is_training) is not bool or not isinstance(self.forced_by, str):
             raise PlanError("is_training of a step's memory must be a bool, forced_by a string")
@@ -69,6 +77,23 @@ class StepMemory:
         if not self.torch_peak_bytes:
             return 0.0
         return max(0, self.torch_peak_bytes - self.own_peak_bytes) / self.torch_peak_bytes
+
+    def workspace_bytes(self, sizes: Sequence[int]) -> int:
+        """Workspace of all streams together, of which each keeps its largest.
+
+        >>> calls, streams = ((0, 9), (1, 9), (0, 9)), (0, 0, 1)
+        >>> StepMemory(1, 0, 0, 0, 0, 1, 1, calls=calls, streams=streams).workspace_bytes([3, 5])
+        8
+
+        Args:
+            sizes: workspace of each kernel of the plan.
+        """
+        largest: dict[int, int] = {}
+        for (place, _), stream in zip(self.calls, self.streams, strict=True):
+            # A plan file may name kernels that it does not have.
+            size = sizes[place] if place < len(sizes) else 0
+            largest[stream] = max(size, largest.get(stream, 0))
+        return sum(largest.values())
 
     def __str__(self) -> str:
         parts = {
@@ -89,6 +114,11 @@ class StepMemory:
         text += f"; the budget is {format_bytes(self.budget_bytes)}"
         if self.forced_by:
             text += f", because the smallest plan of {self.forced_by} needs as much"
+        if self.streams:
+            text += (
+                f"; convolutions run on {len(set(self.streams))} streams and may overlap, so these "
+                f"divide what the budget leaves beside the fullest moment without workspace"
+            )
         return text
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +130,7 @@ class StepMemory:
         """Build one from JSON values; fields of later versions are left out."""
         known = {name: values[name] for name in cls.__slots__ if name in values}
         calls = tuple((kernel, live) for kernel, live in values.get("calls", ()))
-        return cls(**{**known, "calls": calls})
+        return cls(**{**known, "calls": calls, "streams": tuple(values.get("streams", ()))})
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def _reason(
     one: Alternative, plan: Plan, kernel: KernelPlan, error: float | None, varying: set[str]
 ) -> str:
     """Reason why an alternative is not the plan: the first of these that holds."""
-    limit, most = plan.config.limit_bytes, plan.config.max_error
+    limit, most = plan.limit_bytes(kernel), plan.config.max_error
     ratio = None if one.time_ns is None else one.time_ns / kernel.timing.time_ns
     names = {name for _, name in _STEP.findall(one.split)}
     dropped = plan.step_race.dropped if plan.step_race else ()

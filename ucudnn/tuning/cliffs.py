@@ -25,11 +25,14 @@ from ucudnn.backends.torch_cpu.allocator import (
     set_mmap_threshold,
 )
 from ucudnn.benchmark.statistics import median_ns
+from ucudnn.config import Config
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import bind
 from ucudnn.measurement import Device
+from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.split import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
+from ucudnn.tuning.remedies import remedied_kernel
 from ucudnn.units import format_bytes, format_ns
 
 # A remedy must be this many times faster: less is worth tuning for, and is no cliff.
@@ -57,6 +60,7 @@ class Cliff:
         remedied_ns: of one call with the remedy, timed in turn with it.
         workspace_bytes: of one call by torch.
         remedied_bytes: workspace with the remedy.
+        split: that is the remedy; None where another layout, dtype or malloc is.
     """
 
     problem: Problem
@@ -67,6 +71,7 @@ class Cliff:
     remedied_ns: int
     workspace_bytes: int
     remedied_bytes: int
+    split: Split | None = None
 
     @property
     def saved_ns(self) -> int:
@@ -94,6 +99,8 @@ class Cliffs:
         scanned: number of distinct convolutions that were timed.
         total: number of distinct convolutions of the step.
         is_perturbed: others used the processors meanwhile, so that times are too long.
+        plan: all scanned kernels, with the splits that are proposed; None where nothing was
+            scanned.
     """
 
     found: tuple[Cliff, ...]
@@ -102,6 +109,7 @@ class Cliffs:
     scanned: int
     total: int
     is_perturbed: bool = False
+    plan: Plan | None = None
 
     def sentences(self) -> list[str]:
         """Each cliff, and how much was looked at."""
@@ -110,18 +118,39 @@ class Cliffs:
             f"Scanned {self.scanned} of {self.total} convolutions, which take "
             f"{format_ns(self.convolutions_ns)} of a step on {self.device}"
         )
-        said.append(f"{looked}{'.' if said else ': no cliffs.'}")
+        said += self._applied_by()
+        said.append(f"{looked}{'.' if self.found else ': no cliffs.'}")
         if self.is_perturbed:
             said.append("Other processes used the machine: scan again when it is quiet.")
         return said
 
+    def _applied_by(self) -> list[str]:
+        """How to apply each kind of remedy that was found."""
+        remedies = dict.fromkeys(one.remedy for one in self.found if one.split is None)
+        lines = {
+            "channels_last": "model.to(memory_format=torch.channels_last), in 3-D channels_last_3d",
+            "float32": "model.float(), without autocast",
+        }
+        said = [f"Apply {one}: {lines[one]}." for one in remedies if one in lines]
+        # A setting of the process, which is read before Python runs.
+        said += [f"Apply: {one} python SCRIPT." for one in remedies if one not in lines]
+        if any(one.split is not None for one in self.found):
+            said.append(
+                "Apply splits and algorithms: add --output cliffs.plan.json to this command, then "
+                "ucudnn run --plan cliffs.plan.json -- SCRIPT, or in Python "
+                'ucudnn.installed("cliffs.plan.json").'
+            )
+        return said
+
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """All but the plan, as JSON values."""
         listed = [
             {**asdict(one), "problem": one.problem.to_dict(), "saved_ns": one.saved_ns}
             for one in self.found
         ]
-        return {**asdict(self), "found": listed, "device": str(self.device)}
+        values = asdict(replace(self, found=(), plan=None))
+        del values["plan"]
+        return {**values, "found": listed, "device": str(self.device)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +197,8 @@ def find_cliffs(
     """
     # Load is what others used since it was last asked for.
     backend.state()
+    # Of a plan they are those of before the scan changes malloc.
+    conditions = backend.conditions()
     scan = _Scan(backend, monotonic() + _MOST_S)
     found: list[Cliff] = []
     # Function modes of the caller would change where operands are allocated.
@@ -181,7 +212,11 @@ def find_cliffs(
     found.sort(key=lambda cliff: -cliff.saved_ns)
     total_ns = sum(time_ns * len(layers[problem]) for problem, time_ns in scan.own_ns.items())
     busy = backend.state().load > 0
-    return Cliffs(tuple(found), backend.device(), total_ns, len(scan.own_ns), len(layers), busy)
+    kernels = scan.kernels(layers, found)
+    place = (backend.device(), backend.software(), conditions)
+    plan = Plan(kernels, *place, Config(), backend.name) if kernels else None
+    counts = len(scan.own_ns), len(layers), busy
+    return Cliffs(tuple(found), backend.device(), total_ns, *counts, plan)
 
 
 class _Scan:
@@ -220,7 +255,24 @@ class _Scan:
             return []
         sizes = self._own_bytes[problem], self._workspace(remedy)
         kind = self._kind(problem, remedy)
-        return [Cliff(problem, layers, kind, remedy.said, own_ns, time_ns, *sizes)]
+        split = remedy.split if remedy.problem == problem else None
+        return [Cliff(problem, layers, kind, remedy.said, own_ns, time_ns, *sizes, split)]
+
+    def kernels(
+        self, layers: Mapping[Problem, tuple[str, ...]], found: Iterable[Cliff]
+    ) -> tuple[KernelPlan, ...]:
+        """Plans of all kernels that were scanned, by the splits of cliffs and else by torch."""
+        by_problem = {cliff.problem: cliff for cliff in found if cliff.split is not None}
+        kernels = []
+        for problem, own_ns in self.own_ns.items():
+            default = Timing(own_ns, 0, self._own_bytes[problem], _ROUNDS)
+            cliff, own = by_problem.get(problem), _undivided(problem, DEFAULT_ALGORITHM)
+            split, timing = own, default
+            if cliff is not None and cliff.split is not None:
+                split = cliff.split
+                timing = Timing(cliff.remedied_ns, 0, cliff.remedied_bytes, _ROUNDS)
+            kernels.append(remedied_kernel(problem, layers[problem], split, timing, default))
+        return tuple(kernels)
 
     def _timed(self, remedies: Iterator[_Remedy]) -> list[tuple[int, _Remedy]]:
         """Algorithms that can be run, with their shortest times, the fastest first."""

@@ -178,7 +178,9 @@ def judged_in_layouts(
     # The model must keep its layout; its own plan is judged as if there were no other.
     spent = 0 if compilation is None else compilation.seconds
     kept = judged(model, example_inputs, own, config, began + spent)
-    return replace(kept, layout_race=LayoutRace(reason=against))
+    # A plan that is torch's own throughout is not raced, and does not know of compiled steps.
+    compilation = kept.compilation or compilation
+    return replace(kept, layout_race=LayoutRace(reason=against), compilation=compilation)
 
 
 def _compiled(

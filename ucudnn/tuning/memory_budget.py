@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 from ucudnn.races import StepMemory
 from ucudnn.tracing import Traced
+from ucudnn.tuning.division import Overlap
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.step_profile import StepProfile, StepProfiler
 from ucudnn.units import format_bytes
@@ -28,8 +31,11 @@ class _Layout:
     """State of the budget in one layout of the model."""
 
     profiler: StepProfiler
+    # Of a step by torch's own convolutions.
+    profile: StepProfile
     memory: StepMemory
     live_bytes: dict[Problem, int]
+    overlap: Overlap | None = None
 
 
 class MemoryBudget:
@@ -80,7 +86,23 @@ class MemoryBudget:
         if memory_format not in self._layouts:
             self._layouts[memory_format] = self._profiled(memory_format, traced)
         layout = self._layouts[memory_format]
-        return Limits(self._config.limit_bytes, layout.memory.budget_bytes, layout.live_bytes)
+        layout.overlap = self._overlap(layout, Counter(problem for _, problem in traced.layers))
+        budget = layout.memory.budget_bytes
+        return Limits(self._config.limit_bytes, budget, layout.live_bytes, layout.overlap)
+
+    def _overlap(self, layout: _Layout, calls: Mapping[Problem, int]) -> Overlap | None:
+        """The kernels that may run at the same time; None where all follow one another."""
+        budget, pool = layout.memory.budget_bytes, self._config.total_bytes
+        # Workspace that is kept, or is in use on another stream, may be there at any moment of the
+        # step, the fullest one too.
+        left = max(0, budget - layout.memory.own_peak_bytes)
+        if pool is None:
+            found = layout.profile
+            seen = zip((problem for problem, _ in found.calls), found.streams, strict=True)
+            return Overlap.of_streams(seen, left, budget)
+        if pool <= left:
+            return Overlap.of_calls(calls, pool)
+        return Overlap.of_calls(calls, left, budget)
 
     def _profiled(self, memory_format: str, traced: Traced) -> _Layout:
         profiler = StepProfiler(
@@ -107,7 +129,7 @@ class MemoryBudget:
         if budget < profile.own_peak_bytes:
             raise _too_small(budget, profile)
         memory = profile.memory(budget, self._is_training)
-        return _Layout(profiler, memory, dict(profile.live_bytes))
+        return _Layout(profiler, profile, memory, dict(profile.live_bytes))
 
     def grows(self, memory_format: str, error: PlanError) -> bool:
         """Raise a budget that is relative to what is possible, where nothing fits it.
@@ -129,11 +151,20 @@ class MemoryBudget:
     def noted(self, plan: Plan) -> Plan:
         """The plan with the memory of a step, and what is live at each kernel."""
         layout = self._layouts[plan.memory_format]
-        limits = Limits(None, layout.memory.budget_bytes, layout.live_bytes)
-        kernels = (
-            replace(kernel, live_bytes=limits.live(kernel.problem)) for kernel in plan.kernels
-        )
-        return replace(plan, kernels=tuple(kernels), memory=layout.memory)
+        memory, overlap = layout.memory, layout.overlap
+        limits = Limits(None, memory.budget_bytes, layout.live_bytes)
+        sizes = {kernel.problem: kernel.timing.workspace_bytes for kernel in plan.kernels}
+
+        def live(problem: Problem) -> int:
+            if overlap is None:
+                return limits.live(problem)
+            beside = memory.own_peak_bytes + overlap.beside_bytes(problem, sizes)
+            return max(limits.live(problem), beside)
+
+        kernels = tuple(replace(one, live_bytes=live(one.problem)) for one in plan.kernels)
+        if overlap is not None:
+            memory = _with_calls(memory, plan, layout.profile)
+        return replace(plan, kernels=kernels, memory=memory)
 
     def checked(self, plan: Plan) -> Plan | None:
         """The plan with the peak of a step by it; None where that exceeds the budget.
@@ -148,11 +179,9 @@ class MemoryBudget:
         profile = layout.profiler.profile(plan)
         if profile.peak_bytes <= memory.budget_bytes:
             forced_by = self._forced_by(plan, memory, profile)
-            places = {kernel.problem: place for place, kernel in enumerate(plan.kernels)}
-            calls = tuple((places[one], live) for one, live in profile.calls if one in places)
             peak = profile.peak_bytes
-            memory = replace(memory, plan_peak_bytes=peak, forced_by=forced_by, calls=calls)
-            return replace(plan, memory=memory)
+            memory = replace(memory, plan_peak_bytes=peak, forced_by=forced_by)
+            return replace(plan, memory=_with_calls(memory, plan, profile))
         planned = {kernel.problem: kernel for kernel in plan.kernels}
         for problem, peak in profile.call_peaks.items():
             excess = peak - memory.budget_bytes
@@ -172,6 +201,8 @@ class MemoryBudget:
         asked = self._config.budget_bytes(memory.own_peak_bytes)
         if asked == memory.budget_bytes:
             return ""
+        if self._layouts[plan.memory_format].overlap is not None:
+            return "all kernels together, which may overlap,"
         peaks = profile.call_peaks
 
         def need(kernel: KernelPlan) -> int:
@@ -187,6 +218,22 @@ class MemoryBudget:
             f"steps by every plan that was tried exceed memory_budget={budget}, by workspace that "
             f"kernels need in a step and not when they run alone; raise the budget"
         )
+
+
+def _with_calls(memory: StepMemory, plan: Plan, profile: StepProfile) -> StepMemory:
+    """The memory with the calls of a step of which the plan has the kernels."""
+    places = {kernel.problem: place for place, kernel in enumerate(plan.kernels)}
+    known = [
+        (places[problem], live, stream)
+        for (problem, live), stream in zip(profile.calls, profile.streams, strict=True)
+        if problem in places
+    ]
+    streams = tuple(stream for *_, stream in known)
+    return replace(
+        memory,
+        calls=tuple((place, live) for place, live, _ in known),
+        streams=streams if len(set(streams)) > 1 else (),
+    )
 
 
 def _too_small(budget: int, profile: StepProfile) -> PlanError:

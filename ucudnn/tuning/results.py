@@ -110,16 +110,17 @@ class Results:
         Returns:
             False if the error must end the tuning.
         """
-        if self._limits.decides(problem):
+        if self.pool is not None:
+            # A part of the pool is our own decision, which the next division may correct.
+            if self.limit_of(problem) == self._limits.common:
+                return False
+            self.pool.refuse(problem, error)
+        elif self._limits.decides(problem):
             self.refusals[problem] = error
-            return True
-        if self.pool is None and error.smallest_bytes is not None:
+        elif error.smallest_bytes is not None:
             self.over_limit[problem] = error
-            return True
-        # A part of the pool is our own decision, which the next division may correct.
-        if self.pool is None or self.limit_of(problem) == self._limits.common:
+        else:
             return False
-        self.pool.refuse(problem, error)
         return True
 
     def judge_over_limit(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.measurement import Measurement, Role
@@ -70,8 +70,21 @@ class RowSplits(MeasuredSplits):
 
     def fill(self, draft: PlanDraft) -> None:
         """Add the batches that the winner's slabs compute, where slabs have won."""
-        if self.chunks(draft.winner) is not None:
-            draft.compute_as_winner(self._batches_of(draft.winner))
+        winner, samples = draft.winner, self.axis.problem.batch // self.axis.repetitions
+        if self.chunks(winner) is not None:
+            draft.compute_as_winner(self._batches_of(winner))
+        # What full micro-batches of the winner leave is so many samples, and another implementation
+        # may compute these: they were measured here.
+        elif samples < winner.samples and self._fits(replace(winner, samples=samples)):
+            batches = range(1, self.axis.problem.batch + 1)
+            draft.compute_as_winner(n for n in batches if n % winner.samples == samples)
+
+    def _fits(self, split: Split) -> bool:
+        """True if all chunks of a split of this axis were timed, within the limit."""
+        chunks = self.chunks(split)
+        return chunks is not None and all(
+            self.limit is None or item.workspace_bytes <= self.limit for item in chunks
+        )
 
     def _batches_of(self, split: Split) -> list[int]:
         """The batches at which every slab runs the kernel that it was measured with."""

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import AbstractBackend, Span
+from ucudnn.errors import UnsupportedError
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import Steps, undisturbed
-from ucudnn.execution.watching import Watcher
+from ucudnn.execution.watching import WatchedCall, Watcher
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.races import StepMemory
@@ -55,6 +56,7 @@ class StepProfile:
         own_peak_bytes: the most at any moment, without the workspace of convolutions.
         peak_bytes: the most at any moment.
         calls: kernels in the order of the step, each with what is allocated beside its workspace.
+        streams: of each of these calls the stream, by a number from 0.
     """
 
     held: Held
@@ -63,6 +65,7 @@ class StepProfile:
     own_peak_bytes: int
     peak_bytes: int
     calls: tuple[tuple[Problem, int], ...] = ()
+    streams: tuple[int, ...] = ()
 
     def memory(self, budget_bytes: int, is_training: bool) -> StepMemory:
         """The profile, of a step by torch's own convolutions, as a plan keeps it."""
@@ -125,7 +128,7 @@ class StepProfiler:
         return watchers[0], spans
 
     def _watched(self, step: Steps, runner: Runner | None, mark: Callable[[], None]) -> Watcher:
-        watcher = Watcher(mark, runner)
+        watcher = Watcher(mark, runner, self._backend.stream)
         with Installation(self._backend.device().type, watcher):
             step()
         return watcher
@@ -157,24 +160,41 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
     live: dict[Problem, int] = {}
     call_peaks: dict[Problem, int] = {}
     calls: list[tuple[Problem, int]] = []
-    # Three marks for each call: the span before it, that of looking it up, and the call itself.
-    before, running = spans[0::3], spans[2::3]
-    own_peak, peak = (max(span.peak_bytes for span in before) for _ in range(2))
-    for copied, span in zip(watcher.calls, running, strict=True):
-        peak = max(peak, span.peak_bytes)
+    streams: list[int] = []
+    if len(spans) != 3 * len(watcher.calls) + 1:
+        # torch's profiler sees nothing of threads that the model starts.
+        raise UnsupportedError(
+            "its convolutions run in several threads, in which memory cannot be seen"
+        )
+    # Mark n ends span n. What is between two marks of a call is no part of the rest of the step.
+    inside = {n for call in watcher.calls for n in range(call.marks[0] + 1, call.marks[2] + 1)}
+    rest = [span.peak_bytes for n, span in enumerate(spans) if n not in inside]
+    own_peak = peak = max(rest)
+    # In the order of their begins, as they are in a step of one thread.
+    for copied, stream, (_, began, ended) in sorted(watcher.calls, key=_begin):
+        peak_bytes = max(span.peak_bytes for span in spans[began + 1 : ended + 1])
+        end_bytes = spans[ended].end_bytes
+        peak = max(peak, peak_bytes)
         # A call that no plan can be made for is, with its workspace, part of the rest of the step.
         if not copied:
-            own_peak = max(own_peak, span.peak_bytes)
+            own_peak = max(own_peak, peak_bytes)
         for problem, copied_bytes in copied.items():
             # At its end the results of all kernels of the call are there. A little more than what
             # is live while the first of two runs, whichever that is.
-            beside = held.total + span.end_bytes + copied_bytes
+            beside = held.total + end_bytes + copied_bytes
             calls.append((problem, beside))
+            streams.append(stream)
             live[problem] = max(live.get(problem, 0), beside)
-            call_peaks[problem] = max(call_peaks.get(problem, 0), held.total + span.peak_bytes)
-            own_peak = max(own_peak, span.end_bytes + copied_bytes)
+            call_peaks[problem] = max(call_peaks.get(problem, 0), held.total + peak_bytes)
+            own_peak = max(own_peak, end_bytes + copied_bytes)
     peaks = held.total + own_peak, held.total + peak
-    return StepProfile(held, live, call_peaks, *peaks, tuple(calls))
+    numbers = {stream: number for number, stream in enumerate(dict.fromkeys(streams))}
+    numbered = tuple(numbers[stream] for stream in streams)
+    return StepProfile(held, live, call_peaks, *peaks, tuple(calls), numbered)
+
+
+def _begin(call: WatchedCall) -> int:
+    return call.marks[1]
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

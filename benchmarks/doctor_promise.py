@@ -1,0 +1,298 @@
+"""Whether what `ucudnn doctor --cliffs` proposes saves what it promises.
+
+    python benchmarks/doctor_promise.py --out doctor_promise.json          # ResNet-18 and -50
+    python benchmarks/doctor_promise.py resnet50 --rounds 15
+    python benchmarks/doctor_promise.py --tiny --rounds 3                  # a minute, to try it
+
+Each network is scanned in a process of its own. Its proposals are then applied: splits and
+algorithms by the plan that the scan writes, malloc's threshold by GLIBC_TUNABLES, another layout or
+dtype by operands in it. One process for each way to run computes the same kernels, one call after
+the other, in random order within a round; then whole steps by torch's own, the plan and the setting
+of malloc. Saved is the time of torch's own minus that of the remedy in the same round, promised is
+what the scan said; both of all calls of a step. Another layout or dtype changes all of a model, so
+there is no promise for its step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import RawTextHelpFormatter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from networks import NETWORKS, Network
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import ucudnn
+from ucudnn.backends import open_backend
+from ucudnn.benchmark.statistics import median_interval, median_ns
+from ucudnn.execution.execute import bind
+from ucudnn.execution.stepping import Steps, undisturbed
+from ucudnn.plan import DEFAULT_ALGORITHM, Plan, Split, Step
+from ucudnn.problem import Problem
+from ucudnn.tracing import trace_layers
+from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
+from ucudnn.tuning.tuner import layers_by_problem
+from ucudnn.units import format_ns
+
+TORCH, PLAN, MALLOC, MODEL = "torch", "plan", "malloc", "model"
+# What changes in a problem by a remedy that changes the model.
+CHANGES = {"channels_last": {"layout": "nhwc"}, "float32": {"dtype": "float32"}}
+TOLERATED = 0.2
+console = Console(width=150, soft_wrap=True, highlight=False)
+
+
+def tiny() -> nn.Module:
+    """A strided 1x1 convolution between others, and large blocks."""
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 32, 1, stride=2), nn.ReLU()
+    )
+
+
+def network(name: str) -> Network:
+    """A network by its name."""
+    return Network(tiny, (4, 3, 192, 192)) if name == "tiny" else NETWORKS[name]
+
+
+def main() -> None:
+    """Scan, apply and time each network of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
+    parser.add_argument("networks", nargs="*", help="default: resnet18 resnet50")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--tiny", action="store_true", help="one small network")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    names = options.networks or (["tiny"] if options.tiny else ["resnet18", "resnet50"])
+    if options.child:
+        what, folder = options.child
+        if what == "scan":
+            scan(names[0], Path(folder))
+        else:
+            serve(names[0], what, Path(folder))
+        return
+    found = []
+    for name in names:
+        found.append(measured(name, options.rounds))
+        report(found[-1])
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def command(name: str, what: str, folder: str) -> list[str]:
+    """A child of this script."""
+    return [sys.executable, __file__, name, "--child", what, folder]
+
+
+def scan(name: str, folder: Path) -> None:
+    """Find the cliffs of a network, and write them and the plan that removes them."""
+    torch.manual_seed(0)
+    one = network(name)
+    traced = trace_layers(one.make(), torch.randn(one.shape))
+    layers = layers_by_problem(traced.layers, ucudnn.Config())
+    found = find_cliffs(layers, open_backend("auto"), large_blocks_stay)
+    assert found.plan is not None
+    found.plan.save(folder / "cliffs.plan.json")
+    (folder / "cliffs.json").write_text(json.dumps(found.to_dict()))
+
+
+class Contestant:
+    """A process that computes kernels and steps in one way, on request."""
+
+    def __init__(self, name: str, way: str, folder: str, tunables: str) -> None:
+        # Threads that wait for work must not take processors from the other processes.
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        if way == MALLOC:
+            environment["GLIBC_TUNABLES"] = tunables
+        self._process = subprocess.Popen(
+            command(name, way, folder),
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, what: str) -> int:
+        """Time in ns of a kernel, by its number among the cliffs, or of a step."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(what, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"a process that computes {what} has ended")
+        return int(answer)
+
+    def end(self) -> None:
+        """Let the process end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve(name: str, way: str, folder: Path) -> None:
+    """Compute what is asked for, line by line: the number of a cliff, or "step"."""
+    torch.manual_seed(0)
+    one, backend = network(name), open_backend("auto")
+    model, x = one.make(), torch.randn(one.shape)
+    plan = Plan.load(folder / "cliffs.plan.json")
+    cliffs = json.loads((folder / "cliffs.json").read_text())["found"]
+    with undisturbed(model), nullcontext() if way != PLAN else ucudnn.installed(plan):
+        step = Steps(model, x)
+        run: Callable[[], object] = step
+        before = "step\n"
+        for line in sys.stdin:
+            if line != before:
+                before, run = line, step
+                if line.strip() != "step":
+                    problem, split = kernel_of(plan, cliffs[int(line)], way)
+                    call = bind(backend, problem, split)
+                    run = partial(call, *backend.operands(problem, problem.batch))
+            with torch.set_grad_enabled(run is step):
+                run()
+                began = time.perf_counter_ns()
+                run()
+                print(time.perf_counter_ns() - began, flush=True)
+
+
+def way_of(cliff: dict[str, Any]) -> str:
+    """The way to run that applies a cliff's remedy."""
+    if cliff["split"] is not None:
+        return PLAN
+    return MODEL if cliff["remedy"] in CHANGES else MALLOC
+
+
+def kernel_of(plan: Plan, cliff: dict[str, Any], way: str) -> tuple[Problem, Split]:
+    """The kernel of a cliff as one way to run computes it."""
+    problem = Problem.from_dict(cliff["problem"])
+    if way == PLAN:
+        return problem, plan.split(problem)
+    changed = replace(problem, **CHANGES[cliff["remedy"]]) if way == MODEL else problem
+    return changed, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
+
+
+def measured(name: str, rounds: int) -> dict[str, Any]:
+    """The cliffs of a network, and the times of its kernels and steps with and without them."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(command(name, "scan", folder), check=True)
+        cliffs = json.loads(Path(folder, "cliffs.json").read_text())["found"]
+        ways = sorted({way_of(one) for one in cliffs})
+        settings = [one["remedy"] for one in cliffs if way_of(one) == MALLOC]
+        tunables = settings[0].partition("=")[2] if settings else ""
+        running = {way: Contestant(name, way, folder, tunables) for way in (TORCH, *ways)}
+        for number, cliff in enumerate(cliffs):
+            pair = {way: running[way] for way in (TORCH, way_of(cliff))}
+            cliff["samples_ns"] = in_turn(pair, str(number), rounds)
+        of_steps = {way: one for way, one in running.items() if way != MODEL}
+        steps = in_turn(of_steps, "step", rounds)
+        for one in running.values():
+            one.end()
+    made = {"network": name, "input": list(network(name).shape), "origin": origin()}
+    return {**made, "cliffs": cliffs, "steps_ns": steps}
+
+
+def in_turn(running: dict[str, Contestant], what: str, rounds: int) -> dict[str, list[int]]:
+    """Times of one thing by all ways; the first round does not count."""
+    samples: dict[str, list[int]] = {way: [] for way in running}
+    chance = random.Random(0)
+    for number in range(rounds + 1):
+        for way in chance.sample(list(running), len(running)):
+            time_ns = running[way].ask(what)
+            if number:
+                samples[way].append(time_ns)
+    return samples
+
+
+def origin() -> dict[str, Any]:
+    """The machine, the versions, the command and the load."""
+    backend = open_backend("auto")
+    return {
+        "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(["python", "benchmarks/doctor_promise.py", *sys.argv[1:]]),
+        "device": str(backend.device()),
+        "torch": torch.__version__,
+        "ucudnn": ucudnn.__version__,
+        "threads": torch.get_num_threads(),
+        "allocator": backend.conditions().allocator,
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+class Kept(NamedTuple):
+    """A promise, and what was saved, with the 95 % interval of the median."""
+
+    promised_ns: int
+    saved_ns: int
+    low_ns: int
+    high_ns: int
+
+    @property
+    def ratio(self) -> float:
+        """Saved over promised."""
+        return self.saved_ns / self.promised_ns
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the median is within a fifth of what was promised."""
+        return abs(self.ratio - 1) <= TOLERATED
+
+    def cells(self) -> tuple[str, ...]:
+        """For a table."""
+        low, high = self.low_ns / self.promised_ns, self.high_ns / self.promised_ns
+        return (
+            *(format_ns(self.promised_ns), signed(self.saved_ns)),
+            f"{self.ratio:.2f} ({low:.2f} to {high:.2f})",
+            "yes" if self.is_kept else "no",
+        )
+
+
+def kept(samples: dict[str, list[int]], way: str, promised_ns: int, calls: int = 1) -> Kept:
+    """Compare a promise with the times of torch's own and of a remedy, round by round."""
+    pairs = zip(samples[TORCH], samples[way], strict=True)
+    saved = [calls * (own - remedied) for own, remedied in pairs]
+    return Kept(promised_ns, round(median(saved)), *median_interval(saved))
+
+
+def signed(time_ns: int) -> str:
+    """A time that may be negative."""
+    return f"-{format_ns(-time_ns)}" if time_ns < 0 else format_ns(time_ns)
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print one network: each cliff by itself, and steps with all of them."""
+    table = Table(title=f"{found['network']}, {'x'.join(map(str, found['input']))}")
+    for heading in ("what", "remedy", "promised", "saved", "ratio (95 %)", "within 20 %"):
+        table.add_column(heading)
+    promised: dict[str, int] = {}
+    for cliff in found["cliffs"]:
+        way = way_of(cliff)
+        promised[way] = promised.get(way, 0) + cliff["saved_ns"]
+        one = kept(cliff["samples_ns"], way, cliff["saved_ns"], len(cliff["layers"]))
+        what = f"{cliff['kind']}: {Problem.from_dict(cliff['problem'])}"
+        remedy = "malloc keeps blocks" if way == MALLOC else cliff["remedy"]
+        table.add_row(what, remedy, *one.cells())
+    promised.pop(MODEL, None)
+    for way, total in promised.items():
+        table.add_row("a step", f"all of {way}", *kept(found["steps_ns"], way, total).cells())
+    console.print(table)
+    own = format_ns(median_ns(found["steps_ns"][TORCH]))
+    console.print(f"A step by torch's own convolutions takes {own}.")
+
+
+if __name__ == "__main__":
+    main()

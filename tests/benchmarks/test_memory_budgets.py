@@ -1,0 +1,73 @@
+"""What benchmarks/memory_budget.py concludes from its rows, and the table that is made of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ucudnn.races import StepMemory
+
+MIB = 1 << 20
+
+
+def row(budget: str, peak: int, planned: int, *steps: int) -> dict[str, Any]:
+    memory = StepMemory(10 * MIB, 0, 0, 0, 0, 6 * MIB, 8 * MIB).to_dict()
+    more = {"planned_ns": planned, "samples_ns": list(steps)}
+    return {"budget": budget, "memory": memory, "allocated_bytes": peak, **more}
+
+
+TORCH = {"budget": "torch", "allocated_bytes": 99 * MIB, "samples_ns": [9, 9, 9]}
+
+
+@pytest.fixture
+def verdicts(script: Callable[[str], ModuleType]) -> Callable[..., list[str]]:
+    return script("memory_budget").verdicts
+
+
+def test_budgets_that_are_kept_and_times_that_fall(verdicts: Callable[..., list[str]]) -> None:
+    rows = [TORCH, row("+0", 10 * MIB, 9, 900, 901, 902), row("1/4", 9 * MIB, 9, 800, 801, 802)]
+    assert [sentence.split(": ")[1] for sentence in verdicts(rows)] == ["yes."] * 4
+
+
+def test_what_is_over_and_what_rises_is_named(verdicts: Callable[..., list[str]]) -> None:
+    rows = [TORCH, row("+0", 11 * MIB, 8, *[800] * 7), row("1/4", 9 * MIB, 9, *[900] * 7)]
+    peak, planned, measured, clear = verdicts(rows)
+    assert peak == "Peak within each of 2 budgets: no, +0 by 1.0 MiB."
+    assert planned.endswith("no, +0 to 1/4 by 1 ns.")
+    assert "no, +0 to 1/4 1.125" in measured
+    assert "no, +0 to 1/4 1.125" in clear
+    # noise: a median that rises, and an interval that says nothing
+    rows[2]["samples_ns"] = [700, 700, 700, 801, 801, 801, 801]
+    assert [sentence.split(": ")[1][:2] for sentence in verdicts(rows)[2:]] == ["no", "ye"]
+
+
+def test_files_of_before_are_read(verdicts: Callable[..., list[str]]) -> None:
+    rows = [TORCH, row("+0", 10 * MIB, 9, 9, 9, 9)]
+    del rows[1]["planned_ns"]
+    assert "Planned times of all convolutions are not in this file." in verdicts(rows)
+
+
+def test_the_table_of_memory_is_made_of_all_files(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repository / "docs"))
+    tables = importlib.import_module("make_tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    page = "<!-- table pays -->\n\nas before\n\n<!-- end of table -->"
+    assert tables.rewritten(page) == page
+    for number, case in enumerate(("unet3d-inference", "unet3d-training", "resnet18-inference")):
+        found = [{"case": case, "rows": [TORCH, row("+0", 9 * MIB, 9, 9)]}]
+        (tmp_path / f"memory_budget_{number}.json").write_text(json.dumps(found))
+    heading, _, *rows = tables.rewritten(page).splitlines()[2:-2]
+    assert heading.startswith("| network | step |")
+    assert rows == [
+        "| ResNet-18, N=64, 224x224 | inference | 6 MiB | 8 MiB | 25 % |",
+        "| 3-D U-Net, N=1, 64x64x64 | training | 6 MiB | 8 MiB | 25 % |",
+        "|  | inference | 6 MiB | 8 MiB | 25 % |",
+    ]
