@@ -397,6 +397,8 @@ def test_ranks_that_share_the_work_refuse_a_budget():
 
 def test_the_code_in_the_document_runs(repository, capsys):
     text = (repository / "docs" / "memory.md").read_text()
-    (code,) = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    exec(code, {})
+    first, *others = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.M | re.S)
+    for code in others:
+        exec(code, {})
+    exec(first, {})
     assert capsys.readouterr().out.startswith("a training step has at most")

@@ -56,7 +56,7 @@ def with_relaid(plan: Plan, steps: Steps) -> Plan:
     watcher = Watcher(lambda: None)
     with Installation(plan.device.type, watcher):
         steps()
-    relaid = sum(any(_is_relaid(one, plan) for one in call) for call in watcher.calls)
+    relaid = sum(any(_is_relaid(one, plan) for one in call.copied) for call in watcher.calls)
     return replace(plan, compilation=replace(compilation, relaid=relaid))
 
 
