@@ -200,11 +200,13 @@ def tuned(case: Case, options: argparse.Namespace, folder: Path) -> list[dict[st
             loop.model, loop.x, ucudnn.Config(memory_budget=budget, step_race=False, **settings)
         )
 
-    least, most = tune("+0"), tune("1024GiB")
-    low, high = (one.memory for one in (least, most) if one.memory)
-    room = max(0, high.torch_peak_bytes - low.budget_bytes)
-    between = {f"{part}/4": tune(low.budget_bytes + room * part // 4) for part in (1, 2, 3)}
-    plans = {"+0": least, **between, "unlimited": most}
+    # From the smallest to the largest, so that what fits a smaller budget is in the cache when a
+    # larger one is planned.
+    least = tune("+0")
+    low, torchs = least.memory.budget_bytes, least.memory.torch_peak_bytes
+    budgets = {f"{part}/4": low + max(0, torchs - low) * part // 4 for part in (1, 2, 3)}
+    plans = {"+0": least, **{name: tune(size) for name, size in budgets.items()}}
+    plans["unlimited"] = tune("1024GiB")
     found = []
     for number, (budget, plan) in enumerate(plans.items()):
         path = folder / f"{number}.plan.json"

@@ -11,8 +11,8 @@ malloc keeps large blocks, takes part in each round (malloc_steps.py). What --ou
 taken anew, so that a run which was stopped goes on. Without --limit no workspace limit restricts
 the plan. Needs transformers and monai (the extra `test`).
 
---quick is for networks.QUICK with smaller inputs: 20 s of tuning with little effort, as much for
-the compiled model, and no more rounds after 25 s of them.
+--quick is for networks.QUICK with smaller inputs: 20 s of tuning with little effort, no more rounds
+after 25 s of them, and no plan of the compiled model, so that plan+compile has the plan of plan.
 """
 
 from __future__ import annotations
@@ -130,17 +130,14 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         settings["ops"] = ("fprop",)
     with tempfile.TemporaryDirectory() as folder:
         cache, path = f"{folder}/cache", Path(folder, "plan.json")
-        began = time.monotonic()
-        plan = ucudnn.tune(model, x, Config(**settings, layout="auto", cache=cache))
-        seconds = time.monotonic() - began
-        began = time.monotonic()
-        compiled = ucudnn.tune(
-            torch.compile(model), x, Config(**settings, layout="auto", cache=cache)
-        )
-        compiled_s = time.monotonic() - began
-        sums = None
+        plan, seconds = tuned(model, x, settings, cache)
+        compiled, more = plan, dict[str, Any]()
         if not options.quick:
-            sums = sums_by_layout(model, x, Config(**settings, step_race=False, cache=cache))
+            compiled, compiled_s = tuned(torch.compile(model), x, settings, cache)
+            more["plan_of_compiled"] = {"tuned_s": compiled_s, **described(compiled)}
+            more["sums_ns"] = sums_by_layout(
+                model, x, Config(**settings, step_race=False, cache=cache)
+            )
         plan.save(path)
         other = steps_with_malloc(name, shape, is_training, path, options.rounds)
     bench = bench_steps(
@@ -160,14 +157,22 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
         "input": list(shape),
         "limit": options.limit,
         "effort": options.effort,
-        "tuned_s": round(seconds, 1),
+        "tuned_s": seconds,
         **described(plan),
-        "plan_of_compiled": {"tuned_s": round(compiled_s, 1), **described(compiled)},
-        "sums_ns": sums,
+        **more,
         "noise": noise_of(plan).to_dict(),
         "bench": bench.to_dict(),
         "malloc": other.result() if other else None,
     }
+
+
+def tuned(
+    model: Any, x: torch.Tensor, settings: dict[str, Any], cache: str
+) -> tuple[ucudnn.Plan, float]:
+    """The plan of a model for the better of two layouts, and the seconds that it took."""
+    began = time.monotonic()
+    plan = ucudnn.tune(model, x, Config(**settings, layout="auto", cache=cache))
+    return plan, round(time.monotonic() - began, 1)
 
 
 def shape_in(name: str, options: argparse.Namespace) -> tuple[int, ...]:

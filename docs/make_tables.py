@@ -17,6 +17,7 @@ from typing import Any
 
 from make_steps import NAME_BY_NETWORK
 
+from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.races import StepMemory
 from ucudnn.units import format_bytes
 
@@ -186,6 +187,35 @@ def budgeted() -> list[Row]:
     return rows
 
 
+def within_budgets() -> list[Row]:
+    """Steps within five budgets, from memory_budget.json."""
+    found = {one["case"]: one["rows"] for one in results("memory_budget.json")}
+    rows = [
+        ["network", "step", "budget", "allocated at most", "torch's step over the plan's (95 %)"]
+    ]
+    for network, name in BUDGETED.items():
+        for kind in ("training", "inference"):
+            torchs, *planned = found.get(f"{network}-{kind}", [None])
+            for row in planned:
+                is_first = row is planned[0]
+                # In one unit with one digit, so that budgets that differ by little are told apart.
+                size, taken = (
+                    f"{number / 2**20:.1f} MiB"
+                    for number in (row["memory"]["budget_bytes"], row["allocated_bytes"])
+                )
+                asked = {"+0": f"+0: {size}", "unlimited": "no limit"}.get(row["budget"], size)
+                rows.append(
+                    [
+                        name if is_first else "",
+                        kind if is_first else "",
+                        asked,
+                        taken,
+                        ratio(ratio_interval(torchs["samples_ns"], row["samples_ns"])),
+                    ]
+                )
+    return rows
+
+
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "plan": tuned,
     "step": lambda: stepped("training"),
@@ -195,6 +225,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "caps": lambda: steps_table(results("limits.json"), SHORT_NAMES),
     "deep": lambda: layers_table(results("limits_layers.json")),
     "pays": budgeted,
+    "fits": within_budgets,
 }
 # Where the file of a table says how it was made, a sentence below the table does, too.
 FILES = {"make": "bench.json", "caps": "limits.json", "deep": "limits_layers.json"}
