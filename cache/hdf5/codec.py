@@ -221,7 +221,9 @@ def _interpret(
         facts,
         texts["device_uuids"],
         rows if stays.all() else rows[stays],
-        arrays["samples"],
+        # In a file they are as narrow as the largest. From 2^32 ns on that is uint64, which
+        # numpy joins with int64 to floats.
+        arrays["samples"].astype("<i8"),
     )
     columns = {name: arrays[name].dtype.names for name in arrays}
     is_known &= all(set(columns[name] or ()) <= set(_KNOWN[name] or ()) for name in arrays)

@@ -533,3 +533,15 @@ def test_no_truncation_goes_unseen() -> None:
     for length in range(len(data)):
         with pytest.raises(envelope.DamagedError):
             verify(data[:length])
+
+
+def test_samples_of_many_seconds_stay_whole_in_a_file_that_grows(tmp_path: Path) -> None:
+    # As narrow as they can be, these take 64 bits without a sign.
+    samples = (5_000_000_001, 6_000_000_007)
+    long = replace(MEASUREMENTS[0], time_ns=samples[0], samples=samples)
+    for measurement in (long, *MEASUREMENTS[1:3]):
+        with caches.open(tmp_path) as cache:
+            cache.put([measurement])
+    with caches.open(tmp_path, "r") as cache:
+        assert cache.check().clean
+        assert [cache.get(key) for key in KEYS[:3]] == [long, *MEASUREMENTS[1:3]]
