@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from threading import Lock
 from typing import NamedTuple
 
 from torch import Tensor
@@ -14,6 +13,7 @@ from ucudnn.execution.autograd import Geometry
 from ucudnn.execution.override import Convolution
 from ucudnn.execution.runner import Runner
 from ucudnn.problem import Problem
+from ucudnn.system.forking import ForkSafeLock
 
 
 class WatchedCall(NamedTuple):
@@ -58,7 +58,7 @@ class Watcher:
         self._runner = runner
         self._stream = stream
         # Threads that use streams of their own may call convolutions at the same time.
-        self._lock = Lock()
+        self._lock = ForkSafeLock()
         self._marks = 0
 
     def mark(self) -> int:
