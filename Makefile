@@ -14,7 +14,7 @@
 #   make gpu    PYTHON      tests and measurements on this machine's GPU, in GPU_MINUTES; PYTHON is
 #                           one with torch for CUDA; nothing is installed
 #   make bench  .venv-test  steps of ten networks, or of NETWORKS, by torch in every way and by a plan,
-#                           in turn, in 20 minutes; a run that was stopped goes on with what is in
+#                           in turn; a run that was stopped goes on with what is in
 #                           build/bench.json
 #   make docs   .venv-docs  the documentation site, in build/docs
 #   make lint, make types, make dist, make clean

@@ -27,7 +27,6 @@ from argparse import RawTextHelpFormatter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from networks import NETWORKS, Network
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -202,7 +202,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         steps = in_turn(of_steps, "step", rounds)
         for one in running.values():
             one.end()
-    made = {"network": name, "input": list(network(name).shape), "origin": origin()}
+    made = {"network": name, "input": list(network(name).shape), "made": provenance()}
     return {**made, "cliffs": cliffs, "steps_ns": steps}
 
 
@@ -216,21 +216,6 @@ def in_turn(running: dict[str, Contestant], what: str, rounds: int) -> dict[str,
             if number:
                 samples[way].append(time_ns)
     return samples
-
-
-def origin() -> dict[str, Any]:
-    """The machine, the versions, the command and the load."""
-    backend = open_backend("auto")
-    return {
-        "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(["python", "benchmarks/doctor_promise.py", *sys.argv[1:]]),
-        "device": str(backend.device()),
-        "torch": torch.__version__,
-        "ucudnn": ucudnn.__version__,
-        "threads": torch.get_num_threads(),
-        "allocator": backend.conditions().allocator,
-        "load": round(os.getloadavg()[0], 1),
-    }
 
 
 class Kept(NamedTuple):

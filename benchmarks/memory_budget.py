@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -26,19 +25,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from step_models import UNet3d
 from torch import Tensor, nn
 
 import ucudnn
-from ucudnn.backends import open_backend
 from ucudnn.backends.torch_cpu.workspace import allocated_spans
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.execution.stepping import tensors_of
@@ -152,23 +150,11 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         peaks = {one: asked(arguments, "peak", one) for one in who}
         samples = asked(arguments, "time", *who)
     rows = [{"budget": "torch", **peaks[TORCH], "samples_ns": samples[TORCH]}]
-    rows += [{**plan, **peaks[plan["path"]], "samples_ns": samples[plan["path"]]} for plan in plans]
-    return {"case": name, "rows": rows, "origin": origin()}
-
-
-def origin() -> dict[str, Any]:
-    """The machine, the versions, the command and the load, for a reader of the file."""
-    backend = open_backend("auto")
-    return {
-        "made": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(["python", "benchmarks/memory_budget.py", *sys.argv[1:]]),
-        "device": str(backend.device()),
-        "torch": torch.__version__,
-        "ucudnn": ucudnn.__version__,
-        "threads": torch.get_num_threads(),
-        "allocator": backend.conditions().allocator,
-        "load": round(os.getloadavg()[0], 1),
-    }
+    for plan in plans:
+        # A folder that is gone by now says nothing to a reader.
+        path = plan.pop("path")
+        rows.append({**plan, **peaks[path], "samples_ns": samples[path]})
+    return {"case": name, "rows": rows, "made": provenance()}
 
 
 def asked(arguments: Sequence[str], *work: str) -> Any:

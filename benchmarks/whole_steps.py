@@ -1,6 +1,6 @@
 """Steps by the plan beside the fastest that torch has: eager, channels_last, torch.compile, malloc.
 
-    python benchmarks/whole_steps.py --quick --out bench.json            # `make bench`: 20 minutes
+    python benchmarks/whole_steps.py --quick --out bench.json            # `make bench`
     python benchmarks/whole_steps.py --out whole_steps.json              # all networks, hours
     python benchmarks/whole_steps.py resnet18 wavenet --mode inference --out whole_steps.json
 
