@@ -129,7 +129,7 @@ def compiled_apart(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def _apart(context: Any) -> Any:
-    """What compiles, with compiled code of its own also for functions that others compile, too."""
+    """Copy a compiling context so that it shares no compiled code with the original."""
     context = copy.copy(context)
     # A graph that breaks leaves the rest of the user's function to Dynamo, which keeps its code
     # there, and counts it. From torch 2.13 on it does so for each of these numbers.
