@@ -5,12 +5,10 @@
     python benchmarks/doctor_promise.py --tiny --rounds 3                  # a minute, to try it
 
 Each network is scanned in a process of its own. Its proposals are then applied: splits and
-algorithms by the plan that the scan writes, malloc's threshold by GLIBC_TUNABLES, another layout or
-dtype by operands in it. One process for each way to run computes the same kernels, one call after
-the other, in random order within a round; then whole steps by torch's own, the plan and the setting
-of malloc. Saved is the time of torch's own minus that of the remedy in the same round, promised is
-what the scan said; both of all calls of a step. Another layout or dtype changes all of a model, so
-there is no promise for its step.
+algorithms by the plan that the scan writes, malloc's threshold by GLIBC_TUNABLES, another layout by
+a model in it. One process for each way to run computes steps, one of each way in every round, in
+random order. Saved is the time that the calls of a cliff's kernel take in a step by torch's own
+minus the time that they take with the remedy, in the same round; promised is what the scan said.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ import sys
 import tempfile
 import time
 from argparse import RawTextHelpFormatter
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -42,18 +37,17 @@ from torch import nn
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.statistics import median_interval, median_ns
-from ucudnn.execution.execute import bind
-from ucudnn.execution.stepping import Steps, undisturbed
-from ucudnn.plan import DEFAULT_ALGORITHM, Plan, Split, Step
+from ucudnn.execution.override import Installation
+from ucudnn.execution.runner import Runner
+from ucudnn.execution.timing import KernelTimer
+from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import trace_layers
-from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
+from ucudnn.tuning.cliffs import StepTimer, find_cliffs, large_blocks_stay
 from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.units import format_ns
 
-TORCH, PLAN, MALLOC, MODEL = "torch", "plan", "malloc", "model"
-# What changes in a problem by a remedy that changes the model.
-CHANGES = {"channels_last": {"layout": "nhwc"}, "float32": {"dtype": "float32"}}
+TORCH, PLAN, MALLOC, LAYOUT = "torch", "plan", "malloc", "channels_last"
 TOLERATED = 0.2
 console = Console(width=150, soft_wrap=True, highlight=False)
 
@@ -103,17 +97,18 @@ def command(name: str, what: str, folder: str) -> list[str]:
 def scan(name: str, folder: Path) -> None:
     """Find the cliffs of a network, and write them and the plan that removes them."""
     torch.manual_seed(0)
-    one = network(name)
-    traced = trace_layers(one.make(), torch.randn(one.shape))
-    layers = layers_by_problem(traced.layers, ucudnn.Config())
-    found = find_cliffs(layers, open_backend("auto"), large_blocks_stay)
+    one, backend = network(name), open_backend("auto")
+    model, x = one.make(), torch.randn(one.shape)
+    layers = layers_by_problem(trace_layers(model, x).layers, ucudnn.Config())
+    steps = StepTimer(model, x, backend, is_training=True)
+    found = find_cliffs(layers, backend, large_blocks_stay, steps=steps)
     assert found.plan is not None
     found.plan.save(folder / "cliffs.plan.json")
     (folder / "cliffs.json").write_text(json.dumps(found.to_dict()))
 
 
 class Contestant:
-    """A process that computes kernels and steps in one way, on request."""
+    """A process that computes steps in one way, on request."""
 
     def __init__(self, name: str, way: str, folder: str, tunables: str) -> None:
         # Threads that wait for work must not take processors from the other processes.
@@ -128,15 +123,16 @@ class Contestant:
             text=True,
         )
 
-    def ask(self, what: str) -> int:
-        """Time in ns of a kernel, by its number among the cliffs, or of a step."""
+    def ask(self) -> dict[str, Any]:
+        """Times in ns of a step, and of the kernels of all cliffs in it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(what, file=self._process.stdin, flush=True)
+        print("step", file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"a process that computes {what} has ended")
-        return int(answer)
+            raise RuntimeError("a process that computes steps has ended")
+        times: dict[str, Any] = json.loads(answer)
+        return times
 
     def end(self) -> None:
         """Let the process end."""
@@ -146,75 +142,71 @@ class Contestant:
 
 
 def serve(name: str, way: str, folder: Path) -> None:
-    """Compute what is asked for, line by line: the number of a cliff, or "step"."""
+    """Compute a step for each line that comes."""
     torch.manual_seed(0)
     one, backend = network(name), open_backend("auto")
     model, x = one.make(), torch.randn(one.shape)
-    plan = Plan.load(folder / "cliffs.plan.json")
-    cliffs = json.loads((folder / "cliffs.json").read_text())["found"]
-    with undisturbed(model), nullcontext() if way != PLAN else ucudnn.installed(plan):
-        step = Steps(model, x)
-        run: Callable[[], object] = step
-        before = "step\n"
-        for line in sys.stdin:
-            if line != before:
-                before, run = line, step
-                if line.strip() != "step":
-                    problem, split = kernel_of(plan, cliffs[int(line)], way)
-                    call = bind(backend, problem, split)
-                    run = partial(call, *backend.operands(problem, problem.batch))
-            with torch.set_grad_enabled(run is step):
-                run()
-                began = time.perf_counter_ns()
-                run()
-                print(time.perf_counter_ns() - began, flush=True)
+    if way == LAYOUT:
+        model, x = (one.to(memory_format=torch.channels_last) for one in (model, x))
+    runner = Runner(Plan.load(folder / "cliffs.plan.json")) if way == PLAN else None
+    found = json.loads((folder / "cliffs.json").read_text())["found"]
+    problems = [Problem.from_dict(cliff["problem"]) for cliff in found]
+    for _ in sys.stdin:
+        timer = KernelTimer(backend.elapsed_ns, runner)
+        with Installation(backend.device().type, timer):
+            began = time.perf_counter_ns()
+            model(x).sum().backward()
+            step_ns = time.perf_counter_ns() - began
+        model.zero_grad()
+        kernels = [time_of(timer, problem) for problem in problems]
+        print(json.dumps({"step_ns": step_ns, "kernels_ns": kernels}), flush=True)
+
+
+def time_of(timer: KernelTimer, problem: Problem) -> int:
+    """Time of all calls of a kernel in a step, in whichever layout."""
+    either = (problem, replace(problem, layout="nhwc"))
+    return sum(timer.times_ns.get(one, 0) for one in dict.fromkeys(either))
 
 
 def way_of(cliff: dict[str, Any]) -> str:
     """The way to run that applies a cliff's remedy."""
     if cliff["split"] is not None:
         return PLAN
-    return MODEL if cliff["remedy"] in CHANGES else MALLOC
-
-
-def kernel_of(plan: Plan, cliff: dict[str, Any], way: str) -> tuple[Problem, Split]:
-    """The kernel of a cliff as one way to run computes it."""
-    problem = Problem.from_dict(cliff["problem"])
-    if way == PLAN:
-        return problem, plan.split(problem)
-    changed = replace(problem, **CHANGES[cliff["remedy"]]) if way == MODEL else problem
-    return changed, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
+    return LAYOUT if cliff["remedy"] == LAYOUT else MALLOC
 
 
 def measured(name: str, rounds: int) -> dict[str, Any]:
     """The cliffs of a network, and the times of its kernels and steps with and without them."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(command(name, "scan", folder), check=True)
-        cliffs = json.loads(Path(folder, "cliffs.json").read_text())["found"]
+        scanned = json.loads(Path(folder, "cliffs.json").read_text())
+        cliffs = scanned["found"]
         ways = sorted({way_of(one) for one in cliffs})
         settings = [one["remedy"] for one in cliffs if way_of(one) == MALLOC]
         tunables = settings[0].partition("=")[2] if settings else ""
         running = {way: Contestant(name, way, folder, tunables) for way in (TORCH, *ways)}
-        for number, cliff in enumerate(cliffs):
-            pair = {way: running[way] for way in (TORCH, way_of(cliff))}
-            cliff["samples_ns"] = in_turn(pair, str(number), rounds)
-        of_steps = {way: one for way, one in running.items() if way != MODEL}
-        steps = in_turn(of_steps, "step", rounds)
+        taken = in_turn(running, rounds)
         for one in running.values():
             one.end()
+    for number, cliff in enumerate(cliffs):
+        pair = (TORCH, way_of(cliff))
+        cliff["samples_ns"] = {
+            way: [one["kernels_ns"][number] for one in taken[way]] for way in pair
+        }
+    steps = {way: [one["step_ns"] for one in times] for way, times in taken.items()}
     made = {"network": name, "input": list(network(name).shape), "made": provenance()}
-    return {**made, "cliffs": cliffs, "steps_ns": steps}
+    return {**made, "unnamed": scanned["unnamed"], "cliffs": cliffs, "steps_ns": steps}
 
 
-def in_turn(running: dict[str, Contestant], what: str, rounds: int) -> dict[str, list[int]]:
-    """Times of one thing by all ways; the first round does not count."""
-    samples: dict[str, list[int]] = {way: [] for way in running}
+def in_turn(running: dict[str, Contestant], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Times of steps by all ways; the first round does not count."""
+    samples: dict[str, list[dict[str, Any]]] = {way: [] for way in running}
     chance = random.Random(0)
     for number in range(rounds + 1):
         for way in chance.sample(list(running), len(running)):
-            time_ns = running[way].ask(what)
+            times = running[way].ask()
             if number:
-                samples[way].append(time_ns)
+                samples[way].append(times)
     return samples
 
 
@@ -246,10 +238,10 @@ class Kept(NamedTuple):
         )
 
 
-def kept(samples: dict[str, list[int]], way: str, promised_ns: int, calls: int = 1) -> Kept:
+def kept(samples: dict[str, list[int]], way: str, promised_ns: int) -> Kept:
     """Compare a promise with the times of torch's own and of a remedy, round by round."""
     pairs = zip(samples[TORCH], samples[way], strict=True)
-    saved = [calls * (own - remedied) for own, remedied in pairs]
+    saved = [own - remedied for own, remedied in pairs]
     return Kept(promised_ns, round(median(saved)), *median_interval(saved))
 
 
@@ -267,11 +259,12 @@ def report(found: dict[str, Any]) -> None:
     for cliff in found["cliffs"]:
         way = way_of(cliff)
         promised[way] = promised.get(way, 0) + cliff["saved_ns"]
-        one = kept(cliff["samples_ns"], way, cliff["saved_ns"], len(cliff["layers"]))
+        one = kept(cliff["samples_ns"], way, cliff["saved_ns"])
         what = f"{cliff['kind']}: {Problem.from_dict(cliff['problem'])}"
         remedy = "malloc keeps blocks" if way == MALLOC else cliff["remedy"]
         table.add_row(what, remedy, *one.cells())
-    promised.pop(MODEL, None)
+    # Another layout changes all of a step.
+    promised.pop(LAYOUT, None)
     for way, total in promised.items():
         table.add_row("a step", f"all of {way}", *kept(found["steps_ns"], way, total).cells())
     console.print(table)

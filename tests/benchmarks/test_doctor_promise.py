@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,39 +20,35 @@ def promise(script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def test_a_promise_and_what_was_saved(promise: ModuleType) -> None:
-    samples = {"torch": [100, 110, 120, 100, 100, 100], "plan": [60, 70, 80, 60, 60, 60]}
-    kept = promise.kept(samples, "plan", 2 * 44, calls=2)
+    samples = {"torch": [200, 220, 240, 200, 200, 200], "plan": [120, 140, 160, 120, 120, 120]}
+    kept = promise.kept(samples, "plan", 88)
     assert (kept.saved_ns, kept.low_ns, kept.high_ns) == (80, 80, 80)
     assert kept.ratio == pytest.approx(80 / 88)
     assert kept.is_kept
     for promised, is_kept in ((64, False), (68, True), (99, True), (101, False)):
-        assert promise.kept(samples, "plan", promised, 2).is_kept == is_kept
+        assert promise.kept(samples, "plan", promised).is_kept == is_kept
     slower = promise.kept({"torch": [1, 1, 1], "plan": [4, 4, 4]}, "plan", 10)
     assert slower.cells() == ("10 ns", "-3 ns", "-0.30 (-0.30 to -0.30)", "no")
 
 
 @pytest.mark.parametrize(
-    ("cliff", "way", "layout"),
+    ("cliff", "way"),
     [
-        ({"split": {}, "remedy": "the algorithm phases"}, "plan", "nchw"),
-        ({"split": None, "remedy": "channels_last"}, "model", "nhwc"),
-        ({"split": None, "remedy": "GLIBC_TUNABLES=a=1"}, "malloc", "nchw"),
+        ({"split": {}, "remedy": "the algorithm phases"}, "plan"),
+        ({"split": None, "remedy": "channels_last"}, "channels_last"),
+        ({"split": None, "remedy": "GLIBC_TUNABLES=a=1"}, "malloc"),
     ],
 )
 def test_a_remedy_is_applied_in_its_way(
-    promise: ModuleType, cliff: dict[str, Any], way: str, layout: str
+    promise: ModuleType, cliff: dict[str, Any], way: str
 ) -> None:
-    cliff["problem"] = PROBLEM.to_dict()
     assert promise.way_of(cliff) == way
 
-    class Phases:
-        def split(self, problem: Problem) -> str:
-            return f"phases of {problem.op}"
 
-    problem, split = promise.kernel_of(Phases(), cliff, way)
-    assert problem.layout == layout
-    assert (split == "phases of dgrad") == (way == "plan")
-    # torch's own stands beside it
-    problem, split = promise.kernel_of(Phases(), cliff, "torch")
-    assert problem == PROBLEM
-    assert split.is_default
+def test_the_time_of_a_kernel_is_found_in_either_layout(promise: ModuleType) -> None:
+    class Timer:
+        times_ns: ClassVar = {replace(PROBLEM, layout="nhwc"): 5, replace(PROBLEM, batch=3): 7}
+
+    assert promise.time_of(Timer(), PROBLEM) == 5
+    assert promise.time_of(Timer(), PROBLEM.with_batch(3)) == 7
+    assert promise.time_of(Timer(), PROBLEM.with_batch(4)) == 0

@@ -6,16 +6,21 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from ucudnn.backends import DeviceState
+from ucudnn.backends import DeviceState, open_backend
 from ucudnn.cli import app
+from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.execution.execute import bind
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.split import Split, Step
-from ucudnn.tuning.cliffs import find_cliffs
+from ucudnn.tracing import trace_layers
+from ucudnn.tuning.cliffs import StepTimer, find_cliffs
+from ucudnn.tuning.cliffs.step_timer import Setting, StepTimes
+from ucudnn.tuning.tuner import layers_by_problem
 
 MS, MIB = 1_000_000, 1 << 20
 FPROP = Problem("fprop", 8, 2, 2, (9, 9), (1, 1))
@@ -122,7 +127,7 @@ def test_layout_and_dtype(scripted, monkeypatch, field, value, other, kind, reme
 
 
 def test_more_elements_than_32_bits_count(scripted, monkeypatch):
-    monkeypatch.setattr("ucudnn.tuning.cliffs._MOST_ELEMENTS", 8 * 2 * 81 - 1)
+    monkeypatch.setattr("ucudnn.tuning.cliffs.scan._MOST_ELEMENTS", 8 * 2 * 81 - 1)
     backend = scripted(torch_default=cost(3), fast=cost(1))
     assert only(backend, FPROP).kind == "2^31 elements"
 
@@ -201,3 +206,119 @@ def test_the_command(tmp_path, monkeypatch):
     assert isinstance(alone.exception, ConfigError)
     assert "which is not given" in str(alone.exception)
     assert document["scanned"] == 2
+
+
+class WrittenSteps:
+    """Steps whose times are written by the test: one for each setting, and after malloc's."""
+
+    def __init__(self, step_ms, reason="", **settings):
+        self.step_ns, self.reason, self.asked = step_ms * MS, reason, []
+        self.settings = settings
+
+    def reason_against(self):
+        return self.reason
+
+    def times(self, settings):
+        self.asked.append(settings)
+        name = "again" if len(self.asked) > 1 else None
+        return {
+            one: StepTimes(self.step_ns, self.settings[name or one])
+            for one in settings
+            if (name or one) in self.settings
+        }
+
+
+def test_steps_decide(scripted):
+    """Times of kernels alone are those of no step: what is promised is what a step saves."""
+    backend = scripted(torch_default=cost(3), fast=cost(1))
+    wide = replace(FPROP, out_channels=3)
+    layers = {FPROP: ("a", "b"), wide: ("c",)}
+    steps = WrittenSteps(
+        1000,
+        torch={FPROP: 100 * MS, wide: 20 * MS},
+        plan={FPROP: 40 * MS, wide: 19 * MS},
+    )
+    scan = find_cliffs(layers, backend, steps=steps)
+    (cliff,) = scan.found
+    # of two calls together
+    assert (cliff.time_ns, cliff.remedied_ns, cliff.saved_ns) == (50 * MS, 20 * MS, 60 * MS)
+    assert scan.convolutions_ns == 120 * MS
+    # what the step does not gain from is no cliff, and is left to torch
+    assert scan.plan.split(wide).is_default
+    assert not scan.plan.split(FPROP).is_default
+    # both were proposed to the step
+    (settings,) = steps.asked
+    assert not any(settings["plan"].plan.split(problem).is_default for problem in layers)
+    assert "Times are medians of calls in whole steps of 1.00 s." in scan.sentences()
+
+
+def test_what_saves_too_little_of_a_step_is_not_named(scripted):
+    backend = scripted(torch_default=cost(3), fast=cost(1))
+    steps = WrittenSteps(1001, torch={FPROP: 8 * MS}, plan={FPROP: 3 * MS})
+    scan = find_cliffs({FPROP: ("a",)}, backend, steps=steps)
+    assert (scan.found, scan.unnamed) == ((), 1)
+    assert scan.sentences()[-1] == "1 more save too little of it."
+    steps = WrittenSteps(1000, torch={FPROP: 8 * MS}, plan={FPROP: 3 * MS})
+    assert len(find_cliffs({FPROP: ("a",)}, backend, steps=steps).found) == 1
+
+
+def test_steps_where_malloc_keeps_blocks(scripted):
+    backend = scripted(torch_default=cost(3))
+    steps = WrittenSteps(1000, torch={LARGE: 90 * MS}, again={LARGE: 30 * MS})
+    (cliff,) = find_cliffs({LARGE: ("a",)}, backend, lambda: True, steps=steps).found
+    assert (cliff.kind, cliff.saved_ns) == ("allocator threshold", 60 * MS)
+
+
+def test_steps_in_another_layout(scripted):
+    backend = scripted(torch_default=cost(3))
+    backend.charged = lambda name, part: (
+        (MS, 0) if part.layout == "nhwc" else backend.costs[name](part.batch)
+    )
+    last = replace(FPROP, layout="nhwc")
+    times = {"torch": {FPROP: 90 * MS}, "channels_last": {last: 30 * MS}}
+    (cliff,) = find_cliffs({FPROP: ("a",)}, backend, steps=WrittenSteps(1000, **times)).found
+    assert (cliff.remedy, cliff.saved_ns) == ("channels_last", 60 * MS)
+    # it stays where it was, or the step fails in that layout: nothing is saved
+    times["channels_last"] = {FPROP: 80 * MS}
+    assert find_cliffs({FPROP: ("a",)}, backend, steps=WrittenSteps(1000, **times)).found == ()
+    del times["channels_last"]
+    assert find_cliffs({FPROP: ("a",)}, backend, steps=WrittenSteps(1000, **times)).found == ()
+
+
+@pytest.mark.parametrize("reason", ["the model is too large", ""])
+def test_where_no_step_can_be_run_the_scan_stands(scripted, reason):
+    backend = scripted(torch_default=cost(3), fast=cost(1))
+    scan = find_cliffs({FPROP: ("a",)}, backend, steps=WrittenSteps(9, reason))
+    assert scan.found[0].saved_ns == 16 * MS
+    assert scan.sentences()[-1] == (
+        f"No step was run because {reason or 'the step fails'}: a kernel may take another time "
+        f"there than alone."
+    )
+
+
+def test_a_step_is_timed_and_the_model_stays_as_it_was(stateful_model):
+    x = torch.randn(4, 3, 8, 8)
+    before = {name: value.clone() for name, value in stateful_model.state_dict().items()}
+    random = torch.get_rng_state()
+    timer = StepTimer(stateful_model, x, open_backend("auto"), is_training=True)
+    layers = layers_by_problem(trace_layers(stateful_model, x).layers, Config())
+    times = timer.times({"torch": Setting(), "last": Setting("channels_last")})
+    assert set(times["torch"].kernels_ns) == set(layers)
+    assert 0 < sum(times["torch"].kernels_ns.values()) < times["torch"].step_ns
+    assert all(problem.layout == "nhwc" for problem in times["last"].kernels_ns)
+    for name, value in stateful_model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in stateful_model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_setting_in_which_the_step_fails_is_left_out():
+    class Viewed(torch.nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x).view(-1)
+
+    timer = StepTimer(Viewed(3, 4, 3), torch.ones(2, 3, 9, 9), open_backend("auto"), True)
+    assert list(timer.times({"torch": Setting(), "last": Setting("channels_last")})) == ["torch"]
+    inference = StepTimer(Viewed(3, 4, 3), torch.ones(2, 3, 9, 9), open_backend("auto"), False)
+    (problem,) = inference.times({"torch": Setting()})["torch"].kernels_ns
+    assert problem.op == "fprop"

@@ -339,14 +339,17 @@ def _print_doctor(found: Diagnosis) -> None:
 def _find_cliffs(recipe: Recipe, output: Path | None, as_json: bool) -> None:
     """Scan the convolutions of a model's step."""
     from ucudnn.backends import open_backend
-    from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
+    from ucudnn.tuning.cliffs import StepTimer, find_cliffs, large_blocks_stay
     from ucudnn.tuning.tuner import device_type, layers_by_problem
 
     config = settings(None, {"ops": passes(None, recipe.infer)})
     named = name_model(recipe)
     layers = layers_by_problem(named.trace(config.ops, device_type(config)).layers, config)
-    with bar("scanning kernels") as update:
-        found = find_cliffs(layers, open_backend(config.backend), large_blocks_stay, update)
+    backend = open_backend(config.backend)
+    named.fill()
+    steps = StepTimer(named.module, named.examples, backend, config.ops != ("fprop",))
+    with bar("scanning kernels, then whole steps") as update:
+        found = find_cliffs(layers, backend, large_blocks_stay, update, steps)
     if output is not None and found.plan is not None:
         found.plan.save(output)
     if as_json:

@@ -48,6 +48,17 @@ class StandIn(Protocol):
         ...
 
 
+class Everything:
+    """Contains everything: the filter shapes of what computes all convolutions.
+
+    >>> (3, 4, 5) in Everything()
+    True
+    """
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
 class Installation(AbstractClosable):
     """Handle of `ucudnn.installed`: convolutions of this process follow a plan until it closes.
 

@@ -15,16 +15,10 @@ from torch import Tensor
 
 from ucudnn.backends.tensors import problem_of
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
+from ucudnn.execution.override import Everything
 from ucudnn.layer_table import Row, format_rows, read_rows
 from ucudnn.problem import OPS, Problem
 from ucudnn.system.files import write
-
-
-class _Everything:
-    """The filter shapes of a runner that is asked about every convolution."""
-
-    def __contains__(self, shape: object) -> bool:
-        return True
 
 
 class Recorder(AbstractRunner):
@@ -38,7 +32,7 @@ class Recorder(AbstractRunner):
     [('conv1', 'fprop conv1d(3->4, k3, 9) at batch 2', 2)]
     """
 
-    filter_shapes = _Everything()
+    filter_shapes = Everything()
 
     def __init__(self) -> None:
         super().__init__()

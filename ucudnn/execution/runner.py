@@ -23,6 +23,7 @@ from ucudnn.errors import (
 )
 from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass
 from ucudnn.execution.execute import Call, as_kernel, build
+from ucudnn.execution.override import Everything
 from ucudnn.execution.validity import nondeterminism, require_valid
 from ucudnn.plan import Plan
 from ucudnn.problem import OPS, Problem
@@ -31,13 +32,6 @@ from ucudnn.problem import OPS, Problem
 _MOST_WARNINGS = 8
 # Plans one problem, with its bias or without one.
 Tuner = Callable[[Problem, Config, bool], Plan]
-
-
-class _Any:
-    """A container that holds everything."""
-
-    def __contains__(self, item: object) -> bool:
-        return True
 
 
 class Layer(NamedTuple):
@@ -99,7 +93,9 @@ class Runner(AbstractRunner):
         self._layers = {Layer.of(kernel.problem) for kernel in kernels}
         shapes = {kernel.problem.w_shape for kernel in kernels}
         # A frozen run refuses what the plan does not cover, so that it must see every convolution.
-        self.filter_shapes: Container[tuple[int, ...]] = _Any() if self.config.frozen else shapes
+        self.filter_shapes: Container[tuple[int, ...]] = (
+            Everything() if self.config.frozen else shapes
+        )
 
     # The backend and the bound calls hold handles of this process; a copy makes its own.
     def __reduce__(self) -> tuple[type[Runner], tuple[Plan | None, Config, Tuner | None, bool]]:

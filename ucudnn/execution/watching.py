@@ -10,7 +10,7 @@ from torch import Tensor
 from ucudnn.backends import aten
 from ucudnn.backends.tensors import memory_format, problem_of
 from ucudnn.execution.autograd import Geometry
-from ucudnn.execution.override import Convolution
+from ucudnn.execution.override import Convolution, Everything
 from ucudnn.execution.runner import Runner
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
@@ -53,7 +53,7 @@ class Watcher:
         stream: Callable[[], int] = lambda: 0,
     ) -> None:
         self.calls: list[WatchedCall] = []
-        self.filter_shapes = _Every()
+        self.filter_shapes = Everything()
         self._mark = mark
         self._runner = runner
         self._stream = stream
@@ -78,28 +78,27 @@ class Watcher:
         # Looking up a problem or a plan may allocate memory, which is no part of the step.
         number, runner = self.mark(), self._runner
         if runner is None or w.shape not in runner.filter_shapes:
-            return _Marked(self, _Torchs(geometry), geometry, number)
+            return _Marked(self, TorchsOwn(geometry), geometry, number)
         return _Marked(self, runner.bound(x, w, geometry), geometry, number)
 
 
-class _Every:
-    """Contains everything."""
+class TorchsOwn(NamedTuple):
+    """Torch's own convolution.
 
-    def __contains__(self, value: object) -> bool:
-        return True
-
-
-class _Torchs(NamedTuple):
-    """Torch's own convolution."""
+    Args:
+        geometry: strides, padding and the like.
+    """
 
     geometry: Geometry
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """The output."""
         return aten.convolution(x, w, bias, *self.geometry)
 
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
+        """The gradients that the mask asks for."""
         found = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
         return tuple(found)
 

@@ -39,9 +39,10 @@ class Budget:
             # A third at most, or the race would leave a small budget nothing to measure in.
             self.deadline = self._began + seconds - min(seconds / 3, reserved_s)
 
-    def lift(self) -> None:
-        """Go on without a limit."""
-        self.seconds = self.deadline = None
+    def extend(self, seconds: float | None) -> None:
+        """Go on beyond the budget, for some seconds from now; None: without a limit."""
+        self.seconds = None
+        self.deadline = None if seconds is None else monotonic() + seconds
 
     @property
     def is_over(self) -> bool:

@@ -50,6 +50,8 @@ class KernelCandidates:
         self._listed = backend.bias_candidates if adds_bias else backend.candidates
         # A `Problem` checks its fields whenever one is made, and the same few are asked for often.
         self.part = lru_cache(maxsize=None)(axis.part)
+        # By size and algorithm, at less than it takes to find the problem among those of a session.
+        self.cost = lru_cache(maxsize=None)(self._cost)
 
     @cached_property
     def by_arm(self) -> Mapping[Arm, Candidate]:
@@ -120,6 +122,6 @@ class KernelCandidates:
         waves = self.axis.name == "batch" and self._session.backend.wave_sizes(self.problem)
         return frozenset(waves or powers)
 
-    def cost(self, size: int, algorithm: str) -> Cost | None:
+    def _cost(self, size: int, algorithm: str) -> Cost | None:
         """Lower bounds of what an algorithm needs for a chunk; None if none are known."""
         return self._session.cost(self.part(size), algorithm)

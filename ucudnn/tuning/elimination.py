@@ -9,6 +9,7 @@ and traffic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING
 
 from ucudnn.backends import Cost, Roofline
@@ -29,6 +30,29 @@ _CALL_NS = 50_000
 _LEAST_TELLING_NS = 200_000
 # A chunk that is expected to take so long tells about larger ones.
 _TRIAL_NS = 1_000_000
+
+
+class _Known:
+    """What follows from some measurements, as far as it was asked for.
+
+    Args:
+        entries: the measurements.
+        telling: for each curve the sizes and times that are long enough to extrapolate from.
+        is_disproved: some measurement beat the bound of the roofline.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Measurement],
+        telling: Mapping[str, list[tuple[int, int]]],
+        is_disproved: bool,
+    ) -> None:
+        self.entries = entries
+        self.telling = telling
+        self.is_disproved = is_disproved
+        self.expected_ns: dict[Arm, int] = {}
+        # By whether times rule out, too.
+        self.reasons: dict[bool, dict[str, str]] = {}
 
 
 class Elimination:
@@ -55,17 +79,34 @@ class Elimination:
         self._workspaces = workspaces
         self._is_allowed = is_allowed
         self._roofline = roofline
+        self._known: _Known | None = None
         # Cleared where nothing that was measured fits: then only a lack of memory rules out.
         self.is_active = True
 
     def reasons(self) -> dict[str, str]:
         """Curves that need not be measured further, with the reason."""
-        best_ns, found = self._best_ns(), {}
-        for curve, arms in self._candidates.arms_by_curve.items():
-            reason = self._reason(arms, best_ns)
-            if reason:
-                found[curve] = f"{arms[0].algorithm} is ruled out: {reason}"
-        return found
+        known = self._so_far()
+        if self.is_active not in known.reasons:
+            best_ns, found = self._best_ns(), dict[str, str]()
+            for curve, arms in self._candidates.arms_by_curve.items():
+                reason = self._reason(arms, best_ns)
+                if reason:
+                    found[curve] = f"{arms[0].algorithm} is ruled out: {reason}"
+            known.reasons[self.is_active] = found
+        return known.reasons[self.is_active]
+
+    def _so_far(self) -> _Known:
+        """What follows from the measurements so far; kept until there is another one."""
+        entries = list(self._records.values())
+        known = self._known
+        # Measurements are replaced and never changed.
+        if (
+            known is None
+            or len(known.entries) != len(entries)
+            or not all(map(is_, known.entries, entries))
+        ):
+            known = self._known = _Known(entries, self._telling(), self._is_disproved())
+        return known
 
     def _reason(self, arms: Sequence[Arm], best_ns: float | None) -> str:
         """Reason why no arm of a curve can be part of the best split; "" if one can."""
@@ -120,38 +161,47 @@ class Elimination:
 
     def expected_ns(self, arm: Arm) -> int:
         """Shortest time that an arm is expected to take; 0 if nothing is known."""
+        known = self._so_far()
+        if arm not in known.expected_ns:
+            known.expected_ns[arm] = self._expected_ns(arm, known)
+        return known.expected_ns[arm]
+
+    def _expected_ns(self, arm: Arm, known: _Known) -> int:
         cost = self._candidates.cost(arm.size, arm.algorithm)
         if cost is None:
             return 0
         extrapolated = [
             _CALL_NS + int((time_ns - _CALL_NS) * growth(smaller, cost))
-            for size, time_ns in self._telling(arm)
+            for size, time_ns in known.telling.get(self._candidates.curves[arm], ())
             if size <= arm.size and (smaller := self._candidates.cost(size, arm.algorithm))
         ]
+        roofline = None if known.is_disproved else self._roofline
+        roofline_ns = 0 if roofline is None else roofline.time_ns(cost)
         # Noise makes times longer, which lifts the bounds that follow from them: trust the lowest.
-        return max(self._roofline_ns(cost), min(extrapolated, default=0))
+        return max(roofline_ns, min(extrapolated, default=0))
 
-    def _roofline_ns(self, cost: Cost) -> int:
-        """Bound by the roofline; 0 if some measurement beat its bound, which disproves it.
+    def _is_disproved(self) -> bool:
+        """True if some measurement beat the bound of the roofline.
 
         The roofline is too low if it was measured while other processes used the machine.
         """
-        if self._roofline is None:
-            return 0
-        for arm, entry in self._records.items():
-            known = self._candidates.cost(arm.size, arm.algorithm)
-            if known and entry.time_ns and entry.time_ns < self._roofline.time_ns(known):
-                return 0
-        return self._roofline.time_ns(cost)
+        roofline = self._roofline
+        return roofline is not None and any(
+            entry.time_ns < roofline.time_ns(cost)
+            for arm, entry in self._records.items()
+            if entry.time_ns and (cost := self._candidates.cost(arm.size, arm.algorithm))
+        )
 
-    def _telling(self, arm: Arm) -> Iterator[tuple[int, int]]:
-        """Sizes and times on the arm's curve that are long enough to extrapolate from."""
-        curves = self._candidates.curves
-        for other, entry in self._records.items():
-            if entry.time_ns is not None and curves.get(other) == curves[arm]:
+    def _telling(self) -> dict[str, list[tuple[int, int]]]:
+        """For each curve the sizes and times that are long enough to extrapolate from."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for arm, entry in self._records.items():
+            curve = self._candidates.curves.get(arm)
+            if entry.time_ns is not None and curve is not None:
                 fastest = min(entry.samples, default=entry.time_ns)
                 if fastest >= _LEAST_TELLING_NS:
-                    yield other.size, fastest
+                    found.setdefault(curve, []).append((arm.size, fastest))
+        return found
 
     def trials(self) -> list[Arm]:
         """A small chunk of each curve that has no time to extrapolate from, the cheapest first."""
@@ -167,7 +217,8 @@ class Elimination:
     def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
         """The smallest arm of a curve that is long enough to extrapolate from, if it never ran."""
         first = arms[0]
-        if self._candidates.cost(first.size, first.algorithm) is None or any(self._telling(first)):
+        is_known = self._candidates.curves[first] in self._so_far().telling
+        if is_known or self._candidates.cost(first.size, first.algorithm) is None:
             return None
         runnable = [arm for arm in arms if self._workspaces.can_be_run(arm)]
         # With no time to compare with, the smallest chunk costs least.

@@ -222,12 +222,16 @@ class TuningScheduler:
         self.results.require_plans()
 
     def _tune_missing(self) -> None:
-        """Tune kernels that would exceed their limit without a plan, however long it takes."""
-        missing = self.results.missing
-        if missing:
-            self._budget.lift()
-            self.devices.stop_at(None)
-            self.devices.spread(map(self._tune, self._shares.by_gain(missing)))
+        """Tune kernels that would exceed their limit without a plan.
+
+        They get as long again as the default budget, and then what they need for any plan at all.
+        """
+        for seconds in (self._effort.budget_s(self._total_ns), None):
+            missing = self.results.missing
+            if missing:
+                self._budget.extend(seconds)
+                self.devices.stop_at(self._budget.deadline)
+                self.devices.spread(map(self._tune, self._shares.by_gain(missing)))
 
     def _keep_defaults(self) -> None:
         """Leave kernels to torch that are not worth measuring."""
