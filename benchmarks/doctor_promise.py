@@ -23,6 +23,7 @@ import tempfile
 import time
 from argparse import RawTextHelpFormatter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -37,13 +38,15 @@ from torch import nn
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.benchmark.statistics import median_interval, median_ns
+from ucudnn.cli.targets import Recipe
+from ucudnn.cli.timed_steps import times_in_processes
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.timing import KernelTimer
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import trace_layers
-from ucudnn.tuning.cliffs import StepTimer, find_cliffs, large_blocks_stay
+from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
 from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.units import format_ns
 
@@ -94,14 +97,20 @@ def command(name: str, what: str, folder: str) -> list[str]:
     return [sys.executable, __file__, name, "--child", what, folder]
 
 
+def made(name: str) -> nn.Module:
+    """The model of a network, for the processes of the scan."""
+    torch.manual_seed(0)
+    return network(name).make()
+
+
 def scan(name: str, folder: Path) -> None:
     """Find the cliffs of a network, and write them and the plan that removes them."""
-    torch.manual_seed(0)
-    one, backend = network(name), open_backend("auto")
-    model, x = one.make(), torch.randn(one.shape)
-    layers = layers_by_problem(trace_layers(model, x).layers, ucudnn.Config())
-    steps = StepTimer(model, x, backend, is_training=True)
-    found = find_cliffs(layers, backend, large_blocks_stay, steps=steps)
+    shape, backend = network(name).shape, open_backend("auto")
+    layers = layers_by_problem(trace_layers(made(name), torch.randn(shape)).layers, ucudnn.Config())
+    words = ("x".join(map(str, shape)),)
+    recipe = Recipe(f"{__file__}:made", words, args=json.dumps([name]))
+    time_steps = partial(times_in_processes, recipe, "auto")
+    found = find_cliffs(layers, backend, large_blocks_stay, time_steps=time_steps)
     assert found.plan is not None
     found.plan.save(folder / "cliffs.plan.json")
     (folder / "cliffs.json").write_text(json.dumps(found.to_dict()))
@@ -111,8 +120,7 @@ class Contestant:
     """A process that computes steps in one way, on request."""
 
     def __init__(self, name: str, way: str, folder: str, tunables: str) -> None:
-        # Threads that wait for work must not take processors from the other processes.
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        environment = dict(os.environ)
         if way == MALLOC:
             environment["GLIBC_TUNABLES"] = tunables
         self._process = subprocess.Popen(
@@ -143,14 +151,13 @@ class Contestant:
 
 def serve(name: str, way: str, folder: Path) -> None:
     """Compute a step for each line that comes."""
-    torch.manual_seed(0)
-    one, backend = network(name), open_backend("auto")
-    model, x = one.make(), torch.randn(one.shape)
+    model, backend = made(name), open_backend("auto")
+    x = torch.randn(network(name).shape)
     if way == LAYOUT:
         model, x = (one.to(memory_format=torch.channels_last) for one in (model, x))
     runner = Runner(Plan.load(folder / "cliffs.plan.json")) if way == PLAN else None
     found = json.loads((folder / "cliffs.json").read_text())["found"]
-    problems = [Problem.from_dict(cliff["problem"]) for cliff in found]
+    problems = [Problem.from_dict(one["problem"]) for one in found if one["kind"] != "dtype"]
     for _ in sys.stdin:
         timer = KernelTimer(backend.elapsed_ns, runner)
         with Installation(backend.device().type, timer):
@@ -180,7 +187,8 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(command(name, "scan", folder), check=True)
         scanned = json.loads(Path(folder, "cliffs.json").read_text())
-        cliffs = scanned["found"]
+        # Another dtype would be another model.
+        cliffs = [one for one in scanned["found"] if one["kind"] != "dtype"]
         ways = sorted({way_of(one) for one in cliffs})
         settings = [one["remedy"] for one in cliffs if way_of(one) == MALLOC]
         tunables = settings[0].partition("=")[2] if settings else ""
@@ -195,7 +203,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         }
     steps = {way: [one["step_ns"] for one in times] for way, times in taken.items()}
     made = {"network": name, "input": list(network(name).shape), "made": provenance()}
-    return {**made, "unnamed": scanned["unnamed"], "cliffs": cliffs, "steps_ns": steps}
+    return {**made, "unlisted": scanned["unlisted"], "cliffs": cliffs, "steps_ns": steps}
 
 
 def in_turn(running: dict[str, Contestant], rounds: int) -> dict[str, list[dict[str, Any]]]:

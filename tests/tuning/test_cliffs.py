@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from ucudnn.backends import DeviceState, open_backend
 from ucudnn.cli import app
+from ucudnn.cli.targets import Recipe
+from ucudnn.cli.timed_steps import times_in_processes
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.execution.execute import bind
@@ -18,8 +20,8 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.split import Split, Step
 from ucudnn.tracing import trace_layers
-from ucudnn.tuning.cliffs import StepTimer, find_cliffs
-from ucudnn.tuning.cliffs.step_timer import Setting, StepTimes
+from ucudnn.tuning.cliffs import find_cliffs
+from ucudnn.tuning.cliffs.step_times import Setting, StepTimes, TimedStep, interleaved
 from ucudnn.tuning.tuner import layers_by_problem
 
 MS, MIB = 1_000_000, 1 << 20
@@ -202,6 +204,8 @@ def test_the_command(tmp_path, monkeypatch):
         CliRunner().invoke(app, [*command, "--json", "--output", str(output)]).stdout
     )
     assert len(Plan.load(output).kernels) == 2
+    assert document["steps_ns"]["torch"] > 0
+    assert document["failures"] == {}
     alone = CliRunner().invoke(app, ["doctor", "--output", str(output)])
     assert isinstance(alone.exception, ConfigError)
     assert "which is not given" in str(alone.exception)
@@ -209,23 +213,22 @@ def test_the_command(tmp_path, monkeypatch):
 
 
 class WrittenSteps:
-    """Steps whose times are written by the test: one for each setting, and after malloc's."""
+    """Steps whose times in each setting are written by the test; in others the step fails."""
 
-    def __init__(self, step_ms, reason="", **settings):
-        self.step_ns, self.reason, self.asked = step_ms * MS, reason, []
-        self.settings = settings
+    def __init__(self, step_ms, **kernels_ms):
+        self.step_ms, self.kernels_ms = step_ms, kernels_ms
+        self.asked = {}
 
-    def reason_against(self):
-        return self.reason
+    def __call__(self, settings):
+        self.asked = settings
+        return {name: self.times(self.kernels_ms.get(name)) for name in settings}
 
-    def times(self, settings):
-        self.asked.append(settings)
-        name = "again" if len(self.asked) > 1 else None
-        return {
-            one: StepTimes(self.step_ns, self.settings[name or one])
-            for one in settings
-            if (name or one) in self.settings
-        }
+    def times(self, kernels_ms):
+        if kernels_ms is None:
+            return "no memory"
+        # in other layouts and by other kernels the step takes less
+        step_ms = self.step_ms - (kernels_ms is not self.kernels_ms["torch"])
+        return StepTimes(step_ms * MS, {p: ms * MS for p, ms in kernels_ms.items()})
 
 
 def test_steps_decide(scripted):
@@ -233,12 +236,8 @@ def test_steps_decide(scripted):
     backend = scripted(torch_default=cost(3), fast=cost(1))
     wide = replace(FPROP, out_channels=3)
     layers = {FPROP: ("a", "b"), wide: ("c",)}
-    steps = WrittenSteps(
-        1000,
-        torch={FPROP: 100 * MS, wide: 20 * MS},
-        plan={FPROP: 40 * MS, wide: 19 * MS},
-    )
-    scan = find_cliffs(layers, backend, steps=steps)
+    steps = WrittenSteps(1000, torch={FPROP: 100, wide: 20}, splits={FPROP: 40, wide: 19})
+    scan = find_cliffs(layers, backend, time_steps=steps)
     (cliff,) = scan.found
     # of two calls together
     assert (cliff.time_ns, cliff.remedied_ns, cliff.saved_ns) == (50 * MS, 20 * MS, 60 * MS)
@@ -247,26 +246,37 @@ def test_steps_decide(scripted):
     assert scan.plan.split(wide).is_default
     assert not scan.plan.split(FPROP).is_default
     # both were proposed to the step
-    (settings,) = steps.asked
-    assert not any(settings["plan"].plan.split(problem).is_default for problem in layers)
-    assert "Times are medians of calls in whole steps of 1.00 s." in scan.sentences()
+    assert not any(steps.asked["splits"].plan.split(problem).is_default for problem in layers)
+    assert scan.sentences()[-1] == (
+        "Times are of calls in whole steps, which take 1.00 s (torch), 999 ms (splits)."
+    )
+    # a plan has times of kernels alone
+    (kernel,) = (one for one in scan.plan.kernels if one.problem == FPROP)
+    assert (kernel.timing.time_ns, kernel.default.time_ns) == (8 * MS, 24 * MS)
 
 
-def test_what_saves_too_little_of_a_step_is_not_named(scripted):
+def test_what_saves_too_little_of_a_step_is_not_listed(scripted):
     backend = scripted(torch_default=cost(3), fast=cost(1))
-    steps = WrittenSteps(1001, torch={FPROP: 8 * MS}, plan={FPROP: 3 * MS})
-    scan = find_cliffs({FPROP: ("a",)}, backend, steps=steps)
-    assert (scan.found, scan.unnamed) == ((), 1)
-    assert scan.sentences()[-1] == "1 more save too little of it."
-    steps = WrittenSteps(1000, torch={FPROP: 8 * MS}, plan={FPROP: 3 * MS})
-    assert len(find_cliffs({FPROP: ("a",)}, backend, steps=steps).found) == 1
+    steps = WrittenSteps(1001, torch={FPROP: 8}, splits={FPROP: 3})
+    scan = find_cliffs({FPROP: ("a",)}, backend, time_steps=steps)
+    assert (scan.found, scan.unlisted) == ((), 1)
+    assert scan.sentences()[-1] == "1 more cliff would save less than 0.5 % of a step each."
+    steps = WrittenSteps(1000, torch={FPROP: 8}, splits={FPROP: 3})
+    assert len(find_cliffs({FPROP: ("a",)}, backend, time_steps=steps).found) == 1
 
 
-def test_steps_where_malloc_keeps_blocks(scripted):
+def test_steps_where_malloc_keeps_blocks(scripted, monkeypatch):
     backend = scripted(torch_default=cost(3))
-    steps = WrittenSteps(1000, torch={LARGE: 90 * MS}, again={LARGE: 30 * MS})
-    (cliff,) = find_cliffs({LARGE: ("a",)}, backend, lambda: True, steps=steps).found
+    steps = WrittenSteps(1000, torch={LARGE: 90}, malloc={LARGE: 30})
+    monkeypatch.setattr("ucudnn.tuning.cliffs.search.describe_allocator", lambda: "glibc")
+    # a process of its own has the setting
+    keep = pytest.fail
+    (cliff,) = find_cliffs({LARGE: ("a",)}, backend, keep, time_steps=steps).found
     assert (cliff.kind, cliff.saved_ns) == ("allocator threshold", 60 * MS)
+    assert steps.asked["malloc"].keeps_blocks
+    monkeypatch.setattr("ucudnn.tuning.cliffs.search.describe_allocator", lambda: "other")
+    assert find_cliffs({LARGE: ("a",)}, backend, time_steps=steps).found == ()
+    assert "malloc" not in steps.asked
 
 
 def test_steps_in_another_layout(scripted):
@@ -275,34 +285,62 @@ def test_steps_in_another_layout(scripted):
         (MS, 0) if part.layout == "nhwc" else backend.costs[name](part.batch)
     )
     last = replace(FPROP, layout="nhwc")
-    times = {"torch": {FPROP: 90 * MS}, "channels_last": {last: 30 * MS}}
-    (cliff,) = find_cliffs({FPROP: ("a",)}, backend, steps=WrittenSteps(1000, **times)).found
+
+    def found(channels_last, step_ms=1000):
+        steps = WrittenSteps(step_ms, torch={FPROP: 90})
+        steps.kernels_ms |= {} if channels_last is None else {"channels_last": channels_last}
+        return find_cliffs({FPROP: ("a", "b")}, backend, time_steps=steps)
+
+    (cliff,) = found({last: 30}).found
     assert (cliff.remedy, cliff.saved_ns) == ("channels_last", 60 * MS)
-    # it stays where it was, or the step fails in that layout: nothing is saved
-    times["channels_last"] = {FPROP: 80 * MS}
-    assert find_cliffs({FPROP: ("a",)}, backend, steps=WrittenSteps(1000, **times)).found == ()
-    del times["channels_last"]
-    assert find_cliffs({FPROP: ("a",)}, backend, steps=WrittenSteps(1000, **times)).found == ()
+    # one of two calls stays in the layout that it had
+    (cliff,) = found({last: 10, FPROP: 40}).found
+    assert cliff.saved_ns == 40 * MS
+    assert found({last: 15, FPROP: 50}).found == ()
+    # it is another kernel there
+    assert found({}).found == ()
+    # the step fails in that layout
+    scan = found(None)
+    assert scan.found == ()
+    assert scan.sentences()[-1] == "The step fails (channels_last): no memory."
 
 
-@pytest.mark.parametrize("reason", ["the model is too large", ""])
-def test_where_no_step_can_be_run_the_scan_stands(scripted, reason):
-    backend = scripted(torch_default=cost(3), fast=cost(1))
-    scan = find_cliffs({FPROP: ("a",)}, backend, steps=WrittenSteps(9, reason))
-    assert scan.found[0].saved_ns == 16 * MS
-    assert scan.sentences()[-1] == (
-        f"No step was run because {reason or 'the step fails'}: a kernel may take another time "
-        f"there than alone."
+def test_a_layout_in_which_the_step_is_slower_is_not_proposed(scripted):
+    backend = scripted(torch_default=cost(3))
+    backend.charged = lambda name, part: (
+        (MS, 0) if part.layout == "nhwc" else backend.costs[name](part.batch)
     )
+    last = replace(FPROP, layout="nhwc")
+    for step_ms, is_proposed in ((1000, False), (999, True)):
+        times = {
+            "torch": StepTimes(1000 * MS, {FPROP: 90 * MS}),
+            "channels_last": StepTimes(step_ms * MS, {last: 30 * MS}),
+        }
+        scan = find_cliffs({FPROP: ("a",)}, backend, time_steps=lambda _, times=times: times)
+        assert bool(scan.found) == is_proposed
+
+
+def test_where_the_step_fails_the_scan_stands(scripted):
+    backend = scripted(torch_default=cost(3), fast=cost(1))
+    scan = find_cliffs({FPROP: ("a",)}, backend, time_steps=lambda names: dict.fromkeys(names, "x"))
+    assert scan.found[0].saved_ns == 16 * MS
+    assert scan.sentences()[-3:] == [
+        "No step was timed: a kernel may take another time there than alone.",
+        "The step fails (torch): x.",
+        "The step fails (splits): x.",
+    ]
 
 
 def test_a_step_is_timed_and_the_model_stays_as_it_was(stateful_model):
     x = torch.randn(4, 3, 8, 8)
     before = {name: value.clone() for name, value in stateful_model.state_dict().items()}
     random = torch.get_rng_state()
-    timer = StepTimer(stateful_model, x, open_backend("auto"), is_training=True)
     layers = layers_by_problem(trace_layers(stateful_model, x).layers, Config())
-    times = timer.times({"torch": Setting(), "last": Setting("channels_last")})
+    backend = open_backend("auto")
+    settings = {"torch": Setting(), "last": Setting("channels_last")}
+    times = interleaved(
+        {name: TimedStep(stateful_model, x, backend, True, one) for name, one in settings.items()}
+    )
     assert set(times["torch"].kernels_ns) == set(layers)
     assert 0 < sum(times["torch"].kernels_ns.values()) < times["torch"].step_ns
     assert all(problem.layout == "nhwc" for problem in times["last"].kernels_ns)
@@ -312,13 +350,57 @@ def test_a_step_is_timed_and_the_model_stays_as_it_was(stateful_model):
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_setting_in_which_the_step_fails_is_left_out():
-    class Viewed(torch.nn.Conv2d):
-        def forward(self, x):
-            return super().forward(x).view(-1)
+def test_a_setting_that_fails_later_is_left_out_then():
+    rounds = iter([StepTimes(1, {FPROP: 5}), StepTimes(2, {FPROP: 7})])
 
-    timer = StepTimer(Viewed(3, 4, 3), torch.ones(2, 3, 9, 9), open_backend("auto"), True)
-    assert list(timer.times({"torch": Setting(), "last": Setting("channels_last")})) == ["torch"]
-    inference = StepTimer(Viewed(3, 4, 3), torch.ones(2, 3, 9, 9), open_backend("auto"), False)
-    (problem,) = inference.times({"torch": Setting()})["torch"].kernels_ns
-    assert problem.op == "fprop"
+    def step():
+        found = next(rounds, None)
+        if found is None:
+            raise RuntimeError("out of memory\nat length")
+        return found
+
+    taken = iter(range(100, 200))
+    times = interleaved({"a": lambda: StepTimes(next(taken), {}), "b": step})
+    # the first step does not count
+    assert times == {"a": StepTimes(105, {}), "b": "out of memory"}
+
+
+MODELS = """
+import os, sys
+from torch import nn
+
+print("a model may print")
+
+class Viewed(nn.Conv2d):
+    def forward(self, x):
+        print("as often as it likes")
+        tunables = "glibc.malloc.mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+        if tunables:
+            x = nn.functional.pad(x, (1, 1))
+        y = super().forward(x)
+        return y.view(-1) if y.is_contiguous() else sys.exit("ended")
+
+def viewed():
+    return Viewed(3, 4, 3)
+"""
+
+
+@pytest.mark.process
+def test_steps_in_processes(tmp_path):
+    """Each setting is that of a process; one whose step fails, or that ends, is left out."""
+    (tmp_path / "viewed.py").write_text(MODELS)
+    recipe = Recipe(f"{tmp_path}/viewed.py:viewed", ("2x3x9x9",))
+    problem = Problem("fprop", 2, 3, 4, (9, 9), (3, 3))
+    settings = {
+        "torch": Setting(),
+        "malloc": Setting(keeps_blocks=True),
+        "last": Setting("channels_last"),
+    }
+    times = times_in_processes(recipe, "auto", settings)
+    assert times["last"] == "the process has ended"
+    # the gradient of an input is asked of no first layer
+    assert set(times["torch"].kernels_ns) == {problem, replace(problem, op="wgrad")}
+    wide = replace(problem, input_size=(9, 11))
+    assert set(times["malloc"].kernels_ns) == {wide, replace(wide, op="wgrad")}
+    inference = times_in_processes(recipe._replace(infer=True), "auto", {"torch": Setting()})
+    assert set(inference["torch"].kernels_ns) == {problem}

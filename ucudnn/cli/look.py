@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -339,17 +340,17 @@ def _print_doctor(found: Diagnosis) -> None:
 def _find_cliffs(recipe: Recipe, output: Path | None, as_json: bool) -> None:
     """Scan the convolutions of a model's step."""
     from ucudnn.backends import open_backend
-    from ucudnn.tuning.cliffs import StepTimer, find_cliffs, large_blocks_stay
+    from ucudnn.cli.timed_steps import times_in_processes
+    from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
     from ucudnn.tuning.tuner import device_type, layers_by_problem
 
     config = settings(None, {"ops": passes(None, recipe.infer)})
     named = name_model(recipe)
     layers = layers_by_problem(named.trace(config.ops, device_type(config)).layers, config)
-    backend = open_backend(config.backend)
-    named.fill()
-    steps = StepTimer(named.module, named.examples, backend, config.ops != ("fprop",))
+    time_steps = partial(times_in_processes, recipe, config.backend)
     with bar("scanning kernels, then whole steps") as update:
-        found = find_cliffs(layers, backend, large_blocks_stay, update, steps)
+        backend = open_backend(config.backend)
+        found = find_cliffs(layers, backend, large_blocks_stay, update, time_steps)
     if output is not None and found.plan is not None:
         found.plan.save(output)
     if as_json:

@@ -49,7 +49,7 @@ class StandIn(Protocol):
 
 
 class Everything:
-    """Contains everything: the filter shapes of what computes all convolutions.
+    """A container of every filter shape, for a stand-in that computes all convolutions.
 
     >>> (3, 4, 5) in Everything()
     True

@@ -33,22 +33,22 @@ _TRIAL_NS = 1_000_000
 
 
 class _Known:
-    """What follows from some measurements, as far as it was asked for.
+    """Conclusions from some measurements, drawn as they are asked for.
 
     Args:
         entries: the measurements.
-        telling: for each curve the sizes and times that are long enough to extrapolate from.
+        informative: for each curve the sizes and times that are long enough to extrapolate from.
         is_disproved: some measurement beat the bound of the roofline.
     """
 
     def __init__(
         self,
         entries: Sequence[Measurement],
-        telling: Mapping[str, list[tuple[int, int]]],
+        informative: Mapping[str, list[tuple[int, int]]],
         is_disproved: bool,
     ) -> None:
         self.entries = entries
-        self.telling = telling
+        self.informative = informative
         self.is_disproved = is_disproved
         self.expected_ns: dict[Arm, int] = {}
         # By whether times rule out, too.
@@ -96,7 +96,7 @@ class Elimination:
         return known.reasons[self.is_active]
 
     def _so_far(self) -> _Known:
-        """What follows from the measurements so far; kept until there is another one."""
+        """Conclusions from the measurements so far; kept until there is another one."""
         entries = list(self._records.values())
         known = self._known
         # Measurements are replaced and never changed.
@@ -105,7 +105,7 @@ class Elimination:
             or len(known.entries) != len(entries)
             or not all(map(is_, known.entries, entries))
         ):
-            known = self._known = _Known(entries, self._telling(), self._is_disproved())
+            known = self._known = _Known(entries, self._informative(), self._is_disproved())
         return known
 
     def _reason(self, arms: Sequence[Arm], best_ns: float | None) -> str:
@@ -172,7 +172,7 @@ class Elimination:
             return 0
         extrapolated = [
             _CALL_NS + int((time_ns - _CALL_NS) * growth(smaller, cost))
-            for size, time_ns in known.telling.get(self._candidates.curves[arm], ())
+            for size, time_ns in known.informative.get(self._candidates.curves[arm], ())
             if size <= arm.size and (smaller := self._candidates.cost(size, arm.algorithm))
         ]
         roofline = None if known.is_disproved else self._roofline
@@ -192,7 +192,7 @@ class Elimination:
             if entry.time_ns and (cost := self._candidates.cost(arm.size, arm.algorithm))
         )
 
-    def _telling(self) -> dict[str, list[tuple[int, int]]]:
+    def _informative(self) -> dict[str, list[tuple[int, int]]]:
         """For each curve the sizes and times that are long enough to extrapolate from."""
         found: dict[str, list[tuple[int, int]]] = {}
         for arm, entry in self._records.items():
@@ -217,7 +217,7 @@ class Elimination:
     def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
         """The smallest arm of a curve that is long enough to extrapolate from, if it never ran."""
         first = arms[0]
-        is_known = self._candidates.curves[first] in self._so_far().telling
+        is_known = self._candidates.curves[first] in self._so_far().informative
         if is_known or self._candidates.cost(first.size, first.algorithm) is None:
             return None
         runnable = [arm for arm in arms if self._workspaces.can_be_run(arm)]

@@ -154,6 +154,8 @@ class TuningScheduler:
             self.results.pool = Pool(config, layers_by_problem, limits, *parts)
         self._at_work = ""
         self._total_ns = 0
+        # Kernels among which the time that is left is divided.
+        self._waiting: Collection[Problem] = ()
 
     def run(self) -> None:
         """Tune everything, or as much as the time allows.
@@ -210,6 +212,7 @@ class TuningScheduler:
         if self._by_share and not self._config.curve:
             self._keep_defaults()
         left = [problem for problem in self._layers if problem not in self.results.plans]
+        self._waiting = left
         groups = self._shares.by_gain(left) if self._by_share else self._shares.by_geometry()
         self.devices.spread(map(self._tune, groups))
         # Whole calls showed that they need more than their chunks: divide again, knowing that.
@@ -226,11 +229,13 @@ class TuningScheduler:
 
         They get as long again as the default budget, and then what they need for any plan at all.
         """
-        for seconds in (self._effort.budget_s(self._total_ns), None):
+        had_budget = self._budget.deadline is not None
+        for seconds in (self._effort.budget_s(self._total_ns), None) if had_budget else (None,):
             missing = self.results.missing
             if missing:
                 self._budget.extend(seconds)
                 self.devices.stop_at(self._budget.deadline)
+                self._waiting = missing
                 self.devices.spread(map(self._tune, self._shares.by_gain(missing)))
 
     def _keep_defaults(self) -> None:
@@ -245,7 +250,7 @@ class TuningScheduler:
         if self._by_share:
             # Devices work at the same time, so that a group may take as many times its part of the
             # time as there are of them.
-            waiting = self._shares.gain_ns(p for p in self._layers if p not in self.results.plans)
+            waiting = self._shares.gain_ns(p for p in self._waiting if p not in self.results.plans)
             part = self._shares.gain_ns(problems) / waiting if waiting else 1.0
             self._budget.allot(session, part * len(self.devices))
 

@@ -8,6 +8,5 @@ kernel finds its memory and the caches in another state there than by itself.
 
 from ucudnn.tuning.cliffs.found import Cliff, Cliffs
 from ucudnn.tuning.cliffs.search import find_cliffs, large_blocks_stay
-from ucudnn.tuning.cliffs.step_timer import StepTimer
 
-__all__ = ["Cliff", "Cliffs", "StepTimer", "find_cliffs", "large_blocks_stay"]
+__all__ = ["Cliff", "Cliffs", "find_cliffs", "large_blocks_stay"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ucudnn.measurement import Device
@@ -11,7 +12,9 @@ from ucudnn.problem import Problem
 from ucudnn.split import Split
 from ucudnn.units import format_bytes, format_ns
 
-CHANNELS_LAST = "channels_last"
+# Settings in which steps are timed: by torch, in another layout, by the splits and algorithms that
+# are proposed, and where malloc keeps large blocks.
+TORCH, CHANNELS_LAST, SPLITS, MALLOC = "torch", "channels_last", "splits", "malloc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Cliff:
             "allocator threshold", "2^31 elements", "dtype" or "slow kernel".
         remedy: what removes it.
         time_ns: of one call by torch, the mean of all calls where it was timed in steps.
-        remedied_ns: of one call with the remedy, timed in turn with it.
+        remedied_ns: of one call with the remedy.
         workspace_bytes: of one call by torch.
         remedied_bytes: workspace with the remedy.
         split: that is the remedy; None where another layout, dtype or malloc is.
@@ -69,9 +72,10 @@ class Cliffs:
         is_perturbed: others used the processors meanwhile, so that times are too long.
         plan: all scanned kernels, with the splits that are proposed; None where nothing was
             scanned.
-        step_ns: time of a step by torch; 0 where none was run, so that times are of kernels alone.
-        no_step: reason why none was run; "" where none was asked for.
-        unnamed: cliffs that were found and save too little of a step.
+        steps_ns: time of a step in each setting; empty where none was run, so that times are of
+            kernels alone.
+        failures: reasons why the step fails, by setting.
+        unlisted: number of cliffs that would save too little of a step.
     """
 
     found: tuple[Cliff, ...]
@@ -81,9 +85,9 @@ class Cliffs:
     total: int
     is_perturbed: bool = False
     plan: Plan | None = None
-    step_ns: int = 0
-    no_step: str = ""
-    unnamed: int = 0
+    steps_ns: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+    unlisted: int = 0
 
     def sentences(self) -> list[str]:
         """Each cliff, and how much was looked at."""
@@ -118,13 +122,20 @@ class Cliffs:
         return said
 
     def _timed_in(self) -> list[str]:
-        """Say what was timed: steps, or kernels alone."""
-        if self.step_ns:
-            said = [f"Times are medians of calls in whole steps of {format_ns(self.step_ns)}."]
-            return [*said, *[f"{self.unnamed} more save too little of it."] * (self.unnamed > 0)]
-        why = f" because {self.no_step}" if self.no_step else ""
-        alone = f"No step was run{why}: a kernel may take another time there than alone."
-        return [alone] if self.found or why else []
+        """Say in which steps the times were taken, and in which the step fails."""
+        said = []
+        if self.steps_ns:
+            by = ", ".join(f"{format_ns(ns)} ({name})" for name, ns in self.steps_ns.items())
+            said.append(f"Times are of calls in whole steps, which take {by}.")
+            if any(one.kind == "dtype" for one in self.found):
+                said.append("Those of another dtype are of kernels alone.")
+        elif self.found:
+            said.append("No step was timed: a kernel may take another time there than alone.")
+        said += [f"The step fails ({name}): {why}." for name, why in self.failures.items()]
+        if self.unlisted:
+            more = f"{self.unlisted} more cliff{'s' if self.unlisted > 1 else ''}"
+            said.append(f"{more} would save less than 0.5 % of a step each.")
+        return said
 
     def to_dict(self) -> dict[str, Any]:
         """All but the plan, as JSON values."""

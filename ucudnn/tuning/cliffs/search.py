@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from time import monotonic
 
 import torch
@@ -19,16 +20,18 @@ from ucudnn.backends.torch_cpu.allocator import (
 from ucudnn.config import Config
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning.cliffs.found import CHANNELS_LAST, Cliff, Cliffs
+from ucudnn.split import KernelPlan
+from ucudnn.tuning.cliffs.found import CHANNELS_LAST, MALLOC, SPLITS, TORCH, Cliff, Cliffs
 from ucudnn.tuning.cliffs.scan import LEAST_RATIO, Scan
-from ucudnn.tuning.cliffs.step_timer import Setting, StepTimer, StepTimes
+from ucudnn.tuning.cliffs.step_times import Setting, StepTimes
 
 _MOST_S = 120.0
 # Of a step; what saves less is within the noise of most machines.
 _LEAST_SHARE = 0.005
-_TORCH, _PLAN = "torch", "plan"
 
 OnKernel = Callable[[int, int], None]
+# Times of steps in some settings; instead of times, the reason why the step fails.
+TimeSteps = Callable[[Mapping[str, Setting]], Mapping[str, StepTimes | str]]
 
 
 def large_blocks_stay() -> bool:
@@ -47,7 +50,7 @@ def find_cliffs(
     backend: AbstractBackend,
     keep_blocks: Callable[[], bool] | None = None,
     on_kernel: OnKernel = lambda *_: None,
-    steps: StepTimer | None = None,
+    time_steps: TimeSteps | None = None,
 ) -> Cliffs:
     """Scan the convolutions of a step, the largest first, for two minutes at most.
 
@@ -58,8 +61,9 @@ def find_cliffs(
             could; torch's own convolutions with large blocks are then timed once more. None: leave
             malloc as it is.
         on_kernel: called after every kernel, with how many are done and how many there are.
-        steps: of the model, in which torch's own kernels and those of the cliffs are then timed
-            once more, for two minutes at most; None: what the scan found stands.
+        time_steps: computes steps of the model in several settings, in turn. Cliffs then have the
+            times in steps, and `keep_blocks` is called only if the step fails. None: they have the
+            times of the scan.
     """
     # Load is what others used since it was last asked for.
     backend.state()
@@ -67,38 +71,36 @@ def find_cliffs(
     conditions = backend.conditions()
     search = _Search(layers, backend)
     search.scan_all(on_kernel)
-    reason = "" if steps is None else steps.reason_against()
-    timer = None if reason else steps
-    if timer is not None and not search.time_in_steps(timer):
-        timer, reason = None, "the step fails"
+    is_timed = time_steps is not None and search.time_in_steps(time_steps)
     # Last, because times before and after it cannot be compared with each other.
-    if keep_blocks is not None and keep_blocks():
-        search.add_allocator_cliffs(timer)
+    if not is_timed and keep_blocks is not None and keep_blocks():
+        search.add_allocator_cliffs()
     found = sorted(search.found, key=lambda cliff: -cliff.saved_ns)
-    named = [one for one in found if one.saved_ns >= _LEAST_SHARE * search.step_ns]
-    kernels = search.scan.kernels(layers, named)
+    listed = [one for one in found if one.saved_ns >= _LEAST_SHARE * search.step_ns]
+    kernels = search.kernels(listed)
     place = (backend.device(), backend.software(), conditions)
     return Cliffs(
-        tuple(named),
+        tuple(listed),
         backend.device(),
-        convolutions_ns=sum(ns * len(layers[p]) for p, ns in search.scan.own_ns.items()),
-        scanned=len(search.scan.own_ns),
+        convolutions_ns=sum(ns * len(layers[p]) for p, ns in search.own_ns.items()),
+        scanned=len(search.own_ns),
         total=len(layers),
         is_perturbed=backend.state().load > 0,
         plan=Plan(kernels, *place, Config(), backend.name) if kernels else None,
-        step_ns=search.step_ns,
-        no_step=reason,
-        unnamed=len(found) - len(named),
+        steps_ns=search.steps_ns,
+        failures=search.failures,
+        unlisted=len(found) - len(listed),
     )
 
 
 class _Search:
-    """What is known of the cliffs of a step.
+    """Cliffs of a step, as far as they are known.
 
     Attributes:
-        scan: of its convolutions, each alone.
         found: cliffs so far.
-        step_ns: time of a step by torch; 0 if none was run.
+        own_ns: time of a call of each convolution that was scanned, by torch.
+        steps_ns: time of a step in each setting; empty if none was run.
+        failures: reasons why the step fails, by setting.
 
     Args:
         layers: names of the layers of each distinct problem.
@@ -106,83 +108,109 @@ class _Search:
     """
 
     def __init__(self, layers: Mapping[Problem, tuple[str, ...]], backend: AbstractBackend) -> None:
-        self.scan = Scan(backend, monotonic() + _MOST_S)
         self.found: list[Cliff] = []
-        self.step_ns = 0
+        self.own_ns: dict[Problem, int] = {}
+        self.steps_ns: dict[str, int] = {}
+        self.failures: dict[str, str] = {}
         self._layers = layers
         self._backend = backend
+        self._scan = Scan(backend, monotonic() + _MOST_S)
+        # As the scan found them.
+        self._alone: list[Cliff] = []
+
+    @property
+    def step_ns(self) -> int:
+        """Time of a step by torch; 0 if none was run."""
+        return self.steps_ns.get(TORCH, 0)
 
     def scan_all(self, on_kernel: OnKernel) -> None:
         """Time each convolution alone, and what could replace it."""
         # Function modes of the caller would change where operands are allocated.
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for problem in sorted(self._layers, key=lambda p: -p.flops * len(self._layers[p])):
-                self.found += self.scan.cliffs(problem, self._layers[problem])
-                on_kernel(len(self.scan.own_ns), len(self._layers))
+                self._alone += self._scan.cliffs(problem, self._layers[problem])
+                on_kernel(len(self._scan.own_ns), len(self._layers))
+        self.found, self.own_ns = list(self._alone), dict(self._scan.own_ns)
 
-    def time_in_steps(self, timer: StepTimer) -> bool:
-        """Replace the times by those in whole steps; False if a step fails."""
-        settings = {_TORCH: Setting()}
-        if any(one.split is not None for one in self.found):
-            settings[_PLAN] = Setting(plan=self._plan())
-        if any(one.remedy == CHANNELS_LAST for one in self.found):
-            settings[CHANNELS_LAST] = Setting(CHANNELS_LAST)
-        times = timer.times(settings)
-        if _TORCH not in times:
+    def kernels(self, listed: Iterable[Cliff]) -> tuple[KernelPlan, ...]:
+        """Plans of all scanned kernels, by the splits of some cliffs and else by torch.
+
+        Their times are those of kernels alone, as in any plan.
+        """
+        wanted = {cliff.problem for cliff in listed if cliff.split is not None}
+        alone = [cliff for cliff in self._alone if cliff.problem in wanted]
+        return self._scan.kernels(self._layers, alone)
+
+    def time_in_steps(self, time_steps: TimeSteps) -> bool:
+        """Replace the times by those in whole steps; False if the step fails."""
+        found = time_steps(self._settings())
+        times = {name: one for name, one in found.items() if isinstance(one, StepTimes)}
+        self.failures = {name: one for name, one in found.items() if isinstance(one, str)}
+        if TORCH not in times:
             return False
-        self.step_ns = times[_TORCH].step_ns
-        for problem in self.scan.own_ns:
-            own_ns = self._call_ns(times[_TORCH], problem)
+        self.steps_ns = {name: one.step_ns for name, one in times.items()}
+        for problem in self.own_ns:
+            own_ns = self._call_ns(times[TORCH], problem)
             # What this step does not compute keeps its time.
-            self.scan.own_ns[problem] = own_ns or self.scan.own_ns[problem]
-        self.found = list(_that_pay(self._in_steps(one, times) for one in self.found))
+            self.own_ns[problem] = own_ns or self.own_ns[problem]
+        again = times.get(MALLOC, times[TORCH])
+        kept = (self._with_blocks(one, self._call_ns(again, one)) for one in self._large)
+        self.found = list(_that_pay([self._in_steps(one, times) for one in self._alone], kept))
         return True
 
-    def _plan(self) -> Plan:
-        place = (self._backend.device(), self._backend.software(), self._backend.conditions())
-        kernels = self.scan.kernels(self._layers, self.found)
-        return Plan(kernels, *place, Config(), self._backend.name)
+    def _settings(self) -> dict[str, Setting]:
+        """Torch's own step, and one for each way to apply a remedy."""
+        settings = {TORCH: Setting()}
+        if any(one.split is not None for one in self._alone):
+            place = (self._backend.device(), self._backend.software(), self._backend.conditions())
+            kernels = self.kernels(self._alone)
+            settings[SPLITS] = Setting(plan=Plan(kernels, *place, Config(), self._backend.name))
+        if any(one.remedy == CHANNELS_LAST for one in self._alone):
+            settings[CHANNELS_LAST] = Setting(CHANNELS_LAST)
+        is_glibc = self._backend.device().type == "cpu" and describe_allocator() == "glibc"
+        if self._large and is_glibc:
+            settings[MALLOC] = Setting(keeps_blocks=True)
+        return settings
 
     def _in_steps(self, cliff: Cliff, times: Mapping[str, StepTimes]) -> Cliff:
-        """A cliff with its times in steps; its remedy takes as long if the step fails with it."""
-        if cliff.split is None and cliff.remedy != CHANNELS_LAST:
-            # A step in another dtype would be one of another model.
+        """A cliff with its times in steps; nothing is saved where its remedy does not work."""
+        name = SPLITS if cliff.split is not None else cliff.remedy
+        if name not in (SPLITS, CHANNELS_LAST):
+            # A step in another dtype would be one of another model: its times are of kernels alone.
             return cliff
-        time_ns = self.scan.own_ns[cliff.problem]
-        name = CHANNELS_LAST if cliff.split is None else _PLAN
-        remedied_ns = time_ns
-        if name in times:
-            last = replace(cliff.problem, layout="nhwc")
-            # A layer whose input is not in that layout is computed as before.
-            wanted = [last, cliff.problem] if name == CHANNELS_LAST else [cliff.problem]
-            taken = (self._call_ns(times[name], one, len(cliff.layers)) for one in wanted)
-            remedied_ns = next((ns for ns in taken if ns), time_ns)
+        time_ns = self.own_ns[cliff.problem]
+        remedied_ns = self._call_ns(times[name], cliff.problem) if name in times else 0
+        # The whole model changes its layout, and must not lose elsewhere what it saves here.
+        is_slower = name == CHANNELS_LAST and self.steps_ns.get(name, 0) >= self.step_ns
+        if not remedied_ns or is_slower:
+            remedied_ns = time_ns
         return replace(cliff, time_ns=time_ns, remedied_ns=remedied_ns)
 
-    def _call_ns(self, times: StepTimes, problem: Problem, calls: int = 0) -> int:
-        """Time of one call, the mean of all in a step; 0 if there was none."""
-        return times.kernels_ns.get(problem, 0) // (calls or len(self._layers[problem]))
+    def _call_ns(self, times: StepTimes, problem: Problem) -> int:
+        """Time of one call, the mean of all in a step in whichever layout; 0 if there was none."""
+        either = [problem]
+        last = replace(problem, layout="nhwc") if problem.rank > 1 else problem
+        # Calls that the model itself computes in that layout are a problem of their own.
+        if last not in self._layers:
+            either.append(last)
+        total_ns = sum(times.kernels_ns.get(one, 0) for one in either)
+        return total_ns // len(self._layers[problem])
 
-    def add_allocator_cliffs(self, timer: StepTimer | None) -> None:
-        """Add convolutions with blocks that malloc gave back, now that it keeps them."""
-        sizes = self.scan.own_bytes.items()
-        large = [p for p, size in sizes if max(size, p.result_bytes) >= GLIBC_MMAP_THRESHOLD]
-        if timer is None:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                self.found += _that_pay(
-                    self._with_blocks(problem, self.scan.again_ns(problem)) for problem in large
-                )
-            return
-        again = timer.times({_TORCH: Setting()}) if large else {}
-        if _TORCH in again:
-            self.found += _that_pay(
-                self._with_blocks(problem, self._call_ns(again[_TORCH], problem))
-                for problem in large
-            )
+    @property
+    def _large(self) -> list[Problem]:
+        """Convolutions with blocks that malloc would give back."""
+        sizes = self._scan.own_bytes.items()
+        return [p for p, size in sizes if max(size, p.result_bytes) >= GLIBC_MMAP_THRESHOLD]
+
+    def add_allocator_cliffs(self) -> None:
+        """Add convolutions with large blocks, now that malloc keeps these."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            again = [(problem, self._scan.again_ns(problem)) for problem in self._large]
+        self.found += _that_pay(self._with_blocks(*one) for one in again)
 
     def _with_blocks(self, problem: Problem, time_ns: int | None) -> Cliff:
         """The cliff of a convolution that takes this time where malloc keeps blocks."""
-        own_ns, size = self.scan.own_ns[problem], self.scan.own_bytes[problem]
+        own_ns, size = self.own_ns[problem], self._scan.own_bytes[problem]
         remedy = f"GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES}"
         times = own_ns, time_ns or own_ns
         return Cliff(
@@ -190,5 +218,5 @@ class _Search:
         )
 
 
-def _that_pay(cliffs: Iterable[Cliff]) -> Iterator[Cliff]:
-    return (one for one in cliffs if one.remedied_ns * LEAST_RATIO <= one.time_ns)
+def _that_pay(*cliffs: Iterable[Cliff]) -> Iterator[Cliff]:
+    return (one for one in chain(*cliffs) if one.remedied_ns * LEAST_RATIO <= one.time_ns)

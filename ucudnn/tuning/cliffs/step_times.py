@@ -1,0 +1,135 @@
+"""Time the kernels of whole steps, by torch in several settings and by a plan, in turn."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ucudnn.backends import AbstractBackend
+from ucudnn.benchmark.failures import first_line
+from ucudnn.benchmark.statistics import median_ns
+from ucudnn.errors import UnplannedWarning
+from ucudnn.execution.override import Installation
+from ucudnn.execution.runner import Runner
+from ucudnn.execution.stepping import STEP_ERRORS, Steps, undisturbed
+from ucudnn.execution.timing import KernelTimer
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
+
+# After this time no more rounds begin, once there are the least.
+_MOST_S, _LEAST_ROUNDS, _MOST_ROUNDS = 60.0, 3, 9
+
+
+class StepTimes(NamedTuple):
+    """Times of a step, or medians of several.
+
+    Args:
+        step_ns: of the step; on a GPU it has to wait for each kernel, which takes time, too.
+        kernels_ns: of all calls of each kernel in it.
+    """
+
+    step_ns: int
+    kernels_ns: Mapping[Problem, int]
+
+
+class Setting(NamedTuple):
+    """A way to compute a step.
+
+    Args:
+        memory_format: as for `Stepper`.
+        plan: None: torch's own convolutions.
+        keeps_blocks: glibc's malloc keeps large blocks of the process for reuse.
+    """
+
+    memory_format: str = "keep"
+    plan: Plan | None = None
+    keeps_blocks: bool = False
+
+
+class TimedStep:
+    """Computes steps of a model, which stays as it is, and times each kernel.
+
+    Args:
+        model: any module.
+        inputs: example inputs, as for `Steps`.
+        backend: of the device that it runs on.
+        is_training: forward and backward; else forward without a graph, as for inference.
+        setting: its layout and plan; malloc is that of this process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        backend: AbstractBackend,
+        is_training: bool,
+        setting: Setting,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._is_training = is_training
+        self._step = Steps(model, inputs, is_training, setting.memory_format)
+        self._runner = None if setting.plan is None else Runner(setting.plan)
+
+    def __call__(self) -> StepTimes:
+        """Compute one step."""
+        timer = KernelTimer(self._backend.elapsed_ns, self._runner)
+        with (
+            undisturbed(self._model),
+            self._mode(),
+            warnings.catch_warnings(),
+            Installation(self._backend.device().type, timer),
+        ):
+            # The plan has only what was scanned in time.
+            warnings.simplefilter("ignore", UnplannedWarning)
+            step_ns = self._backend.elapsed_ns(self._step)
+        return StepTimes(step_ns, timer.times_ns)
+
+    def _mode(self) -> AbstractContextManager[object]:
+        # An inference keeps nothing for a backward pass.
+        return nullcontext() if self._is_training else torch.no_grad()
+
+
+def interleaved(steps: Mapping[str, Callable[[], StepTimes]]) -> dict[str, StepTimes | str]:
+    """Medians of steps in several settings, one of each in every round, for a minute or so.
+
+    A setting in which a step fails has the reason instead. There are three rounds at least, and one
+    more before them, which finds kernels and fills caches.
+
+    >>> def fails():
+    ...     raise RuntimeError("no memory")
+    >>> interleaved({"a": lambda: StepTimes(3, {}), "b": fails})
+    {'a': StepTimes(step_ns=3, kernels_ns={}), 'b': 'no memory'}
+
+    Args:
+        steps: compute a step each.
+    """
+    samples = {name: list[StepTimes]() for name in steps}
+    failures: dict[str, str] = {}
+    until = monotonic() + _MOST_S
+    for done in range(1 + _MOST_ROUNDS):
+        if done > _LEAST_ROUNDS and monotonic() >= until:
+            break
+        # Each other round goes backwards, so that none always follows the same.
+        for name in list(samples)[:: -1 if done % 2 else 1]:
+            try:
+                samples[name].append(steps[name]())
+            except STEP_ERRORS as error:
+                failures[name] = first_line(error)
+                del samples[name]
+    return {name: _medians(taken[1:]) for name, taken in samples.items()} | failures
+
+
+def _medians(taken: list[StepTimes]) -> StepTimes:
+    kernels = {problem for one in taken for problem in one.kernels_ns}
+    # A model may choose in each step what it computes: what is not there took no time.
+    return StepTimes(
+        median_ns([one.step_ns for one in taken]),
+        {p: median_ns([one.kernels_ns.get(p, 0) for one in taken]) for p in kernels},
+    )
