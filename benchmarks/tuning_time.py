@@ -3,10 +3,12 @@
     python benchmarks/tuning_time.py                              # all networks, without a limit
     python benchmarks/tuning_time.py resnet18 --limit 16MiB --effort quick --out tuning_time.json
     python benchmarks/tuning_time.py --layout auto                # the plan decides the layout, too
+    python benchmarks/tuning_time.py resnet50 --budget 60 --thorough        # what haste loses
 
 Each network is tuned from an empty cache in a process of its own. Its step is raced by torch's own
 convolutions as the model is and in channels_last, and by the plan, in turn, after the race that
-tuning ends with. Memory is the peak of the process: after steps alone, and after tuning. Needs
+tuning ends with. Memory is the peak of the process: after steps alone, and after tuning. With
+--thorough a plan of that effort, tuned from another empty cache, takes part in the race, too. Needs
 transformers and monai (the extra `test`).
 """
 
@@ -19,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,8 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", help=f"default: all: {', '.join(NETWORKS)}")
     parser.add_argument("--limit", help="workspace limit, such as 16MiB; default: none")
     parser.add_argument("--effort", default="normal")
+    parser.add_argument("--budget", type=float, help="seconds; default: that of the effort")
+    parser.add_argument("--thorough", action="store_true", help="race a thorough plan, too")
     parser.add_argument("--layout", default="keep", help="keep or auto")
     parser.add_argument("--rounds", type=int, default=7, help="of the race of steps afterwards")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
@@ -65,6 +70,8 @@ def main() -> None:
         command = [sys.executable, __file__, name, "--child", "--effort", options.effort]
         command += ["--rounds", str(options.rounds), "--layout", options.layout]
         command += ["--limit", options.limit] if options.limit else []
+        command += ["--budget", str(options.budget)] if options.budget else []
+        command += ["--thorough"] if options.thorough else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             console.print(f"{name}: failed with exit status {done.returncode}")
@@ -86,13 +93,13 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         step()
         step_ns = timed(step)
     step_peak = peak_bytes()
-    settings = {"workspace_limit": options.limit, "effort": options.effort}
-    config = Config(**settings, layout=options.layout, cache=tempfile.mkdtemp())
-    began = time.monotonic()
-    plan = ucudnn.tune(model, x, config)
-    seconds = time.monotonic() - began
-    tuning_peak = peak_bytes()
-    samples = raced(model, x, plan, options.rounds)
+    settings = {"workspace_limit": options.limit, "layout": options.layout}
+    hasty = Config(**settings, effort=options.effort, time_budget_s=options.budget)
+    plan, seconds = tuned(model, x, hasty)
+    plans, tuning_peak, thorough_s = {"plan": plan}, peak_bytes(), None
+    if options.thorough:
+        plans["thorough"], thorough_s = tuned(model, x, Config(**settings, effort="thorough"))
+    samples = raced(model, x, plans, options.rounds)
     fastest = min(("torch", "channels_last"), key=lambda which: median_ns(samples[which]))
     return {
         "network": name,
@@ -102,7 +109,9 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "limit": options.limit,
         "effort": options.effort,
         "first_step_ns": step_ns,
-        "seconds": round(seconds, 1),
+        "budget_s": options.budget,
+        "seconds": seconds,
+        "thorough_seconds": thorough_s,
         "kernels": len(plan.kernels),
         "changed": sum(not kernel.is_default for kernel in plan.kernels),
         "step_race": plan.step_race.to_dict() if plan.step_race else None,
@@ -112,25 +121,38 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "speed_up": ratio_of(samples, "torch"),
         "fastest_of_torch": fastest,
         "speed_up_over_fastest": ratio_of(samples, fastest),
+        "thorough_over_plan": ratio_of(samples, "thorough") if options.thorough else None,
         "peak_of_steps_bytes": step_peak,
         "peak_of_tuning_bytes": tuning_peak,
         "noise": noise_of(plan).to_dict(),
     }
 
 
-def raced(model: nn.Module, x: Tensor, plan: ucudnn.Plan, rounds: int) -> dict[str, list[int]]:
-    """Times in ns of steps by torch in both layouts and by the plan, one of each per round."""
-    runner = Runner(plan)  # looks every call up once, as in a run that installs a plan once
-    own_ways = {"torch": "keep", "channels_last": "channels_last", "plan": plan.memory_format}
-    samples: dict[str, list[int]] = {who: [] for who in own_ways}
+def tuned(model: nn.Module, x: Tensor, config: Config) -> tuple[ucudnn.Plan, float]:
+    """A plan tuned from an empty cache, and how many seconds that took."""
+    with tempfile.TemporaryDirectory() as cache:
+        began = time.monotonic()
+        plan = ucudnn.tune(model, x, replace(config, cache=cache))
+        return plan, round(time.monotonic() - began, 1)
+
+
+def raced(
+    model: nn.Module, x: Tensor, plans: Mapping[str, ucudnn.Plan], rounds: int
+) -> dict[str, list[int]]:
+    """Times in ns of steps by torch in both layouts and by plans, one of each per round."""
+    # They look every call up once, as in a run that installs a plan once.
+    runners = {who: Runner(plan) for who, plan in plans.items()}
+    ways = {"torch": "keep", "channels_last": "channels_last"}
+    ways |= {who: plan.memory_format for who, plan in plans.items()}
+    samples: dict[str, list[int]] = {who: [] for who in ways}
     chance = random.Random(0)
     with undisturbed(model):
-        steps = {which: Steps(model, x, memory_format=which) for which in set(own_ways.values())}
+        steps = {which: Steps(model, x, memory_format=which) for which in set(ways.values())}
         for number in range(rounds + 1):
             for who in chance.sample(list(samples), len(samples)):
-                installed = Installation(plan.device.type, runner) if who == "plan" else None
-                with installed or nullcontext():
-                    time_ns = timed(steps[own_ways[who]])
+                runner = runners.get(who)
+                with nullcontext() if runner is None else Installation("cpu", runner):
+                    time_ns = timed(steps[ways[who]])
                 if number:
                     samples[who].append(time_ns)
     return samples
@@ -161,12 +183,19 @@ def sentence(one: dict[str, Any]) -> str:
     ratio, low, high = one["speed_up"]
     over, least, most = one["speed_up_over_fastest"]
     memory = one["peak_of_tuning_bytes"] / one["peak_of_steps_bytes"]
+    beside = ""
+    if one["thorough_over_plan"]:
+        times, lowest, highest = one["thorough_over_plan"]
+        beside = (
+            f"; a thorough plan, tuned in {one['thorough_seconds']} s, takes {times:.3f} "
+            f"({lowest:.3f} to {highest:.3f}) times as long as the plan"
+        )
     return (
         f"{one['network']}: tuned in {one['seconds']} s, {one['changed']} of {one['kernels']} "
         f"kernels changed, {one['memory_format']}; torch's step over the plan's {ratio:.3f} "
         f"({low:.3f} to {high:.3f}), that of the faster layout {over:.3f} ({least:.3f} to "
         f"{most:.3f}); "
-        f"peak of tuning {memory:.2f} times that of steps"
+        f"peak of tuning {memory:.2f} times that of steps{beside}"
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.problem import Problem
-from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.budget import Budget
+from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.tuner import tune_problems
 
 MS, MIB = 1_000_000, 1 << 20
@@ -76,6 +77,27 @@ def test_no_default_time_budget_leaves_a_kernel_over_the_limit(scripted, monkeyp
     # a time that the user sets holds
     hasty = Config(workspace_limit=limit, effort="quick", time_budget_s=1e-9)
     assert tune_problems(layers, hasty).kernels == ()
+
+
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
+@pytest.mark.parametrize(
+    ("budgets", "extended"),
+    [([0.0, 1000.0], [1000.0]), ([0.0, 0.0], [0.0, None]), ([None, None], [])],
+)
+def test_kernels_without_a_plan_get_a_second_default_budget(
+    scripted, monkeypatch, budgets, extended
+):
+    """What is over the limit gets as long again, and only then whatever it takes."""
+    answers, seen = iter(budgets), []
+    monkeypatch.setattr(Effort, "budget_s", lambda *_: next(answers))
+    extend = Budget.extend
+    monkeypatch.setattr(
+        Budget, "extend", lambda self, seconds: (seen.append(seconds), extend(self, seconds))
+    )
+    scripted(torch_default=lambda size: (size * MS, size * MIB))
+    plan = tune_problems([("a", problem(8)), ("b", problem(4))], Config(workspace_limit=4 * MIB))
+    assert len(plan.kernels) == 2
+    assert seen == extended
 
 
 def test_the_default_budget_is_told_and_follows_from_the_step(scripted, monkeypatch):
