@@ -92,7 +92,9 @@ class _StepProcess(AbstractClosable):
         self._ask({})
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
-        times = json.loads(answer) if answer else {"failure": "the process has ended"}
+        if not answer:
+            raise RuntimeError("the process has ended")
+        times = json.loads(answer)
         if "failure" in times:
             raise RuntimeError(times["failure"])
         kernels = {Problem.from_dict(problem): ns for problem, ns in times["kernels_ns"]}
