@@ -4,11 +4,12 @@
     python benchmarks/doctor_promise.py resnet50 --rounds 15
     python benchmarks/doctor_promise.py --tiny --rounds 3                  # a minute, to try it
 
-Each network is scanned in a process of its own. Its proposals are then applied: splits and
-algorithms by the plan that the scan writes, malloc's threshold by GLIBC_TUNABLES, another layout by
-a model in it. One process for each way to run computes steps, one of each way in every round, in
-random order. Saved is the time that the calls of a cliff's kernel take in a step by torch's own
-minus the time that they take with the remedy, in the same round; promised is what the scan said.
+Each network is scanned in a process of its own, as by `ucudnn doctor`. Its proposals are then
+applied: splits and algorithms by the plan that the scan writes, malloc's threshold by
+GLIBC_TUNABLES, another layout by a model in it. One process for each computes training steps, one
+of each in every round, in random order. Promised is what the scan says that a remedy saves of a
+step. Saved is, for splits, the time that their kernels take by torch minus their own in the same
+round; for the others, which change the whole step, the difference of the two steps.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
+from ucudnn.tuning.cliffs.found import CHANNELS_LAST, MALLOC, SPLITS, TORCH
 from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.units import format_ns
 
-TORCH, PLAN, MALLOC, LAYOUT = "torch", "plan", "malloc", "channels_last"
+TUNABLES = "GLIBC_TUNABLES="
 TOLERATED = 0.2
 console = Console(width=150, soft_wrap=True, highlight=False)
 
@@ -153,9 +155,9 @@ def serve(name: str, way: str, folder: Path) -> None:
     """Compute a step for each line that comes."""
     model, backend = made(name), open_backend("auto")
     x = torch.randn(network(name).shape)
-    if way == LAYOUT:
+    if way == CHANNELS_LAST:
         model, x = (one.to(memory_format=torch.channels_last) for one in (model, x))
-    runner = Runner(Plan.load(folder / "cliffs.plan.json")) if way == PLAN else None
+    runner = Runner(Plan.load(folder / "cliffs.plan.json")) if way == SPLITS else None
     found = json.loads((folder / "cliffs.json").read_text())["found"]
     problems = [Problem.from_dict(one["problem"]) for one in found if one["kind"] != "dtype"]
     for _ in sys.stdin:
@@ -175,13 +177,6 @@ def time_of(timer: KernelTimer, problem: Problem) -> int:
     return sum(timer.times_ns.get(one, 0) for one in dict.fromkeys(either))
 
 
-def way_of(cliff: dict[str, Any]) -> str:
-    """The way to run that applies a cliff's remedy."""
-    if cliff["split"] is not None:
-        return PLAN
-    return LAYOUT if cliff["remedy"] == LAYOUT else MALLOC
-
-
 def measured(name: str, rounds: int) -> dict[str, Any]:
     """The cliffs of a network, and the times of its kernels and steps with and without them."""
     with tempfile.TemporaryDirectory() as folder:
@@ -189,21 +184,21 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         scanned = json.loads(Path(folder, "cliffs.json").read_text())
         # Another dtype would be another model.
         cliffs = [one for one in scanned["found"] if one["kind"] != "dtype"]
-        ways = sorted({way_of(one) for one in cliffs})
-        settings = [one["remedy"] for one in cliffs if way_of(one) == MALLOC]
-        tunables = settings[0].partition("=")[2] if settings else ""
+        ways = [way for way in scanned["saved_ns"] if way]
+        settings = [one["remedy"] for one in cliffs if one["remedy"].startswith(TUNABLES)]
+        tunables = settings[0].removeprefix(TUNABLES) if settings else ""
         running = {way: Contestant(name, way, folder, tunables) for way in (TORCH, *ways)}
         taken = in_turn(running, rounds)
         for one in running.values():
             one.end()
     for number, cliff in enumerate(cliffs):
-        pair = (TORCH, way_of(cliff))
         cliff["samples_ns"] = {
-            way: [one["kernels_ns"][number] for one in taken[way]] for way in pair
+            way: [one["kernels_ns"][number] for one in times] for way, times in taken.items()
         }
     steps = {way: [one["step_ns"] for one in times] for way, times in taken.items()}
     made = {"network": name, "input": list(network(name).shape), "made": provenance()}
-    return {**made, "unlisted": scanned["unlisted"], "cliffs": cliffs, "steps_ns": steps}
+    found = {key: scanned[key] for key in ("saved_ns", "steps_ns", "failures", "unlisted")}
+    return {**made, "promised": found, "cliffs": cliffs, "steps_ns": steps}
 
 
 def in_turn(running: dict[str, Contestant], rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -246,11 +241,23 @@ class Kept(NamedTuple):
         )
 
 
-def kept(samples: dict[str, list[int]], way: str, promised_ns: int) -> Kept:
+def kept(own_ns: list[int], remedied_ns: list[int], promised_ns: int) -> Kept:
     """Compare a promise with the times of torch's own and of a remedy, round by round."""
-    pairs = zip(samples[TORCH], samples[way], strict=True)
-    saved = [own - remedied for own, remedied in pairs]
+    saved = [own - remedied for own, remedied in zip(own_ns, remedied_ns, strict=True)]
     return Kept(promised_ns, round(median(saved)), *median_interval(saved))
+
+
+def kept_by(found: dict[str, Any], way: str) -> Kept:
+    """What one remedy saved of a step."""
+    promised_ns = found["promised"]["saved_ns"][way]
+    if way != SPLITS:
+        return kept(found["steps_ns"][TORCH], found["steps_ns"][way], promised_ns)
+    samples = [one["samples_ns"] for one in found["cliffs"] if one["split"] is not None]
+    own, remedied = (
+        [sum(ns) for ns in zip(*(one[who] for one in samples), strict=True)]
+        for who in (TORCH, SPLITS)
+    )
+    return kept(own, remedied, promised_ns)
 
 
 def signed(time_ns: int) -> str:
@@ -259,25 +266,30 @@ def signed(time_ns: int) -> str:
 
 
 def report(found: dict[str, Any]) -> None:
-    """Print one network: each cliff by itself, and steps with all of them."""
-    table = Table(title=f"{found['network']}, {'x'.join(map(str, found['input']))}")
-    for heading in ("what", "remedy", "promised", "saved", "ratio (95 %)", "within 20 %"):
-        table.add_column(heading)
-    promised: dict[str, int] = {}
+    """Print one network: the kernels on cliffs, and what each remedy saved."""
+    title = f"{found['network']}, {'x'.join(map(str, found['input']))}"
+    kernels = Table("kernel", "kind", "remedy", "by the scan", "in these steps", title=title)
     for cliff in found["cliffs"]:
         way = way_of(cliff)
-        promised[way] = promised.get(way, 0) + cliff["saved_ns"]
-        one = kept(cliff["samples_ns"], way, cliff["saved_ns"])
-        what = f"{cliff['kind']}: {Problem.from_dict(cliff['problem'])}"
-        remedy = "malloc keeps blocks" if way == MALLOC else cliff["remedy"]
-        table.add_row(what, remedy, *one.cells())
-    # Another layout changes all of a step.
-    promised.pop(LAYOUT, None)
-    for way, total in promised.items():
-        table.add_row("a step", f"all of {way}", *kept(found["steps_ns"], way, total).cells())
-    console.print(table)
+        scanned = [cliff[key] * len(cliff["layers"]) for key in ("time_ns", "remedied_ns")]
+        taken = [median_ns(cliff["samples_ns"][one]) for one in (TORCH, way)]
+        both = (" to ".join(map(format_ns, times)) for times in (scanned, taken))
+        kernels.add_row(str(Problem.from_dict(cliff["problem"])), cliff["kind"], way, *both)
+    console.print(kernels)
+    steps = Table("remedy", "promised", "saved", "ratio (95 %)", "within 20 %")
+    for way in found["promised"]["saved_ns"]:
+        if way:
+            steps.add_row(way, *kept_by(found, way).cells())
+    console.print(steps)
     own = format_ns(median_ns(found["steps_ns"][TORCH]))
     console.print(f"A step by torch's own convolutions takes {own}.")
+
+
+def way_of(cliff: dict[str, Any]) -> str:
+    """The way to run that applies a cliff's remedy."""
+    if cliff["split"] is not None:
+        return SPLITS
+    return MALLOC if cliff["remedy"].startswith(TUNABLES) else CHANNELS_LAST
 
 
 if __name__ == "__main__":

@@ -20,21 +20,36 @@ def promise(script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def test_a_promise_and_what_was_saved(promise: ModuleType) -> None:
-    samples = {"torch": [200, 220, 240, 200, 200, 200], "plan": [120, 140, 160, 120, 120, 120]}
-    kept = promise.kept(samples, "plan", 88)
+    own, remedied = [200, 220, 240, 200, 200, 200], [120, 140, 160, 120, 120, 120]
+    kept = promise.kept(own, remedied, 88)
     assert (kept.saved_ns, kept.low_ns, kept.high_ns) == (80, 80, 80)
     assert kept.ratio == pytest.approx(80 / 88)
     assert kept.is_kept
     for promised, is_kept in ((64, False), (68, True), (99, True), (101, False)):
-        assert promise.kept(samples, "plan", promised).is_kept == is_kept
-    slower = promise.kept({"torch": [1, 1, 1], "plan": [4, 4, 4]}, "plan", 10)
+        assert promise.kept(own, remedied, promised).is_kept == is_kept
+    slower = promise.kept([1, 1, 1], [4, 4, 4], 10)
     assert slower.cells() == ("10 ns", "-3 ns", "-0.30 (-0.30 to -0.30)", "no")
+
+
+def test_splits_save_in_their_kernels_and_malloc_in_the_whole_step(promise: ModuleType) -> None:
+    kernels = {"torch": [9, 9, 9], "splits": [4, 5, 4], "malloc": [1, 1, 1]}
+    found = {
+        "promised": {"saved_ns": {"splits": 10, "malloc": 60}},
+        "steps_ns": {"torch": [100, 110, 120], "splits": [1, 1, 1], "malloc": [50, 50, 50]},
+        "cliffs": [
+            {"split": {}, "remedy": "", "samples_ns": kernels},
+            {"split": {}, "remedy": "", "samples_ns": kernels},
+            {"split": None, "remedy": "GLIBC_TUNABLES=a", "samples_ns": kernels},
+        ],
+    }
+    assert promise.kept_by(found, "splits").saved_ns == 10
+    assert promise.kept_by(found, "malloc").saved_ns == 60
 
 
 @pytest.mark.parametrize(
     ("cliff", "way"),
     [
-        ({"split": {}, "remedy": "the algorithm phases"}, "plan"),
+        ({"split": {}, "remedy": "the algorithm phases"}, "splits"),
         ({"split": None, "remedy": "channels_last"}, "channels_last"),
         ({"split": None, "remedy": "GLIBC_TUNABLES=a=1"}, "malloc"),
     ],

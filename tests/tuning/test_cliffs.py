@@ -179,7 +179,8 @@ def test_each_kind_of_remedy_says_how_it_is_applied(scripted):
         return True
 
     scan = find_cliffs({LARGE: ("a",)}, backend, keep)
-    assert any(one.startswith("Apply: GLIBC_TUNABLES=") for one in scan.sentences())
+    (said,) = (one for one in scan.sentences() if one.startswith("Apply GLIBC_TUNABLES="))
+    assert said.endswith(" python SCRIPT. That saves 16.0 ms of a step.")
     assert scan.plan.split(LARGE).is_default
 
 
@@ -250,6 +251,8 @@ def test_steps_decide(scripted):
     assert scan.sentences()[-1] == (
         "Times are of calls in whole steps, which take 1.00 s (torch), 999 ms (splits)."
     )
+    assert scan.to_dict()["saved_ns"] == {"splits": 60 * MS}
+    assert any(one.endswith("That saves 60.0 ms of a step.") for one in scan.sentences())
     # a plan has times of kernels alone
     (kernel,) = (one for one in scan.plan.kernels if one.problem == FPROP)
     assert (kernel.timing.time_ns, kernel.default.time_ns) == (8 * MS, 24 * MS)
@@ -274,6 +277,9 @@ def test_steps_where_malloc_keeps_blocks(scripted, monkeypatch):
     (cliff,) = find_cliffs({LARGE: ("a",)}, backend, keep, time_steps=steps).found
     assert (cliff.kind, cliff.saved_ns) == ("allocator threshold", 60 * MS)
     assert steps.asked["malloc"].keeps_blocks
+    # malloc changes more of a step than this kernel: the step says what that saves
+    scan = find_cliffs({LARGE: ("a",)}, backend, time_steps=steps)
+    assert scan.to_dict()["saved_ns"] == {"malloc": MS}
     monkeypatch.setattr("ucudnn.tuning.cliffs.search.describe_allocator", lambda: "other")
     assert find_cliffs({LARGE: ("a",)}, backend, time_steps=steps).found == ()
     assert "malloc" not in steps.asked

@@ -153,7 +153,7 @@ class _Search:
             own_ns = self._call_ns(times[TORCH], problem)
             # What this step does not compute keeps its time.
             self.own_ns[problem] = own_ns or self.own_ns[problem]
-        again = times.get(MALLOC, times[TORCH])
+        again = times[MALLOC] if self._is_faster(MALLOC) else times[TORCH]
         kept = (self._with_blocks(one, self._call_ns(again, one)) for one in self._large)
         self.found = list(_that_pay([self._in_steps(one, times) for one in self._alone], kept))
         return True
@@ -178,13 +178,15 @@ class _Search:
         if name not in (SPLITS, CHANNELS_LAST):
             # A step in another dtype would be one of another model: its times are of kernels alone.
             return cliff
-        time_ns = self.own_ns[cliff.problem]
-        remedied_ns = self._call_ns(times[name], cliff.problem) if name in times else 0
-        # The whole model changes its layout, and must not lose elsewhere what it saves here.
-        is_slower = name == CHANNELS_LAST and self.steps_ns.get(name, 0) >= self.step_ns
-        if not remedied_ns or is_slower:
-            remedied_ns = time_ns
+        time_ns = remedied_ns = self.own_ns[cliff.problem]
+        if name in times and (name == SPLITS or self._is_faster(name)):
+            # What is another kernel there is not remedied.
+            remedied_ns = self._call_ns(times[name], cliff.problem) or time_ns
         return replace(cliff, time_ns=time_ns, remedied_ns=remedied_ns)
+
+    def _is_faster(self, setting: str) -> bool:
+        """True if a setting of the whole step does not lose elsewhere what it saves."""
+        return self.steps_ns.get(setting, self.step_ns) < self.step_ns
 
     def _call_ns(self, times: StepTimes, problem: Problem) -> int:
         """Time of one call, the mean of all in a step in whichever layout; 0 if there was none."""
