@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
     """Read the command line; --quick sets what it does not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("networks", nargs="*", help=f"default: all: {', '.join(NETWORKS)}")
-    parser.add_argument("--quick", action="store_true", help="about 110 s for each network")
+    parser.add_argument("--quick", action="store_true", help="about 80 s for each network")
     parser.add_argument("--mode", choices=MODES, help="default: both")
     parser.add_argument("--input", help="shape, such as 8x3x224x224; default: that of each network")
     parser.add_argument("--limit", help="workspace limit, such as 16MiB; default: none")
