@@ -26,7 +26,6 @@ from argparse import RawTextHelpFormatter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ from torch import nn
 
 import ucudnn
 from ucudnn.backends import open_backend
-from ucudnn.benchmark.statistics import median_interval, median_ns
+from ucudnn.benchmark.statistics import median_interval, midmean_ns
 from ucudnn.cli.targets import Recipe
 from ucudnn.cli.timed_steps import times_in_processes
 from ucudnn.execution.override import Installation
@@ -73,7 +72,7 @@ def main() -> None:
     """Scan, apply and time each network of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("networks", nargs="*", help="default: resnet18 resnet50")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="one small network")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -214,7 +213,7 @@ def in_turn(running: dict[str, Contestant], rounds: int) -> dict[str, list[dict[
 
 
 class Kept(NamedTuple):
-    """A promise, and what was saved, with the 95 % interval of the median."""
+    """A promise, and what was saved: the mean of the middle half, the interval of the median."""
 
     promised_ns: int
     saved_ns: int
@@ -228,7 +227,7 @@ class Kept(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """True if the median is within a fifth of what was promised."""
+        """True if it is within a fifth of what was promised."""
         return abs(self.ratio - 1) <= TOLERATED
 
     def cells(self) -> tuple[str, ...]:
@@ -244,7 +243,7 @@ class Kept(NamedTuple):
 def kept(own_ns: list[int], remedied_ns: list[int], promised_ns: int) -> Kept:
     """Compare a promise with the times of torch's own and of a remedy, round by round."""
     saved = [own - remedied for own, remedied in zip(own_ns, remedied_ns, strict=True)]
-    return Kept(promised_ns, round(median(saved)), *median_interval(saved))
+    return Kept(promised_ns, midmean_ns(saved), *median_interval(saved))
 
 
 def kept_by(found: dict[str, Any], way: str) -> Kept:
@@ -272,7 +271,7 @@ def report(found: dict[str, Any]) -> None:
     for cliff in found["cliffs"]:
         way = way_of(cliff)
         scanned = [cliff[key] * len(cliff["layers"]) for key in ("time_ns", "remedied_ns")]
-        taken = [median_ns(cliff["samples_ns"][one]) for one in (TORCH, way)]
+        taken = [midmean_ns(cliff["samples_ns"][one]) for one in (TORCH, way)]
         both = (" to ".join(map(format_ns, times)) for times in (scanned, taken))
         kernels.add_row(str(Problem.from_dict(cliff["problem"])), cliff["kind"], way, *both)
     console.print(kernels)
@@ -281,7 +280,7 @@ def report(found: dict[str, Any]) -> None:
         if way:
             steps.add_row(way, *kept_by(found, way).cells())
     console.print(steps)
-    own = format_ns(median_ns(found["steps_ns"][TORCH]))
+    own = format_ns(midmean_ns(found["steps_ns"][TORCH]))
     console.print(f"A step by torch's own convolutions takes {own}.")
 
 

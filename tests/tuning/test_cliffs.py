@@ -260,11 +260,11 @@ def test_steps_decide(scripted):
 
 def test_what_saves_too_little_of_a_step_is_not_listed(scripted):
     backend = scripted(torch_default=cost(3), fast=cost(1))
-    steps = WrittenSteps(1001, torch={FPROP: 8}, splits={FPROP: 3})
+    steps = WrittenSteps(2501, torch={FPROP: 8}, splits={FPROP: 3})
     scan = find_cliffs({FPROP: ("a",)}, backend, time_steps=steps)
     assert (scan.found, scan.unlisted) == ((), 1)
-    assert scan.sentences()[-1] == "1 more cliff would save less than 0.5 % of a step each."
-    steps = WrittenSteps(1000, torch={FPROP: 8}, splits={FPROP: 3})
+    assert scan.sentences()[-1] == "1 more cliff would save less than 0.2 % of a step each."
+    steps = WrittenSteps(2500, torch={FPROP: 8}, splits={FPROP: 3})
     assert len(find_cliffs({FPROP: ("a",)}, backend, time_steps=steps).found) == 1
 
 
@@ -368,7 +368,7 @@ def test_a_setting_that_fails_later_is_left_out_then():
     taken = iter(range(100, 200))
     times = interleaved({"a": lambda: StepTimes(next(taken), {}), "b": step})
     # the first step does not count
-    assert times == {"a": StepTimes(105, {}), "b": "out of memory"}
+    assert times == {"a": StepTimes(108, {}), "b": "out of memory"}
 
 
 MODELS = """

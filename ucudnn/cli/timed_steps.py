@@ -36,7 +36,7 @@ _TUNABLES = "GLIBC_TUNABLES"
 def times_in_processes(
     recipe: Recipe, backend: str, settings: Mapping[str, Setting]
 ) -> dict[str, StepTimes | str]:
-    """Medians of steps in several settings, each in a process of its own.
+    """Means of steps in several settings, each in a process of its own.
 
     A setting in which a step fails has the reason instead.
 

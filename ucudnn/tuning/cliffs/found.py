@@ -160,7 +160,7 @@ class Cliffs:
         said += [f"The step fails ({name}): {why}." for name, why in self.failures.items()]
         if self.unlisted:
             more = f"{self.unlisted} more cliff{'s' if self.unlisted > 1 else ''}"
-            said.append(f"{more} would save less than 0.5 % of a step each.")
+            said.append(f"{more} would save less than 0.2 % of a step each.")
         return said
 
     def to_dict(self) -> dict[str, Any]:

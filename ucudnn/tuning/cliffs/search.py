@@ -27,7 +27,7 @@ from ucudnn.tuning.cliffs.step_times import Setting, StepTimes
 
 _MOST_S = 120.0
 # Of a step; what saves less is within the noise of most machines.
-_LEAST_SHARE = 0.005
+_LEAST_SHARE = 0.002
 
 OnKernel = Callable[[int, int], None]
 # Times of steps in some settings; instead of times, the reason why the step fails.

@@ -13,7 +13,7 @@ from torch import nn
 
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.failures import first_line
-from ucudnn.benchmark.statistics import median_ns
+from ucudnn.benchmark.statistics import midmean_ns
 from ucudnn.errors import UnplannedWarning
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
@@ -23,11 +23,11 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 
 # After this time no more rounds begin, once there are the least.
-_MOST_S, _LEAST_ROUNDS, _MOST_ROUNDS = 60.0, 3, 9
+_MOST_S, _LEAST_ROUNDS, _MOST_ROUNDS = 90.0, 3, 15
 
 
 class StepTimes(NamedTuple):
-    """Times of a step, or medians of several.
+    """Times of a step, or means of several.
 
     Args:
         step_ns: of the step; on a GPU it has to wait for each kernel, which takes time, too.
@@ -97,10 +97,11 @@ class TimedStep:
 
 
 def interleaved(steps: Mapping[str, Callable[[], StepTimes]]) -> dict[str, StepTimes | str]:
-    """Medians of steps in several settings, one of each in every round, for a minute or so.
+    """Means of steps in several settings, one of each in every round, for some 90 s.
 
-    A setting in which a step fails has the reason instead. There are three rounds at least, and one
-    more before them, which finds kernels and fills caches.
+    Of the rounds the middle half counts: whether a kernel finds its blocks paged in varies from
+    step to step. A setting in which a step fails has the reason instead. There are three rounds at
+    least, and one more before them, which finds kernels and fills caches.
 
     >>> def fails():
     ...     raise RuntimeError("no memory")
@@ -123,13 +124,13 @@ def interleaved(steps: Mapping[str, Callable[[], StepTimes]]) -> dict[str, StepT
             except STEP_ERRORS as error:
                 failures[name] = first_line(error)
                 del samples[name]
-    return {name: _medians(taken[1:]) for name, taken in samples.items()} | failures
+    return {name: _means(taken[1:]) for name, taken in samples.items()} | failures
 
 
-def _medians(taken: list[StepTimes]) -> StepTimes:
+def _means(taken: list[StepTimes]) -> StepTimes:
     kernels = {problem for one in taken for problem in one.kernels_ns}
     # A model may choose in each step what it computes: what is not there took no time.
     return StepTimes(
-        median_ns([one.step_ns for one in taken]),
-        {p: median_ns([one.kernels_ns.get(p, 0) for one in taken]) for p in kernels},
+        midmean_ns([one.step_ns for one in taken]),
+        {p: midmean_ns([one.kernels_ns.get(p, 0) for one in taken]) for p in kernels},
     )
