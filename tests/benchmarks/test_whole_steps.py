@@ -293,3 +293,16 @@ def test_layers_say_why_there_is_no_ratio(script: Callable[[str], ModuleType]) -
     ):
         chosen = {"8MiB": {"undivided": alone, "all": planned}}
         assert gain({"splits": splits, "chosen": chosen}, "8MiB") == said
+
+
+def test_batch_norms_of_an_inference_have_seen_a_batch(script: Callable[[str], ModuleType]) -> None:
+    """Else activations of random weights fade, and what is timed is denormal numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, momentum=0.3)).eval()
+    x = 1e-3 * torch.randn(8, 3, 9, 9)
+    script("networks").calibrate_(model, x)
+    assert not any(one.training for one in model)
+    assert model[1].momentum == 0.3
+    seen = model[0](x).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(model[1].running_mean, seen.mean(1))
+    torch.testing.assert_close(model[1].running_var, seen.var(1))
