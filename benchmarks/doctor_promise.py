@@ -1,7 +1,7 @@
 """Whether what `ucudnn doctor --cliffs` proposes saves what it promises.
 
     python benchmarks/doctor_promise.py --out doctor_promise.json          # ResNet-18 and -50
-    python benchmarks/doctor_promise.py resnet50 --rounds 15
+    python benchmarks/doctor_promise.py resnet50 --rounds 25
     python benchmarks/doctor_promise.py --tiny --rounds 3                  # a minute, to try it
 
 Each network is scanned in a process of its own, as by `ucudnn doctor`. Its proposals are then
@@ -47,7 +47,7 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
-from ucudnn.tuning.cliffs.found import CHANNELS_LAST, MALLOC, SPLITS, TORCH
+from ucudnn.tuning.cliffs.found import CHANNELS_LAST, DTYPE, MALLOC, SPLITS, TORCH
 from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.units import format_ns
 
@@ -183,7 +183,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         scanned = json.loads(Path(folder, "cliffs.json").read_text())
         # Another dtype would be another model.
         cliffs = [one for one in scanned["found"] if one["kind"] != "dtype"]
-        ways = [way for way in scanned["saved_ns"] if way]
+        ways = [way for way in scanned["saved_ns"] if way != DTYPE]
         settings = [one["remedy"] for one in cliffs if one["remedy"].startswith(TUNABLES)]
         tunables = settings[0].removeprefix(TUNABLES) if settings else ""
         running = {way: Contestant(name, way, folder, tunables) for way in (TORCH, *ways)}
@@ -195,9 +195,9 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
             way: [one["kernels_ns"][number] for one in times] for way, times in taken.items()
         }
     steps = {way: [one["step_ns"] for one in times] for way, times in taken.items()}
-    made = {"network": name, "input": list(network(name).shape), "made": provenance()}
+    what = {"network": name, "input": list(network(name).shape), "made": provenance()}
     found = {key: scanned[key] for key in ("saved_ns", "steps_ns", "failures", "unlisted")}
-    return {**made, "promised": found, "cliffs": cliffs, "steps_ns": steps}
+    return {**what, "promised": found, "cliffs": cliffs, "steps_ns": steps}
 
 
 def in_turn(running: dict[str, Contestant], rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -277,7 +277,7 @@ def report(found: dict[str, Any]) -> None:
     console.print(kernels)
     steps = Table("remedy", "promised", "saved", "ratio (95 %)", "within 20 %")
     for way in found["promised"]["saved_ns"]:
-        if way:
+        if way != DTYPE:
             steps.add_row(way, *kept_by(found, way).cells())
     console.print(steps)
     own = format_ns(midmean_ns(found["steps_ns"][TORCH]))

@@ -180,7 +180,7 @@ def test_each_kind_of_remedy_says_how_it_is_applied(scripted):
 
     scan = find_cliffs({LARGE: ("a",)}, backend, keep)
     (said,) = (one for one in scan.sentences() if one.startswith("Apply GLIBC_TUNABLES="))
-    assert said.endswith(" python SCRIPT. That saves 16.0 ms of a step.")
+    assert said.endswith(" python SCRIPT: a step takes 16.0 ms less.")
     assert scan.plan.split(LARGE).is_default
 
 
@@ -252,7 +252,7 @@ def test_steps_decide(scripted):
         "Times are of calls in whole steps, which take 1.00 s (torch), 999 ms (splits)."
     )
     assert scan.to_dict()["saved_ns"] == {"splits": 60 * MS}
-    assert any(one.endswith("That saves 60.0 ms of a step.") for one in scan.sentences())
+    assert any(one.endswith(": their kernels take 60.0 ms less.") for one in scan.sentences())
     # a plan has times of kernels alone
     (kernel,) = (one for one in scan.plan.kernels if one.problem == FPROP)
     assert (kernel.timing.time_ns, kernel.default.time_ns) == (8 * MS, 24 * MS)

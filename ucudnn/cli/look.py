@@ -347,9 +347,14 @@ def _find_cliffs(recipe: Recipe, output: Path | None, as_json: bool) -> None:
     config = settings(None, {"ops": passes(None, recipe.infer)})
     named = name_model(recipe)
     layers = layers_by_problem(named.trace(config.ops, device_type(config)).layers, config)
-    time_steps = partial(times_in_processes, recipe, config.backend)
-    with bar("scanning kernels, then whole steps") as update:
+    with bar("scanning kernels") as update:
         backend = open_backend(config.backend)
+        time_steps = partial(
+            times_in_processes,
+            recipe,
+            config.backend,
+            on_round=lambda done, most: update(done, most, "timing whole steps"),
+        )
         found = find_cliffs(layers, backend, large_blocks_stay, update, time_steps)
     if output is not None and found.plan is not None:
         found.plan.save(output)

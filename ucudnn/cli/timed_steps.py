@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TextIO
+from typing import Any, TextIO
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends import open_backend
 from ucudnn.backends.torch_cpu.allocator import LARGE_THRESHOLD_TUNABLES
+from ucudnn.benchmark.failures import first_line
 from ucudnn.cli.targets import Recipe, name_model
 from ucudnn.execution.stepping import STEP_ERRORS
 from ucudnn.plan import Plan
@@ -30,11 +30,15 @@ from ucudnn.problem import Problem
 from ucudnn.system.closing import AbstractClosable
 from ucudnn.tuning.cliffs.step_times import Setting, StepTimes, TimedStep, interleaved
 
+_MODULE = "ucudnn.cli.timed_steps"
 _TUNABLES = "GLIBC_TUNABLES"
 
 
 def times_in_processes(
-    recipe: Recipe, backend: str, settings: Mapping[str, Setting]
+    recipe: Recipe,
+    backend: str,
+    settings: Mapping[str, Setting],
+    on_round: Callable[[int, int], None] = lambda *_: None,
 ) -> dict[str, StepTimes | str]:
     """Means of steps in several settings, each in a process of its own.
 
@@ -43,7 +47,8 @@ def times_in_processes(
     Args:
         recipe: of the model.
         backend: by its name.
-        settings: by the names that the result has.
+        settings: by the names that the result has; all others are compared with the first.
+        on_round: as for `interleaved`.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -51,7 +56,7 @@ def times_in_processes(
             name: stack.enter_context(_StepProcess(recipe, backend, one, folder / f"{name}.json"))
             for name, one in settings.items()
         }
-        return interleaved({name: process.step for name, process in running.items()})
+        return interleaved({name: one.step for name, one in running.items()}, on_round)
 
 
 class _StepProcess(AbstractClosable):
@@ -65,7 +70,9 @@ class _StepProcess(AbstractClosable):
     """
 
     def __init__(self, recipe: Recipe, backend: str, setting: Setting, path: Path) -> None:
-        environment = dict(os.environ)
+        # It finds the same packages as this process; "" in sys.path is the current folder.
+        paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = {**os.environ, "PYTHONPATH": paths}
         if setting.keeps_blocks:
             known = environment.get(_TUNABLES, "")
             # Of two values of one name the last counts.
@@ -73,8 +80,11 @@ class _StepProcess(AbstractClosable):
         if setting.plan is not None:
             setting.plan.save(path)
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [sys.executable, "-m", __name__],
+            # -P: otherwise `-m` puts the current folder first in sys.path.
+            [sys.executable, "-P", "-m", _MODULE],
             env=environment,
+            # Ctrl-C is for the process that asks, which ends this one.
+            start_new_session=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -92,11 +102,11 @@ class _StepProcess(AbstractClosable):
         self._ask({})
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError("the process has ended")
-        times = json.loads(answer)
-        if "failure" in times:
-            raise RuntimeError(times["failure"])
+        times = json.loads(answer) if answer else None
+        if times is None or "failure" in times:
+            # It needs no memory any more, which the others may lack.
+            self.close()
+            raise RuntimeError(times["failure"] if times else "the process has ended")
         kernels = {Problem.from_dict(problem): ns for problem, ns in times["kernels_ns"]}
         return StepTimes(times["step_ns"], kernels)
 
@@ -116,8 +126,6 @@ class _StepProcess(AbstractClosable):
 
 def main() -> None:
     """Compute steps as asked for by standard input, until it ends."""
-    # The process that asks ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         # What the model prints is no answer.
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -125,7 +133,20 @@ def main() -> None:
 
 
 def _serve(questions: TextIO, answers: TextIO) -> None:
-    asked = json.loads(questions.readline())
+    asked, step = json.loads(questions.readline()), None
+    for _ in questions:
+        try:
+            step = step or _made(asked)
+            times = step()
+            kernels = [(p.to_dict(), ns) for p, ns in times.kernels_ns.items()]
+            found: dict[str, object] = {"step_ns": times.step_ns, "kernels_ns": kernels}
+        except STEP_ERRORS as error:
+            found = {"failure": first_line(error)}
+        print(json.dumps(found), file=answers, flush=True)
+
+
+def _made(asked: Mapping[str, Any]) -> TimedStep:
+    """The step that is asked for."""
     recipe = Recipe(**{**asked["recipe"], "input": tuple(asked["recipe"]["input"])})
     named = name_model(recipe)
     named.fill()
@@ -134,15 +155,7 @@ def _serve(questions: TextIO, answers: TextIO) -> None:
     backend = open_backend(asked["backend"])
     place = backend.device().type
     inputs = tree_map_only(Tensor, lambda one: one.to(place), named.examples)
-    step = TimedStep(named.module.to(place), inputs, backend, not recipe.infer, setting)
-    for _ in questions:
-        try:
-            times = step()
-            kernels = [(p.to_dict(), ns) for p, ns in times.kernels_ns.items()]
-            found: dict[str, object] = {"step_ns": times.step_ns, "kernels_ns": kernels}
-        except STEP_ERRORS as error:
-            found = {"failure": str(error)}
-        print(json.dumps(found), file=answers, flush=True)
+    return TimedStep(named.module.to(place), inputs, backend, not recipe.infer, setting)
 
 
 if __name__ == "__main__":

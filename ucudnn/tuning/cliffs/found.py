@@ -15,6 +15,8 @@ from ucudnn.units import format_bytes, format_ns
 # Settings in which steps are timed: by torch, in another layout, by the splits and algorithms that
 # are proposed, and where malloc keeps large blocks.
 TORCH, CHANNELS_LAST, SPLITS, MALLOC = "torch", "channels_last", "splits", "malloc"
+# Another dtype would be another model, whose steps are not timed.
+DTYPE = "dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Cliff:
 
     @property
     def setting(self) -> str:
-        """Setting that applies the remedy to a step; "" for another dtype, which is another model.
+        """Setting that applies the remedy to a step; "dtype" for what is another model then.
 
         All but the splits change more of the step than this convolution.
         """
@@ -59,7 +61,7 @@ class Cliff:
             return SPLITS
         if self.kind == "allocator threshold":
             return MALLOC
-        return CHANNELS_LAST if self.remedy == CHANNELS_LAST else ""
+        return CHANNELS_LAST if self.remedy == CHANNELS_LAST else DTYPE
 
     def __str__(self) -> str:
         return (
@@ -81,7 +83,7 @@ class Cliffs:
         convolutions_ns: time of all scanned convolutions of a step, by torch.
         scanned: number of distinct convolutions that were timed.
         total: number of distinct convolutions of the step.
-        is_perturbed: others used the processors meanwhile, so that times are too long.
+        is_perturbed: others used the processors during the scan, so that times are too long.
         plan: all scanned kernels, with the splits that are proposed; None where nothing was
             scanned.
         steps_ns: time of a step in each setting; empty where none was run, so that times are of
@@ -116,7 +118,7 @@ class Cliffs:
         return said
 
     def saved_ns(self, setting: str) -> int:
-        """Time of a step that the cliffs of one setting cost, as far as its remedies save it.
+        """Time that the remedies of one setting save in a step.
 
         Another layout, and malloc that keeps blocks, change the whole step: theirs is the
         difference of two steps. Splits change their kernels alone, whose times are more precise.
@@ -138,12 +140,13 @@ class Cliffs:
             SPLITS: "splits and algorithms: add --output cliffs.plan.json to this command, then "
             "ucudnn run --plan cliffs.plan.json -- SCRIPT, or in Python "
             'ucudnn.installed("cliffs.plan.json")',
-            "": "float32: model.float(), without autocast",
+            DTYPE: "float32: model.float(), without autocast",
         }
         said = []
         for setting in remedies:
             saved_ns = self.saved_ns(setting)
-            saves = f". That saves {format_ns(saved_ns)} of a step" if saved_ns > 0 else ""
+            whose = "a step takes" if setting in (CHANNELS_LAST, MALLOC) else "their kernels take"
+            saves = f": {whose} {format_ns(saved_ns)} less" if saved_ns > 0 else ""
             said.append(f"Apply {lines[setting]}{saves}.")
         return said
 

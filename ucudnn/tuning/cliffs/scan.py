@@ -112,6 +112,10 @@ class Scan:
         timed = [(time_ns, remedy) for time_ns, remedy in found if time_ns is not None]
         return sorted(timed, key=lambda entry: entry[0])
 
+    def release(self) -> None:
+        """Free the operands of the last convolution."""
+        self._operands.clear()
+
     def again_ns(self, problem: Problem) -> int | None:
         """Time of torch's own convolution now; None if it cannot be run, or the time is over."""
         own = _Remedy(problem, _undivided(problem, DEFAULT_ALGORITHM), "")

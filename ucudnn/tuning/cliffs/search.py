@@ -65,8 +65,6 @@ def find_cliffs(
             times in steps, and `keep_blocks` is called only if the step fails. None: they have the
             times of the scan.
     """
-    # Load is what others used since it was last asked for.
-    backend.state()
     # Of a plan they are those of before the scan changes malloc.
     conditions = backend.conditions()
     search = _Search(layers, backend)
@@ -85,7 +83,7 @@ def find_cliffs(
         convolutions_ns=sum(ns * len(layers[p]) for p, ns in search.own_ns.items()),
         scanned=len(search.own_ns),
         total=len(layers),
-        is_perturbed=backend.state().load > 0,
+        is_perturbed=search.is_perturbed,
         plan=Plan(kernels, *place, Config(), backend.name) if kernels else None,
         steps_ns=search.steps_ns,
         failures=search.failures,
@@ -101,6 +99,7 @@ class _Search:
         own_ns: time of a call of each convolution that was scanned, by torch.
         steps_ns: time of a step in each setting; empty if none was run.
         failures: reasons why the step fails, by setting.
+        is_perturbed: others used the processors during the scan.
 
     Args:
         layers: names of the layers of each distinct problem.
@@ -112,6 +111,7 @@ class _Search:
         self.own_ns: dict[Problem, int] = {}
         self.steps_ns: dict[str, int] = {}
         self.failures: dict[str, str] = {}
+        self.is_perturbed = False
         self._layers = layers
         self._backend = backend
         self._scan = Scan(backend, monotonic() + _MOST_S)
@@ -125,11 +125,15 @@ class _Search:
 
     def scan_all(self, on_kernel: OnKernel) -> None:
         """Time each convolution alone, and what could replace it."""
+        # Load is what others used since it was last asked for.
+        self._backend.state()
         # Function modes of the caller would change where operands are allocated.
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for problem in sorted(self._layers, key=lambda p: -p.flops * len(self._layers[p])):
                 self._alone += self._scan.cliffs(problem, self._layers[problem])
+                self.is_perturbed |= self._backend.state().load > 0
                 on_kernel(len(self._scan.own_ns), len(self._layers))
+        self._scan.release()
         self.found, self.own_ns = list(self._alone), dict(self._scan.own_ns)
 
     def kernels(self, listed: Iterable[Cliff]) -> tuple[KernelPlan, ...]:

@@ -31,7 +31,7 @@ class StepTimes(NamedTuple):
 
     Args:
         step_ns: of the step; on a GPU it has to wait for each kernel, which takes time, too.
-        kernels_ns: of all calls of each kernel in it.
+        kernels_ns: of each kernel, all of its calls in the step together.
     """
 
     step_ns: int
@@ -96,12 +96,16 @@ class TimedStep:
         return nullcontext() if self._is_training else torch.no_grad()
 
 
-def interleaved(steps: Mapping[str, Callable[[], StepTimes]]) -> dict[str, StepTimes | str]:
+def interleaved(
+    steps: Mapping[str, Callable[[], StepTimes]],
+    on_round: Callable[[int, int], None] = lambda *_: None,
+) -> dict[str, StepTimes | str]:
     """Means of steps in several settings, one of each in every round, for some 90 s.
 
     Of the rounds the middle half counts: whether a kernel finds its blocks paged in varies from
-    step to step. A setting in which a step fails has the reason instead. There are three rounds at
-    least, and one more before them, which finds kernels and fills caches.
+    step to step. A setting in which a step fails has the reason instead, and if it is the first
+    setting, no more steps are computed. There are three rounds at least, and one more before them,
+    which finds kernels and fills caches.
 
     >>> def fails():
     ...     raise RuntimeError("no memory")
@@ -109,8 +113,10 @@ def interleaved(steps: Mapping[str, Callable[[], StepTimes]]) -> dict[str, StepT
     {'a': StepTimes(step_ns=3, kernels_ns={}), 'b': 'no memory'}
 
     Args:
-        steps: compute a step each.
+        steps: compute a step each; all others are compared with the first.
+        on_round: called after every round, with how many are done and how many there may be.
     """
+    first = next(iter(steps), "")
     samples = {name: list[StepTimes]() for name in steps}
     failures: dict[str, str] = {}
     until = monotonic() + _MOST_S
@@ -124,7 +130,11 @@ def interleaved(steps: Mapping[str, Callable[[], StepTimes]]) -> dict[str, StepT
             except STEP_ERRORS as error:
                 failures[name] = first_line(error)
                 del samples[name]
-    return {name: _means(taken[1:]) for name, taken in samples.items()} | failures
+        if first in failures:
+            break
+        on_round(done, _MOST_ROUNDS)
+    means = {name: _means(taken[1:]) for name, taken in samples.items() if len(taken) > 1}
+    return means | failures
 
 
 def _means(taken: list[StepTimes]) -> StepTimes:
