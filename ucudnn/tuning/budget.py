@@ -40,9 +40,10 @@ class Budget:
             self.deadline = self._began + seconds - min(seconds / 3, reserved_s)
 
     def extend(self, seconds: float | None) -> None:
-        """Go on beyond the budget, for some seconds from now; None: without a limit."""
+        """Go on beyond the budget, if there is one, for some seconds; None: without a limit."""
         self.seconds = None
-        self.deadline = None if seconds is None else monotonic() + seconds
+        if self.deadline is not None:
+            self.deadline = None if seconds is None else monotonic() + seconds
 
     @property
     def is_over(self) -> bool:

@@ -155,7 +155,7 @@ class TuningScheduler:
         self._at_work = ""
         self._total_ns = 0
         # Kernels among which the time that is left is divided.
-        self._waiting: Collection[Problem] = ()
+        self._left: Collection[Problem] = ()
 
     def run(self) -> None:
         """Tune everything, or as much as the time allows.
@@ -211,9 +211,8 @@ class TuningScheduler:
         # The curve has all kernels, however little each of them could gain.
         if self._by_share and not self._config.curve:
             self._keep_defaults()
-        left = [problem for problem in self._layers if problem not in self.results.plans]
-        self._waiting = left
-        groups = self._shares.by_gain(left) if self._by_share else self._shares.by_geometry()
+        self._left = [one for one in self._layers if one not in self.results.plans]
+        groups = self._shares.by_gain(self._left) if self._by_share else self._shares.by_geometry()
         self.devices.spread(map(self._tune, groups))
         # Whole calls showed that they need more than their chunks: divide again, knowing that.
         while pool is not None and pool.learn():
@@ -229,14 +228,12 @@ class TuningScheduler:
 
         They get as long again as the default budget, and then what they need for any plan at all.
         """
-        had_budget = self._budget.deadline is not None
-        for seconds in (self._effort.budget_s(self._total_ns), None) if had_budget else (None,):
-            missing = self.results.missing
-            if missing:
+        for seconds in (self._effort.budget_s(self._total_ns), None):
+            self._left = self.results.missing
+            if self._left:
                 self._budget.extend(seconds)
                 self.devices.stop_at(self._budget.deadline)
-                self._waiting = missing
-                self.devices.spread(map(self._tune, self._shares.by_gain(missing)))
+                self.devices.spread(map(self._tune, self._shares.by_gain(self._left)))
 
     def _keep_defaults(self) -> None:
         """Leave kernels to torch that are not worth measuring."""
@@ -250,7 +247,7 @@ class TuningScheduler:
         if self._by_share:
             # Devices work at the same time, so that a group may take as many times its part of the
             # time as there are of them.
-            waiting = self._shares.gain_ns(p for p in self._waiting if p not in self.results.plans)
+            waiting = self._shares.gain_ns(p for p in self._left if p not in self.results.plans)
             part = self._shares.gain_ns(problems) / waiting if waiting else 1.0
             self._budget.allot(session, part * len(self.devices))
 
