@@ -6,7 +6,7 @@ Steps of a compiled model run its original module, until `Steps.compile` is call
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -243,6 +243,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         unchanged(original_of(model), None),
     ):
         yield
+
+
+def gradient_mode(is_training: bool) -> AbstractContextManager[object]:
+    """Context in which a step is computed: an inference keeps nothing for a backward pass."""
+    return nullcontext() if is_training else torch.no_grad()
 
 
 def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str:

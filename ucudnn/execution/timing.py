@@ -11,7 +11,7 @@ from ucudnn.backends.tensors import problem_of
 from ucudnn.execution.autograd import Geometry
 from ucudnn.execution.override import Convolution, Everything
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.watching import TorchsOwn
+from ucudnn.execution.watching import convolution_by
 from ucudnn.problem import Problem
 
 _Result = TypeVar("_Result")
@@ -43,10 +43,7 @@ class KernelTimer:
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""
-        runner = self._runner
-        if runner is None or w.shape not in runner.filter_shapes:
-            return _Timed(self, TorchsOwn(geometry), geometry)
-        return _Timed(self, runner.bound(x, w, geometry), geometry)
+        return _Timed(self, convolution_by(self._runner, x, w, geometry), geometry)
 
     def timed(self, problem: Problem | None, compute: Callable[[], _Result]) -> _Result:
         """Compute a kernel and add its time."""

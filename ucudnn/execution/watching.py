@@ -77,30 +77,29 @@ class Watcher:
         """The convolution of operands of these shapes."""
         # Looking up a problem or a plan may allocate memory, which is no part of the step.
         number, runner = self.mark(), self._runner
-        if runner is None or w.shape not in runner.filter_shapes:
-            return _Marked(self, TorchsOwn(geometry), geometry, number)
-        return _Marked(self, runner.bound(x, w, geometry), geometry, number)
+        return _Marked(self, convolution_by(runner, x, w, geometry), geometry, number)
 
 
-class TorchsOwn(NamedTuple):
-    """Torch's own convolution.
-
-    Args:
-        geometry: strides, padding and the like.
-    """
+class _Torchs(NamedTuple):
+    """Torch's own convolution."""
 
     geometry: Geometry
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        """The output."""
         return aten.convolution(x, w, bias, *self.geometry)
 
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients that the mask asks for."""
         found = aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
         return tuple(found)
+
+
+def convolution_by(runner: Runner | None, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
+    """The convolution of operands of these shapes by a plan; by torch where there is none."""
+    if runner is None or w.shape not in runner.filter_shapes:
+        return _Torchs(geometry)
+    return runner.bound(x, w, geometry)
 
 
 class _Marked(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from ucudnn.backends import AbstractBackend, Span
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.stepping import Steps, undisturbed
+from ucudnn.execution.stepping import Steps, gradient_mode, undisturbed
 from ucudnn.execution.watching import WatchedCall, Watcher
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
@@ -113,7 +112,7 @@ class StepProfiler:
         runner = None if plan is None else Runner(plan)
         with undisturbed(self._model):
             step = Steps(self._model, self._inputs, self._is_training, self._memory_format)
-            with self._mode():
+            with gradient_mode(self._is_training):
                 # The first step finds kernels and fills caches, which later ones have.
                 self._watched(step, runner, _no_mark)
                 watcher, spans = self._spans(step, runner)
@@ -132,10 +131,6 @@ class StepProfiler:
         with Installation(self._backend.device().type, watcher):
             step()
         return watcher
-
-    def _mode(self) -> AbstractContextManager[object]:
-        # An inference keeps nothing for a backward pass.
-        return nullcontext() if self._is_training else torch.no_grad()
 
     def _held(self, allocated: int) -> Held:
         """Memory held before a step, of which so many bytes were seen by the allocator."""

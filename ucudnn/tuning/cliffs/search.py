@@ -20,7 +20,6 @@ from ucudnn.backends.torch_cpu.allocator import (
 from ucudnn.config import Config
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.split import KernelPlan
 from ucudnn.tuning.cliffs.found import CHANNELS_LAST, MALLOC, SPLITS, TORCH, Cliff, Cliffs
 from ucudnn.tuning.cliffs.scan import LEAST_RATIO, Scan
 from ucudnn.tuning.cliffs.step_times import Setting, StepTimes
@@ -65,8 +64,6 @@ def find_cliffs(
             times in steps, and `keep_blocks` is called only if the step fails. None: they have the
             times of the scan.
     """
-    # Of a plan they are those of before the scan changes malloc.
-    conditions = backend.conditions()
     search = _Search(layers, backend)
     search.scan_all(on_kernel)
     is_timed = time_steps is not None and search.time_in_steps(time_steps)
@@ -75,8 +72,6 @@ def find_cliffs(
         search.add_allocator_cliffs()
     found = sorted(search.found, key=lambda cliff: -cliff.saved_ns)
     listed = [one for one in found if one.saved_ns >= _LEAST_SHARE * search.step_ns]
-    kernels = search.kernels(listed)
-    place = (backend.device(), backend.software(), conditions)
     return Cliffs(
         tuple(listed),
         backend.device(),
@@ -84,7 +79,7 @@ def find_cliffs(
         scanned=len(search.own_ns),
         total=len(layers),
         is_perturbed=search.is_perturbed,
-        plan=Plan(kernels, *place, Config(), backend.name) if kernels else None,
+        plan=search.plan(listed),
         steps_ns=search.steps_ns,
         failures=search.failures,
         unlisted=len(found) - len(listed),
@@ -114,6 +109,8 @@ class _Search:
         self.is_perturbed = False
         self._layers = layers
         self._backend = backend
+        # Those of before malloc is changed.
+        self._conditions = backend.conditions()
         self._scan = Scan(backend, monotonic() + _MOST_S)
         # As the scan found them.
         self._alone: list[Cliff] = []
@@ -136,14 +133,16 @@ class _Search:
         self._scan.release()
         self.found, self.own_ns = list(self._alone), dict(self._scan.own_ns)
 
-    def kernels(self, listed: Iterable[Cliff]) -> tuple[KernelPlan, ...]:
-        """Plans of all scanned kernels, by the splits of some cliffs and else by torch.
+    def plan(self, listed: Iterable[Cliff]) -> Plan | None:
+        """Plan of all scanned kernels, by the splits of some cliffs and else by torch.
 
-        Their times are those of kernels alone, as in any plan.
+        Its times are those of kernels alone, as in any plan. None if nothing was scanned.
         """
         wanted = {cliff.problem for cliff in listed if cliff.split is not None}
         alone = [cliff for cliff in self._alone if cliff.problem in wanted]
-        return self._scan.kernels(self._layers, alone)
+        kernels, backend = self._scan.kernels(self._layers, alone), self._backend
+        place = (backend.device(), backend.software(), self._conditions)
+        return Plan(kernels, *place, Config(), backend.name) if kernels else None
 
     def time_in_steps(self, time_steps: TimeSteps) -> bool:
         """Replace the times by those in whole steps; False if the step fails."""
@@ -166,9 +165,7 @@ class _Search:
         """Torch's own step, and one for each way to apply a remedy."""
         settings = {TORCH: Setting()}
         if any(one.split is not None for one in self._alone):
-            place = (self._backend.device(), self._backend.software(), self._backend.conditions())
-            kernels = self.kernels(self._alone)
-            settings[SPLITS] = Setting(plan=Plan(kernels, *place, Config(), self._backend.name))
+            settings[SPLITS] = Setting(plan=self.plan(self._alone))
         if any(one.remedy == CHANNELS_LAST for one in self._alone):
             settings[CHANNELS_LAST] = Setting(CHANNELS_LAST)
         is_glibc = self._backend.device().type == "cpu" and describe_allocator() == "glibc"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ucudnn.backends import AbstractBackend
@@ -17,7 +15,7 @@ from ucudnn.benchmark.statistics import midmean_ns
 from ucudnn.errors import UnplannedWarning
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.stepping import STEP_ERRORS, Steps, undisturbed
+from ucudnn.execution.stepping import STEP_ERRORS, Steps, gradient_mode, undisturbed
 from ucudnn.execution.timing import KernelTimer
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
@@ -82,7 +80,7 @@ class TimedStep:
         timer = KernelTimer(self._backend.elapsed_ns, self._runner)
         with (
             undisturbed(self._model),
-            self._mode(),
+            gradient_mode(self._is_training),
             warnings.catch_warnings(),
             Installation(self._backend.device().type, timer),
         ):
@@ -90,10 +88,6 @@ class TimedStep:
             warnings.simplefilter("ignore", UnplannedWarning)
             step_ns = self._backend.elapsed_ns(self._step)
         return StepTimes(step_ns, timer.times_ns)
-
-    def _mode(self) -> AbstractContextManager[object]:
-        # An inference keeps nothing for a backward pass.
-        return nullcontext() if self._is_training else torch.no_grad()
 
 
 def interleaved(
