@@ -142,6 +142,36 @@ def test_where_the_time_is_over_nothing_undecided_stays():
     assert machine.sizes(judged) == set()
 
 
+@pytest.mark.parametrize("steps", [0, 4, 7, 9, 12, 20, 40, 100])
+@pytest.mark.parametrize("limit", [None, "2MiB"])
+def test_no_race_begins_that_would_not_end_in_time(steps, limit, monkeypatch):
+    sizes = {4: -500_000, 8: 50_000, 16: -100_000, 32: 40_000}
+    machine, now = Machine(sizes), [0.0]
+
+    def taken(run):
+        time_ns = machine.elapsed_ns(run)
+        now[0] += time_ns / 1e9
+        return time_ns
+
+    def peak(run):
+        taken(run)
+        return machine.peak_bytes(lambda: None)
+
+    monkeypatch.setattr("ucudnn.tuning.step_judge.monotonic", lambda: now[0])
+    # Steps by the first kernel take half as long again.
+    step_ns = STEP_NS * 3 // 2
+    meter = StepMeter(machine.install, taken, peak, steps * step_ns / 1e9, step_ns)
+    free = [replace(kernel(size), default=Timing(20, 0, MIB, 5)) for size in (8, 16, 32)]
+    plan = StepJudge(lambda: None, meter).judge(plan_of(kernel(4), *free, limit=limit))
+    # Peaks and one round, of three with a limit, are always taken.
+    least = 4 if limit is None else 6
+    assert now[0] * 1e9 <= max(steps, least) * step_ns * 1.001
+    assert machine.sizes(plan) >= ({4} if limit else set())
+    assert 4 not in machine.sizes(plan) or limit
+    if steps == 100:
+        assert machine.sizes(plan) == ({4, 8, 32} if limit else {8, 32})
+
+
 def test_a_plan_that_changes_nothing_runs_no_step():
     machine = Machine({})
     plan = plan_of(kernel(4).by_default(every_batch=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,3 +120,20 @@ def test_efforts_rise():
     assert quick.ignored_share > normal.ignored_share > thorough.ignored_share
     with pytest.raises(ConfigError, match="effort must be one of quick, normal, thorough"):
         Config(effort="hard")
+
+
+def test_time_is_kept_for_every_kernel_that_must_have_a_plan(monkeypatch):
+    now, session = [0.0], SimpleNamespace()
+    monkeypatch.setattr("ucudnn.tuning.budget.monotonic", lambda: now[0])
+    gains_ns, allotted = [10_000, 1_000, 100, 10, 1, 1], []
+    budget = Budget(12.0)
+    budget.keep_for(len(gains_ns))
+    for begun, gain_ns in enumerate(gains_ns):
+        waiting = len(gains_ns) - begun
+        budget.allot(session, gain_ns / sum(gains_ns[begun:]), 1, waiting)
+        allotted.append(session.race_until - now[0])
+        now[0] = session.race_until
+    # Half of the time is kept, in equal parts; the largest gain has most of the other half.
+    assert min(allotted) >= 0.999
+    assert allotted[0] > 6
+    assert now[0] <= 12.001

@@ -60,7 +60,7 @@ class LayoutHint:
         text = (
             f"a step by torch in channels_last takes {self.ratio:.2f} times as long as by this "
             f"plan ({format_ns(self.channels_last_ns)} against {format_ns(self.plan_ns)}, median "
-            f"of {self.rounds} rounds)"
+            f"of {self.rounds} round{'s' * (self.rounds > 1)})"
         )
         if self.ratio < 1 - _HINTED:
             text += ': layout="auto" would make a plan for channels_last, too'

@@ -167,10 +167,10 @@ def _with_steps(
             other = Steps(model, inputs, backward, "channels_last")
             # Taking the peak runs a step, which also warms up what channels_last needs.
             peak = backend.workspace_bytes(other, ())
-            until = began + _STEPS_PART * _MOST_S
+            until, step_s = began + _STEPS_PART * _MOST_S, advice.step_ns / 1e9
             own, last = race(
                 [partial(backend.elapsed_ns, one) for one in (step, other)],
-                lambda: monotonic() >= until,
+                lambda steps: monotonic() + steps * step_s >= until,
             )
     # A model that was traced on fake tensors may still fail on real ones. Its kernels can be timed
     # all the same.

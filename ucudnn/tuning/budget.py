@@ -24,20 +24,21 @@ class Budget:
         self._began = self._counts_from = monotonic()
         self.seconds = seconds
         self.deadline = None if seconds is None else self._began + seconds
+        self._least_s = 0.0
 
     def begin_tuning(self, seconds: float | None, reserved_s: float) -> None:
         """Set the budget, now that the time of a step is known, and count progress from now on.
 
         Args:
             seconds: from the creation of this object; None: no limit.
-            reserved_s: seconds of these to leave for the race of whole steps; at most a third.
+            reserved_s: seconds of these to leave for the race of whole steps; at most half.
         """
         # The first runs of torch's own convolutions tell nothing about how fast tuning proceeds.
         self._counts_from = monotonic()
         self.seconds = seconds
         if seconds is not None:
-            # A third at most, or the race would leave a small budget nothing to measure in.
-            self.deadline = self._began + seconds - min(seconds / 3, reserved_s)
+            # Half at most, or the race would leave a small budget nothing to measure in.
+            self.deadline = self._began + seconds - min(seconds / 2, reserved_s)
 
     def extend(self, seconds: float | None) -> None:
         """Go on beyond the budget, if there is one, for some seconds; None: without a limit."""
@@ -54,13 +55,30 @@ class Budget:
         """End the budget now, so that nothing more is begun."""
         self.deadline = 0.0
 
-    def allot(self, session: Session, part: float) -> None:
-        """Give a session a part of the time that is left, as a fraction."""
+    def keep_for(self, count: int) -> None:
+        """Keep half of the time that is left for so many kernels, which get equal parts of it.
+
+        Finding any plan of a kernel takes some time, however little the kernel could gain.
+        """
+        if self.deadline is not None and count:
+            self._least_s = max(0.0, self.deadline - monotonic()) / 2 / count
+
+    def allot(self, session: Session, part: float, kept: int, waiting: int) -> None:
+        """Give a session its part of the time that is left.
+
+        Args:
+            session: of the device that is to measure a group of kernels.
+            part: of the time that is not kept, as a fraction.
+            kept: number of kernels of this group for which time is kept.
+            waiting: the same of all that are not finished.
+        """
         if self.deadline is None:
             return
-        left_s = max(0.0, self.deadline - monotonic()) * min(1.0, max(part, _LEAST_PART))
-        session.race_until = monotonic() + left_s
-        session.until = session.race_until - _RACING * left_s
+        left_s = max(0.0, self.deadline - monotonic())
+        free_s = max(0.0, left_s - waiting * self._least_s)
+        own_s = min(left_s, kept * self._least_s + max(part, _LEAST_PART) * free_s)
+        session.race_until = monotonic() + own_s
+        session.until = session.race_until - _RACING * own_s
 
     def seconds_left(self, done_ns: int, total_ns: int) -> float | None:
         """Estimated seconds until the end; None before the first kernel is finished.

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -27,22 +28,24 @@ from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
-from ucudnn.tuning.step_judge import StepJudge, StepMeter
+from ucudnn.tuning.step_judge import LEAST_STEPS, StepJudge, StepMeter
 
-# Steps that tuning leaves time for, and that a default budget never takes from a race: five rounds
-# of both contestants, two more than decide a clear one.
-RACE_STEPS = 10
-# The same for a hint on what channels_last promises.
-HINT_STEPS = 5
+# Steps that tuning leaves time for, and that a default budget never takes from a race: both
+# contestants warm up, and three rounds decide a clear race.
+RACE_STEPS = 8
+# The same for a hint on what channels_last promises: a step to warm up, and a pair.
+HINT_STEPS = 3
 # The same for two layouts: four contestants in four rounds, and the steps that come before a race.
 LAYOUT_RACE_STEPS = 25
-# Rounds of one step by the plan and one by torch in channels_last, for a hint.
+# Rounds of one step by the plan and one by torch in channels_last, for a hint, if there is time.
 _HINT_ROUNDS = 2
 # Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
 # results are compared, and one for the peak and one round of each of four contestants.
 _LEAST_STEPS = 11
 # Reason why a plan that is torch's own throughout was not raced.
 _NOTHING = "it changes nothing"
+# Reason why steps that a budget leaves no time for were not run.
+_NO_ROOM = "the time budget has no room for them"
 
 
 def judged(
@@ -71,12 +74,16 @@ def judged(
             plan = with_relaid(replace(plan, compilation=compilation), step)
             # The first step warms up, and says how long the default budget is.
             began += 0 if compilation is None else compilation.seconds
-            until = _until(config, began, backend.elapsed_ns(step), RACE_STEPS)
-            meter = _meter(backend, until)
-            if changes:
-                plan = StepJudge(step, meter).judge(plan)
-            else:
+            step_ns = backend.elapsed_ns(step)
+            hint_steps = HINT_STEPS if hints else 0
+            until = _until(config, began, step_ns, RACE_STEPS + hint_steps)
+            meter = _meter(backend, until, step_ns)
+            if not changes:
                 plan = replace(plan, step_race=StepRace(reason=_NOTHING))
+            elif meter.is_over(LEAST_STEPS):
+                plan = replace(plan, step_race=StepRace(reason=_NO_ROOM))
+            else:
+                plan = StepJudge(step, meter.earlier(hint_steps)).judge(plan)
             if not hints:
                 return plan
             return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))
@@ -110,7 +117,7 @@ def _has_other_layout(plan: Plan) -> bool:
 
 def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMeter) -> LayoutHint:
     """A few steps by torch in channels_last beside those by the plan, which are warm."""
-    if meter.is_over():
+    if meter.is_over(HINT_STEPS):
         return LayoutHint(reason="the time budget was used up")
     try:
         other = Steps(model, inputs, _has_backward(plan), "channels_last")
@@ -118,15 +125,14 @@ def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMet
         if plan.compilation is not None and plan.compilation.is_compiled:
             other.compile()
         other()
-        taken = [
-            (meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan))
-            for _ in range(_HINT_ROUNDS)
-        ]
+        taken = [(meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan))]
+        while len(taken) < _HINT_ROUNDS and not meter.is_over(2):
+            taken.append((meter.elapsed_ns(other, None), meter.elapsed_ns(step, plan)))
     # The plan is not for that layout, so that a model which fails there loses nothing.
     except STEP_ERRORS as error:
         return LayoutHint(reason=f"a step could not be computed ({first_line(error)})")
     last, own = (median_ns(times) for times in zip(*taken, strict=True))
-    return LayoutHint(last, own, _HINT_ROUNDS)
+    return LayoutHint(last, own, len(taken))
 
 
 def judged_in_layouts(
@@ -163,12 +169,12 @@ def judged_in_layouts(
             step_ns = backend.elapsed_ns(steps["keep"])
             until = _until(config, began, step_ns, LAYOUT_RACE_STEPS, len(plans))
             if until is not None and monotonic() + _LEAST_STEPS * step_ns / 1e9 > until:
-                return _by_sums(plans, calls, "the time budget has no room for them")
+                return _by_sums(plans, calls, _NO_ROOM)
             against = reason_against_layout(steps["keep"], steps["channels_last"], own)
             if not against:
                 compilation, against = _compiled(model, steps, own.device.type)
             if not against:
-                judge = LayoutJudge(steps, _meter(backend, _later(until, compilation)))
+                judge = LayoutJudge(steps, _meter(backend, _later(until, compilation), step_ns))
                 plan = replace(judge.judge(plans), compilation=compilation)
                 return with_relaid(plan, steps[plan.memory_format])
     except KeyboardInterrupt:
@@ -216,11 +222,10 @@ def _has_backward(plan: Plan) -> bool:
     return any(kernel.problem.op != "fprop" for kernel in plan.kernels)
 
 
-def _meter(backend: AbstractBackend, until: float | None) -> StepMeter:
+def _meter(backend: AbstractBackend, until: float | None, step_ns: int) -> StepMeter:
     # A step has no parts that are known problems: its peak is what the allocator sees.
-    return StepMeter(
-        _Installer(), backend.elapsed_ns, lambda run: backend.workspace_bytes(run, ()), until
-    )
+    peak = partial(backend.workspace_bytes, parts=())
+    return StepMeter(_Installer(), backend.elapsed_ns, peak, until, step_ns)
 
 
 class _Installer:

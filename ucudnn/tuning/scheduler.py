@@ -154,8 +154,8 @@ class TuningScheduler:
             self.results.pool = Pool(config, layers_by_problem, limits, *parts)
         self._at_work = ""
         self._total_ns = 0
-        # Kernels among which the time that is left is divided.
-        self._left: Collection[Problem] = ()
+        # Kernels that nothing was begun of, among which the time that is left is divided.
+        self._left: set[Problem] = set()
 
     def run(self) -> None:
         """Tune everything, or as much as the time allows.
@@ -211,9 +211,10 @@ class TuningScheduler:
         # The curve has all kernels, however little each of them could gain.
         if self._by_share and not self._config.curve:
             self._keep_defaults()
-        self._left = [one for one in self._layers if one not in self.results.plans]
-        groups = self._shares.by_gain(self._left) if self._by_share else self._shares.by_geometry()
-        self.devices.spread(map(self._tune, groups))
+        if self._by_share:
+            self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
+        else:
+            self.devices.spread(map(self._tune, self._shares.by_geometry()))
         # Whole calls showed that they need more than their chunks: divide again, knowing that.
         while pool is not None and pool.learn():
             pool.divide()
@@ -229,11 +230,17 @@ class TuningScheduler:
         They get as long again as the default budget, and then what they need for any plan at all.
         """
         for seconds in (self._effort.budget_s(self._total_ns), None):
-            self._left = self.results.missing
-            if self._left:
+            missing = self.results.missing
+            if missing:
                 self._budget.extend(seconds)
                 self.devices.stop_at(self._budget.deadline)
-                self.devices.spread(map(self._tune, self._shares.by_gain(self._left)))
+                self._tune_by_gain(missing)
+
+    def _tune_by_gain(self, problems: Collection[Problem]) -> None:
+        """Tune kernels among which the time is divided."""
+        self._left = set(problems)
+        self._budget.keep_for(self._shares.forced(problems))
+        self.devices.spread(map(self._tune, self._shares.by_gain(problems)))
 
     def _keep_defaults(self) -> None:
         """Leave kernels to torch that are not worth measuring."""
@@ -243,13 +250,15 @@ class TuningScheduler:
                 self.results.plans[problem] = plan
 
     def _allot(self, session: Session, problems: Sequence[Problem]) -> None:
-        """Give a group its part of the remaining time, by its possible gain."""
+        """Give a group its part of the remaining time."""
         if self._by_share:
+            # Another device may begin a group meanwhile.
+            shares, waiting = self._shares, list(self._left)
+            self._left.difference_update(problems)
             # Devices work at the same time, so that a group may take as many times its part of the
             # time as there are of them.
-            waiting = self._shares.gain_ns(p for p in self._left if p not in self.results.plans)
-            part = self._shares.gain_ns(problems) / waiting if waiting else 1.0
-            self._budget.allot(session, part * len(self.devices))
+            part = shares.part(problems, waiting) * len(self.devices)
+            self._budget.allot(session, part, shares.forced(problems), shares.forced(waiting))
 
     def _look(self, problem: Problem) -> Task:
         """Run torch's own convolution once, for a plan to fall back to and for its time."""

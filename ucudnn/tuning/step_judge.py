@@ -25,6 +25,8 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 7
 
 # With it one perturbed round of seven is forgiven, and of fewer none.
 CONFIDENCE = 0.75
+# Steps that a race of two takes at least: each warms up, and one round. Peaks warm up, too.
+LEAST_STEPS = 4
 
 Step = Callable[[], None]
 Decided = Callable[[Sequence[Sequence[int]]], bool]
@@ -34,13 +36,16 @@ class Raced(NamedTuple):
     """A race of steps with its verdict.
 
     Args:
-        race: times of steps by a plan and without it.
+        race: times of steps by a plan and by torch's own convolutions.
         pays: True if steps are faster by the plan beyond the noise. The plan must prove this,
             because torch's own convolutions cost nothing to keep.
+        rest: times of steps by the kernels that must stay planned and by torch, if those took part;
+            then the plan was compared with these.
     """
 
     race: StepRace
     pays: bool
+    rest: StepRace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +56,25 @@ class StepMeter:
         install: lets the convolutions of this process follow a plan while its context is open.
         elapsed: runs something once and returns the time in ns that it took on the device.
         peak: the same for its peak of allocated memory in bytes.
-        until: the `time.monotonic` after which no more rounds begin; None: no limit.
+        until: the `time.monotonic` at which steps must end; None: no limit.
+        step_ns: time of a step, by which this is foreseen.
     """
 
     install: Callable[[Plan], AbstractContextManager[object]]
     elapsed: Callable[[Step], int]
     peak: Callable[[Step], int]
     until: float | None = None
+    step_ns: int = 0
 
-    def is_over(self) -> bool:
-        """True after the time for rounds."""
-        return self.until is not None and monotonic() >= self.until
+    def is_over(self, steps: int = 0) -> bool:
+        """True if there is no time for so many more steps."""
+        return self.until is not None and monotonic() + steps * self.step_ns / 1e9 >= self.until
+
+    def earlier(self, steps: int) -> StepMeter:
+        """The same meter, that leaves time for so many steps."""
+        if self.until is None:
+            return self
+        return replace(self, until=self.until - steps * self.step_ns / 1e9)
 
     def elapsed_ns(self, step: Step, plan: Plan | None) -> int:
         """Time of one step by a plan; None: by torch's own convolutions."""
@@ -98,44 +111,62 @@ class StepJudge:
             plan: the plan to judge.
             raced: its race against torch, with peaks, if that was run already.
         """
-        changed = [kernel for kernel in plan.kernels if not kernel.is_default]
+        changed = _changed(plan)
         if not changed:
             return plan
-        raced = raced or self._raced_with_peaks(plan)
         # The rest must stay planned: without a plan they would exceed the workspace limit.
         replaceable = [kernel for kernel in changed if has_default(plan, kernel)]
-        if not replaceable or self._pays(plan, replaceable, raced):
+        rest = _without(plan, replaceable)
+        raced = raced or self._raced_with_peaks(plan, rest)
+        if not replaceable or self._pays(plan, rest, raced):
             return replace(plan, step_race=raced.race)
         kept = self._kept(plan, replaceable)
         return self._judged_without([one for one in replaceable if one not in kept], plan, raced)
 
-    def _raced_with_peaks(self, plan: Plan) -> Raced:
+    def _raced_with_peaks(self, plan: Plan, rest: Plan) -> Raced:
         # Taking a peak runs a step, which warms up both.
         peaks = [self._meter.peak_bytes(self._step, one) for one in (None, plan)]
-        raced = self._race(plan, is_warm=True)
+        if _is_torchs(rest) or rest.kernels == plan.kernels:
+            raced = self._race(plan, is_warm=True)
+        else:
+            raced = self._race_of_three(plan, rest)
         race = replace(raced.race, torch_peak_bytes=peaks[0], plan_peak_bytes=peaks[1])
         return raced._replace(race=race)
 
+    def _race_of_three(self, plan: Plan, rest: Plan) -> Raced:
+        """A race of torch's own, a plan, and those of its kernels that must stay planned."""
+        self._meter.elapsed_ns(self._step, rest)
+        runs = [partial(self._meter.elapsed_ns, self._step, one) for one in (None, rest, plan)]
+        by_torch, by_rest, by_plan = race(
+            runs, self._meter.is_over, True, lambda times: tells(times[2], times[1])
+        )
+        # Those that must stay planned may cost time, for which the others are not to blame.
+        pays = raced_of(by_rest, by_plan).pays
+        return Raced(raced_of(by_torch, by_plan).race, pays, raced_of(by_torch, by_rest).race)
+
     def _judged_without(self, dropped: Sequence[KernelPlan], plan: Plan, raced: Raced) -> Plan:
         """The plan without some kernels, and the race of what is left of it."""
-        plan, race = _without(plan, dropped), raced.race
-        names = tuple(str(kernel.problem) for kernel in dropped)
+        left, race = _without(plan, dropped), raced.race
         torch_peak, plan_peak = race.torch_peak_bytes, race.plan_peak_bytes
-        if all(kernel.is_default for kernel in plan.kernels):
+        if _is_torchs(left):
             # The plan is torch's own now, so that there is nothing to race.
             race, plan_peak = StepRace(race.torch_ns, race.torch_ns, rounds=race.rounds), torch_peak
+        elif raced.rest is not None and not any(has_default(plan, one) for one in _changed(left)):
+            race = raced.rest
+        elif self._meter.is_over(LEAST_STEPS):
+            race = StepRace(reason="the time budget has no room for steps without what did not pay")
         else:
             # The first race was of another plan: steps without the dropped kernels are timed anew.
-            race = self._race(plan).race
+            race = self._race(left).race
+        names = tuple(str(kernel.problem) for kernel in dropped)
         race = replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak, dropped=names)
-        return replace(plan, step_race=race)
+        return replace(left, step_race=race)
 
-    def _pays(self, plan: Plan, replaceable: Sequence[KernelPlan], raced: Raced) -> bool:
+    def _pays(self, plan: Plan, rest: Plan, raced: Raced) -> bool:
         """True if steps are faster by the plan than without its replaceable kernels."""
-        if all(kernel.is_default for kernel in _without(plan, replaceable).kernels):
+        if raced.rest is not None or _is_torchs(rest):
             return raced.pays
-        # Those that must stay planned may cost time, for which the others are not to blame.
-        return not self._meter.is_over() and self._race(plan, _without(plan, replaceable)).pays
+        return not self._meter.is_over(LEAST_STEPS) and self._race(plan, rest).pays
 
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
         """Find the kernels with which a step is faster than without them, by halving."""
@@ -143,16 +174,16 @@ class StepJudge:
             return []
         middle, kept = len(kernels) // 2, list[KernelPlan]()
         for half in (kernels[:middle], kernels[middle:]):
-            # What could not be shown to pay is given back to torch.
-            if self._meter.is_over():
+            # What could not be shown to pay is given back to torch. Steps by what is left of the
+            # plan are raced at the end.
+            if self._meter.is_over(2 * LEAST_STEPS):
                 break
             # torch's own convolutions for all that may be replaced but these, so that only these
             # are judged, against those that must stay planned alone.
             others = [kernel for kernel in plan.kernels if kernel not in half]
             with_half = _without(plan, [one for one in others if has_default(plan, one)])
             alone = _without(with_half, half)
-            is_torchs = all(kernel.is_default for kernel in alone.kernels)
-            pays = self._race(with_half, None if is_torchs else alone).pays
+            pays = self._race(with_half, None if _is_torchs(alone) else alone).pays
             kept += half if pays else self._kept(plan, half)
         return kept
 
@@ -164,7 +195,7 @@ class StepJudge:
 
 def race(
     runs: Sequence[Callable[[], int]],
-    is_over: Callable[[], bool],
+    is_over: Callable[[int], bool],
     is_warm: bool = False,
     is_decided: Decided | None = None,
 ) -> list[list[int]]:
@@ -172,7 +203,8 @@ def race(
 
     Args:
         runs: each runs a step and returns its time in ns.
-        is_over: no more rounds begin when this is true.
+        is_over: tells for a number of steps that there is no time for them; then no more rounds
+            begin.
         is_warm: True if all have just run; else the first round does not count.
         is_decided: called with the times so far, in the order of `runs`; True ends the race.
             Default: it ends when one of two is clearly faster, or clearly neither.
@@ -189,7 +221,7 @@ def race(
     # Round 0 warms up and does not count.
     for number in range(is_warm, _MOST_ROUNDS + 1):
         # One round is always taken, since a ratio needs a pair.
-        if number > 1 and is_over():
+        if number > 1 and is_over(len(runs)):
             break
         chance.shuffle(order)
         for which in order:
@@ -250,6 +282,16 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     if plan.config.total_bytes is not None or (plan.memory and plan.memory.streams):
         limit = kernel.timing.workspace_bytes
     return kernel.default is not None and (limit is None or kernel.default.workspace_bytes <= limit)
+
+
+def _changed(plan: Plan) -> list[KernelPlan]:
+    """The kernels that are not torch's own."""
+    return [kernel for kernel in plan.kernels if not kernel.is_default]
+
+
+def _is_torchs(plan: Plan) -> bool:
+    """True for a plan that changes nothing."""
+    return not _changed(plan)
 
 
 def _without(plan: Plan, dropped: Sequence[KernelPlan]) -> Plan:

@@ -64,6 +64,20 @@ class StepShares:
         """Upper bound of the time that plans of some kernels could save in a step."""
         return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
 
+    def part(self, problems: Iterable[Problem], waiting: Iterable[Problem]) -> float:
+        """Fraction of the time that is left for some kernels, by their possible gain.
+
+        Args:
+            problems: the kernels.
+            waiting: all kernels that are not finished, these among them.
+        """
+        gain_ns = self.gain_ns(waiting)
+        return self.gain_ns(problems) / gain_ns if gain_ns else 1.0
+
+    def forced(self, problems: Iterable[Problem]) -> int:
+        """The number of kernels that must not stay without a plan."""
+        return sum(p in self.stakes and self.stakes[p].is_forced for p in problems)
+
     def ignored(self, total_ns: int, effort: Effort) -> Iterator[tuple[Problem, str]]:
         """Kernels that are not worth measuring, with the reason.
 

@@ -58,9 +58,9 @@ def _operations_per_s(dtype: str, threads: int) -> float:
 
 @lru_cache
 def _bytes_per_s(threads: int) -> float:
-    """Bytes read and written by a copy between tensors that are larger than the caches."""
+    """Bytes read and written by a copy between tensors that exceed the caches together."""
     del threads  # part of the key
-    size = 2 * usable_cache_bytes()
+    size = usable_cache_bytes()
     source, target = (torch.ones(size, dtype=torch.uint8, device="cpu") for _ in range(2))
     return 2e9 * size / _shortest_ns(partial(target.copy_, source))
 
