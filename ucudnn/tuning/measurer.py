@@ -131,11 +131,11 @@ class KernelMeasurer:
     def step(self) -> bool:
         """Measure what is wanted next; False if nothing is wanted or the time is over."""
         self._records.recall()
-        if self._session.is_over:
+        if self._is_over():
             return False
         first_runs = self._trials.wanted()
         for arm in first_runs:
-            if self._session.is_over:
+            if self._is_over():
                 return False
             # the ones before it may have been that much faster
             if self._listed.curves[arm] not in self._elimination.reasons():
@@ -147,6 +147,16 @@ class KernelMeasurer:
             self._elimination.is_active = False  # what is left may be slow, but nothing else fits
             return True
         return bool(first_runs or wanted)
+
+    def _is_over(self) -> bool:
+        """True after the time for chunks, to which a kernel without any plan adds that for races."""
+        if not self._session.is_over or not self._session.may_race:
+            return self._session.is_over
+        # Torch's own convolution is a plan if it fits, and is listed along one axis only: along
+        # others there is no need for any plan.
+        whole = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
+        needs_plan = whole in self._listed.by_arm and not self._records.fits(whole)
+        return not needs_plan or self._requests.has_plan()
 
     def outlook(self) -> Outlook:
         """Gap estimate of the best split of the timed chunks."""

@@ -93,6 +93,11 @@ class KernelRecords:
             return False
         return self._max_error is None or (entry.error or 0.0) <= self._max_error
 
+    def fits(self, arm: Arm) -> bool:
+        """True for a candidate whose workspace is known and within the limit."""
+        workspace = self.workspaces.known(arm)
+        return workspace is not None and self.workspaces.fits(arm, workspace)
+
     def is_open(self, arm: Arm) -> bool:
         """True for a candidate that was run once and can still win."""
         entry = self.by_arm.get(arm)

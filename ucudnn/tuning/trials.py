@@ -59,16 +59,11 @@ class Trials:
         # No split holds such chunks. They are run only where that may show that the whole fits.
         if not self._listed.lists(arms[0]) and not self._is_worth_telling(curve, arms[-1]):
             return None
-        known = sum(map(self._is_known_to_fit, arms))
+        known = sum(map(self._records.fits, arms))
         if not known:
             return self._first(curve, arms)
         # One point gives workspace in proportion to the size, two give a line.
         return self._second(arms) if known == 1 else None
-
-    def _is_known_to_fit(self, arm: Arm) -> bool:
-        workspaces = self._records.workspaces
-        known = workspaces.known(arm)
-        return known is not None and workspaces.fits(arm, known)
 
     def _first(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
         """The smallest arm; None if it ran, or if it is the whole and other roles have smaller."""
