@@ -149,7 +149,7 @@ class KernelMeasurer:
         return bool(first_runs or wanted)
 
     def _is_over(self) -> bool:
-        """True after the time for chunks, to which a kernel without any plan adds that for races."""
+        """True after the time for chunks, and where there is no plan yet after that for races."""
         if not self._session.is_over or not self._session.may_race:
             return self._session.is_over
         # Torch's own convolution is a plan if it fits, and is listed along one axis only: along

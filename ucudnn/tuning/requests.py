@@ -121,7 +121,7 @@ class Requests:
         """True if the timed chunks suffice for some plan."""
         if self._batch_invariant:
             return any(not split.missing for split in self._uniform_splits())
-        return bool(self._records.usable)
+        return self.outlook().time_ns is not None
 
     def outlook(self, launch_ns: int = 0) -> Outlook:
         """Gap estimate of the best split of the timed chunks, and the chunks to time next."""
