@@ -291,10 +291,12 @@ class Sampler:
         self._backend = backend
         self._times = loop.least_times
         self._most_ns = 0
+        self._once_ns = 0
 
     def once_ns(self) -> int:
         """The time of one run."""
-        return max(1, self._backend.elapsed_ns(self._loop.prepare(1)))
+        self._once_ns = max(1, self._backend.elapsed_ns(self._loop.prepare(1)))
+        return self._once_ns
 
     def shortest_ns(self) -> int:
         """Time of one run; for a short run, which is easily perturbed, the shortest of three."""
@@ -304,9 +306,11 @@ class Sampler:
     def warm_up(self, protocol: Protocol) -> None:
         """Run until two times agree, and set the number of runs in a sample.
 
-        A long run needs no warm-up, because its cold beginning is a small part of it.
+        A long run needs no warm-up, because its cold beginning is a small part of it. It is only
+        run here if its time is not known yet.
         """
-        before = time_ns = self.once_ns()
+        known_ns = self._once_ns
+        before = time_ns = known_ns if known_ns >= _SHORT_NS else self.once_ns()
         for _ in range(protocol.warm_ups - 1 if before < _SHORT_NS else 0):
             time_ns = self.once_ns()
             if abs(time_ns - before) <= protocol.stable * before:
