@@ -191,7 +191,9 @@ class Bound:
         if not (dgrad or wgrad) or _signature(dy) != self._dy:
             return aten.convolution_backward(dy, x, w, bias_sizes, *self.geometry, mask)
         rest = [mask[0] and dgrad is None, mask[1] and wgrad is None, mask[2]]
-        dx, dw, db = self._torchs_gradients(dy, x, w, bias_sizes, rest)
+        dx = dw = db = None
+        if True in rest:
+            dx, dw, db = self._torchs_gradients(dy, x, w, bias_sizes, rest)
         own_dx, own_dw = as_kernel(self._gradients, dgrad, wgrad, dy, x, w)
         return own_dx if dgrad else dx, own_dw if wgrad else dw, db
 
@@ -269,10 +271,9 @@ def convolution(
     # torch accepts an unbatched input (C, *spatial); it is planned as a batch of one.
     if x.dim() == len(geometry.stride) + 1 and x.numel() > 0:
         return convolution(runner, x.unsqueeze(0), w, bias, geometry).squeeze(0)
-    device_type = x.device.type
     # Planned calls run below autocast's dispatch key, so its casts must be made here.
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
         x, w = _cast(x, dtype), _cast(w, dtype)
         bias = None if bias is None else _cast(bias, dtype)
     bound = runner.bound(x, w, geometry)
@@ -282,7 +283,7 @@ def convolution(
         return _torchs(x, w, bias, geometry)
     if not graph:
         return bound.forward(x, w, bias)
-    result: Tensor = _Convolution.apply(bound, x, w, bias)
+    result: Tensor = _apply(bound, x, w, bias)
     return result
 
 
@@ -297,7 +298,10 @@ def _only_plain_tensors(*tensors: Tensor) -> bool:
     for tensor in tensors:
         if type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _ODD_KEYS:
             return False
-        if tensor.device != tensors[0].device:
+    # Of a CPU it is -1. Numbers take less time than devices, of which each is a new object.
+    device = tensors[0].get_device()
+    for tensor in tensors[1:]:
+        if tensor.get_device() != device:
             return False
     c = torch._C
     # Modes, transforms and tracers act on operators, and would not see a planned kernel.
@@ -352,3 +356,7 @@ class _Convolution(torch.autograd.Function):
             backward = _aten.convolution_backward.default
             return None, *backward(dy, x, w, ctx.bias_sizes, *geometry, mask)
         return None, *ctx.bound.backward(dy, x, w, ctx.bias_sizes, mask)
+
+
+# What torch's own `apply` does before this one is for transforms, under which nothing is planned.
+_apply: Any = super(torch.autograd.Function, _Convolution).apply
