@@ -48,6 +48,9 @@ class AbstractCache(AbstractClosable):
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
         """Add the entries of another cache, which is only read.
 
+        Of two with the same key the later one counts, but none that was taken under load replaces a
+        quiet one that says as much.
+
         Raises:
             CacheError: there is no cache, or this one is read-only.
         """

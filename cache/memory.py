@@ -60,7 +60,15 @@ class MemoryCache(AbstractCache):
         from ucudnn.cache.hdf5.cache import open_existing
 
         before, entries = len(self), list(open_existing(path).entries())
+        pairs = [
+            (entry.measurement, known)
+            for entry in entries
+            if (known := self.get(entry.measurement.key)) is not None
+        ]
         self.put_entries(entries)
+        # The later entry counts, so what those taken under load must not replace is put anew.
+        self.put(known for other, known in pairs if not other.may_replace(known))
+        self.put(other for other, known in pairs if not known.may_replace(other))
         return MergeReport(read=len(entries), added=len(self) - before)
 
     def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:

@@ -12,6 +12,8 @@ from ucudnn.problem import Problem
 from ucudnn.units import TOO_LARGE
 
 STATUSES = ("ok", "screened", "untimed", "failed")
+# A failure is news, whatever is known.
+_SAYING_MORE = ("untimed", "screened", "ok", "failed")
 _TYPES = {"str": str, "bool": bool, "Role": str}
 
 
@@ -306,6 +308,16 @@ class Measurement:
     def is_perturbed(self) -> bool:
         """True if other processes used the processors while it was timed."""
         return self.load > 0
+
+    def may_replace(self, known: Measurement) -> bool:
+        """False for one taken under load where a quiet one of the same key says as much.
+
+        Args:
+            known: the other measurement.
+        """
+        if known.is_perturbed or not self.is_perturbed:
+            return True
+        return _SAYING_MORE.index(self.status) > _SAYING_MORE.index(known.status)
 
     def __post_init__(self) -> None:
         self._require_words()

@@ -98,11 +98,23 @@ class HDF5Cache(AbstractCache):
         with self._lock:
             for kind in kinds_in(other._path):
                 _copy_files(other._store(kind).files, self._store(kind).files)
+            # Those here are known from before.
+            kept = [*self._kept_beside(other), *other._kept_beside(self)]
             # Reads the copies, so that there is something to compact.
             self.refresh()
+            # The later entry counts, so these are put anew.
+            self.put(kept)
             for store in self._stores():
                 store.compact()
             return MergeReport(read=len(other), added=len(self) - before)
+
+    def _kept_beside(self, other: HDF5Cache) -> Iterator[Measurement]:
+        """Measurements that those of another cache must not replace: they were taken under load."""
+        for store in other._stores():
+            for loaded in store.perturbed():
+                known = self.get(loaded.key)
+                if known is not None and not loaded.may_replace(known):
+                    yield known
 
     def prune(self, where: Mapping[str, object], before_ns: int | None = None) -> int:
         """Remove the entries that match, and count them."""

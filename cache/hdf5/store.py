@@ -7,11 +7,13 @@ publishes the union as one more file, and only then removes the files that it wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import time_ns
+
+import numpy as np
 
 from ucudnn.cache.entries import LATEST_NS, Entry
 from ucudnn.cache.hdf5.codec import encode
@@ -20,7 +22,7 @@ from ucudnn.cache.hdf5.envelope import wrap
 from ucudnn.cache.hdf5.files import read_envelope
 from ucudnn.cache.hdf5.findings import Report, Severity
 from ucudnn.cache.hdf5.loading import Loader
-from ucudnn.cache.table.builder import EMPTY, build_table, merge_tables
+from ucudnn.cache.table.builder import EMPTY, build_table, merge_tables, select_rows
 from ucudnn.cache.table.table import Table
 from ucudnn.measurement import Measurement, MeasurementKey
 
@@ -79,6 +81,15 @@ class DeviceStore:
         # The usual cache is one file, whose table needs no merging.
         tables = self._tables()
         return tables[0] if len(tables) == 1 else merge_tables(tables)
+
+    def perturbed(self) -> Iterator[Measurement]:
+        """The measurements that were taken under load."""
+        table = self.table()
+        loaded = [number for number, facts in enumerate(table.facts) if facts and facts.load]
+        # The usual cache has none, and no table is built.
+        if loaded:
+            rows = select_rows(table, np.isin(table.rows["facts"], loaded))
+            yield from (entry.measurement for entry in rows.entries())
 
     def partial_files(self) -> list[Path]:
         """Files that hold more than this version understands; they must stay."""

@@ -66,6 +66,33 @@ def test_merge_adds_several(folder: Path, tmp_path: Path) -> None:
         commands.merge([tmp_path / "nowhere"], target)
 
 
+@pytest.mark.parametrize("is_here", [True, False], ids=["loaded here", "loaded there"])
+@pytest.mark.parametrize("target", ["folder", "memory"])
+def test_merge_prefers_what_was_taken_without_load(
+    is_here: bool, target: str, tmp_path: Path
+) -> None:
+    samples = testing.sample_measurements(60, seed=6)
+    # NaN, which some have, is not equal to itself.
+    measurements = [replace(one, load=0.0, error=0.5) for one in samples]
+    timed = [one for one in measurements if one.status == "ok"]
+    looked_at = [one for one in measurements if one.status == "untimed"]
+    assert timed
+    assert looked_at
+    loaded = [replace(one, time_ns=7 * (one.time_ns or 0), load=1.0) for one in timed]
+    # Of these the measurement under load says more.
+    news = [replace(one, status="ok", time_ns=9, load=1.0) for one in looked_at]
+    here = caches.open(tmp_path / "here") if target == "folder" else caches.MemoryCache()
+    with here, caches.open(tmp_path / "there") as there:
+        quiet_one, loaded_one = (there, here) if is_here else (here, there)
+        quiet_one.put([*timed, *looked_at])
+        loaded_one.put([*loaded, *news])
+        there.close()
+        here.merge(tmp_path / "there")
+        assert [here.get(one.key) for one in timed] == timed
+        assert [here.get(one.key) for one in looked_at] == news
+        assert len(here) == len(timed) + len(looked_at)
+
+
 def test_merge_passes_over_a_damaged_file_of_the_other(folder: Path, tmp_path: Path) -> None:
     victim = min(folder.glob("*.h5"))
     os.truncate(victim, victim.stat().st_size // 2)

@@ -150,8 +150,10 @@ class KernelMeasurer:
 
     def _is_over(self) -> bool:
         """True after the time for chunks, and where there is no plan yet after that for races."""
-        if not self._session.is_over or not self._session.may_race:
-            return self._session.is_over
+        if not self._session.is_over:
+            return False
+        if not self._session.may_race:
+            return True
         # Torch's own convolution is a plan if it fits, and is listed along one axis only: along
         # others there is no need for any plan.
         whole = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)

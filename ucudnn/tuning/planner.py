@@ -189,9 +189,26 @@ class KernelPlanner:
         offered += [split for table in tables for split in table.splits()]
         offered += self._invariant_splits(evidence)
         splits = list(dict.fromkeys(offered))
+        own = self._timed_default(evidence)
+        # Alone it has nobody to race, and its time as a chunk is that of the whole call.
+        if splits == [default] and own is not None:
+            return predict(tables, splits, own)
         # Nothing can be raced when the time is over, or in a recording that lacks this race.
         raced = self._source.race(splits)
         return predict(tables, splits, self.default) if raced is None else raced
+
+    def _timed_default(self, evidence: Evidence) -> Measurement | None:
+        """Torch's own convolution of the whole batch, if it was timed in full."""
+        return next(
+            (
+                entry
+                for entry in evidence.everything
+                if entry.key.problem == self.problem
+                and entry.key.algorithm == DEFAULT_ALGORITHM
+                and entry.status == "ok"
+            ),
+            None,
+        )
 
     def _tighter(self, finalists: Sequence[Finalist], evidence: Evidence) -> KernelPlanner:
         """A planner with a lower limit for chunks, because whole calls needed more than chunks."""

@@ -131,7 +131,8 @@ def _measured(split: Split, default: Measurement | None) -> Finalist | None:
     timing = Timing(default.time_ns, spread_ns, default.workspace_bytes or 0, len(samples))
     # One sample each, whose ratio `choose` takes as it is: a prediction is the sum of medians, and
     # an interval of it is not known.
-    return Finalist(split, timing, (default.time_ns,), default.is_deterministic)
+    facts = (default.is_deterministic, default.is_perturbed)
+    return Finalist(split, timing, (default.time_ns,), *facts)
 
 
 def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | None:

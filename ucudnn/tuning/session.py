@@ -199,11 +199,8 @@ class Session:
         self._fresh = {}
 
     def _counts(self, entry: Measurement) -> bool:
-        if not entry.is_perturbed:
-            return True
-        known = self.cache.get(entry.key)
-        # Another status is news even if the times are not: a time in full, or a failure.
-        return known is None or known.is_perturbed or known.status != entry.status
+        known = self.cache.get(entry.key) if entry.is_perturbed else None
+        return known is None or entry.may_replace(known)
 
     def close(self) -> None:
         """Write the remaining measurements and end the worker."""

@@ -19,7 +19,6 @@ from ucudnn.backends._base import (
     Roofline,
     Span,
 )
-from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.backends.torch_cpu import identity
 from ucudnn.backends.torch_cpu._base import ONEDNN_KERNELS, empty
 from ucudnn.backends.torch_cpu.allocator import describe_allocator
@@ -47,8 +46,9 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
 
-# Samples of random operands that are drawn: drawing is slow, so further samples repeat them.
-_DRAWN_SAMPLES = 16
+# Random numbers that are drawn for an operand. A prime, so that where they repeat no two samples,
+# channels or rows begin at the same one.
+_DRAWN = 262_139
 # torch's own comes first: candidates are listed in this order, and the first is the baseline.
 _ALGORITHMS = {
     algorithm.name: algorithm
@@ -165,19 +165,11 @@ class TorchCpuBackend(AbstractBackend):
         return _ALGORITHMS[algorithm].executable(problem)
 
     def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
-        """Standard normal operands, so that sums neither overflow nor vanish.
-
-        A few samples are drawn and the others repeat them, because drawing many takes longer than
-        timing them.
-        """
-        drawn = replace(problem, batch=min(samples, _DRAWN_SAMPLES))
+        """Standard normal operands, so that sums neither overflow nor vanish."""
         shapes = replace(problem, batch=samples).operand_shapes
         # A generator of its own, so that measuring leaves the user's random state alone.
         generator = torch.Generator().manual_seed(0)
-        a, b = (
-            _repeated(problem, _normal(problem, few, generator), shape)
-            for few, shape in zip(drawn.operand_shapes, shapes, strict=True)
-        )
+        a, b = (_normal(problem, shape, generator) for shape in shapes)
         return a, b
 
     def workspace_bytes(
@@ -232,16 +224,13 @@ class TorchCpuBackend(AbstractBackend):
 
 
 def _normal(problem: Problem, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    # Drawn in float32 and converted, so that all dtypes get the same values up to rounding.
-    drawn = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
-    return drawn.to(torch_dtype(problem), memory_format=memory_format(problem))
-
-
-def _repeated(problem: Problem, drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of this shape that repeats the samples of another."""
-    if drawn.shape == shape:
-        return drawn
+    """A tensor of a few drawn values, repeated: drawing all takes longer than timing them."""
     whole = empty(problem, shape)
-    for part in whole.split(len(drawn)):
+    # In the order of the memory, whatever the layout. Drawn in float32 and converted, so that all
+    # dtypes get the same values up to rounding.
+    memory = whole.as_strided((whole.numel(),), (1,))
+    drawn = torch.empty(min(len(memory), _DRAWN), dtype=torch.float32, device="cpu")
+    drawn.normal_(generator=generator)
+    for part in memory.split(_DRAWN):
         part.copy_(drawn[: len(part)])
     return whole
