@@ -27,7 +27,7 @@ def high_water_bytes(run: Callable[[], object]) -> int | None:
     """
     try:
         gc.collect()
-        _give_back()
+        give_back_free_blocks()
         # Linux sets the high-water mark to what the process has now (proc(5), clear_refs).
         _MARKS.write_text("5")
         before = _read("VmRSS")
@@ -38,8 +38,11 @@ def high_water_bytes(run: Callable[[], object]) -> int | None:
         return None
 
 
-def _give_back() -> None:
-    """Let glibc's malloc return the blocks that are free to the system, so that none is reused."""
+def give_back_free_blocks() -> None:
+    """Let glibc's malloc return the blocks that are free to the system.
+
+    >>> give_back_free_blocks()
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -15,6 +15,7 @@ from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split
 from ucudnn.system.forking import cached_property
+from ucudnn.system.memory import give_back_free_blocks
 from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.confirmation import Finalist, race, recall_race
 from ucudnn.tuning.measurer import KernelMeasurer
@@ -287,6 +288,8 @@ class LiveSource(AbstractSource):
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
         for measurer in self._measurer_by_cut.values():
             measurer.release()
+        # malloc keeps what chunks needed, and kernels with other sizes need as much again.
+        give_back_free_blocks()
 
 
 class ReplayedSource(AbstractSource):
