@@ -35,7 +35,7 @@ class Effort:
         """The default time budget in seconds, for everything that `tune` does.
 
         >>> [EFFORTS["normal"].budget_s(step_ns) for step_ns in (1_000, 400_000_000, 2 * 10**9)]
-        [10.0, 40.0, 48.0]
+        [10.0, 40.0, 45.0]
 
         Args:
             step_ns: time of a step.
@@ -62,7 +62,7 @@ EFFORTS = {
     "normal": Effort(
         budget_steps=100,
         least_budget_s=10.0,
-        most_budget_s=48.0,
+        most_budget_s=45.0,
         ignored_share=0.001,
         tolerated_share=0.003,
         chunks=Protocol(least_rounds=2, most_rounds=4, enough_ns=200_000_000),
