@@ -67,12 +67,43 @@ def tuned() -> list[Row]:
     return [heading, *map(tuned_row, found)]
 
 
+def tuned_name(one: dict[str, Any]) -> str:
+    """A network of tuning_time.json, with its workspace limit."""
+    limit = f", within {one['limit'].replace('MiB', ' MiB')}" if one["limit"] else ""
+    return NAMES[one["network"]] + limit
+
+
+def hasty() -> list[Row]:
+    """Plans that were tuned within some seconds beside thorough ones, from tuning_haste.json."""
+    heading = [
+        "network",
+        "budget",
+        "tuned in",
+        "thorough plan tuned in",
+        "torch's step over the plan's (95 %)",
+        "the thorough plan's step over the plan's",
+    ]
+    return [
+        heading,
+        *(
+            [
+                tuned_name(one),
+                f"{one['budget_s']:.0f} s",
+                f"{one['seconds']:.0f} s",
+                f"{one['thorough_seconds']:.0f} s",
+                ratio(one["speed_up"]),
+                ratio(one["thorough_over_plan"]),
+            ]
+            for one in results("tuning_haste.json")
+        ),
+    ]
+
+
 def tuned_row(one: dict[str, Any]) -> Row:
     """A network of tuning_time.json."""
-    limit = f", within {one['limit'].replace('MiB', ' MiB')}" if one["limit"] else ""
     samples = sorted(one["samples_ns"]["torch"])
     return [
-        NAMES[one["network"]] + limit,
+        tuned_name(one),
         f"{samples[len(samples) // 2] / 1e6:.0f} ms",
         f"{one['seconds']:.0f} s",
         f"{one['changed']} of {one['kernels']}",
@@ -223,6 +254,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "make": made,
     "gain": gained,
     "caps": lambda: steps_table(results("limits.json"), SHORT_NAMES),
+    "hast": hasty,
     "deep": lambda: layers_table(results("limits_layers.json")),
     "pays": budgeted,
     "fits": within_budgets,

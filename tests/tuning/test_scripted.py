@@ -11,10 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ucudnn import cache as caches
+from ucudnn.axis import BatchAxis
+from ucudnn.benchmark.bench import Arm, LocalBench
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
+from ucudnn.measurement import Role
 from ucudnn.plan import Step
 from ucudnn.problem import Problem
+from ucudnn.tuning.measurer import KernelMeasurer
+from ucudnn.tuning.session import Session
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
@@ -143,6 +149,46 @@ def test_an_algorithm_that_is_far_too_slow_is_looked_at_once(scripted):
     assert set(sizes) == {16}
     warm_up_and_round = 3
     assert len(sizes) <= 2 + warm_up_and_round
+
+
+def test_torchs_own_convolution_is_not_raced_alone(scripted):
+    scripted(torch_default=linear(1.0, 0.0), slow=linear(9.0, 0.0))
+    plan, _ = tune(workspace_limit="9MiB")
+    (kernel,) = plan.kernels
+    assert kernel.is_default
+    # Timed like every chunk, 16 samples of 1 ms.
+    assert kernel.timing.time_ns == kernel.default.time_ns == 16 * MS
+    assert kernel.timing.samples >= 2
+    with caches.open(Config().cache) as cache:
+        assert not [entry for entry in cache if "in race" in entry.key.algorithm]
+
+
+@pytest.mark.parametrize("limit", [None, 2 * MIB])
+@pytest.mark.parametrize("has_time_for_races", [True, False])
+def test_time_for_races_is_used_where_a_kernel_must_have_a_plan(
+    scripted, limit, has_time_for_races
+):
+    backend = scripted(torch_default=linear(1.0, 1.0), lean=linear(2.0, 0.0))
+    race_until = None if has_time_for_races else 0.0
+    session = Session(backend, caches.MemoryCache(), until=0.0, race_until=race_until)
+    measurer = KernelMeasurer(session, BatchAxis(FPROP), limit, (1, 4, 16))
+    assert measurer.look_at_default().workspace_bytes == 16 * MIB
+    while measurer.step():
+        pass
+    assert bool(measurer.usable) == (has_time_for_races and limit is not None)
+    session.close()
+
+
+@pytest.mark.parametrize(("ms", "more"), [(30.0, 0), (1.0, 2)], ids=["long", "short"])
+def test_what_ran_a_moment_ago_is_warmed_up_only_if_it_is_short(scripted, ms, more):
+    backend = scripted(torch_default=linear(ms, 0.0))
+    bench = LocalBench(backend, BatchAxis(FPROP))
+    arm = Arm(1, "torch_default", Role.ALONE)
+    bench.look(arm, None)
+    seen = len(backend.runs)
+    (result,) = bench.rounds([arm], {})
+    per_sample = max(1, round(4 / ms))
+    assert len(backend.runs) - seen == more + per_sample * len(result.samples)
 
 
 def test_a_second_tune_measures_nothing(scripted):

@@ -172,6 +172,17 @@ def test_no_race_begins_that_would_not_end_in_time(steps, limit, monkeypatch):
         assert machine.sizes(plan) == ({4, 8, 32} if limit else {8, 32})
 
 
+@pytest.mark.parametrize(
+    ("saved_ns", "stays"), [(50_000, True), (-50_000, True), (-200_000, False)]
+)
+def test_less_than_three_rounds_give_back_only_what_clearly_loses(saved_ns, stays):
+    machine = Machine({4: saved_ns})
+    judged = machine.judge(plan_of(kernel(4)), until=0.0)
+    assert machine.sizes(judged) == ({4} if stays else set())
+    assert judged.step_race.rounds == 1
+    assert not judged.step_race.is_loss
+
+
 def test_a_plan_that_changes_nothing_runs_no_step():
     machine = Machine({})
     plan = plan_of(kernel(4).by_default(every_batch=True))

@@ -12,6 +12,9 @@ from ucudnn.units import TOO_LARGE, format_bytes, format_ns
 
 # As a fraction of a step's time: a smaller difference, either way, decides nothing.
 TOLERATED = 0.01
+# Fewer rounds do not show how large the noise is; then only a loss of more than this counts.
+LEAST_ROUNDS = 3
+_CLEAR_LOSS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class StepRace:
     def is_loss(self) -> bool:
         """True if steps are slower by the plan, beyond the noise."""
         # The whole interval must lie above: noise is no reason to give a plan up.
-        return self.rounds > 0 and self.low > 1 + TOLERATED
+        least = TOLERATED if self.rounds >= LEAST_ROUNDS else _CLEAR_LOSS
+        return self.rounds > 0 and self.low > 1 + least
 
     def __str__(self) -> str:
         if self.reason:

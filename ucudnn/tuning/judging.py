@@ -78,12 +78,17 @@ def judged(
             hint_steps = HINT_STEPS if hints else 0
             until = _until(config, began, step_ns, RACE_STEPS + hint_steps)
             meter = _meter(backend, until, step_ns)
+            # The first one may have taken long for being the first.
+            if changes and meter.is_over(LEAST_STEPS) and not meter.is_over(1):
+                meter.elapsed_ns(step, None)
             if not changes:
                 plan = replace(plan, step_race=StepRace(reason=_NOTHING))
             elif meter.is_over(LEAST_STEPS):
                 plan = replace(plan, step_race=StepRace(reason=_NO_ROOM))
             else:
-                plan = StepJudge(step, meter.earlier(hint_steps)).judge(plan)
+                # Rounds of the race come first in a budget that was set.
+                is_set = config.time_budget_s is not None
+                plan = StepJudge(step, meter if is_set else meter.earlier(hint_steps)).judge(plan)
             if not hints:
                 return plan
             return replace(plan, layout_hint=_hint(model, example_inputs, plan, step, meter))

@@ -33,6 +33,9 @@ from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import Bounds, Kernel, source_of
 from ucudnn.tuning.step_shares import StepShares
 
+# How many times as long as its convolutions a step is taken to be, before any was run.
+_STEP_LENGTH = 1.25
+
 
 class _Planners:
     """Makes the planners of kernels.
@@ -198,7 +201,8 @@ class TuningScheduler:
         self._planners.step_ns = self._total_ns if self._by_share else 0
         if seconds is None and self._by_share:
             seconds = self._effort.budget_s(self._total_ns)
-        self._budget.begin_tuning(seconds, self._reserved_steps * self._total_ns / 1e9)
+        step_s = _STEP_LENGTH * self._total_ns / 1e9
+        self._budget.begin_tuning(seconds, self._reserved_steps * step_s)
         # Sessions were opened when the length of a step was not known.
         if self._budget.deadline is not None:
             self.devices.stop_at(self._budget.deadline)

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.plan import KernelPlan, Plan
-from ucudnn.races import TOLERATED, StepRace
+from ucudnn.races import LEAST_ROUNDS, TOLERATED, StepRace
 
 # Rounds of one race. Steps are long, so there are few: the 95 % interval of up to seven pairs
 # reaches from the smallest ratio to the largest, and one perturbed round can hide a difference.
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 7
+_MOST_ROUNDS = 7
 
 # With it one perturbed round of seven is forgiven, and of fewer none.
 CONFIDENCE = 0.75
@@ -38,7 +38,8 @@ class Raced(NamedTuple):
     Args:
         race: times of steps by a plan and by torch's own convolutions.
         pays: True if steps are faster by the plan beyond the noise. The plan must prove this,
-            because torch's own convolutions cost nothing to keep.
+            because torch's own convolutions cost nothing to keep; unless there was no time for the
+            rounds that it takes.
         rest: times of steps by the kernels that must stay planned and by torch, if those took part;
             then the plan was compared with these.
     """
@@ -48,7 +49,7 @@ class Raced(NamedTuple):
     rest: StepRace | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepMeter:
     """Measures steps of a model on one device, by plans or by torch's own convolutions.
 
@@ -57,7 +58,8 @@ class StepMeter:
         elapsed: runs something once and returns the time in ns that it took on the device.
         peak: the same for its peak of allocated memory in bytes.
         until: the `time.monotonic` at which steps must end; None: no limit.
-        step_ns: time of a step, by which this is foreseen.
+        step_ns: shortest time of a step so far, by which this is foreseen; the first one may take
+            much longer than the others.
     """
 
     install: Callable[[Plan], AbstractContextManager[object]]
@@ -79,7 +81,9 @@ class StepMeter:
     def elapsed_ns(self, step: Step, plan: Plan | None) -> int:
         """Time of one step by a plan; None: by torch's own convolutions."""
         with self._following(plan):
-            return self.elapsed(step)
+            time_ns = self.elapsed(step)
+        self.step_ns = min(self.step_ns, time_ns)
+        return time_ns
 
     def peak_bytes(self, step: Step, plan: Plan | None) -> int:
         """Peak of memory of one step, likewise."""
@@ -228,7 +232,7 @@ def race(
             time_ns = runs[which]()
             if number:
                 samples[which].append(time_ns)
-        if number >= _LEAST_ROUNDS and is_decided(samples):
+        if number >= LEAST_ROUNDS and is_decided(samples):
             break
     return samples
 
@@ -259,8 +263,12 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
     """
     ratio, low, high = ratio_interval(by_plan, by_torch)
     rounds, medians = len(by_plan), (median_ns(by_torch), median_ns(by_plan))
+    outcome = StepRace(*medians, ratio, low, high, rounds)
+    # Too few rounds prove nothing. The kernels are faster by races of their own.
+    if rounds < LEAST_ROUNDS:
+        return Raced(outcome, not outcome.is_loss)
     _, _, most = ratio_interval(by_plan, by_torch, CONFIDENCE)
-    return Raced(StepRace(*medians, ratio, low, high, rounds), most < 1)
+    return Raced(outcome, most < 1)
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
