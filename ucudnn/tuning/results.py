@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError, UntunedWarning, warn
@@ -103,6 +103,17 @@ class Results:
         if plan is not None and self._config.batch_invariant:
             return invariant_by_torch(plan, limit)
         return plan
+
+    def leave_to_torch(self, ignored: Iterable[tuple[Problem, str]]) -> None:
+        """Plan kernels by torch's own convolution if that is within the limit.
+
+        Args:
+            ignored: kernels that are not worth measuring, each with the reason.
+        """
+        for problem, reason in ignored:
+            plan = self.by_torch(problem, reason)
+            if plan is not None:
+                self.plans[problem] = plan
 
     def refuse(self, problem: Problem, error: PlanError) -> bool:
         """Record that a kernel has no plan within the budget, the limit, or its part of a pool.

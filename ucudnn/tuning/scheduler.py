@@ -212,10 +212,10 @@ class TuningScheduler:
         pool = self.results.pool
         if pool is not None:
             pool.divide()
-        # The curve has all kernels, however little each of them could gain.
-        if self._by_share and not self._config.curve:
-            self._keep_defaults()
         if self._by_share:
+            # The curve has all kernels, however little each of them could gain.
+            if not self._config.curve:
+                self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
             self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
         else:
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
@@ -245,13 +245,6 @@ class TuningScheduler:
         self._left = set(problems)
         self._budget.keep_for(self._shares.forced(problems))
         self.devices.spread(map(self._tune, self._shares.by_gain(problems)))
-
-    def _keep_defaults(self) -> None:
-        """Leave kernels to torch that are not worth measuring."""
-        for problem, reason in self._shares.ignored(self._total_ns, self._effort):
-            plan = self.results.by_torch(problem, reason)
-            if plan is not None:
-                self.results.plans[problem] = plan
 
     def _allot(self, session: Session, problems: Sequence[Problem]) -> None:
         """Give a group its part of the remaining time."""
