@@ -34,7 +34,7 @@ from ucudnn.tuning.sources import Bounds, Kernel, source_of
 from ucudnn.tuning.step_shares import StepShares
 
 # How many times as long as its convolutions a step is taken to be, before any was run.
-_STEP_LENGTH = 1.25
+_LONGER = 1.25
 
 
 class _Planners:
@@ -153,7 +153,7 @@ class TuningScheduler:
             config, layers_by_problem, biased, self.results.limit_of, self._shares, self._effort
         )
         if limits.overlap is not None:
-            parts = (self.devices, self._shares, self._planners, self._budget, self._begin)
+            parts = (self.devices, self._shares, self._planners, self._budget, self._report)
             self.results.pool = Pool(config, layers_by_problem, limits, *parts)
         self._at_work = ""
         self._total_ns = 0
@@ -183,7 +183,7 @@ class TuningScheduler:
             raise
         finally:
             self.devices.close()
-        self._begin("")
+        self._report("")
         self.results.judge_over_limit()
         left_out = len(self.results.left_out)
         if left_out:
@@ -196,13 +196,12 @@ class TuningScheduler:
 
     def _begin_tuning(self) -> None:
         """Derive the time budget from the step if none is set, and report it."""
-        shares, seconds = self._shares, self._budget.seconds
-        self._total_ns = shares.cost_ns(self._layers)
+        seconds = self._budget.seconds
+        self._total_ns = self._shares.cost_ns(self._layers)
         self._planners.step_ns = self._total_ns if self._by_share else 0
         if seconds is None and self._by_share:
             seconds = self._effort.budget_s(self._total_ns)
-        step_s = _STEP_LENGTH * self._total_ns / 1e9
-        self._budget.begin_tuning(seconds, self._reserved_steps * step_s)
+        self._budget.begin_tuning(seconds, _LONGER * self._reserved_steps * self._total_ns / 1e9)
         # Sessions were opened when the length of a step was not known.
         if self._budget.deadline is not None:
             self.devices.stop_at(self._budget.deadline)
@@ -219,7 +218,7 @@ class TuningScheduler:
             self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
         else:
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
-        # Whole calls showed that they need more than their chunks: divide again, knowing that.
+        # Whole calls showed that they need more than their chunks.
         while pool is not None and pool.learn():
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
@@ -252,8 +251,7 @@ class TuningScheduler:
             # Another device may begin a group meanwhile.
             shares, waiting = self._shares, list(self._left)
             self._left.difference_update(problems)
-            # Devices work at the same time, so that a group may take as many times its part of the
-            # time as there are of them.
+            # Devices work at the same time: there is its part of the time on each of them.
             part = shares.part(problems, waiting) * len(self.devices)
             self._budget.allot(session, part, shares.forced(problems), shares.forced(waiting))
 
@@ -278,7 +276,7 @@ class TuningScheduler:
         def task(session: Session) -> None:
             if self._budget.is_over:
                 return
-            self._begin(problems[0])
+            self._report(problems[0])
             self._allot(session, problems)
             parts = None if self.results.pool is None else self.results.pool.parts
             planners = [self._planners(session, p) for p in problems if parts is None or p in parts]
@@ -295,10 +293,6 @@ class TuningScheduler:
 
         return task
 
-    def _begin(self, problem: Problem | str) -> None:
-        self._at_work = str(problem)
-        self._report()
-
     def _decided(self, planner: KernelPlanner) -> KernelPlan | None:
         try:
             return planner.decide()
@@ -307,7 +301,9 @@ class TuningScheduler:
                 raise
             return None
 
-    def _report(self) -> None:
+    def _report(self, at_work: Problem | str | None = None) -> None:
+        if at_work is not None:
+            self._at_work = str(at_work)
         if self._on_progress is not None:
             done_ns = self._shares.cost_ns(self.results.plans)
             self._on_progress(
