@@ -12,8 +12,7 @@ from ucudnn.problem import Problem
 from ucudnn.units import TOO_LARGE
 
 STATUSES = ("ok", "screened", "untimed", "failed")
-# A failure is news, whatever is known.
-_SAYING_MORE = ("untimed", "screened", "ok", "failed")
+_SAYING_MORE = ("untimed", "screened", "ok")
 _TYPES = {"str": str, "bool": bool, "Role": str}
 
 
@@ -317,6 +316,9 @@ class Measurement:
         """
         if known.is_perturbed or not self.is_perturbed:
             return True
+        # That something fails, or no longer does, is news whatever else is known.
+        if "failed" in (self.status, known.status):
+            return self.status != known.status
         return _SAYING_MORE.index(self.status) > _SAYING_MORE.index(known.status)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from ucudnn import cache as caches
 from ucudnn import testing
 from ucudnn.cache import Entry, commands
 from ucudnn.errors import CacheError, ConfigError
+from ucudnn.measurement import Measurement
 
 MEASUREMENTS = testing.sample_measurements(40, seed=6)
 
@@ -64,6 +65,27 @@ def test_merge_adds_several(folder: Path, tmp_path: Path) -> None:
     assert commands.info(target).records == 60
     with pytest.raises(CacheError, match="there is no cache in .*nowhere"):
         commands.merge([tmp_path / "nowhere"], target)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "quiet", "may"),
+    [
+        ("ok", "ok", False),
+        ("screened", "ok", False),
+        ("ok", "untimed", True),
+        ("failed", "ok", True),
+        ("ok", "failed", True),
+        ("failed", "failed", False),
+    ],
+)
+def test_what_says_more_replaces_a_quiet_measurement(loaded: str, quiet: str, may: bool) -> None:
+    some = testing.sample_measurements(1, seed=6)[0]
+    one, other = (
+        Measurement(some.key, status, 9 if status in ("ok", "screened") else None, load=load)
+        for status, load in ((loaded, 1.0), (quiet, 0.0))
+    )
+    assert one.may_replace(other) == may
+    assert other.may_replace(one)
 
 
 @pytest.mark.parametrize("is_here", [True, False], ids=["loaded here", "loaded there"])

@@ -179,7 +179,7 @@ def test_time_for_races_is_used_where_a_kernel_must_have_a_plan(
     session.close()
 
 
-@pytest.mark.parametrize(("ms", "more"), [(30.0, 0), (1.0, 2)], ids=["long", "short"])
+@pytest.mark.parametrize(("ms", "more"), [(60.0, 0), (1.0, 2)], ids=["long", "short"])
 def test_what_ran_a_moment_ago_is_warmed_up_only_if_it_is_short(scripted, ms, more):
     backend = scripted(torch_default=linear(ms, 0.0))
     bench = LocalBench(backend, BatchAxis(FPROP))

@@ -172,6 +172,14 @@ def test_no_race_begins_that_would_not_end_in_time(steps, limit, monkeypatch):
         assert machine.sizes(plan) == ({4, 8, 32} if limit else {8, 32})
 
 
+def test_steps_that_are_far_faster_by_plan_do_not_hide_how_long_torchs_are():
+    machine = Machine({4: 900_000})
+    meter = StepMeter(machine.install, machine.elapsed_ns, machine.peak_bytes, step_ns=9 * STEP_NS)
+    for plan in (None, plan_of(kernel(4)), None):
+        meter.elapsed_ns(lambda: None, plan)
+    assert meter.step_ns == pytest.approx(STEP_NS, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("saved_ns", "stays"), [(50_000, True), (-50_000, True), (-200_000, False)]
 )

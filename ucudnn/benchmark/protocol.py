@@ -77,6 +77,8 @@ _RING_CACHES = 2
 _LEAST_CHUNKS = 4
 # A run that takes less is short against the time slices that other processes get.
 _SHORT_NS = 20_000_000
+# No short run takes so long because another process got the processor meanwhile.
+_LONG_NS = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -306,11 +308,11 @@ class Sampler:
     def warm_up(self, protocol: Protocol) -> None:
         """Run until two times agree, and set the number of runs in a sample.
 
-        A long run needs no warm-up, because its cold beginning is a small part of it. It is only
-        run here if its time is not known yet.
+        A long run needs no warm-up, because its cold beginning is a small part of it. A very long
+        one whose time is known is not run here at all.
         """
         known_ns = self._once_ns
-        before = time_ns = known_ns if known_ns >= _SHORT_NS else self.once_ns()
+        before = time_ns = known_ns if known_ns >= _LONG_NS else self.once_ns()
         for _ in range(protocol.warm_ups - 1 if before < _SHORT_NS else 0):
             time_ns = self.once_ns()
             if abs(time_ns - before) <= protocol.stable * before:

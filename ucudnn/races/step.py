@@ -73,7 +73,7 @@ class StepRace:
 
     def __str__(self) -> str:
         if self.reason:
-            return f"the plan was not judged by whole steps: {self.reason}"
+            return f"the plan was not judged by whole steps: {self.reason}{self._about_dropped()}"
         text = (
             f"a step takes {self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}) times as long as "
             f"by torch's own: {format_ns(self.plan_ns)} against {format_ns(self.torch_ns)}"
@@ -84,13 +84,16 @@ class StepRace:
                 f", and its peak is {planned} above what was allocated before it, against "
                 f"{format_bytes(default)}"
             )
-        if self.dropped:
-            several = len(self.dropped) > 1
-            text += (
-                f"; {len(self.dropped)} kernel{'s' * several} did not pay there and "
-                f"{'are' if several else 'is'} torch's own"
-            )
-        return text
+        return text + self._about_dropped()
+
+    def _about_dropped(self) -> str:
+        if not self.dropped:
+            return ""
+        several = len(self.dropped) > 1
+        return (
+            f"; {len(self.dropped)} kernel{'s' * several} did not pay there and "
+            f"{'are' if several else 'is'} torch's own"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""

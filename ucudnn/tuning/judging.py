@@ -28,7 +28,7 @@ from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
-from ucudnn.tuning.step_judge import LEAST_STEPS, StepJudge, StepMeter
+from ucudnn.tuning.step_judge import StepJudge, StepMeter, least_steps
 
 # Steps that tuning leaves time for, and that a default budget never takes from a race: both
 # contestants warm up, and three rounds decide a clear race.
@@ -78,12 +78,13 @@ def judged(
             hint_steps = HINT_STEPS if hints else 0
             until = _until(config, began, step_ns, RACE_STEPS + hint_steps)
             meter = _meter(backend, until, step_ns)
+            least = least_steps(plan)
             # The first one may have taken long for being the first.
-            if changes and meter.is_over(LEAST_STEPS) and not meter.is_over(1):
+            if changes and meter.is_over(least) and not meter.is_over(1):
                 meter.elapsed_ns(step, None)
             if not changes:
                 plan = replace(plan, step_race=StepRace(reason=_NOTHING))
-            elif meter.is_over(LEAST_STEPS):
+            elif meter.is_over(least):
                 plan = replace(plan, step_race=StepRace(reason=_NO_ROOM))
             else:
                 # Rounds of the race come first in a budget that was set.

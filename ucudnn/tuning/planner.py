@@ -190,8 +190,9 @@ class KernelPlanner:
         offered += self._invariant_splits(evidence)
         splits = list(dict.fromkeys(offered))
         own = self._timed_default(evidence)
-        # Alone it has nobody to race, and its time as a chunk is that of the whole call.
-        if splits == [default] and own is not None:
+        # Alone it has nobody to race, and its time as a chunk is that of the whole call, unless
+        # that adds a bias.
+        if splits == [default] and own is not None and not self._source.kernel.has_bias:
             return predict(tables, splits, own)
         # Nothing can be raced when the time is over, or in a recording that lacks this race.
         raced = self._source.race(splits)

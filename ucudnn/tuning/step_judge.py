@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import NamedTuple
@@ -58,8 +58,9 @@ class StepMeter:
         elapsed: runs something once and returns the time in ns that it took on the device.
         peak: the same for its peak of allocated memory in bytes.
         until: the `time.monotonic` at which steps must end; None: no limit.
-        step_ns: shortest time of a step so far, by which this is foreseen; the first one may take
-            much longer than the others.
+        step_ns: time of a step, by which this is foreseen.
+        shortest_ns: shortest times so far, of steps by torch and of those by plans: the first step
+            may take much longer than the others.
     """
 
     install: Callable[[Plan], AbstractContextManager[object]]
@@ -67,6 +68,7 @@ class StepMeter:
     peak: Callable[[Step], int]
     until: float | None = None
     step_ns: int = 0
+    shortest_ns: dict[bool, int] = field(default_factory=dict)
 
     def is_over(self, steps: int = 0) -> bool:
         """True if there is no time for so many more steps."""
@@ -82,7 +84,9 @@ class StepMeter:
         """Time of one step by a plan; None: by torch's own convolutions."""
         with self._following(plan):
             time_ns = self.elapsed(step)
-        self.step_ns = min(self.step_ns, time_ns)
+        is_planned = plan is not None
+        self.shortest_ns[is_planned] = min(time_ns, self.shortest_ns.get(is_planned, time_ns))
+        self.step_ns = max(self.shortest_ns.values())
         return time_ns
 
     def peak_bytes(self, step: Step, plan: Plan | None) -> int:
@@ -150,6 +154,9 @@ class StepJudge:
 
     def _judged_without(self, dropped: Sequence[KernelPlan], plan: Plan, raced: Raced) -> Plan:
         """The plan without some kernels, and the race of what is left of it."""
+        # All of it pays by halves, in shorter races than the one of the whole.
+        if not dropped:
+            return replace(plan, step_race=raced.race)
         left, race = _without(plan, dropped), raced.race
         torch_peak, plan_peak = race.torch_peak_bytes, race.plan_peak_bytes
         if _is_torchs(left):
@@ -170,7 +177,7 @@ class StepJudge:
         """True if steps are faster by the plan than without its replaceable kernels."""
         if raced.rest is not None or _is_torchs(rest):
             return raced.pays
-        return not self._meter.is_over(LEAST_STEPS) and self._race(plan, rest).pays
+        return not self._meter.is_over(LEAST_STEPS) and _is_proven(self._race(plan, rest))
 
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
         """Find the kernels with which a step is faster than without them, by halving."""
@@ -187,8 +194,8 @@ class StepJudge:
             others = [kernel for kernel in plan.kernels if kernel not in half]
             with_half = _without(plan, [one for one in others if has_default(plan, one)])
             alone = _without(with_half, half)
-            pays = self._race(with_half, None if _is_torchs(alone) else alone).pays
-            kept += half if pays else self._kept(plan, half)
+            raced = self._race(with_half, None if _is_torchs(alone) else alone)
+            kept += half if _is_proven(raced) else self._kept(plan, half)
         return kept
 
     def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
@@ -269,6 +276,19 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
         return Raced(outcome, not outcome.is_loss)
     _, _, most = ratio_interval(by_plan, by_torch, CONFIDENCE)
     return Raced(outcome, most < 1)
+
+
+def _is_proven(raced: Raced) -> bool:
+    """True if steps are faster beyond the noise, which takes some rounds to know."""
+    return raced.pays and raced.race.rounds >= LEAST_ROUNDS
+
+
+def least_steps(plan: Plan) -> int:
+    """Steps that judging a plan takes at least."""
+    changed = _changed(plan)
+    replaceable = sum(has_default(plan, kernel) for kernel in changed)
+    # Kernels that must stay planned take part by themselves: one step to warm up, one in a round.
+    return LEAST_STEPS + 2 * (0 < replaceable < len(changed))
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
