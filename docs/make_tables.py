@@ -73,32 +73,6 @@ def tuned_name(one: dict[str, Any]) -> str:
     return NAMES[one["network"]] + limit
 
 
-def hasty() -> list[Row]:
-    """Plans that were tuned within some seconds beside thorough ones, from tuning_haste.json."""
-    heading = [
-        "network",
-        "budget",
-        "tuned in",
-        "thorough plan tuned in",
-        "torch's step over the plan's (95 %)",
-        "the thorough plan's step over the plan's",
-    ]
-    return [
-        heading,
-        *(
-            [
-                tuned_name(one),
-                f"{one['budget_s']:.0f} s",
-                f"{one['seconds']:.0f} s",
-                f"{one['thorough_seconds']:.0f} s",
-                ratio(one["speed_up"]),
-                ratio(one["thorough_over_plan"]),
-            ]
-            for one in results("tuning_haste.json")
-        ),
-    ]
-
-
 def tuned_row(one: dict[str, Any]) -> Row:
     """A network of tuning_time.json."""
     samples = sorted(one["samples_ns"]["torch"])
@@ -111,6 +85,25 @@ def tuned_row(one: dict[str, Any]) -> Row:
         ratio(one["speed_up_over_fastest"]),
         f"{one['peak_of_tuning_bytes'] / one['peak_of_steps_bytes']:.2f}",
     ]
+
+
+def hasty() -> list[Row]:
+    """Plans that were tuned within some seconds beside thorough ones, from tuning_haste.json."""
+    heading = [
+        "network",
+        "budget",
+        "tuned in",
+        "thorough plan tuned in",
+        "torch's step over the plan's (95 %)",
+        "the thorough plan's step over the plan's",
+    ]
+    return [heading, *map(hasty_row, results("tuning_haste.json"))]
+
+
+def hasty_row(one: dict[str, Any]) -> Row:
+    """A network of tuning_haste.json."""
+    seconds = (f"{one[name]:.0f} s" for name in ("budget_s", "seconds", "thorough_seconds"))
+    return [tuned_name(one), *seconds, ratio(one["speed_up"]), ratio(one["thorough_over_plan"])]
 
 
 def founds(name: str) -> list[Found]:
