@@ -18,10 +18,11 @@ from ucudnn.errors import ConfigError
 from ucudnn.execution.execute import bind
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.races import StepTimes
 from ucudnn.split import Split, Step
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.cliffs import find_cliffs
-from ucudnn.tuning.cliffs.step_times import Setting, StepTimes, TimedStep, interleaved
+from ucudnn.tuning.cliffs.step_times import Setting, TimedStep, interleaved
 from ucudnn.tuning.tuner import layers_by_problem
 
 MS, MIB = 1_000_000, 1 << 20

@@ -24,6 +24,7 @@ from ucudnn.tuning.step_judge import StepJudge, StepMeter
 
 MIB = 1 << 20
 STEP_NS = 1_000_000
+KERNEL_NS = 50_000
 
 
 def kernel(size, workspace=0):
@@ -46,10 +47,14 @@ def plan_of(*kernels, limit=None):
 
 
 class Machine:
-    """Steps take a base time and what each planned kernel adds to it or saves, with noise."""
+    """Steps take a base time and what each planned kernel adds to it or saves, with noise.
 
-    def __init__(self, saved_ns_by_size, noise=0.001):
+    Inside them, kernels that are timed take what they save there, with the noise of each.
+    """
+
+    def __init__(self, saved_ns_by_size, noise=0.001, inside_ns_by_size=None):
         self.saved, self.noise = saved_ns_by_size, noise
+        self.inside = saved_ns_by_size if inside_ns_by_size is None else inside_ns_by_size
         self.chance, self.plan, self.races = random.Random(1), None, []
 
     @contextmanager
@@ -68,8 +73,21 @@ class Machine:
         saved = sum(self.saved[size] for size in self.sizes(self.plan)) if self.plan else 0
         return int((STEP_NS - saved) * self.chance.uniform(1 - self.noise, 1 + self.noise))
 
-    def judge(self, plan, until=None):
-        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, until)
+    @contextmanager
+    def timed(self, plan):
+        self.plan = plan
+        self.races.append(self.sizes(plan) if plan else set())
+        kernels_ns = {}
+        yield kernels_ns
+        for size, saved in self.inside.items():
+            is_planned = plan is not None and size in self.sizes(plan)
+            time_ns = KERNEL_NS - saved * is_planned
+            kernels_ns[kernel(size).problem] = int(time_ns * self.chance.uniform(0.98, 1.02))
+        self.plan = None
+
+    def judge(self, plan, until=None, is_timed=False):
+        timed = self.timed if is_timed else None
+        meter = StepMeter(self.install, self.elapsed_ns, self.peak_bytes, until, timed=timed)
         return StepJudge(lambda: None, meter).judge(plan)
 
     def peak_bytes(self, run):
@@ -126,6 +144,66 @@ def test_a_gain_that_noise_hides_is_not_kept():
     judged = machine.judge(plan_of(kernel(4), kernel(8)))
     assert all(one.is_default for one in judged.kernels)
     assert (judged.step_race.ratio, len(judged.step_race.dropped)) == (1.0, 2)
+
+
+def test_what_the_noise_of_steps_hides_is_seen_inside_them():
+    saved = {4: 10_000, 8: 15_000}
+    plan, kept = plan_of(kernel(4), kernel(8)), 0
+    for seed in range(20):
+        machine = Machine(saved, noise=0.1)
+        machine.chance.seed(seed)
+        judged = machine.judge(plan, is_timed=True)
+        # Steps may seem to be slower, by chance.
+        if judged.kernels == plan.kernels:
+            kept += 1
+            ratio, low, high = judged.step_race.inside
+            assert low <= ratio <= high < 1
+            assert ratio == pytest.approx(1 - 25_000 / (2 * KERNEL_NS), abs=0.03)
+    assert kept > 15
+    blind = Machine(saved, noise=0.1).judge(plan)
+    assert all(one.is_default for one in blind.kernels)
+    assert blind.step_race.inside is None
+
+
+@pytest.mark.parametrize("guilty", [{4}, {8, 32}, {4, 8, 16, 32, 64}, {64}])
+def test_kernels_that_are_slower_inside_steps_are_given_back_without_halving(guilty):
+    saved = {size: -25_000 if size in guilty else 5_000 for size in (4, 8, 16, 32, 64)}
+    machine = Machine(saved, noise=0.1)
+    judged = machine.judge(plan_of(*map(kernel, saved)), is_timed=True)
+    assert machine.sizes(judged) == set(saved) - guilty
+    assert not judged.step_race.is_loss
+    # Steps were run by torch, the plan and what is left of it, and by no other part of it.
+    assert {*map(frozenset, machine.races)} <= {
+        *map(frozenset, (set(), saved, set(saved) - guilty))
+    }
+
+
+def test_steps_that_lose_though_their_kernels_win_are_not_believed():
+    saved = {size: -90_000 if size == 8 else 10_000 for size in (4, 8, 16, 32)}
+    inside = dict.fromkeys(saved, 20_000)
+    machine = Machine(saved, inside_ns_by_size=inside)
+    judged = machine.judge(plan_of(*map(kernel, saved)), is_timed=True)
+    assert 8 not in machine.sizes(judged)
+    assert not judged.step_race.is_loss
+
+
+def test_what_loses_only_beside_others_is_given_back_altogether():
+    class Crowded(Machine):
+        def elapsed_ns(self, run):
+            alone = self.plan is None or len(self.sizes(self.plan)) != 2
+            return super().elapsed_ns(run) + (0 if alone else 200_000)
+
+    saved = {4: 10_000, 8: 10_000, 16: -90_000}
+    judged = Crowded(saved).judge(plan_of(*map(kernel, saved)), is_timed=True)
+    assert all(one.is_default for one in judged.kernels)
+    assert len(judged.step_race.dropped) == 3
+
+
+def test_within_a_limit_kernels_are_compared_inside_steps_of_what_must_stay():
+    machine = Machine({4: -500_000, 8: 5_000, 16: -10_000, 32: 4_000}, noise=0.05)
+    free = [replace(kernel(size), default=Timing(20, 0, MIB, 5)) for size in (8, 16, 32)]
+    judged = machine.judge(plan_of(kernel(4), *free, limit="2MiB"), is_timed=True)
+    assert machine.sizes(judged) == {4, 8, 32}
 
 
 def test_kernels_are_not_blamed_for_what_a_limit_costs():
@@ -291,10 +369,11 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
 
 
 def test_what_was_looked_up_for_a_plan_stays_between_the_steps_of_a_race():
+    from ucudnn.backends import open_backend
     from ucudnn.tuning.judging import _Installer
 
     first, second = (replace(plan_of(kernel(5)), device=ucudnn_device()) for _ in range(2))
-    install = _Installer()
+    install = _Installer(open_backend("torch_cpu"), [first, second])
     with install(first) as one:
         pass
     with install(second) as other, install(first) as again:

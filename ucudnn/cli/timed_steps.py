@@ -27,8 +27,9 @@ from ucudnn.cli.targets import Recipe, name_model
 from ucudnn.execution.stepping import STEP_ERRORS
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.races import StepTimes
 from ucudnn.system.closing import AbstractClosable
-from ucudnn.tuning.cliffs.step_times import Setting, StepTimes, TimedStep, interleaved
+from ucudnn.tuning.cliffs.step_times import Setting, TimedStep, interleaved
 
 _MODULE = "ucudnn.cli.timed_steps"
 _TUNABLES = "GLIBC_TUNABLES"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -15,10 +15,11 @@ from ucudnn.execution.watching import convolution_by
 from ucudnn.problem import Problem
 
 _Result = TypeVar("_Result")
+_EVERYTHING = Everything()
 
 
 class KernelTimer:
-    """Computes all convolutions of this process, by torch or by a plan, and times each kernel.
+    """Computes convolutions of this process, by torch or by a plan, and times each kernel.
 
     The two gradients of a layer are computed one after the other, which takes torch as long as both
     at once.
@@ -30,20 +31,24 @@ class KernelTimer:
     Args:
         elapsed_ns: runs a function and returns the time that it took on the device.
         runner: of the plan; None: torch's own convolutions.
+        filter_shapes: of the convolutions to time; torch computes the others.
     """
 
-    filter_shapes = Everything()
-
     def __init__(
-        self, elapsed_ns: Callable[[Callable[[], object]], int], runner: Runner | None = None
+        self,
+        elapsed_ns: Callable[[Callable[[], object]], int],
+        runner: Runner | None = None,
+        filter_shapes: Container[Any] = _EVERYTHING,
     ) -> None:
+        self.filter_shapes = filter_shapes
         self.times_ns: dict[Problem, int] = {}
         self._elapsed_ns = elapsed_ns
         self._runner = runner
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""
-        return _Timed(self, convolution_by(self._runner, x, w, geometry), geometry)
+        # Looking a plan up is part of what it costs, and is timed with each kernel.
+        return _Timed(self, lambda: convolution_by(self._runner, x, w, geometry), geometry)
 
     def timed(self, problem: Problem | None, compute: Callable[[], _Result]) -> _Result:
         """Compute a kernel and add its time."""
@@ -59,12 +64,12 @@ class _Timed(NamedTuple):
     """A convolution whose kernels are timed."""
 
     timer: KernelTimer
-    convolution: Convolution
+    look_up: Callable[[], Convolution]
     geometry: Geometry
 
     def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         problem = problem_of("fprop", x, w, *self.geometry)
-        return self.timer.timed(problem, lambda: self.convolution.forward(x, w, bias))
+        return self.timer.timed(problem, lambda: self.look_up().forward(x, w, bias))
 
     def backward(
         self, dy: Tensor, x: Tensor, w: Tensor, bias_sizes: list[int] | None, mask: list[bool]
@@ -75,8 +80,9 @@ class _Timed(NamedTuple):
             # The gradient of the bias alone is no kernel of a plan.
             is_kernel = only != [False, False, True]
             problem = problem_of(op, x, w, *self.geometry) if is_kernel else None
-            compute = self.convolution.backward
-            return self.timer.timed(problem, lambda: compute(dy, x, w, bias_sizes, only))
+            return self.timer.timed(
+                problem, lambda: self.look_up().backward(dy, x, w, bias_sizes, only)
+            )
 
         of_input = gradients("dgrad", [mask[0], False, False])
         # torch sums the bias along with the gradient of the weights.

@@ -12,3 +12,4 @@ from ucudnn.races.memory import StepMemory as StepMemory
 from ucudnn.races.step import LEAST_ROUNDS as LEAST_ROUNDS
 from ucudnn.races.step import TOLERATED as TOLERATED
 from ucudnn.races.step import StepRace as StepRace
+from ucudnn.races.step import StepTimes as StepTimes

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from ucudnn.errors import PlanError
+from ucudnn.problem import Problem
 from ucudnn.units import TOO_LARGE, format_bytes, format_ns
 
 # As a fraction of a step's time: a smaller difference, either way, decides nothing.
@@ -15,6 +16,19 @@ TOLERATED = 0.01
 # Fewer rounds do not show how large the noise is; then only a loss of more than this counts.
 LEAST_ROUNDS = 3
 _CLEAR_LOSS = 0.1
+
+
+class StepTimes(NamedTuple):
+    """Times of a step, or means of several.
+
+    Args:
+        step_ns: of the step; on a GPU it has to wait for each kernel that is timed, which takes
+            time, too.
+        kernels_ns: of each kernel that was timed, all of its calls in the step together.
+    """
+
+    step_ns: int
+    kernels_ns: Mapping[Problem, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,8 @@ class StepRace:
         plan_peak_bytes: peak of what a step by the plan allocates.
         dropped: kernels given back to torch, because steps were not faster with their plans.
         reason: why no step was run; "" if steps were run.
+        inside: ratio, low and high of the kernels that the plan changes, timed inside the steps of
+            both, all of them together; None where they were not timed.
 
     Raises:
         PlanError: a value is of another type or out of range.
@@ -50,6 +66,7 @@ class StepRace:
     plan_peak_bytes: int = 0
     dropped: tuple[str, ...] = ()
     reason: str = ""
+    inside: tuple[float, float, float] | None = None
 
     def __post_init__(self) -> None:
         # Values may come from a plan file that anybody wrote. Exact types, because True passes for
@@ -58,9 +75,11 @@ class StepRace:
         counts = (self.torch_ns, self.plan_ns, self.rounds, *peaks)
         if not all(type(count) is int and 0 <= count < TOO_LARGE for count in counts):
             raise PlanError(f"counts of a race of steps must be ints from 0, got {counts}")
-        ratios = (self.ratio, self.low, self.high)
+        ratios = (self.ratio, self.low, self.high, *(self.inside or ()))
         if not all(type(ratio) is float and isfinite(ratio) and ratio > 0 for ratio in ratios):
             raise PlanError(f"ratios of a race of steps must be above 0, got {ratios}")
+        if self.inside is not None and len(self.inside) != 3:
+            raise PlanError(f"inside must be a ratio with its interval, got {self.inside}")
         if not all(isinstance(text, str) for text in (*self.dropped, self.reason)):
             raise PlanError("names and reasons of a race of steps must be strings")
 
@@ -84,6 +103,12 @@ class StepRace:
                 f", and its peak is {planned} above what was allocated before it, against "
                 f"{format_bytes(default)}"
             )
+        if self.inside is not None:
+            ratio, low, high = self.inside
+            text += (
+                f"; inside steps the kernels that the plan changes take {ratio:.2f} "
+                f"({low:.2f} to {high:.2f}) times as long"
+            )
         return text + self._about_dropped()
 
     def _about_dropped(self) -> str:
@@ -103,4 +128,6 @@ class StepRace:
     def from_dict(cls, values: Mapping[str, Any]) -> StepRace:
         """Build one from JSON values; fields of later versions are left out."""
         known = {name: values[name] for name in cls.__slots__ if name in values}
+        inside = known.get("inside")
+        known |= {"inside": None if inside is None else tuple(inside)}
         return cls(**{**known, "dropped": tuple(values["dropped"])})

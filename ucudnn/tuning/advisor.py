@@ -24,7 +24,7 @@ from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.advice import Advice, KernelAdvice
-from ucudnn.tuning.step_judge import race
+from ucudnn.tuning.step_rounds import race, tells
 from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.tuning.worth import least_ns
 
@@ -171,6 +171,7 @@ def _with_steps(
             own, last = race(
                 [partial(backend.elapsed_ns, one) for one in (step, other)],
                 lambda steps: monotonic() + steps * step_s >= until,
+                lambda times: tells(times[1], times[0]),
             )
     # A model that was traced on fake tensors may still fail on real ones. Its kernels can be timed
     # all the same.

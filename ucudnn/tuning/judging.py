@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,9 @@ from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
+from ucudnn.execution.timing import KernelTimer
 from ucudnn.plan import Plan
+from ucudnn.problem import Problem
 from ucudnn.races import Compilation, LayoutHint, LayoutRace, StepRace
 from ucudnn.tuning.compiled_steps import compile_steps, with_relaid
 from ucudnn.tuning.effort import EFFORTS
@@ -77,7 +79,7 @@ def judged(
             step_ns = backend.elapsed_ns(step)
             hint_steps = HINT_STEPS if hints else 0
             until = _until(config, began, step_ns, RACE_STEPS + hint_steps)
-            meter = _meter(backend, until, step_ns)
+            meter = _meter(backend, [plan], until, step_ns)
             least = least_steps(plan)
             # The first one may have taken long for being the first.
             if changes and meter.is_over(least) and not meter.is_over(1):
@@ -180,7 +182,9 @@ def judged_in_layouts(
             if not against:
                 compilation, against = _compiled(model, steps, own.device.type)
             if not against:
-                judge = LayoutJudge(steps, _meter(backend, _later(until, compilation), step_ns))
+                judge = LayoutJudge(
+                    steps, _meter(backend, plans.values(), _later(until, compilation), step_ns)
+                )
                 plan = replace(judge.judge(plans), compilation=compilation)
                 return with_relaid(plan, steps[plan.memory_format])
     except KeyboardInterrupt:
@@ -228,28 +232,51 @@ def _has_backward(plan: Plan) -> bool:
     return any(kernel.problem.op != "fprop" for kernel in plan.kernels)
 
 
-def _meter(backend: AbstractBackend, until: float | None, step_ns: int) -> StepMeter:
+def _meter(
+    backend: AbstractBackend, plans: Iterable[Plan], until: float | None, step_ns: int
+) -> StepMeter:
     # A step has no parts that are known problems: its peak is what the allocator sees.
     peak = partial(backend.workspace_bytes, parts=())
-    return StepMeter(_Installer(), backend.elapsed_ns, peak, until, step_ns)
+    install = _Installer(backend, plans)
+    # A GPU computes kernels while the host goes on. To time one, the step must wait for it.
+    timed = install.timed if backend.device().type == "cpu" else None
+    return StepMeter(install, backend.elapsed_ns, peak, until, step_ns, timed=timed)
 
 
 class _Installer:
     """Installs plans in turn, and keeps the calls that each has looked up, as in training.
 
     Without this, looking up all calls would be part of the time of each step.
+
+    Args:
+        backend: of the plans.
+        plans: whose steps are timed, or those of parts of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: AbstractBackend, plans: Iterable[Plan]) -> None:
+        self._backend = backend
         # By id of a plan. A runner holds its plan, so that no other one can get the same id.
         self._runners: dict[int, Runner] = {}
+        kernels = (kernel for plan in plans for kernel in plan.kernels)
+        self._changed = {one.problem.w_shape for one in kernels if not one.is_default}
 
     def __call__(self, plan: Plan) -> Installation:
+        return Installation(plan.device.type, self._runner(plan))
+
+    @contextmanager
+    def timed(self, plan: Plan | None) -> Iterator[Mapping[Problem, int]]:
+        """Follow a plan, or torch, and time the convolutions that some plan changes."""
+        runner = None if plan is None else self._runner(plan)
+        timer = KernelTimer(self._backend.elapsed_ns, runner, self._changed)
+        with Installation(self._backend.device().type, timer):
+            yield timer.times_ns
+
+    def _runner(self, plan: Plan) -> Runner:
         if id(plan) not in self._runners:
             # A race also runs what the plan does not cover: judging it is not running by it.
             config = replace(plan.config, frozen=False, unplanned="torch")
             self._runners[id(plan)] = Runner(plan, config)
-        return Installation(plan.device.type, self._runners[id(plan)])
+        return self._runners[id(plan)]
 
 
 def _until(

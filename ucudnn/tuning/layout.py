@@ -8,7 +8,8 @@ from typing import NamedTuple
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.plan import Plan
 from ucudnn.races import TOLERATED, Contestant, LayoutRace
-from ucudnn.tuning.step_judge import CONFIDENCE, has_default, raced_of, tells
+from ucudnn.tuning.step_judge import has_default
+from ucudnn.tuning.step_rounds import CONFIDENCE, raced_of, tells
 
 Samples = Sequence[Sequence[int]]
 

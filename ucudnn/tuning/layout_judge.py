@@ -9,7 +9,8 @@ from functools import partial
 from ucudnn.plan import Plan
 from ucudnn.races import StepRace
 from ucudnn.tuning.layout import entrants, is_decided, outcome
-from ucudnn.tuning.step_judge import Step, StepJudge, StepMeter, race, raced_of
+from ucudnn.tuning.step_judge import Step, StepJudge, StepMeter, replaceable
+from ucudnn.tuning.step_rounds import race, raced_inside, steps_ns
 
 
 class LayoutJudge:
@@ -35,12 +36,12 @@ class LayoutJudge:
         ways = [(self._steps[one.memory_format], one.plan) for one in all_of_them]
         peaks = [self._meter.peak_bytes(*way) for way in ways]
         samples = race(
-            [partial(self._meter.elapsed_ns, *way) for way in ways],
+            [partial(self._meter.times, *way) for way in ways],
             self._meter.is_over,
+            lambda times: is_decided(all_of_them, steps_ns(times)),
             is_warm=True,
-            is_decided=partial(is_decided, all_of_them),
         )
-        layouts = outcome(all_of_them, samples, peaks)
+        layouts = outcome(all_of_them, steps_ns(samples), peaks)
         chosen = plans[layouts.memory_format]
         # In the chosen layout: torch's own, and the plan if it changes anything.
         run = [i for i, one in enumerate(all_of_them) if one.memory_format == layouts.memory_format]
@@ -52,7 +53,7 @@ class LayoutJudge:
             # The plan has run against torch's own in this race already, in the same rounds. Only
             # where it lost are further steps run, to find the kernels responsible.
             torchs, planned = run
-            raced = raced_of(samples[torchs], samples[planned])
+            raced = raced_inside(samples[torchs], samples[planned], chosen, replaceable(chosen))
             peaked = replace(
                 raced.race, torch_peak_bytes=peaks[torchs], plan_peak_bytes=peaks[planned]
             )

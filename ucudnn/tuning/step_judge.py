@@ -2,51 +2,27 @@
 
 A plan whose kernels are all faster can still slow down a step, because planned calls cost the host
 more, and because the caches hold other data. If steps are not faster beyond the noise, the kernels
-that pay are found by halving, and the others are given back to torch.
+that pay are found by their times inside the steps, or by halving, and the others are given back to
+torch.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import NamedTuple
 
-from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.plan import KernelPlan, Plan
-from ucudnn.races import LEAST_ROUNDS, TOLERATED, StepRace
+from ucudnn.problem import Problem
+from ucudnn.races import LEAST_ROUNDS, StepRace, StepTimes
+from ucudnn.tuning.step_rounds import Raced, Samples, race, raced_inside, raced_of, steps_ns, tells
 
-# Rounds of one race. Steps are long, so there are few: the 95 % interval of up to seven pairs
-# reaches from the smallest ratio to the largest, and one perturbed round can hide a difference.
-_MOST_ROUNDS = 7
-
-# With it one perturbed round of seven is forgiven, and of fewer none.
-CONFIDENCE = 0.75
 # Steps that a race of two takes at least: each warms up, and one round. Peaks warm up, too.
 LEAST_STEPS = 4
 
 Step = Callable[[], None]
-Decided = Callable[[Sequence[Sequence[int]]], bool]
-
-
-class Raced(NamedTuple):
-    """A race of steps with its verdict.
-
-    Args:
-        race: times of steps by a plan and by torch's own convolutions.
-        pays: True if steps are faster by the plan beyond the noise. The plan must prove this,
-            because torch's own convolutions cost nothing to keep; unless there was no time for the
-            rounds that it takes.
-        rest: times of steps by the kernels that must stay planned and by torch, if those took part;
-            then the plan was compared with these.
-    """
-
-    race: StepRace
-    pays: bool
-    rest: StepRace | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +37,8 @@ class StepMeter:
         step_ns: time of a step, by which this is foreseen.
         shortest_ns: shortest times so far, of steps by torch and of those by plans: the first step
             may take much longer than the others.
+        timed: like `install`, and times kernels inside the step; None: they cannot be timed without
+            slowing the step down. Without a plan torch computes them.
     """
 
     install: Callable[[Plan], AbstractContextManager[object]]
@@ -69,6 +47,7 @@ class StepMeter:
     until: float | None = None
     step_ns: int = 0
     shortest_ns: dict[bool, int] = field(default_factory=dict)
+    timed: Callable[[Plan | None], AbstractContextManager[Mapping[Problem, int]]] | None = None
 
     def is_over(self, steps: int = 0) -> bool:
         """True if there is no time for so many more steps."""
@@ -84,10 +63,22 @@ class StepMeter:
         """Time of one step by a plan; None: by torch's own convolutions."""
         with self._following(plan):
             time_ns = self.elapsed(step)
+        self._note(time_ns, plan)
+        return time_ns
+
+    def times(self, step: Step, plan: Plan | None) -> StepTimes:
+        """Times of one step and of its kernels, as far as they can be timed."""
+        if self.timed is None:
+            return StepTimes(self.elapsed_ns(step, plan), {})
+        with self.timed(plan) as kernels_ns:
+            time_ns = self.elapsed(step)
+        self._note(time_ns, plan)
+        return StepTimes(time_ns, kernels_ns)
+
+    def _note(self, time_ns: int, plan: Plan | None) -> None:
         is_planned = plan is not None
         self.shortest_ns[is_planned] = min(time_ns, self.shortest_ns.get(is_planned, time_ns))
         self.step_ns = max(self.shortest_ns.values())
-        return time_ns
 
     def peak_bytes(self, step: Step, plan: Plan | None) -> int:
         """Peak of memory of one step, likewise."""
@@ -123,13 +114,21 @@ class StepJudge:
         if not changed:
             return plan
         # The rest must stay planned: without a plan they would exceed the workspace limit.
-        replaceable = [kernel for kernel in changed if has_default(plan, kernel)]
-        rest = _without(plan, replaceable)
+        free = replaceable(plan)
+        rest = _without(plan, free)
         raced = raced or self._raced_with_peaks(plan, rest)
-        if not replaceable or self._pays(plan, rest, raced):
+        # Those that must stay planned may cost time, for which the others are not to blame.
+        against_rest: Raced | None = raced
+        if free and raced.rest is None and not _is_torchs(rest):
+            has_time = not self._meter.is_over(LEAST_STEPS)
+            against_rest = _proven(self._race(plan, rest)) if has_time else None
+        if not free or (against_rest is not None and against_rest.pays):
             return replace(plan, step_race=raced.race)
-        kept = self._kept(plan, replaceable)
-        return self._judged_without([one for one in replaceable if one not in kept], plan, raced)
+        if against_rest is not None and against_rest.faster is not None:
+            kept = [one for one in free if one.problem in against_rest.faster]
+        else:
+            kept = self._kept(plan, free)
+        return self._judged_without([one for one in free if one not in kept], plan, raced)
 
     def _raced_with_peaks(self, plan: Plan, rest: Plan) -> Raced:
         # Taking a peak runs a step, which warms up both.
@@ -144,17 +143,17 @@ class StepJudge:
     def _race_of_three(self, plan: Plan, rest: Plan) -> Raced:
         """A race of torch's own, a plan, and those of its kernels that must stay planned."""
         self._meter.elapsed_ns(self._step, rest)
-        runs = [partial(self._meter.elapsed_ns, self._step, one) for one in (None, rest, plan)]
-        by_torch, by_rest, by_plan = race(
-            runs, self._meter.is_over, True, lambda times: tells(times[2], times[1])
+        contestants = (None, rest, plan)
+        by_torch, by_rest, by_plan = self._samples(contestants, 1, is_warm=True)
+        against_rest = raced_inside(by_rest, by_plan, plan, replaceable(plan))
+        torch_ns, rest_ns, plan_ns = steps_ns([by_torch, by_rest, by_plan])
+        return against_rest._replace(
+            race=raced_of(torch_ns, plan_ns).race, rest=raced_of(torch_ns, rest_ns).race
         )
-        # Those that must stay planned may cost time, for which the others are not to blame.
-        pays = raced_of(by_rest, by_plan).pays
-        return Raced(raced_of(by_torch, by_plan).race, pays, raced_of(by_torch, by_rest).race)
 
     def _judged_without(self, dropped: Sequence[KernelPlan], plan: Plan, raced: Raced) -> Plan:
         """The plan without some kernels, and the race of what is left of it."""
-        # All of it pays by halves, in shorter races than the one of the whole.
+        # All of it pays by parts, in shorter races than the one of the whole.
         if not dropped:
             return replace(plan, step_race=raced.race)
         left, race = _without(plan, dropped), raced.race
@@ -162,22 +161,20 @@ class StepJudge:
         if _is_torchs(left):
             # The plan is torch's own now, so that there is nothing to race.
             race, plan_peak = StepRace(race.torch_ns, race.torch_ns, rounds=race.rounds), torch_peak
-        elif raced.rest is not None and not any(has_default(plan, one) for one in _changed(left)):
+        elif raced.rest is not None and not replaceable(left):
             race = raced.rest
         elif self._meter.is_over(LEAST_STEPS):
             race = StepRace(reason="the time budget has no room for steps without what did not pay")
         else:
             # The first race was of another plan: steps without the dropped kernels are timed anew.
             race = self._race(left).race
+            others = [one for one in _changed(plan) if one not in dropped]
+            # What slows a step down beside other kernels than those it was judged with.
+            if race.is_loss and all(has_default(plan, one) for one in others):
+                return self._judged_without([*dropped, *others], plan, raced)
         names = tuple(str(kernel.problem) for kernel in dropped)
         race = replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak, dropped=names)
         return replace(left, step_race=race)
-
-    def _pays(self, plan: Plan, rest: Plan, raced: Raced) -> bool:
-        """True if steps are faster by the plan than without its replaceable kernels."""
-        if raced.rest is not None or _is_torchs(rest):
-            return raced.pays
-        return not self._meter.is_over(LEAST_STEPS) and _is_proven(self._race(plan, rest))
 
     def _kept(self, plan: Plan, kernels: Sequence[KernelPlan]) -> list[KernelPlan]:
         """Find the kernels with which a step is faster than without them, by halving."""
@@ -195,100 +192,40 @@ class StepJudge:
             with_half = _without(plan, [one for one in others if has_default(plan, one)])
             alone = _without(with_half, half)
             raced = self._race(with_half, None if _is_torchs(alone) else alone)
-            kept += half if _is_proven(raced) else self._kept(plan, half)
+            kept += half if _proven(raced).pays else self._kept(plan, half)
         return kept
 
     def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
         """Time steps by a plan and by another plan in turn; None: by torch's own convolutions."""
-        runs = [partial(self._meter.elapsed_ns, self._step, one) for one in (other, plan)]
-        return raced_of(*race(runs, self._meter.is_over, is_warm))
+        by_other, by_plan = self._samples((other, plan), 0, is_warm)
+        return raced_inside(by_other, by_plan, plan, replaceable(plan))
+
+    def _samples(
+        self, contestants: Sequence[Plan | None], rival: int, is_warm: bool
+    ) -> list[list[StepTimes]]:
+        """Time steps until it is clear whether the last plan is faster than a rival of it."""
+        plan = contestants[-1]
+        assert plan is not None
+
+        def is_decided(samples: Samples) -> bool:
+            by_rival, by_plan = samples[rival], samples[-1]
+            raced = raced_inside(by_rival, by_plan, plan, replaceable(plan))
+            return raced.pays or tells(*steps_ns([by_plan, by_rival]))
+
+        runs = [partial(self._meter.times, self._step, one) for one in contestants]
+        return race(runs, self._meter.is_over, is_decided, is_warm)
 
 
-def race(
-    runs: Sequence[Callable[[], int]],
-    is_over: Callable[[int], bool],
-    is_warm: bool = False,
-    is_decided: Decided | None = None,
-) -> list[list[int]]:
-    """Time several ways to compute a step in turn, until it is clear which is faster.
-
-    Args:
-        runs: each runs a step and returns its time in ns.
-        is_over: tells for a number of steps that there is no time for them; then no more rounds
-            begin.
-        is_warm: True if all have just run; else the first round does not count.
-        is_decided: called with the times so far, in the order of `runs`; True ends the race.
-            Default: it ends when one of two is clearly faster, or clearly neither.
-
-    Returns:
-        Times of each, one of each per round.
-    """
-    samples: list[list[int]] = [[] for _ in runs]
-    order = list(range(len(runs)))
-    is_decided = is_decided or (lambda times: tells(times[1], times[0]))
-    # In random order no contestant always runs after the same other one, whose data is in the
-    # caches.
-    chance = random.Random(0)  # noqa: S311 - an order, not a secret
-    # Round 0 warms up and does not count.
-    for number in range(is_warm, _MOST_ROUNDS + 1):
-        # One round is always taken, since a ratio needs a pair.
-        if number > 1 and is_over(len(runs)):
-            break
-        chance.shuffle(order)
-        for which in order:
-            time_ns = runs[which]()
-            if number:
-                samples[which].append(time_ns)
-        if number >= LEAST_ROUNDS and is_decided(samples):
-            break
-    return samples
-
-
-def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
-    """True if the interval of the ratio shows a gain, a loss, or that there is neither.
-
-    >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
-    (True, False)
-
-    Args:
-        ones: times in ns, one per round.
-        others: those of the other, in the same order.
-    """
-    _, low, high = ratio_interval(ones, others)
-    return high < 1 or low > 1 + TOLERATED or (low > 1 - TOLERATED and high < 1 + TOLERATED)
-
-
-def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
-    """The outcome of a race.
-
-    >>> raced_of([100, 101, 99], [90, 91, 90]).pays, raced_of([100, 90, 99], [90, 91, 90]).pays
-    (True, False)
-
-    Args:
-        by_torch: times of steps by torch's own convolutions in ns, one per round.
-        by_plan: those by the plan.
-    """
-    ratio, low, high = ratio_interval(by_plan, by_torch)
-    rounds, medians = len(by_plan), (median_ns(by_torch), median_ns(by_plan))
-    outcome = StepRace(*medians, ratio, low, high, rounds)
-    # Too few rounds prove nothing. The kernels are faster by races of their own.
-    if rounds < LEAST_ROUNDS:
-        return Raced(outcome, not outcome.is_loss)
-    _, _, most = ratio_interval(by_plan, by_torch, CONFIDENCE)
-    return Raced(outcome, most < 1)
-
-
-def _is_proven(raced: Raced) -> bool:
-    """True if steps are faster beyond the noise, which takes some rounds to know."""
-    return raced.pays and raced.race.rounds >= LEAST_ROUNDS
+def _proven(raced: Raced) -> Raced:
+    """The same race, in which too few rounds show no gain."""
+    return raced._replace(pays=raced.pays and raced.race.rounds >= LEAST_ROUNDS)
 
 
 def least_steps(plan: Plan) -> int:
     """Steps that judging a plan takes at least."""
-    changed = _changed(plan)
-    replaceable = sum(has_default(plan, kernel) for kernel in changed)
+    changed, free = len(_changed(plan)), len(replaceable(plan))
     # Kernels that must stay planned take part by themselves: one step to warm up, one in a round.
-    return LEAST_STEPS + 2 * (0 < replaceable < len(changed))
+    return LEAST_STEPS + 2 * (0 < free < changed)
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
@@ -310,6 +247,11 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     if plan.config.total_bytes is not None or (plan.memory and plan.memory.streams):
         limit = kernel.timing.workspace_bytes
     return kernel.default is not None and (limit is None or kernel.default.workspace_bytes <= limit)
+
+
+def replaceable(plan: Plan) -> list[KernelPlan]:
+    """The kernels that are not torch's own and that torch may compute all the same."""
+    return [kernel for kernel in _changed(plan) if has_default(plan, kernel)]
 
 
 def _changed(plan: Plan) -> list[KernelPlan]:

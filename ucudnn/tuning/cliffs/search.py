@@ -20,9 +20,10 @@ from ucudnn.backends.torch_cpu.allocator import (
 from ucudnn.config import Config
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.races import StepTimes
 from ucudnn.tuning.cliffs.found import CHANNELS_LAST, MALLOC, SPLITS, TORCH, Cliff, Cliffs
 from ucudnn.tuning.cliffs.scan import LEAST_RATIO, Scan
-from ucudnn.tuning.cliffs.step_times import Setting, StepTimes
+from ucudnn.tuning.cliffs.step_times import Setting
 
 _MOST_S = 120.0
 # Of a step; what saves less is within the noise of most machines.

@@ -18,22 +18,10 @@ from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, gradient_mode, undisturbed
 from ucudnn.execution.timing import KernelTimer
 from ucudnn.plan import Plan
-from ucudnn.problem import Problem
+from ucudnn.races import StepTimes
 
 # After this time no more rounds begin, once there are the least.
 _MOST_S, _LEAST_ROUNDS, _MOST_ROUNDS = 90.0, 3, 15
-
-
-class StepTimes(NamedTuple):
-    """Times of a step, or means of several.
-
-    Args:
-        step_ns: of the step; on a GPU it has to wait for each kernel, which takes time, too.
-        kernels_ns: of each kernel, all of its calls in the step together.
-    """
-
-    step_ns: int
-    kernels_ns: Mapping[Problem, int]
 
 
 class Setting(NamedTuple):
