@@ -14,17 +14,21 @@ import torch
 from torch import nn
 
 import ucudnn
+from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.races import StepRace
+from ucudnn.split import Split, Step
+from ucudnn.tuning.cliffs.remedies import remedied_kernel
 from ucudnn.tuning.step_judge import StepJudge, StepMeter
 
 MIB = 1 << 20
 STEP_NS = 1_000_000
 KERNEL_NS = 50_000
+TIMING = Timing(1, 0, 0, 1)
 
 
 def kernel(size, workspace=0):
@@ -369,7 +373,6 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
 
 
 def test_what_was_looked_up_for_a_plan_stays_between_the_steps_of_a_race():
-    from ucudnn.backends import open_backend
     from ucudnn.tuning.judging import _Installer
 
     first, second = (replace(plan_of(kernel(5)), device=ucudnn_device()) for _ in range(2))
@@ -382,7 +385,34 @@ def test_what_was_looked_up_for_a_plan_stays_between_the_steps_of_a_race():
         assert other.runner.plan is second
 
 
-def ucudnn_device():
-    from ucudnn.backends import open_backend
+def halved(model, x):
+    """A plan that computes the two samples of every kernel one by one."""
+    backend, split = open_backend("torch_cpu"), Split("batch", (Step(1, "torch_default"),) * 2)
+    problems = dict.fromkeys(ucudnn.trace(model, x))
+    kernels = tuple(remedied_kernel(one, ("",), split, TIMING, TIMING) for one in problems)
+    place = (backend.device(), backend.software(), backend.conditions())
+    return Plan(kernels, *place, Config(), "torch_cpu")
 
+
+def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_contestants(monkeypatch):
+    model, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3)), torch.ones(2, 2, 9, 9)
+    plan, seen = halved(model, x), []
+    changed = [one for one in plan.kernels if one.problem.in_channels == 4]
+    plan = replace(plan, kernels=tuple(changed))
+    original = ucudnn.tuning.step_judge.raced_inside
+
+    def spy(by_torch, by_plan, *args):
+        seen.append((by_torch, by_plan))
+        return original(by_torch, by_plan, *args)
+
+    monkeypatch.setattr("ucudnn.tuning.step_judge.raced_inside", spy)
+    ucudnn.tuning.judging.judged(model, x, plan, Config(layout="auto"))
+    by_torch, by_plan = seen[0]
+    assert len(by_torch) == len(by_plan) >= 3
+    for times in (*by_torch, *by_plan):
+        assert set(times.kernels_ns) == {one.problem for one in changed}
+        assert 0 < sum(times.kernels_ns.values()) < times.step_ns
+
+
+def ucudnn_device():
     return open_backend("torch_cpu").device()
