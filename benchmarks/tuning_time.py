@@ -7,9 +7,10 @@
 
 Each network is tuned from an empty cache in a process of its own. Its step is raced by torch's own
 convolutions as the model is and in channels_last, and by the plan, in turn, after the race that
-tuning ends with. Memory is the peak of the process: after steps alone, and after tuning. With
---thorough a plan of that effort, tuned from another empty cache, takes part in the race, too. Needs
-transformers and monai (the extra `test`).
+tuning ends with; in these steps the layers that a plan changes are timed, too. Memory is the peak
+of the process: after steps alone, and after tuning. With --thorough a plan of that effort, tuned
+from another empty cache, takes part in the race, too. Needs transformers and monai (the extra
+`test`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from ucudnn.config import Config
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import Steps, undisturbed
+from ucudnn.execution.timing import KernelTimer
 from ucudnn.tuning.noise import noise_of
 from ucudnn.units import format_ns
 
@@ -91,7 +93,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with undisturbed(model):
         step = Steps(model, x)
         step()
-        step_ns = timed(step)
+        step_ns = open_backend("auto").elapsed_ns(step)
     step_peak = peak_bytes()
     settings = {"workspace_limit": options.limit, "layout": options.layout}
     hasty = Config(**settings, effort=options.effort, time_budget_s=options.budget)
@@ -99,7 +101,8 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     plans, tuning_peak, thorough_s = {"plan": plan}, peak_bytes(), None
     if options.thorough:
         plans["thorough"], thorough_s = tuned(model, x, Config(**settings, effort="thorough"))
-    samples = raced(model, x, plans, options.rounds)
+    times = raced(model, x, plans, options.rounds)
+    samples, layers = times["steps"], times["layers"]
     fastest = min(("torch", "channels_last"), key=lambda which: median_ns(samples[which]))
     return {
         "network": name,
@@ -122,6 +125,8 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "fastest_of_torch": fastest,
         "speed_up_over_fastest": ratio_of(samples, fastest),
         "thorough_over_plan": ratio_of(samples, "thorough") if options.thorough else None,
+        "layers_ns": layers,
+        "saved_ms": {who: saved_ms(layers, who) for who in plans},
         "peak_of_steps_bytes": step_peak,
         "peak_of_tuning_bytes": tuning_peak,
         "noise": noise_of(plan).to_dict(),
@@ -138,36 +143,44 @@ def tuned(model: nn.Module, x: Tensor, config: Config) -> tuple[ucudnn.Plan, flo
 
 def raced(
     model: nn.Module, x: Tensor, plans: Mapping[str, ucudnn.Plan], rounds: int
-) -> dict[str, list[int]]:
-    """Times in ns of steps by torch in both layouts and by plans, one of each per round."""
+) -> dict[str, dict[str, list[int]]]:
+    """Times in ns of steps by torch in both layouts and by plans, one of each per round.
+
+    In each step the layers that some plan changes are timed, too: small gains are hidden by the
+    noise of whole steps.
+    """
     # They look every call up once, as in a run that installs a plan once.
     runners = {who: Runner(plan) for who, plan in plans.items()}
     ways = {"torch": "keep", "channels_last": "channels_last"}
     ways |= {who: plan.memory_format for who, plan in plans.items()}
-    samples: dict[str, list[int]] = {who: [] for who in ways}
+    kernels = [kernel for plan in plans.values() for kernel in plan.kernels]
+    changed = {kernel.problem.w_shape for kernel in kernels if not kernel.is_default}
+    times: dict[str, dict[str, list[int]]] = {"steps": {}, "layers": {}}
+    elapsed_ns = open_backend("auto").elapsed_ns
     chance = random.Random(0)
     with undisturbed(model):
         steps = {which: Steps(model, x, memory_format=which) for which in set(ways.values())}
         for number in range(rounds + 1):
-            for who in chance.sample(list(samples), len(samples)):
-                runner = runners.get(who)
-                with nullcontext() if runner is None else Installation("cpu", runner):
-                    time_ns = timed(steps[ways[who]])
+            for who in chance.sample(list(ways), len(ways)):
+                timer = KernelTimer(elapsed_ns, runners.get(who), changed)
+                with Installation("cpu", timer):
+                    time_ns = elapsed_ns(steps[ways[who]])
                 if number:
-                    samples[who].append(time_ns)
-    return samples
+                    times["steps"].setdefault(who, []).append(time_ns)
+                    times["layers"].setdefault(who, []).append(sum(timer.times_ns.values()))
+    return times
+
+
+def saved_ms(layers_ns: Mapping[str, Sequence[int]], who: str) -> list[float]:
+    """What a plan saves in the layers of a step, with the least and the most of the rounds."""
+    pairs = zip(layers_ns["torch"], layers_ns[who], strict=True)
+    saved = sorted((torchs - planned) / 1e6 for torchs, planned in pairs)
+    return [round(value, 1) for value in (median(saved), saved[0], saved[-1])]
 
 
 def ratio_of(samples: dict[str, list[int]], who: str) -> list[float]:
     """How many times as long as by the plan a step takes, with its 95 % interval."""
     return [round(value, 3) for value in ratio_interval(samples[who], samples["plan"])]
-
-
-def timed(step: Callable[[], None]) -> int:
-    """Nanoseconds of one step."""
-    began = time.perf_counter_ns()
-    step()
-    return time.perf_counter_ns() - began
 
 
 def peak_bytes() -> int:
@@ -182,19 +195,22 @@ def sentence(one: dict[str, Any]) -> str:
     """One network in a line."""
     ratio, low, high = one["speed_up"]
     over, least, most = one["speed_up_over_fastest"]
+    saved, least_saved, most_saved = one["saved_ms"]["plan"]
     memory = one["peak_of_tuning_bytes"] / one["peak_of_steps_bytes"]
     beside = ""
     if one["thorough_over_plan"]:
         times, lowest, highest = one["thorough_over_plan"]
+        more, least_ms, most_ms = one["saved_ms"]["thorough"]
         beside = (
             f"; a thorough plan, tuned in {one['thorough_seconds']} s, takes {times:.3f} "
-            f"({lowest:.3f} to {highest:.3f}) times as long as the plan"
+            f"({lowest:.3f} to {highest:.3f}) times as long as the plan, and saves {more} ms "
+            f"({least_ms} to {most_ms}) in the layers"
         )
     return (
         f"{one['network']}: tuned in {one['seconds']} s, {one['changed']} of {one['kernels']} "
         f"kernels changed, {one['memory_format']}; torch's step over the plan's {ratio:.3f} "
         f"({low:.3f} to {high:.3f}), that of the faster layout {over:.3f} ({least:.3f} to "
-        f"{most:.3f}); "
+        f"{most:.3f}); {saved} ms ({least_saved} to {most_saved}) are saved in the layers; "
         f"peak of tuning {memory:.2f} times that of steps{beside}"
     )
 
@@ -204,7 +220,7 @@ def table(found: list[dict[str, Any]], options: argparse.Namespace) -> Table:
     limit = options.limit or "none"
     result = Table(title=f"effort {options.effort}, workspace limit {limit}, empty cache")
     headings = ("network", "torch's step", "tuned in", "changed", "layout", "torch over plan")
-    headings += ("faster layout of torch over plan", "memory")
+    headings += ("faster layout of torch over plan", "ms saved in the layers", "memory")
     for heading in headings:
         result.add_column(heading)
     for one in found:
@@ -216,6 +232,7 @@ def table(found: list[dict[str, Any]], options: argparse.Namespace) -> Table:
             f"{one['changed']} of {one['kernels']}",
             one["memory_format"],
             *(f"{ratio:.3f} ({low:.3f} to {high:.3f})" for ratio, low, high in ratios),
+            "{} ({} to {})".format(*one["saved_ms"]["plan"]),
             f"{one['peak_of_tuning_bytes'] / one['peak_of_steps_bytes']:.2f}",
         )
     return result
