@@ -50,15 +50,26 @@ def test_small_gains_count_together():
     by_plan = rounds(QUIET, k8=[8, 8, 11], k9=[8, 11, 8])
     raced = raced_inside(by_torch, by_plan, plan, plan.kernels)
     assert raced.pays
-    assert raced.faster == frozenset()
     assert raced.race.inside == (0.95, 0.8, 0.95)
+    # and the other way round
+    assert not raced_inside(by_plan, by_torch, plan, plan.kernels).pays
+
+
+def test_a_kernel_stays_that_is_faster_in_most_steps():
+    plan = plan_of(kernel(8), kernel(9))
+    by_torch = rounds(NOISY, k8=[10, 10, 10], k9=[10, 10, 10])
+    by_plan = rounds(QUIET, k8=[8, 8, 11], k9=[9, 12, 12])
+    raced = raced_inside(by_torch, by_plan, plan, plan.kernels)
+    assert not raced.pays
+    assert raced.faster == {kernel(8).problem}
 
 
 @pytest.mark.parametrize(
     ("step_ns", "plan_ns", "pays", "faster"),
     [
         (NOISY, [9, 9, 9], True, {8}),
-        (NOISY, [11, 9, 9], False, set()),
+        (NOISY, [11, 9, 9], False, {8}),
+        (NOISY, [11, 9, 11], False, set()),
         (NOISY, [12, 12, 12], False, set()),
         # Steps that are faster in every round by chance: the kernels are not.
         ([130] * 3, [12, 12, 12], False, set()),

@@ -32,11 +32,10 @@ class Raced(NamedTuple):
 
     Args:
         race: times of steps by a plan and by torch's own convolutions.
-        pays: True if steps are faster by the plan beyond the noise, or its kernels inside them. The
-            plan must prove this, because torch's own convolutions cost nothing to keep; unless
-            there was no time for the rounds that it takes.
-        faster: the kernels that are faster inside steps, each by itself, beyond the noise; None:
-            not known, or of no use, because the steps are slower all the same.
+        pays: True if steps are faster by the plan beyond the noise, or its kernels inside them, all
+            together; or if there was no time for the rounds that it takes to know.
+        faster: the kernels that are faster inside most steps, each by itself; None: not known, or
+            of no use, because the steps are slower all the same.
         rest: times of steps by the kernels that must stay planned and by torch, if those took part;
             then the plan was compared with these.
     """
@@ -161,7 +160,8 @@ def raced_inside(
     # Something else than these kernels slows the steps down.
     if raced.race.is_loss and not is_slower:
         return raced
-    faster = frozenset(problem for problem, pair in pairs.items() if _is_faster(*pair))
+    # Each has won a race of its own before, so that it need not prove once more that it is faster.
+    faster = frozenset(problem for problem, pair in pairs.items() if ratio_interval(*pair)[0] < 1)
     # Whole steps may be faster by chance in a few rounds, though their kernels are slower.
     return raced._replace(pays=is_faster or (raced.pays and not is_slower), faster=faster)
 
