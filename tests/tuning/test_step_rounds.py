@@ -78,9 +78,11 @@ def test_a_kernel_stays_that_is_faster_in_most_steps():
         ([50, 50, 50], [12, 12, 12], False, set()),
         ([50, 50, 50], [12, 9, 12], False, None),
         ([50, 50, 50], [9, 9, 9], False, None),
-        # Two rounds show only what loses much.
-        ([100, 100], [9, 9], True, None),
-        ([50, 50], [9, 9], False, None),
+        # Two rounds show only what loses much, in steps and inside them.
+        ([100, 100], [12, 12], True, None),
+        ([50, 50], [12, 12], False, None),
+        ([50, 50], [12, 9], False, None),
+        ([50, 50], [9, 9], True, None),
     ],
 )
 def test_what_a_kernel_gains_inside_steps(step_ns, plan_ns, pays, faster):

@@ -167,10 +167,9 @@ class StepJudge:
             race = StepRace(reason="the time budget has no room for steps without what did not pay")
         else:
             # The first race was of another plan: steps without the dropped kernels are timed anew.
-            race = self._race(left).race
-            others = [one for one in _changed(plan) if one not in dropped]
-            # What slows a step down beside other kernels than those it was judged with.
-            if race.is_loss and all(has_default(plan, one) for one in others):
+            again, others = self._race(left), _changed(left)
+            race, is_loss = again.race, again.race.is_loss and not again.pays
+            if is_loss and len(replaceable(left)) == len(others):
                 return self._judged_without([*dropped, *others], plan, raced)
         names = tuple(str(kernel.problem) for kernel in dropped)
         race = replace(race, torch_peak_bytes=torch_peak, plan_peak_bytes=plan_peak, dropped=names)

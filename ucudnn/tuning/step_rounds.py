@@ -154,9 +154,10 @@ def raced_inside(
         list(map(sum, zip(*times, strict=True))) for times in zip(*pairs.values(), strict=True)
     )
     raced = raced._replace(race=replace(raced.race, inside=ratio_interval(ones, others)))
-    if raced.race.rounds < LEAST_ROUNDS:
-        return raced
     is_faster, is_slower = _is_faster(ones, others), _is_faster(others, ones)
+    # In so few rounds steps may be slower by chance, which kernels are less.
+    if raced.race.rounds < LEAST_ROUNDS:
+        return raced._replace(pays=raced.pays or is_faster)
     # Something else than these kernels slows the steps down.
     if raced.race.is_loss and not is_slower:
         return raced
