@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from networks import NETWORKS
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ from ucudnn.execution.timing import KernelTimer
 from ucudnn.tuning.noise import noise_of
 from ucudnn.units import format_ns
 
+# What tells apart the entries of a file of results.
+SETTINGS = ("network", "limit", "effort", "budget_s", "layout")
 console = Console(width=130, soft_wrap=True, highlight=False)
 
 
@@ -60,29 +63,40 @@ def main() -> None:
     parser.add_argument("--thorough", action="store_true", help="race a thorough plan, too")
     parser.add_argument("--layout", default="keep", help="keep or auto")
     parser.add_argument("--rounds", type=int, default=7, help="of the race of steps afterwards")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--out", type=Path, help="a JSON file that the results are added to")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.networks or list(NETWORKS)
     if options.child:
         print(json.dumps(measured(names[0], options)))
         return
-    found = []
+    found: list[dict[str, Any]] = []
     for name in names:
         command = [sys.executable, __file__, name, "--child", "--effort", options.effort]
         command += ["--rounds", str(options.rounds), "--layout", options.layout]
         command += ["--limit", options.limit] if options.limit else []
         command += ["--budget", str(options.budget)] if options.budget else []
         command += ["--thorough"] if options.thorough else []
+        # Before it begins: the load is that of others.
+        made, began = provenance(), time.monotonic()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             console.print(f"{name}: failed with exit status {done.returncode}")
             continue
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+        wall_s = round(time.monotonic() - began, 1)
+        found.append(json.loads(done.stdout.splitlines()[-1]) | {"wall_s": wall_s, "made": made})
         console.print(sentence(found[-1]))
         if options.out:
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
+            add(found[-1], options.out)
     console.print(table(found, options))
+
+
+def add(one: dict[str, Any], path: Path) -> None:
+    """Add an entry to a file, in place of an older one of the same network and settings."""
+    what = [one[name] for name in SETTINGS]
+    kept = json.loads(path.read_text()) if path.exists() else []
+    kept = [other for other in kept if [other[name] for name in SETTINGS] != what]
+    path.write_text(json.dumps([*kept, one], indent=1) + "\n")
 
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -106,9 +120,6 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     fastest = min(("torch", "channels_last"), key=lambda which: median_ns(samples[which]))
     return {
         "network": name,
-        "device": str(open_backend("auto").device()),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
         "limit": options.limit,
         "effort": options.effort,
         "first_step_ns": step_ns,
