@@ -239,8 +239,8 @@ class KernelPlan:
             )
         if not self.covers(batch):
             raise PlanError(
-                f"{self.problem} has no plan for batch {batch} within its workspace limit, though "
-                f"for larger ones: torch computes them by another kernel; raise the limit"
+                f"{self.problem} has no plan for batch {batch}: nothing that was timed computes it "
+                f"within the workspace limit; tune with a larger limit or time budget"
             )
         index = self.alone[batch - 1]
         if index >= 0:

@@ -45,7 +45,7 @@ def test_a_batch_within_no_limit_says_so_also_through_the_plan() -> None:
     assert [KERNEL.covers(batch) for batch in range(7)] == [
         *(False, False, True, True, True, True, False)
     ]
-    with pytest.raises(PlanError, match="has no plan for batch 1 within its workspace limit"):
+    with pytest.raises(PlanError, match="has no plan for batch 1: nothing that was timed"):
         KERNEL.split(1)
     whole = plan(KERNEL)
     assert not whole.covers(KERNEL.problem.with_batch(1))

@@ -30,7 +30,7 @@ from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
 from ucudnn.tuning.layout_check import reason_against_layout
 from ucudnn.tuning.layout_judge import LayoutJudge
-from ucudnn.tuning.step_judge import StepJudge, StepMeter, least_steps
+from ucudnn.tuning.step_judge import NO_ROOM, StepJudge, StepMeter
 
 # Steps that tuning leaves time for, and that a default budget never takes from a race: both
 # contestants warm up, and three rounds decide a clear race.
@@ -46,8 +46,6 @@ _HINT_ROUNDS = 2
 _LEAST_STEPS = 11
 # Reason why a plan that is torch's own throughout was not raced.
 _NOTHING = "it changes nothing"
-# Reason why steps that a budget leaves no time for were not run.
-_NO_ROOM = "the time budget has no room for them"
 
 
 def judged(
@@ -80,14 +78,8 @@ def judged(
             hint_steps = HINT_STEPS if hints else 0
             until = _until(config, began, step_ns, RACE_STEPS + hint_steps)
             meter = _meter(backend, [plan], until, step_ns)
-            least = least_steps(plan)
-            # The first one may have taken long for being the first.
-            if changes and meter.is_over(least) and not meter.is_over(1):
-                meter.elapsed_ns(step, None)
             if not changes:
                 plan = replace(plan, step_race=StepRace(reason=_NOTHING))
-            elif meter.is_over(least):
-                plan = replace(plan, step_race=StepRace(reason=_NO_ROOM))
             else:
                 # Rounds of the race come first in a budget that was set.
                 is_set = config.time_budget_s is not None
@@ -177,7 +169,7 @@ def judged_in_layouts(
             step_ns = backend.elapsed_ns(steps["keep"])
             until = _until(config, began, step_ns, LAYOUT_RACE_STEPS, len(plans))
             if until is not None and monotonic() + _LEAST_STEPS * step_ns / 1e9 > until:
-                return _by_sums(plans, calls, _NO_ROOM)
+                return _by_sums(plans, calls, NO_ROOM)
             against = reason_against_layout(steps["keep"], steps["channels_last"], own)
             if not against:
                 compilation, against = _compiled(model, steps, own.device.type)

@@ -22,6 +22,9 @@ from ucudnn.tuning.step_rounds import Raced, Samples, race, raced_inside, raced_
 # Steps that a race of two takes at least: each warms up, and one round. Peaks warm up, too.
 LEAST_STEPS = 4
 
+# Reason why steps that a budget leaves no time for were not run.
+NO_ROOM = "the time budget has no room for them"
+
 Step = Callable[[], None]
 
 
@@ -82,8 +85,11 @@ class StepMeter:
 
     def peak_bytes(self, step: Step, plan: Plan | None) -> int:
         """Peak of memory of one step, likewise."""
+        times = list[int]()
         with self._following(plan):
-            return self.peak(step)
+            peak = self.peak(lambda: times.append(self.elapsed(step)))
+        self._note(times[0], plan)
+        return peak
 
     def _following(self, plan: Plan | None) -> AbstractContextManager[object]:
         return nullcontext() if plan is None else self.install(plan)
@@ -117,6 +123,8 @@ class StepJudge:
         free = replaceable(plan)
         rest = _without(plan, free)
         raced = raced or self._raced_with_peaks(plan, rest)
+        if raced is None:
+            return replace(plan, step_race=StepRace(reason=NO_ROOM))
         # Those that must stay planned may cost time, for which the others are not to blame.
         against_rest: Raced | None = raced
         if free and raced.rest is None and not _is_torchs(rest):
@@ -130,13 +138,20 @@ class StepJudge:
             kept = self._kept(plan, free)
         return self._judged_without([one for one in free if one not in kept], plan, raced)
 
-    def _raced_with_peaks(self, plan: Plan, rest: Plan) -> Raced:
-        # Taking a peak runs a step, which warms up both.
-        peaks = [self._meter.peak_bytes(self._step, one) for one in (None, plan)]
-        if _is_torchs(rest) or rest.kernels == plan.kernels:
-            raced = self._race(plan, is_warm=True)
-        else:
-            raced = self._race_of_three(plan, rest)
+    def _raced_with_peaks(self, plan: Plan, rest: Plan) -> Raced | None:
+        """A race against torch, with the peaks of both; None if there is no time for one."""
+        of_three = bool(_changed(rest)) and rest.kernels != plan.kernels
+        peaks = list[int]()
+        # Taking a peak runs a step, which warms up, and tells more about how long steps are than
+        # the very first one.
+        for one in (None, plan):
+            if self._meter.is_over(1):
+                return None
+            peaks.append(self._meter.peak_bytes(self._step, one))
+        # What must stay planned takes part by itself: a step to warm up, and one in the round.
+        if self._meter.is_over(2 + 2 * of_three):
+            return None
+        raced = self._race_of_three(plan, rest) if of_three else self._race(plan, is_warm=True)
         race = replace(raced.race, torch_peak_bytes=peaks[0], plan_peak_bytes=peaks[1])
         return raced._replace(race=race)
 
@@ -218,13 +233,6 @@ class StepJudge:
 def _proven(raced: Raced) -> Raced:
     """The same race, in which too few rounds show no gain."""
     return raced._replace(pays=raced.pays and raced.race.rounds >= LEAST_ROUNDS)
-
-
-def least_steps(plan: Plan) -> int:
-    """Steps that judging a plan takes at least."""
-    changed, free = len(_changed(plan)), len(replaceable(plan))
-    # Kernels that must stay planned take part by themselves: one step to warm up, one in a round.
-    return LEAST_STEPS + 2 * (0 < free < changed)
 
 
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
