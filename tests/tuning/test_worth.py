@@ -52,6 +52,32 @@ def test_a_kernel_below_one_percent_of_the_step_is_looked_at_once(scripted):
     assert any("looked at once" in note for note in small.notes)
 
 
+def test_a_budget_that_was_set_is_also_used_for_small_gains(scripted):
+    per_shape(scripted, {8: 1.0, 4: 0.005})
+    layers = [("large", problem(8)), ("small", problem(4))]
+    plan = tune_problems(layers, Config(time_budget_s=600))
+    assert not plan.kernel(problem(8)).is_default
+    assert not plan.kernel(problem(4)).is_default
+
+
+@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
+@pytest.mark.parametrize("seconds", [1000, 1e-9])
+def test_what_is_reserved_for_steps_goes_first_to_kernels_over_their_limit(
+    scripted, monkeypatch, seconds
+):
+    begin = Budget.begin_tuning
+
+    def begin_too_late(self, *arguments):
+        begin(self, *arguments)
+        self.end()  # all but the reserve
+
+    monkeypatch.setattr(Budget, "begin_tuning", begin_too_late)
+    scripted(torch_default=lambda size: (size * MS, size * MIB))
+    config = Config(workspace_limit=4 * MIB, time_budget_s=seconds)
+    plan = tune_problems([("layer", problem(8))], config)
+    assert len(plan.kernels) == (seconds > 1)
+
+
 def test_thorough_measures_it_all_the_same(scripted):
     per_shape(scripted, {8: 1.0, 4: 0.05})
     layers = [("large", problem(8)), ("small", problem(4))]

@@ -46,6 +46,11 @@ class Budget:
         if self.deadline is not None:
             self.deadline = None if seconds is None else monotonic() + seconds
 
+    def use_reserve(self) -> None:
+        """Take the time back that was reserved for the race of whole steps."""
+        if self.seconds is not None:
+            self.deadline = self._began + self.seconds
+
     @property
     def is_over(self) -> bool:
         """True after the deadline."""

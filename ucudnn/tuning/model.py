@@ -186,9 +186,11 @@ class _Tuning:
 
     def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
         has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
-        steps = RACE_STEPS + (HINT_STEPS if has_other else 0)
+        # In a budget that was set a hint gets only what is left.
+        hint_steps = HINT_STEPS if has_other and self._config.time_budget_s is None else 0
         # A model that was converted by a plan for channels_last is traced in that layout.
         layout = memory_format_of(model)
+        steps = RACE_STEPS + hint_steps
         plan = self._tuned(traced, self._config, steps, self._on_progress, layout)
         return judged(model, inputs, plan, self._config, self._began)
 

@@ -215,27 +215,34 @@ class TuningScheduler:
             # The curve has all kernels, however little each of them could gain.
             if not self._config.curve:
                 self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
-            self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
+            ignored = list(self.results.plans)
+            self._tune_by_gain([one for one in self._layers if one not in ignored])
+            # A default budget is not used up for small gains, and one that was set is.
+            if self._config.time_budget_s is not None:
+                self._tune_by_gain([*self.results.missing, *ignored])
         else:
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
         # Whole calls showed that they need more than their chunks.
         while pool is not None and pool.learn():
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
-        # A time budget that the user set holds; a default one does not take a plan from a kernel.
-        if self._config.time_budget_s is None:
-            self._tune_missing()
+        self._tune_missing()
         self.results.require_plans()
 
     def _tune_missing(self) -> None:
         """Tune kernels that would exceed their limit without a plan.
 
-        They get as long again as the default budget, and then what they need for any plan at all.
+        Of a time budget that was set they get what is reserved for the race of steps. Otherwise
+        they get as long again as the default budget, and then what they need for any plan at all.
         """
-        for seconds in (self._effort.budget_s(self._total_ns), None):
+        more: list[Callable[[], None]] = [self._budget.use_reserve]
+        if self._config.time_budget_s is None:
+            default_s = self._effort.budget_s(self._total_ns)
+            more = [partial(self._budget.extend, seconds) for seconds in (default_s, None)]
+        for get_time in more:
             missing = self.results.missing
             if missing:
-                self._budget.extend(seconds)
+                get_time()
                 self.devices.stop_at(self._budget.deadline)
                 self._tune_by_gain(missing)
 

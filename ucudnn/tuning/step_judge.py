@@ -141,15 +141,16 @@ class StepJudge:
     def _raced_with_peaks(self, plan: Plan, rest: Plan) -> Raced | None:
         """A race against torch, with the peaks of both; None if there is no time for one."""
         of_three = bool(_changed(rest)) and rest.kernels != plan.kernels
+        # What must stay planned takes part by itself: a step to warm up, and one in the round.
+        round_steps = 2 + 2 * of_three
         peaks = list[int]()
         # Taking a peak runs a step, which warms up, and tells more about how long steps are than
-        # the very first one.
+        # the very first one, which may take a third longer.
         for one in (None, plan):
-            if self._meter.is_over(1):
+            if self._meter.is_over(round_steps + 1):
                 return None
             peaks.append(self._meter.peak_bytes(self._step, one))
-        # What must stay planned takes part by itself: a step to warm up, and one in the round.
-        if self._meter.is_over(2 + 2 * of_three):
+        if self._meter.is_over(round_steps):
             return None
         raced = self._race_of_three(plan, rest) if of_three else self._race(plan, is_warm=True)
         race = replace(raced.race, torch_peak_bytes=peaks[0], plan_peak_bytes=peaks[1])
