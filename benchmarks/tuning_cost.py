@@ -327,8 +327,8 @@ def record(folder: Path) -> None:
             cache.put(entries)
             cache.export(target / f"{table}.csv")
     after = os.getloadavg()
-    (target / "README.md").write_text(
-        f"# {device}\n\n"
+    (target / "tuning_cost.md").write_text(
+        f"# What tuning may cost, on {device}\n\n"
         f"Made by `python benchmarks/tuning_cost.py record benchmarks/results` on "
         f"{datetime.now(UTC):%Y-%m-%d} in {time.monotonic() - began:.0f} s, "
         f"{session.backend.conditions().threads} threads, "

@@ -1,8 +1,8 @@
-"""Draw the picture of README.md: training steps of eleven networks, by torch and by a plan.
+"""Draw the picture of README.md: training steps of several networks, by torch and by a plan.
 
     python docs/make_steps.py docs/steps.svg
 
-Reads benchmarks/results/intel-xeon/tuning_time.json; the same file comes out every time.
+Reads benchmarks/results/amd-epyc/tuning_time.json; the same file comes out every time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "intel-xeon" / "tuning_time.json"
+RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc" / "tuning_time.json"
 NAME_BY_NETWORK = {
     "depthwise31": "depthwise 31x31, N=4",
     "resnet50": "ResNet-50, N=16",
     "conformer": "conformer blocks, N=8",
     "mobilenetv2": "MobileNetV2, N=8",
     "wav2vec2": "wav2vec 2.0, N=2",
-    "resnet18": "ResNet-18, 16 MiB",
+    "resnet18": "ResNet-18, N=32",
+    "cifar10": "Caffe's CIFAR-10, N=1024",
+    "alexnet": "AlexNet, N=128",
     "convnext": "ConvNeXt-T, N=4",
     "unet3d": "3-D U-Net, 64^3",
     "wavenet": "WaveNet, N=4",
@@ -32,8 +34,8 @@ LEAST, MOST = 0.7, 1.9
 
 
 def x(ratio: float) -> float:
-    """The place of a ratio on the horizontal axis."""
-    return LEFT + (RIGHT - LEFT) * (ratio - LEAST) / (MOST - LEAST)
+    """The place of a ratio on the horizontal axis; one beyond its end is drawn there."""
+    return LEFT + (RIGHT - LEFT) * (min(max(ratio, LEAST), MOST) - LEAST) / (MOST - LEAST)
 
 
 def text(left: float, top: float, words: str, anchor: str = "middle") -> str:
@@ -50,9 +52,16 @@ def row(number: int, network: dict[str, Any]) -> list[str]:
     return [
         text(LEFT - 10, y + 5, NAME_BY_NETWORK[network["network"]], "end"),
         f'<path d="M{x(low):.1f},{y}H{x(high):.1f}" stroke="{colour}" stroke-width="3"/>',
-        f'<circle cx="{x(ratio):.1f}" cy="{y}" r="5" fill="{colour}"/>',
+        mark(x(ratio), y, colour, is_beyond=ratio > MOST),
         text(RIGHT + 35, y + 5, f"{ratio:.2f}"),
     ]
+
+
+def mark(left: float, y: float, colour: str, is_beyond: bool) -> str:
+    """A circle at a ratio, or an arrow to one beyond the end of the axis."""
+    if is_beyond:
+        return f'<path d="M{left - 5:.1f},{y - 6}v12l12,-6z" fill="{colour}"/>'
+    return f'<circle cx="{left:.1f}" cy="{y}" r="5" fill="{colour}"/>'
 
 
 def axis(bottom: float) -> list[str]:

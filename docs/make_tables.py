@@ -3,7 +3,7 @@
     python docs/make_tables.py README.md docs/results.md docs/memory.md
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`. Reads
-benchmarks/results/intel-xeon; what stands elsewhere in the page stays.
+benchmarks/results; what stands elsewhere in the page stays.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from found_limits import layers_table, steps_table, time_text
 from found_steps import Found
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "intel-xeon"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+# The machine of each file of results; of the others it is the Intel Xeon.
+MACHINES = {"tuning_time.json": "amd-epyc", "tuning_haste.json": "amd-epyc"}
 NAMES = {
     **NAME_BY_NETWORK,
-    "resnet18": "ResNet-18, N=32",
     "vgg11": "VGG-11, N=8",
     "efficientnet": "EfficientNet-B0, N=8",
-    "alexnet": "AlexNet, N=128",
     "cifar10": "Caffe's CIFAR-10 network, N=1024",
 }
 # Without the batch, for tables that have the shape of the input.
@@ -48,7 +48,7 @@ def ratio(values: Iterable[float]) -> str:
 
 def results(name: str) -> Any:
     """The values of a file of results."""
-    return json.loads((RESULTS / name).read_text())
+    return json.loads((RESULTS / MACHINES.get(name, "intel-xeon") / name).read_text())
 
 
 def tuned() -> list[Row]:
@@ -60,6 +60,7 @@ def tuned() -> list[Row]:
         "kernels changed",
         "torch's step over the plan's (95 %)",
         "the faster layout of torch over the plan's",
+        "saved in the layers that the plan changes",
         "peak memory of tuning over a step's",
     ]
     found = results("tuning_time.json")
@@ -83,8 +84,14 @@ def tuned_row(one: dict[str, Any]) -> Row:
         f"{one['changed']} of {one['kernels']}",
         ratio(one["speed_up"]),
         ratio(one["speed_up_over_fastest"]),
+        saved(one, "plan"),
         f"{one['peak_of_tuning_bytes'] / one['peak_of_steps_bytes']:.2f}",
     ]
+
+
+def saved(one: dict[str, Any], who: str) -> str:
+    """What a plan saves in the layers of a step, with the least and the most of the rounds."""
+    return "{} ms ({} to {})".format(*map(round, one["saved_ms"][who]))
 
 
 def hasty() -> list[Row]:
@@ -96,6 +103,8 @@ def hasty() -> list[Row]:
         "thorough plan tuned in",
         "torch's step over the plan's (95 %)",
         "the thorough plan's step over the plan's",
+        "saved in the layers by the plan",
+        "by the thorough one",
     ]
     return [heading, *map(hasty_row, results("tuning_haste.json"))]
 
@@ -103,7 +112,8 @@ def hasty() -> list[Row]:
 def hasty_row(one: dict[str, Any]) -> Row:
     """A network of tuning_haste.json."""
     seconds = (f"{one[name]:.0f} s" for name in ("budget_s", "seconds", "thorough_seconds"))
-    return [tuned_name(one), *seconds, ratio(one["speed_up"]), ratio(one["thorough_over_plan"])]
+    steps = ratio(one["speed_up"]), ratio(one["thorough_over_plan"])
+    return [tuned_name(one), *seconds, *steps, saved(one, "plan"), saved(one, "thorough")]
 
 
 def founds(name: str) -> list[Found]:
@@ -253,7 +263,13 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "fits": within_budgets,
 }
 # Where the file of a table says how it was made, a sentence below the table does, too.
-FILES = {"make": "bench.json", "caps": "limits.json", "deep": "limits_layers.json"}
+FILES = {
+    "plan": "tuning_time.json",
+    "hast": "tuning_haste.json",
+    "make": "bench.json",
+    "caps": "limits.json",
+    "deep": "limits_layers.json",
+}
 # Some benchmarks need a quiet machine for an hour, and are run after their table was designed.
 MISSING = "Not measured yet."
 
