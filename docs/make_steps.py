@@ -77,7 +77,8 @@ def axis(bottom: float) -> list[str]:
 
 def draw() -> str:
     """The whole picture as SVG."""
-    networks = json.loads(RESULTS.read_text(encoding="utf-8"))
+    found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    networks = sorted(found, key=lambda one: one["speed_up"][0], reverse=True)
     bottom = TOP + ROW * len(networks)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 50}">',
