@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from time import monotonic
 
 from ucudnn.tuning.session import Session
@@ -22,7 +24,7 @@ class Budget:
 
     def __init__(self, seconds: float | None) -> None:
         self._began = self._counts_from = monotonic()
-        self.seconds = seconds
+        self._set_s = self.seconds = seconds
         self.deadline = None if seconds is None else self._began + seconds
         self._least_s = 0.0
 
@@ -46,10 +48,22 @@ class Budget:
         if self.deadline is not None:
             self.deadline = None if seconds is None else monotonic() + seconds
 
-    def use_reserve(self) -> None:
-        """Take the time back that was reserved for the race of whole steps."""
-        if self.seconds is not None:
-            self.deadline = self._began + self.seconds
+    def extensions(self, default_s: float | None) -> list[Callable[[], None]]:
+        """Functions that extend the deadline for kernels that exceed their limit without a plan.
+
+        Of a budget that was set they get what is reserved for the race of steps. Otherwise they get
+        as long again as the default budget, and then what they need for any plan at all.
+
+        Args:
+            default_s: the default budget in seconds.
+        """
+        if self._set_s is not None:
+            return [self._use_reserve]
+        return [partial(self.extend, seconds) for seconds in (default_s, None)]
+
+    def _use_reserve(self) -> None:
+        if self._set_s is not None:
+            self.deadline = self._began + self._set_s
 
     @property
     def is_over(self) -> bool:

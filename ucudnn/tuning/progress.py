@@ -31,13 +31,15 @@ class Progress:
 
 
 def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
-    """Warn of kernels that are not in the plan.
+    """Warn of kernels that are not in the plan, if there are any.
 
     Args:
         left_out: number of these kernels.
         total: kernels in all.
         budget_s: the time budget in seconds, None without one.
     """
+    if not left_out:
+        return
     budget = "" if budget_s is None else f" of {budget_s:g} s"
     warn(
         f"{left_out} of {total} kernels are not in the plan: "

@@ -164,8 +164,7 @@ class TuningScheduler:
         """Tune everything, or as much as the time allows.
 
         Raises:
-            PlanError: no plan of some kernel fits the workspace limit, or the plans do not fit the
-                pool.
+            PlanError: no plan of some kernel fits the workspace limit, or of all the pool.
         """
         try:
             # Function modes of the caller, as `with torch.device("meta")`, would change where
@@ -185,9 +184,7 @@ class TuningScheduler:
             self.devices.close()
         self._report("")
         self.results.judge_over_limit()
-        left_out = len(self.results.left_out)
-        if left_out:
-            warn_of_untuned(left_out, len(self._layers), self._budget.seconds)
+        warn_of_untuned(len(self.results.left_out), len(self._layers), self._budget.seconds)
 
     @property
     def budget_s(self) -> float | None:
@@ -230,19 +227,11 @@ class TuningScheduler:
         self.results.require_plans()
 
     def _tune_missing(self) -> None:
-        """Tune kernels that would exceed their limit without a plan.
-
-        Of a time budget that was set they get what is reserved for the race of steps. Otherwise
-        they get as long again as the default budget, and then what they need for any plan at all.
-        """
-        more: list[Callable[[], None]] = [self._budget.use_reserve]
-        if self._config.time_budget_s is None:
-            default_s = self._effort.budget_s(self._total_ns)
-            more = [partial(self._budget.extend, seconds) for seconds in (default_s, None)]
-        for get_time in more:
+        """Tune kernels that would exceed their limit without a plan."""
+        for extend in self._budget.extensions(self._effort.budget_s(self._total_ns)):
             missing = self.results.missing
             if missing:
-                get_time()
+                extend()
                 self.devices.stop_at(self._budget.deadline)
                 self._tune_by_gain(missing)
 
