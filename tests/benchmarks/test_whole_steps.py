@@ -52,6 +52,7 @@ def tables(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.syspath_prepend(str(repository / "docs"))
     made = importlib.import_module("make_tables")
+    (tmp_path / "intel-xeon").mkdir()
     monkeypatch.setattr(made, "RESULTS", tmp_path)
     return made
 
@@ -88,7 +89,7 @@ def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
 ) -> None:
     page = "a\n<!-- table make -->\n\nold\n\n<!-- end of table -->\nb\n"
     assert "\n\nNot measured yet.\n\n" in tables.rewritten(page)
-    (tmp_path / "bench.json").write_text(json.dumps(entries))
+    (tmp_path / "intel-xeon" / "bench.json").write_text(json.dumps(entries))
     lines = tables.rewritten(page).splitlines()
     assert (lines[0], lines[-1]) == ("a", "b")
     heading, first, second = (
@@ -110,7 +111,7 @@ def test_the_table_of_readme_counts_what_it_does_not_show(
     tables: ModuleType, entries: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     noise = {**entries[0], "bench": bench(eager=(10, 9, 10), plan=(9, 10, 10))}
-    (tmp_path / "whole_steps.json").write_text(json.dumps([noise, *entries, noise]))
+    (tmp_path / "intel-xeon" / "whole_steps.json").write_text(json.dumps([noise, *entries, noise]))
     _, gain, others, loss = tables.gained()
     assert gain[0].startswith("conformer")
     assert others == ["2 others", "", "", "", "1.00 to 1.00: noise"]

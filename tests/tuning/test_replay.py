@@ -27,7 +27,7 @@ def tuning_cost(script):
 def test_there_is_a_table_with_its_provenance():
     assert TABLES
     for path in TABLES:
-        assert "Made by" in path.with_name("README.md").read_text()
+        assert "Made by" in path.with_name("tuning_cost.md").read_text()
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.parent.name)

@@ -24,6 +24,7 @@ from ucudnn.problem import Problem
 from ucudnn.races import StepRace
 from ucudnn.split import Split, Step
 from ucudnn.tuning.cliffs.remedies import remedied_kernel
+from ucudnn.tuning.judging import judged
 from ucudnn.tuning.step_judge import StepJudge, StepMeter
 
 MIB = 1 << 20
@@ -269,6 +270,14 @@ def test_less_than_three_rounds_give_back_only_what_clearly_loses(saved_ns, stay
     assert machine.sizes(judged) == ({4} if stays else set())
     assert judged.step_race.rounds == 1
     assert not judged.step_race.is_loss
+
+
+def test_no_step_is_run_where_not_even_the_convolutions_fit(monkeypatch):
+    monkeypatch.setattr("ucudnn.tuning.judging.Steps", None)
+    slow = replace(kernel(4), default=Timing(2 * 10**9, 0, 0, 5))
+    plan, config = plan_of(slow), Config(time_budget_s=9)
+    judged_plan = judged(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), plan, config)
+    assert judged_plan.step_race.reason == "the time budget has no room for them"
 
 
 def test_a_plan_that_changes_nothing_runs_no_step():

@@ -78,6 +78,25 @@ def test_what_is_reserved_for_steps_goes_first_to_kernels_over_their_limit(
     assert len(plan.kernels) == (seconds > 1)
 
 
+@pytest.mark.parametrize(("sample_ms", "is_tuned"), [(1, False), (100_000, True)])
+def test_nothing_is_reserved_for_steps_that_would_not_fit(scripted, sample_ms, is_tuned):
+    """The reserve is all of the budget; five steps take 0.1 s or 10,000 s of its 1000."""
+    scripted(
+        torch_default=lambda size: (size * sample_ms * MS, 0),
+        fast=lambda size: (size * sample_ms * MS // 2, 0),
+    )
+    begin = Budget.begin_tuning
+
+    def begin_too_late(self, *arguments):
+        begin(self, *arguments)
+        self.end()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Budget, "begin_tuning", begin_too_late)
+        plan = tune_problems([("layer", problem(8))], Config(time_budget_s=1000))
+    assert plan.kernel(problem(8)).is_default != is_tuned
+
+
 def test_thorough_measures_it_all_the_same(scripted):
     per_shape(scripted, {8: 1.0, 4: 0.05})
     layers = [("large", problem(8)), ("small", problem(4))]

@@ -15,6 +15,11 @@ _RACING = 0.4
 _LEAST_PART = 0.05
 
 
+# Steps that a race of whole steps takes at least: one that warms up and tells how long steps are,
+# the peaks of two contestants, and one round.
+LEAST_RACE_STEPS = 5
+
+
 class Budget:
     """The time budget, counted from the creation of this object.
 
@@ -60,6 +65,20 @@ class Budget:
         if self._set_s is not None:
             return [self._use_reserve]
         return [partial(self.extend, seconds) for seconds in (default_s, None)]
+
+    def drop_reserve(self, race_s: float) -> bool:
+        """Reserve nothing where a budget that was set leaves no time for the race of whole steps.
+
+        Args:
+            race_s: seconds that the race takes at least.
+
+        Returns:
+            Whether there is no time for it.
+        """
+        if self._set_s is None or monotonic() + race_s <= self._began + self._set_s:
+            return False
+        self._use_reserve()
+        return True
 
     def _use_reserve(self) -> None:
         if self._set_s is not None:

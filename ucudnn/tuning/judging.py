@@ -25,6 +25,7 @@ from ucudnn.execution.timing import KernelTimer
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.races import Compilation, LayoutHint, LayoutRace, StepRace
+from ucudnn.tuning.budget import LEAST_RACE_STEPS
 from ucudnn.tuning.compiled_steps import compile_steps, with_relaid
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import by_sums
@@ -65,10 +66,12 @@ def judged(
     hints = config.layout == "keep" and _has_other_layout(plan)
     if reason or not (changes or hints):
         return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
+    began = monotonic() if began is None else began
+    if _is_too_late(plan, config, began):
+        return replace(plan, step_race=StepRace(reason=NO_ROOM))
     backend = open_backend(plan.backend)
     try:
         with _undisturbed(model):
-            began = monotonic() if began is None else began
             step = Steps(model, example_inputs, _has_backward(plan))
             compilation = compile_steps(model, step, plan.device.type)
             plan = with_relaid(replace(plan, compilation=compilation), step)
@@ -95,6 +98,19 @@ def judged(
     except STEP_ERRORS as error:
         reason = f"a step could not be computed ({first_line(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
+
+
+def _is_too_late(plan: Plan, config: Config, began: float) -> bool:
+    """True if not even the convolutions of a race's steps fit a budget that was set."""
+    if config.time_budget_s is None:
+        return False
+    return monotonic() + LEAST_RACE_STEPS * convolutions_s(plan) > began + config.time_budget_s
+
+
+def convolutions_s(plan: Plan) -> float:
+    """Seconds that the convolutions of a step take by torch, which are less than the step."""
+    timed = [(one.default or one.timing, len(one.layers)) for one in plan.kernels]
+    return sum(timing.time_ns * calls for timing, calls in timed) / 1e9
 
 
 @contextmanager

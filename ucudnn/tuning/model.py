@@ -23,6 +23,7 @@ from ucudnn.tuning.judging import (
     HINT_STEPS,
     LAYOUT_RACE_STEPS,
     RACE_STEPS,
+    convolutions_s,
     judged,
     judged_in_layouts,
 )
@@ -223,10 +224,8 @@ class _Tuning:
         if self._config.time_budget_s is None:
             return None
         left_s = self._began + self._config.time_budget_s - monotonic()
-        timed = [(kernel.default or kernel.timing, len(kernel.layers)) for kernel in own.kernels]
-        step_s = sum(timing.time_ns * calls for timing, calls in timed) / 1e9
         # A step is longer than its convolutions, by how much is not known yet: twice is assumed.
-        race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * step_s))
+        race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
         return max(_LEAST_BUDGET_S, left_s - race_s if self._config.step_race else left_s)
 
     def _tuned(

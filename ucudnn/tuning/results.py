@@ -79,6 +79,13 @@ class Results:
         return [p for p in self._layers if p not in done and p not in refused]
 
     @property
+    def unraced(self) -> list[Problem]:
+        """Kernels whose plan rests on a prediction or on a single run, or that have none so far."""
+        refused = self.refusals.keys() | self.over_limit.keys()
+        raced = {p for p, plan in self.plans.items() if plan.timing.samples > 1}
+        return [p for p in self._layers if p not in refused and p not in raced]
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """Kernels that have no plan because the time was over."""
         planned = {kernel.problem for kernel in self.kernels} | self.over_limit.keys()

@@ -19,7 +19,7 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
-from ucudnn.tuning.budget import Budget
+from ucudnn.tuning.budget import LEAST_RACE_STEPS, Budget
 from ucudnn.tuning.curve import kernel_front
 from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import Overlap, require_solver
@@ -156,7 +156,7 @@ class TuningScheduler:
             parts = (self.devices, self._shares, self._planners, self._budget, self._report)
             self.results.pool = Pool(config, layers_by_problem, limits, *parts)
         self._at_work = ""
-        self._total_ns = 0
+        self._total_ns, self._step_s = 0, 0.0
         # Kernels that nothing was begun of, among which the time that is left is divided.
         self._left: set[Problem] = set()
 
@@ -195,13 +195,13 @@ class TuningScheduler:
         """Derive the time budget from the step if none is set, and report it."""
         seconds = self._budget.seconds
         self._total_ns = self._shares.cost_ns(self._layers)
+        self._step_s = _LONGER * self._total_ns / 1e9
         self._planners.step_ns = self._total_ns if self._by_share else 0
         if seconds is None and self._by_share:
             seconds = self._effort.budget_s(self._total_ns)
-        self._budget.begin_tuning(seconds, _LONGER * self._reserved_steps * self._total_ns / 1e9)
+        self._budget.begin_tuning(seconds, self._reserved_steps * self._step_s)
         # Sessions were opened when the length of a step was not known.
-        if self._budget.deadline is not None:
-            self.devices.stop_at(self._budget.deadline)
+        self.devices.stop_at(self._budget.deadline)
         self._report()
 
     def _tune_all(self) -> None:
@@ -212,11 +212,10 @@ class TuningScheduler:
             # The curve has all kernels, however little each of them could gain.
             if not self._config.curve:
                 self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
-            ignored = list(self.results.plans)
-            self._tune_by_gain([one for one in self._layers if one not in ignored])
+            self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
             # A default budget is not used up for small gains, and one that was set is.
             if self._config.time_budget_s is not None:
-                self._tune_by_gain([*self.results.missing, *ignored])
+                self._tune_by_gain(self.results.unraced)
         else:
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
         # Whole calls showed that they need more than their chunks.
@@ -224,20 +223,21 @@ class TuningScheduler:
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
         self._tune_missing()
+        if self._by_share and self._budget.drop_reserve(LEAST_RACE_STEPS * self._step_s):
+            self._tune_by_gain(self.results.unraced)
         self.results.require_plans()
 
     def _tune_missing(self) -> None:
         """Tune kernels that would exceed their limit without a plan."""
         for extend in self._budget.extensions(self._effort.budget_s(self._total_ns)):
-            missing = self.results.missing
-            if missing:
+            if missing := self.results.missing:
                 extend()
-                self.devices.stop_at(self._budget.deadline)
                 self._tune_by_gain(missing)
 
     def _tune_by_gain(self, problems: Collection[Problem]) -> None:
         """Tune kernels among which the time is divided."""
         self._left = set(problems)
+        self.devices.stop_at(self._budget.deadline)
         self._budget.keep_for(self._shares.forced(problems))
         self.devices.spread(map(self._tune, self._shares.by_gain(problems)))
 
