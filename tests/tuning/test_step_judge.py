@@ -200,6 +200,29 @@ def test_steps_that_lose_though_their_kernels_win_are_not_believed():
     assert not judged.step_race.is_loss
 
 
+def test_a_loss_that_is_spread_over_all_kernels_is_not_kept_by_halves():
+    saved = dict.fromkeys((4, 8, 16, 32), -8_000)
+    for seed in range(10):
+        inside = dict.fromkeys(saved, 20_000)
+        machine = Machine(saved, noise=0.004, inside_ns_by_size=inside, seed=seed)
+        judged = machine.judge(plan_of(*map(kernel, saved)), is_timed=True)
+        assert not judged.step_race.is_loss
+        assert len(machine.sizes(judged)) < 4
+
+
+def test_steps_that_seem_to_lose_are_raced_on_though_their_kernels_win():
+    """Three rounds that are slower by the plan, 3 to 30 %, and equal ones from then on."""
+    machine = Machine({4: 0}, inside_ns_by_size={4: 20_000})
+    slower = iter([1, 1, 1.03, 1.3, 1.1])  # after the peaks
+
+    def elapsed_ns(run):
+        run()
+        return int(STEP_NS * (next(slower, 1.0) if machine.plan else 1.0))
+
+    machine.elapsed_ns = elapsed_ns
+    assert machine.judge(plan_of(kernel(4)), is_timed=True).step_race.rounds > 3
+
+
 def test_what_loses_only_beside_others_is_given_back_altogether():
     class Crowded(Machine):
         def elapsed_ns(self, run):
@@ -225,6 +248,14 @@ def test_kernels_are_not_blamed_for_what_a_limit_costs():
     judged = machine.judge(plan_of(kernel(4), *free, limit="2MiB"))
     assert machine.sizes(judged) == {4, 8, 32}
     assert judged.step_race.ratio > 1.3
+
+
+def test_a_race_with_kernels_that_must_stay_tells_of_all_inside_the_steps():
+    machine = Machine({4: 20_000, 8: 10_000})
+    free = replace(kernel(8), default=Timing(20, 0, MIB, 5))
+    judged = machine.judge(plan_of(kernel(4), free, limit="2MiB"), is_timed=True)
+    ratio, _, _ = judged.step_race.inside
+    assert ratio == pytest.approx(1 - 30_000 / (2 * KERNEL_NS), abs=0.03)
 
 
 def test_where_the_time_is_over_nothing_undecided_stays():

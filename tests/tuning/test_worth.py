@@ -78,23 +78,27 @@ def test_what_is_reserved_for_steps_goes_first_to_kernels_over_their_limit(
     assert len(plan.kernels) == (seconds > 1)
 
 
-@pytest.mark.parametrize(("sample_ms", "is_tuned"), [(1, False), (100_000, True)])
-def test_nothing_is_reserved_for_steps_that_would_not_fit(scripted, sample_ms, is_tuned):
-    """The reserve is all of the budget; five steps take 0.1 s or 10,000 s of its 1000."""
-    scripted(
-        torch_default=lambda size: (size * sample_ms * MS, 0),
-        fast=lambda size: (size * sample_ms * MS // 2, 0),
-    )
-    begin = Budget.begin_tuning
+@pytest.mark.parametrize(
+    ("reserved_s", "now_s", "race_s", "deadline_s"),
+    [(30, 10, 25, 70), (30, 10, 35, 100), (30, 80, 15, 70), (30, 80, 25, 100), (0, 10, 0, 100)],
+)
+def test_what_is_reserved_for_steps_stays_so_if_they_fit(
+    monkeypatch, reserved_s, now_s, race_s, deadline_s
+):
+    """Of 100 s; the race of steps can begin when kernels are done, but not before now."""
+    clock = [0.0]
+    monkeypatch.setattr("ucudnn.tuning.budget.monotonic", lambda: clock[0])
+    budget = Budget(100.0)
+    budget.begin_tuning(100.0, reserved_s)
+    clock[0] = now_s
+    assert budget.go_on(race_s)
+    assert budget.deadline == deadline_s
 
-    def begin_too_late(self, *arguments):
-        begin(self, *arguments)
-        self.end()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Budget, "begin_tuning", begin_too_late)
-        plan = tune_problems([("layer", problem(8))], Config(time_budget_s=1000))
-    assert plan.kernel(problem(8)).is_default != is_tuned
+def test_a_default_budget_is_not_used_up():
+    budget = Budget(None)
+    budget.begin_tuning(100.0, 30)
+    assert not budget.go_on(1.0)
 
 
 def test_thorough_measures_it_all_the_same(scripted):

@@ -37,8 +37,8 @@ class Look(NamedTuple):
     Args:
         workspace_bytes: temporary memory, the most that a chunk of this size needs in any place.
         accuracy: error against float64, the largest for any problem of a chunk of this size.
-        time_ns: of that run if it is long, else the shortest of further runs; None if the workspace
-            is over the limit.
+        time_ns: shortest of further runs, or of that run if it is torch's own and long; None if the
+            workspace is over the limit.
     """
 
     workspace_bytes: int
@@ -165,8 +165,10 @@ class LocalBench(AbstractBench):
         # It can be in no plan at this limit, so its time is left to a tune that allows it.
         if limit is not None and workspace > limit:
             return Look(workspace, accuracy, None)
-        # The first run on a GPU also loads what it runs.
-        first_ns = firsts_ns[0] if firsts_ns and self._backend.device().type == "cpu" else 0
+        # The first run on a GPU also loads what it runs, and that of others than torch's own fills
+        # memory with NaN.
+        tells = arm.algorithm == DEFAULT_ALGORITHM and self._backend.device().type == "cpu"
+        first_ns = firsts_ns[0] if firsts_ns and tells else 0
         return Look(workspace, accuracy, self._sampler(arm).shortest_ns(first_ns))
 
     def _reference(self, ring: Ring, part: Problem) -> Reference:

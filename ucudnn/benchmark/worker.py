@@ -140,7 +140,7 @@ class WorkerBench(AbstractBench):
         self._how = how
 
     def look(self, arm: Arm, limit: int | None) -> Look:
-        """Run a candidate once for its workspace and its error, and once for its time."""
+        """Run a candidate once for its workspace and its error, and for its time."""
         found = self._worker.ask(self._axis, self._how, "look", arm, limit)
         assert isinstance(found, Look)
         return found

@@ -31,7 +31,7 @@ class Budget:
         self._began = self._counts_from = monotonic()
         self._set_s = self.seconds = seconds
         self.deadline = None if seconds is None else self._began + seconds
-        self._least_s = 0.0
+        self._least_s = self._race_from = 0.0
 
     def begin_tuning(self, seconds: float | None, reserved_s: float) -> None:
         """Set the budget, now that the time of a step is known, and count progress from now on.
@@ -45,7 +45,7 @@ class Budget:
         self.seconds = seconds
         if seconds is not None:
             # Half at most, or the race would leave a small budget nothing to measure in.
-            self.deadline = self._began + seconds - min(seconds / 2, reserved_s)
+            self.deadline = self._race_from = self._began + seconds - min(seconds / 2, reserved_s)
 
     def extend(self, seconds: float | None) -> None:
         """Go on beyond the budget, if there is one, for some seconds; None: without a limit."""
@@ -66,18 +66,22 @@ class Budget:
             return [self._use_reserve]
         return [partial(self.extend, seconds) for seconds in (default_s, None)]
 
-    def drop_reserve(self, race_s: float) -> bool:
-        """Reserve nothing where a budget that was set leaves no time for the race of whole steps.
+    def go_on(self, race_s: float) -> bool:
+        """Set the deadline for what is left of a budget that was set.
+
+        What is reserved for the race of whole steps stays reserved if it is long enough for one.
 
         Args:
             race_s: seconds that the race takes at least.
 
         Returns:
-            Whether there is no time for it.
+            False if no budget was set.
         """
-        if self._set_s is None or monotonic() + race_s <= self._began + self._set_s:
+        if self._set_s is None:
             return False
-        self._use_reserve()
+        end = self._began + self._set_s
+        is_too_short = end - max(monotonic(), self._race_from) < race_s
+        self.deadline = end if is_too_short else self._race_from
         return True
 
     def _use_reserve(self) -> None:

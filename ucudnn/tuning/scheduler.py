@@ -213,9 +213,6 @@ class TuningScheduler:
             if not self._config.curve:
                 self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
             self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
-            # A default budget is not used up for small gains, and one that was set is.
-            if self._config.time_budget_s is not None:
-                self._tune_by_gain(self.results.unraced)
         else:
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
         # Whole calls showed that they need more than their chunks.
@@ -223,9 +220,11 @@ class TuningScheduler:
             pool.divide()
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
         self._tune_missing()
-        if self._by_share and self._budget.drop_reserve(LEAST_RACE_STEPS * self._step_s):
-            self._tune_by_gain(self.results.unraced)
         self.results.require_plans()
+        # A default budget is not used up for small gains, and of two layouts the second needs some.
+        race_s = LEAST_RACE_STEPS * self._step_s
+        if self._by_share and self._config.layout == "keep" and self._budget.go_on(race_s):
+            self._tune_by_gain(self.results.unraced)
 
     def _tune_missing(self) -> None:
         """Tune kernels that would exceed their limit without a plan."""
