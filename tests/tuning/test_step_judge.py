@@ -309,6 +309,7 @@ def test_no_step_is_run_where_not_even_the_convolutions_fit(monkeypatch):
     plan, config = plan_of(slow), Config(time_budget_s=9)
     judged_plan = judged(nn.Conv2d(2, 2, 1), torch.ones(2, 2, 4, 4), plan, config)
     assert judged_plan.step_race.reason == "the time budget has no room for them"
+    assert judged_plan.layout_hint.reason == "the time budget was used up"
 
 
 def test_a_plan_that_changes_nothing_runs_no_step():

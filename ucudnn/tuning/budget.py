@@ -13,8 +13,6 @@ from ucudnn.tuning.session import Session
 _RACING = 0.4
 # However little it could gain, a group gets this fraction of the time that is left.
 _LEAST_PART = 0.05
-
-
 # Steps that a race of whole steps takes at least: one that warms up and tells how long steps are,
 # the peaks of two contestants, and one round.
 LEAST_RACE_STEPS = 5
@@ -29,8 +27,9 @@ class Budget:
 
     def __init__(self, seconds: float | None) -> None:
         self._began = self._counts_from = monotonic()
-        self._set_s = self.seconds = seconds
-        self.deadline = None if seconds is None else self._began + seconds
+        self.seconds = seconds
+        # A default budget, which is not known yet, has no end that must be kept.
+        self._end = self.deadline = None if seconds is None else self._began + seconds
         self._least_s = self._race_from = 0.0
 
     def begin_tuning(self, seconds: float | None, reserved_s: float) -> None:
@@ -62,7 +61,7 @@ class Budget:
         Args:
             default_s: the default budget in seconds.
         """
-        if self._set_s is not None:
+        if self._end is not None:
             return [self._use_reserve]
         return [partial(self.extend, seconds) for seconds in (default_s, None)]
 
@@ -77,16 +76,14 @@ class Budget:
         Returns:
             False if no budget was set.
         """
-        if self._set_s is None:
+        if self._end is None:
             return False
-        end = self._began + self._set_s
-        is_too_short = end - max(monotonic(), self._race_from) < race_s
-        self.deadline = end if is_too_short else self._race_from
+        is_too_short = self._end - max(monotonic(), self._race_from) < race_s
+        self.deadline = self._end if is_too_short else self._race_from
         return True
 
     def _use_reserve(self) -> None:
-        if self._set_s is not None:
-            self.deadline = self._began + self._set_s
+        self.deadline = self._end
 
     @property
     def is_over(self) -> bool:

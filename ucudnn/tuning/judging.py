@@ -47,6 +47,8 @@ _HINT_ROUNDS = 2
 _LEAST_STEPS = 11
 # Reason why a plan that is torch's own throughout was not raced.
 _NOTHING = "it changes nothing"
+# Reason why there was no hint.
+_USED_UP = "the time budget was used up"
 
 
 def judged(
@@ -67,8 +69,9 @@ def judged(
     if reason or not (changes or hints):
         return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
     began = monotonic() if began is None else began
-    if _is_too_late(plan, config, began):
-        return replace(plan, step_race=StepRace(reason=NO_ROOM))
+    if changes and _is_too_late(plan, config, began):
+        hint = LayoutHint(reason=_USED_UP) if hints else None
+        return replace(plan, step_race=StepRace(reason=NO_ROOM), layout_hint=hint)
     backend = open_backend(plan.backend)
     try:
         with _undisturbed(model):
@@ -134,7 +137,7 @@ def _has_other_layout(plan: Plan) -> bool:
 def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMeter) -> LayoutHint:
     """A few steps by torch in channels_last beside those by the plan, which are warm."""
     if meter.is_over(HINT_STEPS):
-        return LayoutHint(reason="the time budget was used up")
+        return LayoutHint(reason=_USED_UP)
     try:
         other = Steps(model, inputs, _has_backward(plan), "channels_last")
         # Steps of both layouts are compiled, or none.

@@ -190,8 +190,7 @@ class _Tuning:
         # In a budget that was set a hint gets only what is left.
         hint_steps = HINT_STEPS if has_other and self._config.time_budget_s is None else 0
         # A model that was converted by a plan for channels_last is traced in that layout.
-        layout = memory_format_of(model)
-        steps = RACE_STEPS + hint_steps
+        layout, steps = memory_format_of(model), RACE_STEPS + hint_steps
         plan = self._tuned(traced, self._config, steps, self._on_progress, layout)
         return judged(model, inputs, plan, self._config, self._began)
 
