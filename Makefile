@@ -135,6 +135,7 @@ gpu:
 lint: .venv-test/.installed
 	.venv-test/bin/ruff check .
 	.venv-test/bin/ruff format --check .
+	.venv-test/bin/python .ci/size.py
 	cd "$$(mktemp -d)"; trap 'rm -rf "$$PWD"' EXIT; env -u PYTHONPATH \
 	"$(ROOT)/.venv-test/bin/lint-imports" --config "$(ROOT)/pyproject.toml" --no-cache
 
