@@ -237,7 +237,9 @@ def within_budgets() -> list[Row]:
                     f"{number / 2**20:.1f} MiB"
                     for number in (row["memory"]["budget_bytes"], row["allocated_bytes"])
                 )
-                asked = {"+0": f"+0: {size}", "unlimited": "no limit"}.get(row["budget"], size)
+                asked = {"least": f"least: {size}", "unlimited": "no limit"}.get(
+                    row["budget"], size
+                )
                 rows.append(
                     [
                         name if is_first else "",

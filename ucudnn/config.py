@@ -110,11 +110,9 @@ class Config:
             call of every kernel owns a part of it. None: kernels run one after the other and share
             one workspace.
         memory_budget: bytes that a whole step may have allocated at any moment: parameters,
-            gradients, optimiser state, activations and workspace together, as an int or "8GiB"; or
-            "+64MiB": so much more than a step needs without any workspace, or what the smallest
-            plan needs if that is more. Each kernel may use what is left at its moment; kernels of
-            several streams divide what is left at the fullest one, and with `total_workspace` all
-            calls do. None: no limit.
+            gradients, optimiser state, activations and workspace together, as an int or "8GiB".
+            The workspace limit of a kernel is the budget minus what the step has allocated when
+            the kernel runs. None: no limit.
         solver: solver that divides the pool: "auto", "exact", "highs" or "cbc" (by PuLP).
         policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
         ops: which passes to plan: "fprop" (forward), "dgrad" (gradients of inputs), "wgrad" (of
@@ -188,7 +186,7 @@ class Config:
             values = {
                 "workspace_limit": settings.size("workspace_limit", self.workspace_limit),
                 "total_workspace": settings.size("total_workspace", self.total_workspace),
-                "memory_budget": settings.budget(self.memory_budget),
+                "memory_budget": settings.size("memory_budget", self.memory_budget),
                 "solver": settings.choice("solver", self.solver, SOLVERS),
                 "policy": settings.choice("policy", self.policy, POLICIES),
                 "ops": settings.passes(self.ops, OPS),
@@ -221,17 +219,10 @@ class Config:
         if self.device is not None and not isinstance(self.device, str):
             raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
 
-    def budget_bytes(self, own_peak_bytes: int) -> int | None:
-        """The memory budget in bytes, None for none.
-
-        >>> [Config(memory_budget=one).budget_bytes(5000) for one in ("+1KiB", 7, None)]
-        [6024, 7, None]
-
-        Args:
-            own_peak_bytes: what a step needs without any workspace.
-        """
-        if isinstance(self.memory_budget, str):
-            return own_peak_bytes + int(self.memory_budget)
+    @property
+    def budget_bytes(self) -> int | None:
+        """The memory budget in bytes, None for none."""
+        assert not isinstance(self.memory_budget, str)
         return self.memory_budget
 
     def _with_source(self, error: ConfigError) -> ConfigError:

@@ -185,14 +185,9 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Workspace of the plan: the largest of any kernel; of several streams, that of each.
-
-        With a pool it is the sum over all calls.
-        """
+        """Workspace of the plan: the largest of any kernel, or with a pool the sum of all calls."""
         if self.config.total_bytes is not None:
             return sum(one.timing.workspace_bytes * len(one.layers) for one in self.kernels)
-        if self.memory is not None and self.memory.streams:
-            return self.memory.workspace_bytes([one.timing.workspace_bytes for one in self.kernels])
         return max((kernel.timing.workspace_bytes for kernel in self.kernels), default=0)
 
     @property

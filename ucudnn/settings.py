@@ -50,13 +50,6 @@ def size(name: str, value: Any) -> int | None:
     return None if value is None else parse_bytes(value, name)
 
 
-def budget(value: Any) -> int | str | None:
-    """A number of bytes, or "+" and one: what a step needs, and so much more."""
-    if isinstance(value, str) and value.strip().startswith("+"):
-        return f"+{parse_bytes(value.strip()[1:], 'memory_budget, after the +,')}"
-    return size("memory_budget", value)
-
-
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     """One of some names."""
     if value not in allowed:
@@ -170,6 +163,13 @@ _CONFLICTS: tuple[tuple[Callable[[Values], bool], str], ...] = (
         (
             "curve is of kernels that share their workspace, and total_workspace of kernels that "
             "each own a part; set one of them"
+        ),
+    ),
+    (
+        lambda values: _has_budget(values) and _has_pool(values),
+        (
+            "memory_budget is of convolutions that share their workspace, and total_workspace of "
+            "calls that each own a part; set one of them"
         ),
     ),
     (

@@ -273,10 +273,6 @@ class AbstractBackend(ABC):
         """Bytes that this process has allocated on the device now; 0 if they are not counted."""
         return 0
 
-    def stream(self) -> int:
-        """The stream that a call would run on now; 0 where calls run one after the other."""
-        return 0
-
     @abstractmethod
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time that it took on the device, in nanoseconds."""

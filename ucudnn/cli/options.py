@@ -80,11 +80,7 @@ TotalWorkspaceOption = Annotated[
 ]
 MemoryBudgetOption = Annotated[
     str | None,
-    typer.Option(
-        help="Memory of a whole step, such as 8GiB; +64MiB: so much more than it needs without "
-        "workspace.",
-        metavar="SIZE",
-    ),
+    typer.Option(help="Memory that a whole step may have allocated, such as 8GiB.", metavar="SIZE"),
 ]
 SolverOption = Annotated[
     str | None, typer.Option(help="Divides the pool: auto, exact, highs or cbc.", metavar="NAME")

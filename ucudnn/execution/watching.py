@@ -23,12 +23,10 @@ class WatchedCall(NamedTuple):
         copied: for each kernel that it runs - one, or two gradients - the bytes of operands that
             must be copied first, because they do not lie in memory as the kernel reads them.
             Kernels that cannot be planned are left out.
-        stream: that it ran on.
         marks: numbers of the marks before it was looked up, before it ran, and after it had run.
     """
 
     copied: Mapping[Problem, int]
-    stream: int
     marks: tuple[int, int, int]
 
 
@@ -43,20 +41,17 @@ class Watcher:
     Args:
         mark: makes a mark.
         runner: of the plan; None: torch's own convolutions.
-        stream: the stream that a call would run on now.
     """
 
     def __init__(
         self,
         mark: Callable[[], None],
         runner: Runner | None = None,
-        stream: Callable[[], int] = lambda: 0,
     ) -> None:
         self.calls: list[WatchedCall] = []
         self.filter_shapes = Everything()
         self._mark = mark
         self._runner = runner
-        self._stream = stream
         # Threads that use streams of their own may call convolutions at the same time.
         self._lock = ForkSafeLock()
         self._marks = 0
@@ -71,7 +66,7 @@ class Watcher:
     def note(self, copied: Mapping[Problem, int], looked_up: int, began: int) -> None:
         """Note a call that has just ended, with its last mark."""
         marks = looked_up, began, self.mark()
-        self.calls.append(WatchedCall(copied, self._stream(), marks))
+        self.calls.append(WatchedCall(copied, marks))
 
     def bound(self, x: Tensor, w: Tensor, geometry: Geometry) -> Convolution:
         """The convolution of operands of these shapes."""

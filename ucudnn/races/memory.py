@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,11 +29,8 @@ class StepMemory:
         torch_peak_bytes: peak by torch's own convolutions.
         plan_peak_bytes: peak by the plan; 0 where it was not taken yet.
         is_training: of forward and backward; else of forward without a graph.
-        forced_by: the kernel whose smallest plan decided the budget, where the settings asked for
-            less than is possible; "" elsewhere.
         calls: (index of a kernel in the plan, bytes live beside its workspace) of each of its
             convolutions in a step by the plan, in order; empty in files of versions before.
-        streams: number of the stream of each of these calls; empty where they run on one.
 
     Raises:
         PlanError: a value is of another type or out of range.
@@ -48,28 +45,22 @@ class StepMemory:
     torch_peak_bytes: int
     plan_peak_bytes: int = 0
     is_training: bool = True
-    forced_by: str = ""
     calls: tuple[tuple[int, int], ...] = ()
-    streams: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # Values may come from a plan file that anybody wrote.
         sizes = [value for name, value in asdict(self).items() if name.endswith("_bytes")]
         if not all(type(size) is int and 0 <= size < TOO_LARGE for size in sizes):
             raise PlanError(f"sizes of a step's memory must be ints from 0, got {sizes}")
-        numbers = [*(number for call in self.calls for number in call), *self.streams]
+        numbers = [number for call in self.calls for number in call]
         if not all(type(number) is int and 0 <= number < TOO_LARGE for number in numbers):
             raise PlanError(
-                f"calls of a step's memory must be pairs of ints from 0, and streams ints from 0, "
-                f"got {self.calls} and {self.streams}"
+                f"calls of a step's memory must be pairs of ints from 0, got {self.calls}"
             )
-        if self.streams and len(self.streams) != len(self.calls):
+        if type(self.is_training) is not bool:
             raise PlanError(
-                f"a step's memory must name one stream per call, got {len(self.streams)} for "
-                f"{len(self.calls)} calls"
+                f"is_training of a step's memory must be a bool, got {self.is_training!r}"
             )
-        if type(self.is_training) is not bool or not isinstance(self.forced_by, str):
-            raise PlanError("is_training of a step's memory must be a bool, forced_by a string")
 
     @property
     def workspace_share(self) -> float:
@@ -77,23 +68,6 @@ class StepMemory:
         if not self.torch_peak_bytes:
             return 0.0
         return max(0, self.torch_peak_bytes - self.own_peak_bytes) / self.torch_peak_bytes
-
-    def workspace_bytes(self, sizes: Sequence[int]) -> int:
-        """Workspace of all streams together, of which each keeps its largest.
-
-        >>> calls, streams = ((0, 9), (1, 9), (0, 9)), (0, 0, 1)
-        >>> StepMemory(1, 0, 0, 0, 0, 1, 1, calls=calls, streams=streams).workspace_bytes([3, 5])
-        8
-
-        Args:
-            sizes: workspace of each kernel of the plan.
-        """
-        largest: dict[int, int] = {}
-        for (place, _), stream in zip(self.calls, self.streams, strict=True):
-            # A plan file may name kernels that it does not have.
-            size = sizes[place] if place < len(sizes) else 0
-            largest[stream] = max(size, largest.get(stream, 0))
-        return sum(largest.values())
 
     def __str__(self) -> str:
         parts = {
@@ -111,15 +85,7 @@ class StepMemory:
         )
         if self.plan_peak_bytes:
             text += f", and {format_bytes(self.plan_peak_bytes)} by the plan"
-        text += f"; the budget is {format_bytes(self.budget_bytes)}"
-        if self.forced_by:
-            text += f", because the smallest plan of {self.forced_by} needs as much"
-        if self.streams:
-            text += (
-                f"; convolutions run on {len(set(self.streams))} streams and may overlap, so these "
-                f"divide what the budget leaves beside the fullest moment without workspace"
-            )
-        return text
+        return f"{text}; the budget is {format_bytes(self.budget_bytes)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -130,7 +96,7 @@ class StepMemory:
         """Build one from JSON values; fields of later versions are left out."""
         known = {name: values[name] for name in cls.__slots__ if name in values}
         calls = tuple((kernel, live) for kernel, live in values.get("calls", ()))
-        return cls(**{**known, "calls": calls, "streams": tuple(values.get("streams", ()))})
+        return cls(**{**known, "calls": calls})
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,8 +147,6 @@ def plan_summary(plan: Plan) -> str:
     if plan.config.total_bytes is not None:
         most = f"with {format_bytes(sum(size * calls for size, calls in sizes))} of workspace"
         planned_in = f"with {format_bytes(plan.workspace_bytes)}, each call its own"
-    elif plan.memory is not None and plan.memory.streams:
-        planned_in = f"with {format_bytes(plan.workspace_bytes)}, each stream its own"
     timed = "timed one by one"
     if any(kernel.timing.is_predicted for kernel in plan.kernels):
         timed = "of which some are predicted, not timed"

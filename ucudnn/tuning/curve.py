@@ -51,8 +51,7 @@ def plan_curve(
         CurveKernel([point[:2] for point in fronts[problem]], len(names))
         for problem, names in layers.items()
     ]
-    # What kernels that overlap have together is not the largest that one of them may use.
-    if limits.budget_bytes is None or limits.overlap is not None:
+    if limits.budget_bytes is None:
         return Curve(network_curve(by_workspace))
     by_peak = [
         kernel._replace(live_bytes=limits.live(problem))

@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
-from ucudnn.tuning.division import Overlap
 from ucudnn.units import format_bytes
 
 
@@ -26,14 +25,11 @@ class Limits:
         budget_bytes: that a whole step may have allocated; None: no budget.
         live_bytes: the most that the step has allocated beside the workspace of any call of a
             kernel.
-        overlap: kernels that may run at the same time, and divide one pool; None: each kernel may
-            use all of its limit.
     """
 
     common: int | None
     budget_bytes: int | None = None
     live_bytes: Mapping[Problem, int] = field(default_factory=lambda: MappingProxyType({}))
-    overlap: Overlap | None = None
 
     def of(self, problem: Problem) -> int | None:
         """Bytes that a call of a kernel may use, None for any."""

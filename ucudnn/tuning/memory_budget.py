@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +14,10 @@ from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps
-from ucudnn.plan import KernelPlan, Plan
+from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.races import StepMemory
 from ucudnn.tracing import Traced
-from ucudnn.tuning.division import Overlap
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.step_profile import StepProfile, StepProfiler
 from ucudnn.units import format_bytes
@@ -31,11 +28,8 @@ class _Layout:
     """State of the budget in one layout of the model."""
 
     profiler: StepProfiler
-    # Of a step by torch's own convolutions.
-    profile: StepProfile
     memory: StepMemory
     live_bytes: dict[Problem, int]
-    overlap: Overlap | None = None
 
 
 class MemoryBudget:
@@ -86,23 +80,7 @@ class MemoryBudget:
         if memory_format not in self._layouts:
             self._layouts[memory_format] = self._profiled(memory_format, traced)
         layout = self._layouts[memory_format]
-        layout.overlap = self._overlap(layout, Counter(problem for _, problem in traced.layers))
-        budget = layout.memory.budget_bytes
-        return Limits(self._config.limit_bytes, budget, layout.live_bytes, layout.overlap)
-
-    def _overlap(self, layout: _Layout, calls: Mapping[Problem, int]) -> Overlap | None:
-        """The kernels that may run at the same time; None where all follow one another."""
-        budget, pool = layout.memory.budget_bytes, self._config.total_bytes
-        # Workspace that is kept, or is in use on another stream, may be there at any moment of the
-        # step, the fullest one too.
-        left = max(0, budget - layout.memory.own_peak_bytes)
-        if pool is None:
-            found = layout.profile
-            seen = zip((problem for problem, _ in found.calls), found.streams, strict=True)
-            return Overlap.of_streams(seen, left, budget)
-        if pool <= left:
-            return Overlap.of_calls(calls, pool)
-        return Overlap.of_calls(calls, left, budget)
+        return Limits(self._config.limit_bytes, layout.memory.budget_bytes, layout.live_bytes)
 
     def _profiled(self, memory_format: str, traced: Traced) -> _Layout:
         profiler = StepProfiler(
@@ -124,47 +102,19 @@ class MemoryBudget:
                     f"memory_budget needs all convolutions of a step to be torch's own, and "
                     f"{problem} ({name}) was not; call ucudnn.revert_(model) first"
                 )
-        budget = self._config.budget_bytes(profile.own_peak_bytes)
+        budget = self._config.budget_bytes
         assert budget is not None
         if budget < profile.own_peak_bytes:
             raise _too_small(budget, profile)
         memory = profile.memory(budget, self._is_training)
-        return _Layout(profiler, profile, memory, dict(profile.live_bytes))
-
-    def grows(self, memory_format: str, error: PlanError) -> bool:
-        """Raise a budget that is relative to what is possible, where nothing fits it.
-
-        Args:
-            memory_format: of the layout in which nothing does.
-            error: with the smallest budget that something fits.
-
-        Returns:
-            False for a budget that is not relative, and where no budget would help.
-        """
-        layout, least = self._layouts[memory_format], error.smallest_bytes
-        is_relative = isinstance(self._config.memory_budget, str)
-        if not is_relative or least is None or least <= layout.memory.budget_bytes:
-            return False
-        layout.memory = replace(layout.memory, budget_bytes=least)
-        return True
+        return _Layout(profiler, memory, dict(profile.live_bytes))
 
     def noted(self, plan: Plan) -> Plan:
         """The plan with the memory of a step, and what is live at each kernel."""
         layout = self._layouts[plan.memory_format]
-        memory, overlap = layout.memory, layout.overlap
-        limits = Limits(None, memory.budget_bytes, layout.live_bytes)
-        sizes = {kernel.problem: kernel.timing.workspace_bytes for kernel in plan.kernels}
-
-        def live(problem: Problem) -> int:
-            if overlap is None:
-                return limits.live(problem)
-            beside = memory.own_peak_bytes + overlap.beside_bytes(problem, sizes)
-            return max(limits.live(problem), beside)
-
-        kernels = tuple(replace(one, live_bytes=live(one.problem)) for one in plan.kernels)
-        if overlap is not None:
-            memory = _with_calls(memory, plan, layout.profile)
-        return replace(plan, kernels=kernels, memory=memory)
+        limits = Limits(None, layout.memory.budget_bytes, layout.live_bytes)
+        kernels = tuple(replace(one, live_bytes=limits.live(one.problem)) for one in plan.kernels)
+        return replace(plan, kernels=kernels, memory=layout.memory)
 
     def checked(self, plan: Plan) -> Plan | None:
         """The plan with the peak of a step by it; None where that exceeds the budget.
@@ -178,10 +128,12 @@ class MemoryBudget:
         assert memory is not None
         profile = layout.profiler.profile(plan)
         if profile.peak_bytes <= memory.budget_bytes:
-            forced_by = self._forced_by(plan, memory, profile)
-            peak = profile.peak_bytes
-            memory = replace(memory, plan_peak_bytes=peak, forced_by=forced_by)
-            return replace(plan, memory=_with_calls(memory, plan, profile))
+            memory = replace(
+                memory,
+                plan_peak_bytes=profile.peak_bytes,
+                calls=_calls(plan, profile),
+            )
+            return replace(plan, memory=memory)
         planned = {kernel.problem: kernel for kernel in plan.kernels}
         for problem, peak in profile.call_peaks.items():
             excess = peak - memory.budget_bytes
@@ -196,20 +148,6 @@ class MemoryBudget:
             layout.live_bytes[problem] = layout.live_bytes.get(problem, 0) + excess
         return None
 
-    def _forced_by(self, plan: Plan, memory: StepMemory, profile: StepProfile) -> str:
-        """The kernel whose smallest plan decided a relative budget, "" where the user did."""
-        asked = self._config.budget_bytes(memory.own_peak_bytes)
-        if asked == memory.budget_bytes:
-            return ""
-        if self._layouts[plan.memory_format].overlap is not None:
-            return "all kernels together, which may overlap,"
-        peaks = profile.call_peaks
-
-        def need(kernel: KernelPlan) -> int:
-            return peaks.get(kernel.problem, 0)
-
-        return str(max(plan.kernels, key=need).problem)
-
     def refusal(self, plan: Plan) -> PlanError:
         """The error for a plan whose steps exceed the budget again and again."""
         assert plan.memory is not None
@@ -220,20 +158,10 @@ class MemoryBudget:
         )
 
 
-def _with_calls(memory: StepMemory, plan: Plan, profile: StepProfile) -> StepMemory:
-    """The memory with the calls of a step of which the plan has the kernels."""
+def _calls(plan: Plan, profile: StepProfile) -> tuple[tuple[int, int], ...]:
+    """The calls of a step of which the plan has the kernels, by their places in it."""
     places = {kernel.problem: place for place, kernel in enumerate(plan.kernels)}
-    known = [
-        (places[problem], live, stream)
-        for (problem, live), stream in zip(profile.calls, profile.streams, strict=True)
-        if problem in places
-    ]
-    streams = tuple(stream for *_, stream in known)
-    return replace(
-        memory,
-        calls=tuple((place, live) for place, live, _ in known),
-        streams=streams if len(set(streams)) > 1 else (),
-    )
+    return tuple((places[problem], live) for problem, live in profile.calls if problem in places)
 
 
 def _too_small(budget: int, profile: StepProfile) -> PlanError:

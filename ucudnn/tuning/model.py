@@ -238,23 +238,15 @@ class _Tuning:
         """A plan for one layout, before it is judged."""
         races = reserved_steps if config.step_race else 0
         budget = self._budget
-        while True:
-            limits = None if budget is None else budget.limits(memory_format, traced)
-            try:
-                plan = tune_problems(
-                    traced.layers,
-                    config,
-                    report,
-                    biased=traced.biased,
-                    reserved_steps=races,
-                    remeasure=self._remeasure,
-                    limits=limits,
-                )
-                break
-            # A budget that is to be as small as possible; all that was measured is in the cache.
-            except PlanError as error:
-                if budget is None or not budget.grows(memory_format, error):
-                    raise
+        plan = tune_problems(
+            traced.layers,
+            config,
+            report,
+            biased=traced.biased,
+            reserved_steps=races,
+            remeasure=self._remeasure,
+            limits=None if budget is None else budget.limits(memory_format, traced),
+        )
         # The plan states the budget that the user set, not the part of it that this layout had.
         budget_s = self._config.time_budget_s
         plan = replace(plan, config=replace(plan.config, time_budget_s=budget_s))

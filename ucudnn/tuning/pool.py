@@ -36,7 +36,7 @@ class Pool:
     Args:
         config: the settings.
         layers_by_problem: the names of the layers that run each kernel.
-        limits: workspace that each kernel may use, and the pool of those that overlap.
+        limits: workspace that each kernel may use.
         devices: the devices that measure.
         shares: times and workspaces of torch's own convolutions.
         planner_of: makes planners.
@@ -55,8 +55,8 @@ class Pool:
         budget: Budget,
         on_work: Callable[[Problem], None],
     ) -> None:
-        assert limits.overlap is not None
-        self._overlap = limits.overlap
+        assert config.total_bytes is not None
+        self._total_bytes = config.total_bytes
         self._limits = limits
         self._config = config
         self._layers = layers_by_problem
@@ -85,7 +85,7 @@ class Pool:
             before = self._devices.measured
             self._devices.spread(map(self._survey, self._shares.by_geometry()))
             try:
-                self.parts = divided(self._choices, self._overlap, self._config.solver)
+                self.parts = divided(self._choices, self._total_bytes, self._config.solver)
             except PlanError:
                 # Fronts are incomplete then, and torch's own convolutions keep the parts they had.
                 if self._budget.is_over:
@@ -114,41 +114,32 @@ class Pool:
         """
         for problem, error in self._refusals.items():
             one = self._choices[problem]
-            # The front's first point is what the chunks of one call need, the error says what whole
-            # calls do: one of them within a memory budget, else all calls of the kernel.
-            calls = one.calls if self._config.memory_budget is None else 1
-            surplus = (error.smallest_bytes or 0) // calls - one.front[0].workspace_bytes
+            # The front's first point is what the chunks of one call need, the error says what all
+            # calls of the kernel do.
+            surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
             # Nothing was learned by it, so that another division would fail in the same way.
             if surplus <= self._surplus.get(problem, 0):
-                raise self._named(problem, error)
+                raise error
             self._surplus[problem], self._learned[problem] = surplus, error
         is_news = bool(self._refusals)
         self._refusals.clear()
         return is_news
 
-    def _named(self, problem: Problem, error: PlanError) -> PlanError:
-        """An error of the planner with the kernel that it is about, and what to raise."""
-        if self._config.memory_budget is None:
-            return error
-        return PlanError(
-            f"{problem} has no plan within its part of what memory_budget leaves to kernels that "
-            f"overlap: {error}; raise the budget"
-        )
-
     def _parts_of_defaults(self) -> dict[Problem, int]:
         """Workspace of torch's own convolutions, where the pool holds all of them."""
-        total, needs = self._overlap.total_bytes, dict[Problem, int]()
+        needs, calls = dict[Problem, int](), self._layers
         for problem, entry in self._shares.defaults.items():
             limit = self._limits.of(problem)
-            most = total if limit is None else limit
+            most = self._total_bytes if limit is None else limit
             if entry.workspace_bytes is not None and entry.workspace_bytes <= most:
                 needs[problem] = entry.workspace_bytes
-        return needs if self._overlap.workspace_bytes(needs) <= total else {}
+        total = sum(size * len(calls[problem]) for problem, size in needs.items())
+        return needs if total <= self._total_bytes else {}
 
     def _most(self, problem: Problem) -> int:
         """The largest part that a call of a kernel may own."""
-        # All workspaces of its group have one size.
-        part = self._overlap.total_bytes // self._overlap.copies(problem)
+        # All calls of a kernel have one plan.
+        part = self._total_bytes // len(self._layers[problem])
         limit = self._limits.of(problem)
         return part if limit is None else min(limit, part)
 
@@ -168,20 +159,11 @@ class Pool:
     def _choices_of(self, session: Session, problem: Problem) -> Choices:
         calls, most = len(self._layers[problem]), self._most(problem)
         planner_at = partial(self._planner_of, session, problem)
-        try:
-            front = survey(planner_at, most)
-        except PlanError as error:
-            # The division says what all kernels need together, as a budget that is to be as small
-            # as possible must know.
-            is_of_user = self._overlap.budget_bytes is None or most == self._config.limit_bytes
-            if is_of_user or error.smallest_bytes is None:
-                raise
-            most = error.smallest_bytes
-            front = survey(planner_at, most)
+        front = survey(planner_at, most)
         surplus = self._surplus.get(problem, 0)
         fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
         if front and not fitting:
-            raise self._named(problem, self._learned[problem])
+            raise self._learned[problem]
         return Choices(calls, most, fitting, surplus)
 
     def _measure(self, problems: Sequence[Problem]) -> Task:

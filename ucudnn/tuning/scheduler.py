@@ -22,7 +22,7 @@ from ucudnn.problem import Problem
 from ucudnn.tuning.budget import LEAST_RACE_STEPS, Budget
 from ucudnn.tuning.curve import kernel_front
 from ucudnn.tuning.devices import Task, open_devices
-from ucudnn.tuning.division import Overlap, require_solver
+from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.planner import KernelPlanner
@@ -123,11 +123,9 @@ class TuningScheduler:
         reserved_steps: int = 0,
         remeasure: bool = False,
     ) -> None:
-        # A missing package is reported now, not after minutes of measuring.
-        if limits.overlap is None and config.total_bytes is not None:
-            calls = {problem: len(names) for problem, names in layers_by_problem.items()}
-            limits = replace(limits, overlap=Overlap.of_calls(calls, config.total_bytes))
-        if limits.overlap is not None:
+        has_pool = config.total_bytes is not None
+        if has_pool:
+            # A missing package is reported now, not after minutes of measuring.
             require_solver(config.solver)
         self._config = config
         self._layers = layers_by_problem
@@ -138,7 +136,7 @@ class TuningScheduler:
         # In a pool every kernel's front decides on the parts of all, and what is recorded costs no
         # time: neither is measured by the kernel's share of the step.
         is_recorded = isinstance(backends[0], RecordedBackend)
-        self._by_share = is_whole_step and limits.overlap is None and not is_recorded
+        self._by_share = is_whole_step and not has_pool and not is_recorded
         # Without shares no kernel is too small, and no roofline may rule anything out.
         effort = self._effort if self._by_share else replace(self._effort, ignored_share=0)
         self.devices = open_devices(
@@ -152,7 +150,7 @@ class TuningScheduler:
         self._planners = _Planners(
             config, layers_by_problem, biased, self.results.limit_of, self._shares, self._effort
         )
-        if limits.overlap is not None:
+        if has_pool:
             parts = (self.devices, self._shares, self._planners, self._budget, self._report)
             self.results.pool = Pool(config, layers_by_problem, limits, *parts)
         self._at_work = ""

@@ -248,8 +248,8 @@ def _proven(raced: Raced) -> Raced:
 def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     """True if torch's own convolution may replace a kernel's plan.
 
-    It must be within the workspace limit, and deterministic if the plan is. With a pool, or on
-    several streams, it must need no more than the plan. It is never batch-invariant.
+    It must be within the workspace limit, and deterministic if the plan is. With a pool it
+    must need no more than the plan. It is never batch-invariant.
 
     Args:
         plan: the plan of the kernel.
@@ -260,8 +260,8 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     if kernel.micro_batch:
         return False
     limit = plan.limit_bytes(kernel)
-    # The other calls of the step, or the other streams, own the rest.
-    if plan.config.total_bytes is not None or (plan.memory and plan.memory.streams):
+    # The other calls of the step own the rest.
+    if plan.config.total_bytes is not None:
         limit = kernel.timing.workspace_bytes
     return kernel.default is not None and (limit is None or kernel.default.workspace_bytes <= limit)
 

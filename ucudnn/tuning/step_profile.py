@@ -55,7 +55,6 @@ class StepProfile:
         own_peak_bytes: the most at any moment, without the workspace of convolutions.
         peak_bytes: the most at any moment.
         calls: kernels in the order of the step, each with what is allocated beside its workspace.
-        streams: of each of these calls the stream, by a number from 0.
     """
 
     held: Held
@@ -64,7 +63,6 @@ class StepProfile:
     own_peak_bytes: int
     peak_bytes: int
     calls: tuple[tuple[Problem, int], ...] = ()
-    streams: tuple[int, ...] = ()
 
     def memory(self, budget_bytes: int, is_training: bool) -> StepMemory:
         """The profile, of a step by torch's own convolutions, as a plan keeps it."""
@@ -127,7 +125,7 @@ class StepProfiler:
         return watchers[0], spans
 
     def _watched(self, step: Steps, runner: Runner | None, mark: Callable[[], None]) -> Watcher:
-        watcher = Watcher(mark, runner, self._backend.stream)
+        watcher = Watcher(mark, runner)
         with Installation(self._backend.device().type, watcher):
             step()
         return watcher
@@ -155,7 +153,6 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
     live: dict[Problem, int] = {}
     call_peaks: dict[Problem, int] = {}
     calls: list[tuple[Problem, int]] = []
-    streams: list[int] = []
     if len(spans) != 3 * len(watcher.calls) + 1:
         # torch's profiler sees nothing of threads that the model starts.
         raise UnsupportedError(
@@ -166,7 +163,7 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
     rest = [span.peak_bytes for n, span in enumerate(spans) if n not in inside]
     own_peak = peak = max(rest)
     # In the order of their begins, as they are in a step of one thread.
-    for copied, stream, (_, began, ended) in sorted(watcher.calls, key=_begin):
+    for copied, (_, began, ended) in sorted(watcher.calls, key=_begin):
         peak_bytes = max(span.peak_bytes for span in spans[began + 1 : ended + 1])
         end_bytes = spans[ended].end_bytes
         peak = max(peak, peak_bytes)
@@ -178,14 +175,11 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
             # is live while the first of two runs, whichever that is.
             beside = held.total + end_bytes + copied_bytes
             calls.append((problem, beside))
-            streams.append(stream)
             live[problem] = max(live.get(problem, 0), beside)
             call_peaks[problem] = max(call_peaks.get(problem, 0), held.total + peak_bytes)
             own_peak = max(own_peak, end_bytes + copied_bytes)
     peaks = held.total + own_peak, held.total + peak
-    numbers = {stream: number for number, stream in enumerate(dict.fromkeys(streams))}
-    numbered = tuple(numbers[stream] for stream in streams)
-    return StepProfile(held, live, call_peaks, *peaks, tuple(calls), numbered)
+    return StepProfile(held, live, call_peaks, *peaks, tuple(calls))
 
 
 def _begin(call: WatchedCall) -> int:

@@ -278,10 +278,6 @@ class CudnnBackend(AbstractBackend):
         """Bytes that torch's allocator has handed out on this GPU."""
         return int(torch.cuda.memory_allocated(self._index))
 
-    def stream(self) -> int:
-        """The current stream of this GPU, by its handle."""
-        return int(torch.cuda.current_stream(self._index).cuda_stream)
-
     def elapsed_ns(self, run: Callable[[], object]) -> int:
         """Run once and return the time between two events on the stream."""
         # Events are recorded by the device; the host's clock would count the launch, too.
