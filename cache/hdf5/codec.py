@@ -8,7 +8,7 @@ its checksum, and holds no file open across a fork.
     /contexts      device, software, conditions     /reasons       why something failed
     /measurements  numbers of the rows above        /notes         JSON arrays of text
     /samples       times in ns, one row after another   /device_uuids
-    /facts         JSON objects of facts that differ from their defaults; "": see the other texts
+    /facts         JSON objects of facts that differ from their defaults
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ _KNOWN = {
     "samples": None,
     **dict.fromkeys(_TEXTS),
 }
-# In place of those that files before version 0.1.0 do not have.
-_OLDER_FACTS = [b""]
 _NARROWED = (*_POINTERS, "status", "samples", "first_sample")
 # H5LT_FILE_IMAGE_DONT_COPY | H5LT_FILE_IMAGE_DONT_RELEASE, which h5py passes on without names.
 _SHARED = 2 | 4
@@ -177,12 +175,7 @@ def _load(data: bytes) -> tuple[dict[str, Array], dict[str, list[bytes]], bool]:
     """Tables of numbers, tables of texts, and whether the file holds nothing else."""
     # libhdf5 reads these very bytes, which outlive the file; a copy takes as long as inflating.
     with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
-        texts = {
-            name: _OLDER_FACTS
-            if name == "facts" and name not in file
-            else read_texts(file, name, len(data))
-            for name in _TEXTS
-        }
+        texts = {name: read_texts(file, name, len(data)) for name in _TEXTS}
         arrays = {
             name: read_numbers(file, name, len(data)) for name in _KNOWN if name not in _TEXTS
         }

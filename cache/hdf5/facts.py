@@ -23,16 +23,16 @@ from ucudnn.system.files import parse_json
 _WORDS: dict[str, type[StrEnum]] = {"failure": FailureKind, "subject": Subject}
 
 
-def facts_to_text(facts: Facts | None) -> str:
-    """Facts as text; "" for those of an older row, which are in its other texts.
+def facts_to_text(facts: Facts) -> str:
+    """Facts as text.
 
-    >>> facts_to_text(Facts(lost_to="onednn")), facts_to_text(Facts()), facts_to_text(None)
-    ('{"lost_to": "onednn"}', '{}', '')
+    >>> facts_to_text(Facts(lost_to="onednn")), facts_to_text(Facts())
+    ('{"lost_to": "onednn"}', '{}')
     """
-    return "" if facts is None else json.dumps(facts.unusual, ensure_ascii=False)
+    return json.dumps(facts.unusual, ensure_ascii=False)
 
 
-def facts_from_texts(texts: Sequence[str]) -> tuple[list[Facts | None], Array]:
+def facts_from_texts(texts: Sequence[str]) -> tuple[list[Facts], Array]:
     """The facts in texts of `facts_to_text`, and a mask of those that this version does not know.
 
     >>> facts_from_texts(['{"subject": "call"}', '{"energy_uj": 4}'])[1].tolist()
@@ -41,14 +41,14 @@ def facts_from_texts(texts: Sequence[str]) -> tuple[list[Facts | None], Array]:
     Raises:
         DamagedError: a text holds something else.
     """
-    facts, unknown = list[Facts | None](), np.zeros(len(texts), bool)
+    facts, unknown = list[Facts](), np.zeros(len(texts), bool)
     for place, text in enumerate(texts):
-        values = parse_json(text) if text else {}
+        values = parse_json(text)
         if not isinstance(values, dict):
             raise DamagedError("its facts are no JSON objects")
         # A later version may have facts, or words for them, that this one does not know.
         unknown[place] = not all(_is_known(name, value) for name, value in values.items())
-        facts.append(_facts(values) if text and not unknown[place] else None)
+        facts.append(Facts() if unknown[place] else _facts(values))
     return facts, unknown
 
 

@@ -85,7 +85,7 @@ class DeviceStore:
     def perturbed(self) -> Iterator[Measurement]:
         """The measurements that were taken under load."""
         table = self.table()
-        loaded = [number for number, facts in enumerate(table.facts) if facts and facts.load]
+        loaded = [number for number, facts in enumerate(table.facts) if facts.load]
         # The usual cache has none, and no table is built.
         if loaded:
             rows = select_rows(table, np.isin(table.rows["facts"], loaded))

@@ -52,7 +52,7 @@ def checksums(table: Table) -> Array:
         digest.update(contexts[row.context])
         digest.update(json.dumps(texts).encode())
         facts = table.facts[row.facts]
-        if facts is not None and facts.unusual:
+        if facts.unusual:
             digest.update(json.dumps(facts.unusual, sort_keys=True).encode())
         digest.update(numbers[index].tobytes())
         digest.update(table.samples[row.sample_slice].astype("<i8").tobytes())

@@ -16,8 +16,6 @@ from operator import attrgetter
 from typing import Any
 
 from ucudnn.cache.entries import Entry
-from ucudnn.cache.table.facts import Facts
-from ucudnn.cache.table.older import read_older
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
@@ -228,10 +226,6 @@ def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
     try:
         parts = {part: cls(**given.get(part, {})) for part, cls in _CLASSES.items()}
         key = MeasurementKey(**parts, algorithm=own.pop("algorithm"), protocol=own.pop("protocol"))
-        if own.keys().isdisjoint(Facts._fields):
-            texts = own["status"], own.get("reason", ""), own.get("notes", ())
-            own["reason"], own["notes"], facts = read_older(key.algorithm, *texts)
-            own.update(facts._asdict())
         stored = {field.name: own.pop(field.name, field.default) for field in STORED_FIELDS}
         return Entry(Measurement(key, **own), **stored)
     except UcudnnError as error:

@@ -15,7 +15,6 @@ import numpy as np
 
 from ucudnn.cache.entries import Entry
 from ucudnn.cache.table.facts import Facts
-from ucudnn.cache.table.older import read_older
 from ucudnn.cache.table.rows import (
     NONE,
     Array,
@@ -56,7 +55,7 @@ class Table:
         algorithms: distinct names.
         reasons: distinct.
         notes: distinct.
-        facts: distinct; None for rows of older files, which have them in their texts.
+        facts: distinct.
         device_uuids: distinct.
         rows: columns of `MEASUREMENT_DTYPE`, which point into the lists and the samples.
         samples: of all rows, one after the other.
@@ -67,7 +66,7 @@ class Table:
     algorithms: list[str]
     reasons: list[str]
     notes: list[tuple[str, ...]]
-    facts: list[Facts | None]
+    facts: list[Facts]
     device_uuids: list[str]
     rows: Array
     samples: Array
@@ -126,22 +125,17 @@ class Table:
 
     def measurement(self, row: MeasurementRow, key: MeasurementKey) -> Measurement:
         """The measurement in a row whose key is known."""
-        status, facts = _STATUS_BY_BYTES[row.status], self.facts[row.facts]
-        reason, notes = self.reasons[row.reason], self.notes[row.notes]
-        if facts is None:
-            algorithm = self.algorithms[row.algorithm]
-            reason, notes, facts = read_older(algorithm, status, reason, notes)
         return Measurement(
             key,
-            status,
+            _STATUS_BY_BYTES[row.status],
             None if row.time_ns == NONE else row.time_ns,
             None if row.spread_ns == NONE else row.spread_ns,
             tuple(self.samples[row.sample_slice].tolist()) if row.samples else (),
             None if row.workspace_bytes == NONE else row.workspace_bytes,
             row.error if row.has_error else None,
-            reason,
-            notes,
-            *facts,
+            self.reasons[row.reason],
+            self.notes[row.notes],
+            *self.facts[row.facts],
         )
 
     def entries(self) -> Iterator[Entry]:

@@ -1,11 +1,9 @@
-"""Facts beside a measurement's numbers: they come back from every file, also from older ones."""
+"""Facts beside a measurement's numbers: they come back from every file."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
-import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,10 +29,6 @@ from ucudnn.measurement import (
 )
 from ucudnn.problem import Problem
 
-TESTS = Path(__file__).parents[1]
-# Written before measurements had fields for facts.
-OLDER_CACHE = TESTS / "tuning" / "earlier" / "cache"
-OLDER_TABLE = next((TESTS.parent / "benchmarks" / "results").rglob("exhaustive.csv"))
 KEY = MeasurementKey(
     Problem("fprop", 4, 3, 5, (12, 12), (3, 3)),
     "gemm",
@@ -65,13 +59,6 @@ def file(tmp_path: Path) -> Path:
         cache.put(MEASUREMENTS)
     (path,) = tmp_path.rglob("*.h5")
     return path
-
-
-@pytest.fixture
-def older(tmp_path: Path) -> Path:
-    folder = tmp_path / "older"
-    shutil.copytree(OLDER_CACHE, folder)
-    return folder
 
 
 def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
@@ -184,88 +171,6 @@ def test_the_checksum_covers_facts_as_documented(tmp_path: Path, facts: dict[str
     ]
     digest = hashlib.blake2b(b"".join(content), digest_size=8).digest()
     assert row["checksum"] == int.from_bytes(digest, "little")
-
-
-def test_rows_of_an_older_cache_are_read_by_their_texts(older: Path) -> None:
-    """What the file holds is read here with h5py alone."""
-    (path,) = older.glob("*.h5")
-    with h5py.File(path) as opened:
-        names, reasons, notes = (
-            opened[name].asstr()[()] for name in ("algorithms", "reasons", "notes")
-        )
-        assert "facts" not in opened
-        truth = {
-            int(row["stored_ns"]): (
-                names[row["algorithm"]],
-                reasons[row["reason"]],
-                json.loads(notes[row["notes"]]),
-            )
-            for row in opened["measurements"][()]
-        }
-    with caches.open(older, "r") as cache:
-        found = list(cache.entries())
-    assert len(found) == len(truth)
-    for entry in found:
-        algorithm, reason, texts = truth[entry.stored_ns]
-        one = entry.measurement
-        assert (one.subject == Subject.CALL) == ("plan[" in algorithm)
-        assert f"beaten by {one.lost_to}" == (reason or "beaten by ")
-        assert one.reason == ""
-        kernel = [f"kernel={one.implementation}"] if one.implementation else []
-        assert kernel + list(one.notes) == texts
-    assert {one.measurement.lost_to for one in found} == {"", "torch_default", "slow_conv2d"}
-
-
-def test_an_older_cache_that_is_rewritten_says_the_same(older: Path) -> None:
-    with caches.open(older, "r") as cache:
-        before = {one.key: one for one in cache}
-    # As many, so that all are written to one file.
-    new = [
-        Measurement(replace(key, algorithm="new", protocol=n), "ok", n + 1)
-        for n, key in enumerate(before)
-    ]
-    with caches.open(older) as cache:
-        cache.put(new)
-    (path,) = older.glob("*.h5")
-    with h5py.File(path) as opened:
-        assert set(opened["facts"].asstr()[()]) == {"", "{}"}
-    with caches.open(older) as cache:
-        assert {one.key: one for one in cache} == {**before, **{one.key: one for one in new}}
-        assert cache.check().clean
-
-
-def test_an_older_table_is_read_by_its_texts() -> None:
-    with OLDER_TABLE.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    found = [entry.measurement for entry in read_entries(OLDER_TABLE)]
-    assert len(found) == len(rows)
-    wanted = [text for row in rows for text in json.loads(row["notes"] or "[]")]
-    assert any(text.startswith("kernel=") for text in wanted)
-    given = [f"kernel={one.implementation}" for one in found if one.implementation]
-    assert [text for text in wanted if text.startswith("kernel=")] == given
-    assert not any("kernel=" in note for one in found for note in one.notes)
-
-
-@pytest.mark.parametrize(
-    ("text", "fact"),
-    [
-        ("nondeterministic", {"is_deterministic": False}),
-        ("adds bias", {"adds_bias": True}),
-        ("load=1.5", {"load": 1.5}),
-        ("kernel=onednn", {"implementation": "onednn"}),
-    ],
-)
-def test_notes_of_older_documents_become_facts(
-    tmp_path: Path, text: str, fact: dict[str, object]
-) -> None:
-    path = tmp_path / "timings.json"
-    plain = Measurement(KEY, "ok", 5, notes=("max_ulp=2",))
-    write_entries(path, [caches.Entry(replace(plain, notes=("max_ulp=2", text)), 1)])
-    document = json.loads(path.read_text())
-    for name in Facts._fields:
-        del document["measurements"][0][name]
-    path.write_text(json.dumps(document))
-    assert read_entries(path)[0].measurement == replace(plain, **fact)
 
 
 def test_notes_of_today_are_left_as_they_are(tmp_path: Path) -> None:
