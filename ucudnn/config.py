@@ -80,9 +80,7 @@ _FALLBACKS: dict[str, Any] = {
 _OF_THE_PROCESS = frozenset(
     {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "curve", "exceed"}
 )
-# Left out of a plan's file and hash where they are not set, as before there were these fields.
 _SWITCHES = ("frozen", "deterministic", "batch_invariant")
-_OFF = (*_SWITCHES, "on_mismatch", "layout", "memory_budget")
 
 
 def _default(name: str, compare: bool = True) -> Any:
@@ -267,10 +265,7 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values; without the cache folder."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        # plans without a pool or budget, or for a model as it is, hash as before these fields
-        pool = ("total_workspace", "solver") if self.total_workspace is None else ()
-        off = (name for name in _OFF if getattr(self, name) == _FALLBACKS[name])
-        for name in (*_OF_THE_PROCESS, *pool, *off):
+        for name in _OF_THE_PROCESS:
             del values[name]
         return {**values, "ops": list(self.ops)}
 
@@ -278,16 +273,19 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """Build a Config from JSON values, without the environment's defaults.
 
-        Unknown fields of later versions are ignored. So are fields that `to_dict` leaves out, so
-        that no file can name a folder to write to. Missing fields get their plain default.
+        No file can name a folder to write to: the fields are those of `to_dict` and no others.
 
         >>> Config.from_dict(Config(policy="all").to_dict()).policy
         'all'
+
+        Raises:
+            ConfigError: a field is missing, or is none of a plan.
         """
         known = {item.name for item in fields(cls)} - _OF_THE_PROCESS
-        given = {name: value for name, value in values.items() if name in known}
+        if odd := known ^ set(values):
+            raise ConfigError(f"the settings of a plan lack or must not have {min(odd)!r}")
         # Every field is passed, so that no default reads this process's environment.
-        return cls(**{**_FALLBACKS, **given})
+        return cls(**{**_FALLBACKS, **values})
 
 
 def require_config(config: object) -> Config:

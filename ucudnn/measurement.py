@@ -344,7 +344,7 @@ class Measurement:
 class Origin:
     """How a plan came about, for whoever finds its file; no part of what it decides.
 
-    >>> Origin.from_dict({"model": "net.py:net", "of a later version": 1}).model
+    >>> Origin.from_dict(Origin("net.py:net").to_dict()).model
     'net.py:net'
 
     Args:
@@ -391,9 +391,8 @@ class Origin:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Origin:
-        """Read it from JSON values, of which those of later versions are ignored."""
-        known = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        """Read it from the JSON values of `to_dict`."""
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""

@@ -75,7 +75,7 @@ class Plan:
             would change nothing, or if no steps were run.
         memory: memory of a whole step; None if there was no memory budget.
         curve: time over memory of the network; None if the settings did not ask for it.
-        origin: how it came about; None in files of versions that did not note it.
+        origin: how it came about; None if the plan was put together by hand.
         compilation: how steps of a compiled model were compiled before they judged the plan; None
             if the model was not compiled, or if no steps were run.
 
@@ -207,22 +207,9 @@ class Plan:
             "kernels": sorted(documents.canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
             "device": asdict(self.device),
-            **self._layout_to_dict(),
+            "memory_format": self.memory_format,
         }
         return documents.sha256_of(decisions)
-
-    def _layout_to_dict(self) -> dict[str, str]:
-        """The memory format; empty if the model keeps its own, as before version 3."""
-        return {} if self.memory_format == "keep" else {"memory_format": self.memory_format}
-
-    @property
-    def _version(self) -> int:
-        for version, name in ((5, "slab_samples"), (4, "micro_batch")):
-            if any(getattr(kernel, name) for kernel in self.kernels):
-                return version
-        if self.memory_format != "keep":
-            return 3
-        return 2 if any(kernel.slabs for kernel in self.kernels) else 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file; readers see the old file or the new one, never a part.
@@ -236,8 +223,8 @@ class Plan:
         """The plan as JSON values, as `save` writes it."""
         document: dict[str, Any] = {
             "format": documents.FORMAT,
-            "version": self._version,
-            **self._layout_to_dict(),
+            "version": documents.VERSION,
+            "memory_format": self.memory_format,
             "hash": self.hash,
             "backend": self.backend,
             "config": self.config.to_dict(),
@@ -257,7 +244,7 @@ class Plan:
         """Read a plan from a JSON file.
 
         Raises:
-            PlanFileError: it cannot be read, is not a plan, is damaged, or is of a later version.
+            PlanFileError: it cannot be read, is not a plan, is damaged, or is of another version.
             ConfigError: an environment variable is refused; the file may be fine.
         """
         # First: a refused variable must not be reported as damage of the file.
@@ -286,6 +273,6 @@ class Plan:
             conditions=Conditions(**document["conditions"]),
             config=Config.from_dict(document["config"]),
             backend=document["backend"],
-            memory_format=document.get("memory_format", "keep"),  # versions before 3 have none
+            memory_format=document["memory_format"],
             **outcomes,
         )

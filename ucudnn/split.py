@@ -13,7 +13,6 @@ from ucudnn.system import documents
 
 # In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
 BY_BATCH, BY_SLABS = -1, -2
-# Also the note by which alone plan files of ucudnn before 0.1.0 tell what `is_perturbed` is.
 _PERTURBED = "timed while others used the processors"
 # Torch's own convolution, by whichever implementation torch chooses for the shape.
 DEFAULT_ALGORITHM = "torch_default"
@@ -288,23 +287,14 @@ class KernelPlan:
         alone = [names[index] for index in self.alone]
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
-        # without slabs the hash is that of a file of version 1
-        more = (slabs, self.micro_batch, self.slab_samples and {"slab_samples": self.slab_samples})
-        return [self.problem.to_dict(), alone, last, *filter(None, more)]
+        more = (slabs, self.micro_batch, self.slab_samples)
+        return [self.problem.to_dict(), alone, last, *more]
 
     def to_dict(self) -> dict[str, Any]:
         """The kernel as JSON values."""
         values: dict[str, Any] = {name: getattr(self, name) for name in KernelPlan.__slots__}
         for name in ("timing", "default", "free"):
             values[name] = asdict(values[name]) if values[name] else None
-        # Plans without a memory budget have the same file as before there was any.
-        if self.live_bytes is None:
-            del values["live_bytes"]
-        # Versions before 4 have none of these, those before 5 no nested splits.
-        if not self.micro_batch:
-            del values["micro_batch"], values["free"]
-        if not self.slab_samples:
-            del values["slab_samples"]
         return {**values, "problem": self.problem.to_dict()}
 
     @classmethod
@@ -314,7 +304,6 @@ class KernelPlan:
         Raises:
             PlanError: the values are not those of a kernel's plan.
         """
-        notes = documents.strings_in(fields["notes"])
         return cls(
             problem=Problem.from_dict(fields["problem"]),
             layers=documents.strings_in(fields["layers"]),
@@ -324,14 +313,14 @@ class KernelPlan:
             predicted_time_ns=fields["predicted_time_ns"],
             timing=Timing(**fields["timing"]),
             default=Timing(**fields["default"]) if fields["default"] else None,
-            notes=tuple(note for note in notes if note != _PERTURBED),
-            slabs=documents.pairs_in(fields.get("slabs", ())),  # version 1 may have none
-            is_perturbed=fields.get("is_perturbed", _PERTURBED in notes),
-            micro_batch=fields.get("micro_batch", 0),
-            free=Timing(**fields["free"]) if fields.get("free") else None,
-            default_is_deterministic=fields.get("default_is_deterministic", True),
-            live_bytes=fields.get("live_bytes"),  # only with a memory budget
-            slab_samples=fields.get("slab_samples", 0),  # versions before 5 have none
+            notes=documents.strings_in(fields["notes"]),
+            slabs=documents.pairs_in(fields["slabs"]),
+            is_perturbed=fields["is_perturbed"],
+            micro_batch=fields["micro_batch"],
+            free=Timing(**fields["free"]) if fields["free"] else None,
+            default_is_deterministic=fields["default_is_deterministic"],
+            live_bytes=fields["live_bytes"],
+            slab_samples=fields["slab_samples"],
         )
 
     def covers(self, batch: int) -> bool:

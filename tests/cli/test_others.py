@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pty
+import random
 import subprocess
 import sys
 import termios
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -256,15 +256,20 @@ def test_short_help(ucudnn, words):
     assert "Usage: " in done.out
 
 
-KEPT = Path(__file__).parents[1] / "pure" / "before_slabs.plan.json"
+@pytest.fixture
+def kept(tmp_path, random_plan):
+    path = tmp_path / "kept.plan.json"
+    model = torch.nn.Conv2d(3, 8, 3)
+    random_plan(model, torch.empty(4, 3, 12, 12), random.Random(1)).save(path)
+    return path
 
 
 @pytest.mark.process
-def test_through_a_pipe_lines_are_as_wide_as_the_terminal():
+def test_through_a_pipe_lines_are_as_wide_as_the_terminal(kept):
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (50, 90))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [sys.executable, "-m", "ucudnn", "show", KEPT]
+    command = [sys.executable, "-m", "ucudnn", "show", kept]
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "env": environment}
     shown = subprocess.run(command, stderr=end, check=True, text=True, **options).stdout
     os.close(end)
@@ -279,14 +284,12 @@ def test_through_a_pipe_lines_are_as_wide_as_the_terminal():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "words", [("show", KEPT), ("show", KEPT, "--json"), ("show", KEPT, "--csv")]
-)
-def test_a_reader_that_goes_away_is_no_error(words):
+@pytest.mark.parametrize("words", [(), ("--json",), ("--csv",)])
+def test_a_reader_that_goes_away_is_no_error(kept, words):
     reader, writer = os.pipe()
     # As after `ucudnn show ... | head -0`.
     os.close(reader)
-    command = [sys.executable, "-m", "ucudnn", *words]
+    command = [sys.executable, "-m", "ucudnn", "show", kept, *words]
     done = subprocess.run(command, check=False, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert done.stderr == ""

@@ -68,5 +68,5 @@ class Compilation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Compilation:
-        """Build one from JSON values; fields of later versions are left out."""
-        return cls(**{name: values[name] for name in cls.__slots__ if name in values})
+        """Build one from the JSON values of `to_dict`."""
+        return cls(**values)

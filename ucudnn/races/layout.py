@@ -72,8 +72,8 @@ class LayoutHint:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutHint:
-        """Build one from JSON values; fields of later versions are left out."""
-        return cls(**{name: values[name] for name in cls.__slots__ if name in values})
+        """Build one from the JSON values of `to_dict`."""
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +206,6 @@ class LayoutRace:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutRace:
-        """Build one from JSON values; fields of later versions are left out."""
-        # By name, so that a field which a later version added is ignored.
-        known = {name: values[name] for name in cls.__slots__ if name in values}
-        names = Contestant.__slots__
-        contestants = tuple(
-            Contestant(**{name: one[name] for name in names if name in one})
-            for one in values["contestants"]
-        )
-        return cls(**{**known, "contestants": contestants})
+        """Build one from the JSON values of `to_dict`."""
+        contestants = tuple(Contestant(**one) for one in values["contestants"])
+        return cls(**{**values, "contestants": contestants})

@@ -93,10 +93,9 @@ class StepMemory:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepMemory:
-        """Build one from JSON values; fields of later versions are left out."""
-        known = {name: values[name] for name in cls.__slots__ if name in values}
-        calls = tuple((kernel, live) for kernel, live in values.get("calls", ()))
-        return cls(**{**known, "calls": calls})
+        """Build one from the JSON values of `to_dict`."""
+        calls = tuple((kernel, live) for kernel, live in values["calls"])
+        return cls(**{**values, "calls": calls})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +137,5 @@ class Curve:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Curve:
-        """Build one from JSON values; fields of later versions are left out."""
-        known = {name: values.get(name, ()) for name in cls.__slots__}
-        return cls(**{name: tuple((x, y) for x, y in points) for name, points in known.items()})
+        """Build one from the JSON values of `to_dict`."""
+        return cls(**{name: tuple((x, y) for x, y in points) for name, points in values.items()})

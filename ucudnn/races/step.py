@@ -126,8 +126,6 @@ class StepRace:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRace:
-        """Build one from JSON values; fields of later versions are left out."""
-        known = {name: values[name] for name in cls.__slots__ if name in values}
-        inside = known.get("inside")
-        known |= {"inside": None if inside is None else tuple(inside)}
-        return cls(**{**known, "dropped": tuple(values["dropped"])})
+        """Build one from the JSON values of `to_dict`."""
+        inside = None if values["inside"] is None else tuple(values["inside"])
+        return cls(**{**values, "inside": inside, "dropped": tuple(values["dropped"])})

@@ -15,16 +15,14 @@ from ucudnn.system.files import parse_json
 from ucudnn.units import TOO_LARGE
 
 FORMAT = "ucudnn-plan"
-# A plan is written in the first version that can hold it: 2 has slabs, 3 a memory format,
-# 4 kernels that are batch-invariant, 5 nested splits.
-VERSIONS = (1, 2, 3, 4, 5)
+VERSION = 1
 
 
 def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the document of a plan's file.
 
     Raises:
-        PlanFileError: it cannot be read, is not a plan, or is of a later version.
+        PlanFileError: it cannot be read, is not a plan, or is of another version.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -38,11 +36,10 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise PlanFileError(f"{path} is not a plan: it has no field format={FORMAT!r}")
     version = document.get("version")
-    if version not in VERSIONS:
+    if version != VERSION:
         raise PlanFileError(
-            f"{path} is a plan of format version {shortened(repr(version))}, "
-            f"this ucudnn reads {VERSIONS[0]} to {VERSIONS[-1]}; "
-            f"make it anew with `ucudnn tune` or use the ucudnn that wrote it"
+            f"{path} is a plan of format version {shortened(repr(version))}, this ucudnn reads "
+            f"{VERSION}; make it anew with `ucudnn tune` or use the ucudnn that wrote it"
         )
     return document
 
