@@ -12,9 +12,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Role
 from ucudnn.solvers._base import Item, require_int, require_items
-from ucudnn.solvers.sweep import Sweep, order
+from ucudnn.solvers.sweep import ANY, FIRST, LATER, SINGLE, Arc, Rows, Sweep, order
 from ucudnn.solvers.table import ReuseTable
-from ucudnn.solvers.variants import ANY, FIRST, LATER, SINGLE, one_list, three_lists
+
+# A chunk costs the same alone or among others, so every chunk leads back to the only state.
+_ONE_LIST = Rows(count=1, start=(0,), gate={ANY: 0}, arcs={ANY: (Arc(0, 0),)}, final=0, chain=0)
+# Rows: later chunks only; one first chunk and later ones; the answer, which has a row of its own
+# because a first chunk by itself is not a split.
+_THREE_LISTS = Rows(
+    count=3,
+    start=(0,),
+    gate={SINGLE: 2, FIRST: 1, LATER: 0},
+    arcs={
+        # Only from batch 0, as a lone chunk has no others.
+        SINGLE: (Arc(0, 2, stop=1),),
+        # Later chunks may be inserted before the first one: the order of a sum does not matter. The
+        # answer needs at least one of them, hence start=1.
+        FIRST: (Arc(0, 1), Arc(0, 2, start=1)),
+        LATER: (Arc(0, 0), Arc(1, 1), Arc(1, 2)),
+    },
+    final=2,
+    chain=1,
+)
 
 
 def reuse(
@@ -24,8 +43,6 @@ def reuse(
     first: Iterable[Item] | None = None,
     accumulate: Iterable[Item] | None = None,
     launch_ns: int = 0,
-    max_chunks: int | None = None,
-    align: int = 1,
 ) -> ReuseTable:
     """Find the fastest split of every batch up to `batch`, for every workspace limit at once.
 
@@ -50,9 +67,6 @@ def reuse(
         first: ways to compute the first of several chunks; needs `accumulate`.
         accumulate: ways to compute a chunk that is added to those before it; needs `first`.
         launch_ns: fixed cost of each chunk, in addition to its time.
-        max_chunks: largest number of chunks in a split; None: any number.
-        align: chunks begin at multiples of it, so only the size of the last chunk need not be a
-            multiple.
 
     Raises:
         ConfigError: no items, or an argument that is out of range.
@@ -61,16 +75,11 @@ def reuse(
     """
     require_int("batch", batch, 1)
     require_int("launch_ns", launch_ns, 0)
-    require_int("align", align, 1)
-    if max_chunks is not None:
-        require_int("max_chunks, unless None for any number,", max_chunks, 1)
-        # A batch has at most `batch` chunks, so a larger cap would only add states.
-        max_chunks = max_chunks if max_chunks < batch else None
-    lists = _by_role(items, first, accumulate, align)
+    lists = _by_role(items, first, accumulate)
     # One list needs no state per position, three need to know whether the first chunk is there.
-    rows = one_list(max_chunks) if ANY in lists else three_lists(max_chunks)
+    rows = _ONE_LIST if ANY in lists else _THREE_LISTS
     costs = order(lists, batch, launch_ns)
-    return ReuseTable(batch, align, launch_ns, rows, costs, Sweep(rows, costs, batch, align).run())
+    return ReuseTable(batch, launch_ns, rows, costs, Sweep(rows, costs, batch).run())
 
 
 def reuse_by_position(
@@ -100,10 +109,7 @@ def reuse_by_position(
 
 
 def _by_role(
-    items: Iterable[Item],
-    first: Iterable[Item] | None,
-    accumulate: Iterable[Item] | None,
-    align: int,
+    items: Iterable[Item], first: Iterable[Item] | None, accumulate: Iterable[Item] | None
 ) -> dict[int, tuple[Item, ...]]:
     """The lists by the role of their chunks, without items that no split can contain."""
     # One without the other would make every split of several chunks impossible without a word.
@@ -124,7 +130,4 @@ def _by_role(
         }
     if not any(lists.values()):
         raise ConfigError("items must not be empty; pass at least one measured chunk")
-    # A first chunk is followed by others, so it cannot be the one that is no multiple.
-    if FIRST in lists:
-        lists[FIRST] = tuple(item for item in lists[FIRST] if item.batch % align == 0)
     return lists

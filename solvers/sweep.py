@@ -6,8 +6,8 @@ the table is exact for a limit of its workspace, and every cost that the pass lo
 breakpoint of that batch's front.
 
 A row of the table holds the cost of every batch in one state: "only later chunks", "one first chunk
-and any number of later ones", "at most three chunks". An arc is a transition: a chunk of some role
-leads from one row to another. The variants of the problem differ only in their rows and arcs.
+and any number of later ones". An arc is a transition: a chunk of some role leads from one row to
+another.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from ucudnn.solvers._base import SAFE, Integers, Item
 # An item that a table of less workspace matches is rejected by one comparison, which numpy does for
 # a block of items at once. Within a block the table improves, so survivors are compared again.
 _BLOCK = 512
+# Roles of a chunk: alone, first of several, one of the rest; ANY where the role does not matter.
+SINGLE, FIRST, LATER, ANY = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,7 @@ class Rows:
         gate: for each role, the row in which an item must lower a cost to be of any use.
         arcs: transitions by role, in the order in which a pass follows them.
         final: the row that holds the answer.
-        chain: the row of one first chunk and any number of later ones; None if the number of chunks
-            is limited.
+        chain: the row of one first chunk and any number of later ones.
     """
 
     count: int
@@ -53,7 +54,7 @@ class Rows:
     gate: Mapping[int, int]
     arcs: Mapping[int, Sequence[Arc]]
     final: int
-    chain: int | None
+    chain: int
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,9 @@ def integers(values: Sequence[int]) -> Integers:
 class Sweep:
     """A table under construction, with a log of every cost that was lowered in it."""
 
-    def __init__(self, rows: Rows, costs: Costs, batch: int, align: int) -> None:
+    def __init__(self, rows: Rows, costs: Costs, batch: int) -> None:
         self._rows = rows
         self._costs = costs
-        self._align = align
         self._end = batch + 1
         # Twice as wide as needed: a pass sees a row as a grid whose last line may be incomplete.
         self._cost = np.full((rows.count, 2 * batch + 1), costs.infinite, costs.keys.dtype)
@@ -174,17 +174,13 @@ class Sweep:
     def _insert(self, index: int) -> None:
         key, size = self._costs.keys[index], int(self._costs.batches[index])
         for arc in self._rows.arcs[int(self._costs.roles[index])]:
-            # One pass adds any number of copies: the state allows it, two of them fit into the
-            # batch, and the size is a multiple of `align`, so that more than one may occur.
-            if arc.source == arc.target and 2 * size < self._end and size % self._align == 0:
-                self._lower(arc.target, size, 1, self._repeated(arc.source, size, key), index)
+            # One pass adds any number of copies: the state allows it, and two of them fit.
+            if arc.source == arc.target and 2 * size < self._end:
+                self._lower(arc.target, size, self._repeated(arc.source, size, key), index)
                 continue
-            # At most one chunk is no multiple of `align`: those before it sum up to a multiple.
-            step = self._align if size % self._align else 1
-            first = -(-arc.start // step) * step
             stop = self._end - size if arc.stop is None else min(arc.stop, self._end - size)
-            sources = self._cost[arc.source, first:stop:step]
-            self._lower(arc.target, first + size, step, sources + key, index)
+            sources = self._cost[arc.source, arc.start : stop]
+            self._lower(arc.target, arc.start + size, sources + key, index)
 
     def _repeated(self, row: int, size: int, key: int) -> Integers:
         """Costs of batches `size` and up with any number of the same chunk added.
@@ -200,14 +196,14 @@ class Sweep:
         found: Integers = lowest.reshape(-1)[size : self._end]
         return found
 
-    def _lower(self, row: int, first: int, step: int, found: Integers, index: int) -> None:
+    def _lower(self, row: int, first: int, found: Integers, index: int) -> None:
         # A view: what is written to it below changes the table.
-        current = self._cost[row, first : self._end : step][: len(found)]
+        current = self._cost[row, first : first + len(found)]
         better = (found < current).nonzero()[0]
         if len(better):
             lowered = found[better]
             current[better] = lowered
-            self._log.append((better * step + (row * self._end + first), lowered, index))
+            self._log.append((better + (row * self._end + first), lowered, index))
 
     def _history(self) -> History:
         # The empty arrays set the dtype, and `concatenate` refuses a list of none.

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import Item, require_int, require_limit
-from ucudnn.solvers.sweep import Costs, History, Rows
-from ucudnn.solvers.variants import FIRST
+from ucudnn.solvers.sweep import FIRST, Costs, History, Rows
 from ucudnn.split import Step
 from ucudnn.system.forking import cached_property
 from ucudnn.units import format_bytes
@@ -42,7 +41,6 @@ class ReuseTable:
 
     Args:
         batch: the largest batch N.
-        align: chunks begin at multiples of it.
         launch_ns: fixed cost of each chunk, in addition to its time.
         rows: the states of the problem's variant.
         costs: the items in the order of the sweep.
@@ -50,7 +48,6 @@ class ReuseTable:
     """
 
     batch: int
-    align: int
     launch_ns: int
     rows: Rows
     costs: Costs
@@ -87,8 +84,7 @@ class ReuseTable:
     def split(self, n: int, limit: int | None = None) -> tuple[Step, ...]:
         """The fastest split of batch n within a workspace limit.
 
-        The first step is the first chunk. The sizes of the others do not increase. With an
-        alignment, a chunk whose size is not a multiple comes last.
+        The first step is the first chunk. The sizes of the others do not increase.
 
         Args:
             n: the batch, from 1 to N.
@@ -109,7 +105,7 @@ class ReuseTable:
         if count is None:
             raise self._nothing_fits(n, limit)
         # Any order computes the same, so they are sorted: equal splits then have equal steps.
-        chunks = sorted(self._chunks(self.rows.final, n, count), key=self._turn)
+        chunks = sorted(self._chunks(self.rows.final, n, count), key=_turn)
         return tuple(item for _, item in chunks)
 
     def smallest_bytes(self, n: int) -> int | None:
@@ -131,21 +127,10 @@ class ReuseTable:
 
         Args:
             limit: workspace in bytes, None for any.
-
-        Raises:
-            ConfigError: the table limits the number of chunks, which a traceback cannot respect.
         """
-        chain = self.rows.chain
-        # With a cap the best split of n - last.batch may have too many chunks to be continued.
-        if chain is None:
-            raise ConfigError(
-                "walk must have a table without max_chunks, as its steps do not know how many "
-                "come after; leave max_chunks out or use split"
-            )
         count = self._count(limit)
         return tuple(
-            WalkEntry(self._alone(n, limit), self._last(chain, n, count))
-            for n in range(1, self.batch + 1)
+            WalkEntry(self._alone(n, limit), self._last(n, count)) for n in range(1, self.batch + 1)
         )
 
     def _alone(self, n: int, limit: int | None) -> Item | None:
@@ -156,14 +141,14 @@ class ReuseTable:
         _, item = next(self._chunks(self.rows.final, n, count))
         return item if item.batch == n else None
 
-    def _last(self, chain: int, n: int, count: int) -> Item | None:
-        """Back-pointer: the last chunk of the best sequence; with an alignment, its odd chunk."""
-        item = None
-        # n is no multiple of `align` exactly if one of its chunks is none, and that one runs last.
-        for role, item in self._chunks(chain, n, count):
-            if role != FIRST and (n % self.align == 0 or item.batch % self.align):
-                break
-        return item
+    def _last(self, n: int, count: int) -> Item | None:
+        """Back-pointer: the last chunk of the best sequence, which is its first only if alone."""
+        first = None
+        for role, item in self._chunks(self.rows.chain, n, count):
+            if role != FIRST:
+                return item
+            first = item
+        return first
 
     def _chunks(self, row: int, n: int, count: int) -> Iterator[tuple[int, Item]]:
         """Role and item of each chunk of the best split of n by the first `count` items."""
@@ -180,13 +165,6 @@ class ReuseTable:
         return {
             (role, arc.target): arc.source for role, arcs in self.rows.arcs.items() for arc in arcs
         }
-
-    def _turn(self, chunk: tuple[int, Item]) -> tuple[bool, bool, int, str, int]:
-        role, item = chunk
-        odd = item.batch % self.align != 0
-        # False sorts first: the first chunk, then multiples of `align`, large ones before small
-        # ones; name and workspace only make the order unique.
-        return role != FIRST, odd, -item.batch, item.algorithm, item.workspace_bytes
 
     def _settled(self, n: int, limit: int | None) -> int | None:
         """Number of items needed for the best time and number of chunks within the limit.
@@ -238,3 +216,10 @@ class ReuseTable:
             f"raise the limit",
             smallest,
         )
+
+
+def _turn(chunk: tuple[int, Item]) -> tuple[bool, int, str, int]:
+    """Sort key: the first chunk, then large ones before small ones."""
+    role, item = chunk
+    # Name and workspace only make the order unique.
+    return role != FIRST, -item.batch, item.algorithm, item.workspace_bytes

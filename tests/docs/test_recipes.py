@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exhaustive import Exhaustive
 from torch import Tensor
 
 from ucudnn import Config, config, testing
@@ -25,7 +26,6 @@ from ucudnn.measurement import Candidate, Conditions, Device, Measurement, Measu
 from ucudnn.problem import OPS, Problem
 from ucudnn.solvers import Division, divide, division
 from ucudnn.solvers._base import AbstractDivider, Pool
-from ucudnn.solvers.exhaustive import Exhaustive
 from ucudnn.tuning.tuner import tune_problems
 
 LINES = 10
@@ -238,9 +238,9 @@ def test_add_a_solver(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     step("Return `pool.divided(choice, lower_bound_ns, name)` from `divide`:")
     step("Name it in `SOLVERS` of `ucudnn/config.py` and enter it in `_DIVIDERS`")
     monkeypatch.setattr(config, "SOLVERS", (*config.SOLVERS, "greedy"))
-    monkeypatch.setitem(division._DIVIDERS, "greedy", lambda _: Greedy())
+    monkeypatch.setitem(division._DIVIDERS, "greedy", Greedy())
     assert Config(solver="greedy").solver == "greedy"
-    step("Compare it with `Exhaustive` on random pools,")
+    step("Compare it with `Exhaustive` of `tests/pure/exhaustive.py` on random pools,")
     chance, optimal = random.Random(0), 0
     for _ in range(50):
         fronts = [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from exhaustive import exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucudnn.solvers import Item
-from ucudnn.solvers.exhaustive import exhaustive
 from ucudnn.solvers.lazy import Interval, Option, Outlook, outlook
 
 Table = dict[Option, int]

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from exhaustive import exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucudnn.errors import ConfigError
 from ucudnn.plan import Step
 from ucudnn.solvers import Item, ReuseTable, reuse
-from ucudnn.solvers.exhaustive import exhaustive
 
 LIMITS = (None, 0, 1, 2, 3, 4, 5)
 N = 8
@@ -35,8 +34,6 @@ def items(least: int = 1, most: int = 9, largest: int = N) -> st.SearchStrategy[
 VARIANTS = st.fixed_dictionaries(
     {
         "launch_ns": st.sampled_from([0, 3]),
-        "max_chunks": st.sampled_from([None, None, 1, 2, 3, 7, 20]),
-        "align": st.sampled_from([1, 1, 2, 3, 4]),
     }
 )
 THREE_LISTS = st.fixed_dictionaries({"first": items(0, 6), "accumulate": items(0, 6)})
@@ -116,28 +113,22 @@ def test_three_lists_keep_their_roles_and_order(
             first, *later = split
             assert first in lists["first"]
             assert all(item in lists["accumulate"] for item in later)
-            assert_order(later, options["align"])
-            assert first.batch % options["align"] == 0
+            assert_order(later)
 
 
 @given(items(), VARIANTS)
-def test_chunks_begin_at_multiples_and_their_sizes_do_not_rise(
-    chunks: list[Item], options: dict[str, Any]
-) -> None:
+def test_sizes_of_chunks_do_not_rise(chunks: list[Item], options: dict[str, Any]) -> None:
     table = reuse(chunks, N, **options)
     for n in range(1, N + 1):
         split = best(table, n, None)
         if split is not None:
-            assert_order(split, options["align"])
-            assert len(split) <= (options["max_chunks"] or N)
+            assert_order(split)
             assert all(item in chunks for item in split)
             assert table.split(n) == tuple(Step(item.batch, item.algorithm) for item in split)
 
 
-def assert_order(split: Sequence[Item], align: int) -> None:
-    *even, last = [item.batch for item in split]
-    assert all(size % align == 0 for size in even)
-    sizes = even if last % align else [*even, last]
+def assert_order(split: Sequence[Item]) -> None:
+    sizes = [item.batch for item in split]
     assert sizes == sorted(sizes, reverse=True)
 
 
@@ -173,11 +164,9 @@ def walked(table: ReuseTable, n: int, limit: int | None) -> list[Item] | None:
 
 
 @settings(max_examples=300)
-@given(items(), st.sampled_from(LIMITS), st.sampled_from([1, 2, 3]))
-def test_a_walk_of_one_list_is_an_optimal_split(
-    chunks: list[Item], limit: int | None, align: int
-) -> None:
-    table = reuse(chunks, N, align=align)
+@given(items(), st.sampled_from(LIMITS))
+def test_a_walk_of_one_list_is_an_optimal_split(chunks: list[Item], limit: int | None) -> None:
+    table = reuse(chunks, N)
     for n in range(1, N + 1):
         split, steps = best(table, n, limit), walked(table, n, limit)
         if split is None:
@@ -186,19 +175,19 @@ def test_a_walk_of_one_list_is_an_optimal_split(
         else:
             assert steps is not None
             assert (cost(steps) or ())[:2] == (cost(split) or ())[:2]
-            assert_multiples(steps, n, align)
+            assert sum(item.batch for item in steps) == n
             assert (table.walk(limit)[n - 1].alone is not None) == (len(split) == 1)
             assert limit is None or max(item.workspace_bytes for item in steps) <= limit
 
 
 @settings(max_examples=300)
-@given(items(), THREE_LISTS, st.sampled_from(LIMITS), st.sampled_from([1, 2, 3]))
+@given(items(), THREE_LISTS, st.sampled_from(LIMITS))
 def test_a_walk_of_three_lists_is_an_optimal_split(
-    single: list[Item], lists: dict[str, Any], limit: int | None, align: int
+    single: list[Item], lists: dict[str, Any], limit: int | None
 ) -> None:
     # A lone call does no more than a first one.
     single = [*single, *lists["first"]]
-    table = reuse(single, N, **lists, align=align)
+    table = reuse(single, N, **lists)
     for n in range(1, N + 1):
         split, steps = best(table, n, limit), walked(table, n, limit)
         if split is None:
@@ -206,15 +195,10 @@ def test_a_walk_of_three_lists_is_an_optimal_split(
         else:
             assert steps is not None
             assert (cost(steps) or ())[:2] == (cost(split) or ())[:2]
-            assert_multiples(steps, n, align)
+            assert sum(item.batch for item in steps) == n
             if table.walk(limit)[n - 1].alone is None:
                 assert steps[0] in lists["first"]
                 assert all(item in lists["accumulate"] for item in steps[1:])
-
-
-def assert_multiples(steps: Sequence[Item], n: int, align: int) -> None:
-    assert sum(item.batch for item in steps) == n
-    assert all(item.batch % align == 0 for item in steps[:-1])
 
 
 def test_a_chain_may_be_a_first_chunk_by_itself_a_split_is_not() -> None:
@@ -232,11 +216,6 @@ def test_a_chain_may_be_a_first_chunk_by_itself_a_split_is_not() -> None:
         None,
         "later",
     ]
-
-
-def test_walk_refuses_a_cap_it_cannot_keep() -> None:
-    with pytest.raises(ConfigError, match="without max_chunks"):
-        reuse([Item(1, 0, 1, "a")], 4, max_chunks=2).walk()
 
 
 ALL = range(1, 65)
@@ -304,21 +283,6 @@ def test_three_equal_lists_are_one_list(big: tuple[list[Item], ReuseTable]) -> N
     assert all(three.front(n) == table.front(n) for n in ALL)
 
 
-def test_a_cap_keeps_large_chunks_that_small_ones_could_replace() -> None:
-    """4 = 2 + 2 is faster by parts, but 6 in two chunks needs the 4."""
-    table = reuse([Item(2, 0, 1, "fast"), Item(4, 0, 3, "slow")], 6, max_chunks=2)
-    assert [table.time_ns(n) for n in (2, 4, 6)] == [1, 2, 4]
-    assert table.split(6) == (Step(4, "slow"), Step(2, "fast"))
-
-
-def test_a_cap_that_does_not_bind_changes_nothing(big: tuple[list[Item], ReuseTable]) -> None:
-    chunks, table = big
-    most = max(len(table.split(n)) for n in ALL)
-    capped = reuse(chunks, 64, max_chunks=most)
-    assert all(capped.time_ns(n) == table.time_ns(n) for n in ALL)
-    assert len(reuse(chunks, 64, max_chunks=2).split(63, 1 << 16)) <= 2
-
-
 def test_golden_front_of_the_released_mu_cudnn() -> None:
     """The instance of its test/dp.cpp at b = 1, 2, 4 ... 256 (ms, bytes, chunks there)."""
     chunks = []
@@ -375,5 +339,3 @@ def test_numbers_do_not_overflow(scale: int) -> None:
 def test_one_time_of_a_billion_seconds() -> None:
     table = reuse([Item(1, 0, 10**18, "slow"), Item(3, 10**18, 7, "fast", rank=10**6)], 7)
     assert table.front(7) == [(0, 7 * 10**18), (10**18, 10**18 + 14)]
-    capped = reuse([Item(1, 0, 10**18, "slow"), Item(3, 8, 7, "fast")], 7, max_chunks=3)
-    assert capped.front(7) == [(8, 10**18 + 14)]

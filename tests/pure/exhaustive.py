@@ -25,8 +25,6 @@ def exhaustive(
     first: Iterable[Item] | None = None,
     accumulate: Iterable[Item] | None = None,
     launch_ns: int = 0,
-    max_chunks: int | None = None,
-    align: int = 1,
 ) -> tuple[Item, ...] | None:
     """The best split of batch n, found by trying all; None if nothing fits.
 
@@ -44,27 +42,22 @@ def exhaustive(
         splits = _multisets(_fitting(items, limit), n)
     else:
         alone, begins, later = (_fitting(some, limit) for some in (items, first, accumulate))
-        splits = _by_position(alone, begins, later, n, align)
+        splits = _by_position(alone, begins, later, n)
     tried = list(islice(splits, _MOST + 1))
     if len(tried) > _MOST:
         raise ConfigError(f"batch {n} has over {_MOST} splits to try; use reuse")
-    # Chunks begin at multiples of `align`, so only the size of the last may be none.
-    valid = (split for split in tried if sum(item.batch % align != 0 for item in split) <= 1)
-    most = n if max_chunks is None else max_chunks
-    short = (split for split in valid if len(split) <= most)
-    return min(short, default=None, key=partial(_cost, launch_ns))
+    return min(tried, default=None, key=partial(_cost, launch_ns))
 
 
 def _by_position(
-    alone: list[Item], first: list[Item], later: list[Item], n: int, align: int
+    alone: list[Item], first: list[Item], later: list[Item], n: int
 ) -> Iterator[tuple[Item, ...]]:
     """Every split into one chunk alone, or into a first one and later ones."""
     for item in alone:
         if item.batch == n:
             yield (item,)
     for item in first:
-        # The next chunk begins where the first one ends, at a multiple of `align`.
-        if item.batch < n and item.batch % align == 0:
+        if item.batch < n:
             for rest in _multisets(later, n - item.batch):
                 yield (item, *rest)
 
