@@ -18,15 +18,6 @@ import ucudnn
 from ucudnn.system.version import own_version
 
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
-VALUES = {
-    *("axis", "config", "errors", "layer_table", "measurement", "plan", "problem", "settings"),
-    *("races", "slabs", "split", "system", "units"),
-}
-# What each inner room may use beside itself.
-INWARD = {"solvers": VALUES, "cache": VALUES, "backends": VALUES, "reports": VALUES}
-INWARD["execution"] = VALUES | {"backends"}
-INWARD["benchmark"] = INWARD["execution"] | {"execution"}
-OUTER = {"nn", "convert", "distributed", "cli", "__main__"}
 
 
 @pytest.mark.parametrize("name", ["ucudnn", "ucudnn.solvers", "ucudnn.cache", "ucudnn.plan"])
@@ -122,21 +113,6 @@ def test_no_import_cycle(package: Path) -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
 
 
-def test_values_use_values_and_the_standard_library_alone(package: Path) -> None:
-    for name, uses in imports(package).items():
-        if room(name) in VALUES:
-            assert {room(used) for used in uses if is_ours(used)} <= VALUES, name
-            outside = {used.partition(".")[0] for used in uses if not is_ours(used)}
-            assert outside <= sys.stdlib_module_names, name
-
-
-def test_inner_rooms_use_values_and_themselves_alone(package: Path) -> None:
-    for name, uses in imports(package).items():
-        if room(name) in INWARD:
-            allowed = INWARD[room(name)] | {room(name)}
-            assert {room(used) for used in uses if is_ours(used)} <= allowed, name
-
-
 @pytest.mark.parametrize(
     ("inner", "foreign"), [("solvers", {"torch", "h5py"}), ("cache", {"torch"})]
 )
@@ -144,24 +120,6 @@ def test_frameworks_stay_out_of_inner_rooms(package: Path, inner: str, foreign: 
     for name, uses in imports(package).items():
         if room(name) == inner:
             assert not foreign & {used.partition(".")[0] for used in uses}, name
-
-
-def test_nothing_that_tunes_uses_layers_or_the_command_line(package: Path) -> None:
-    graph = imports(package)
-    reached, todo = set(), ["ucudnn.tuning.tuner", "ucudnn.trace"]
-    while todo:
-        name = todo.pop()
-        if name in graph and name not in reached:
-            reached.add(name)
-            todo.extend(graph[name])
-    assert "ucudnn.plan" in reached
-    assert not OUTER & {room(name) for name in reached}
-
-
-def test_nothing_uses_the_command_line(package: Path) -> None:
-    for name, uses in imports(package).items():
-        if room(name) != "__main__":
-            assert "ucudnn.cli" not in uses, name
 
 
 def room(name: str) -> str:
