@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -278,6 +278,45 @@ class KernelPlan:
             slab_samples=self.slab_samples if has_slabs else 0,
             timing=self.default,
             predicted_time_ns=self.default.time_ns,
+        )
+
+    def uncovered(self) -> list[int]:
+        """The batches without a split, the smallest first."""
+        return [n for n in range(1, self.problem.batch + 1) if not self.covers(n)]
+
+    def with_default(self, batches: Collection[int]) -> KernelPlan:
+        """The same plan with torch's own undivided convolution for some batches."""
+        algorithms = tuple(dict.fromkeys((*self.algorithms, DEFAULT_ALGORITHM)))
+        index = algorithms.index(DEFAULT_ALGORITHM)
+        alone = (index if n in batches else known for n, known in enumerate(self.alone, start=1))
+        return replace(self, algorithms=algorithms, alone=tuple(alone))
+
+    def completed_by(self, smaller: KernelPlan) -> KernelPlan:
+        """The plan with the splits of a plan of a smaller batch, where it has none itself.
+
+        Splits by slabs are left out if both have some.
+        """
+        algorithms = tuple(dict.fromkeys((*self.algorithms, *smaller.algorithms)))
+        takes_slabs = not self.slabs and BY_SLABS in smaller.alone
+
+        def index(number: int) -> int:
+            return number if number < 0 else algorithms.index(smaller.algorithms[number])
+
+        alone, last = list(self.alone), list(self.last)
+        for n, (own, (size, number)) in enumerate(zip(smaller.alone, smaller.last, strict=True)):
+            # A chain may lead through a batch that is computed undivided.
+            if not last[n][0]:
+                last[n] = (size, index(number))
+            if not self.covers(n + 1) and (own != BY_SLABS or takes_slabs):
+                alone[n] = index(own)
+        slabs = tuple((size, index(number)) for size, number in smaller.slabs)
+        return replace(
+            self,
+            algorithms=algorithms,
+            alone=tuple(alone),
+            last=tuple(last),
+            slabs=slabs if takes_slabs else self.slabs,
+            slab_samples=smaller.slab_samples if takes_slabs else self.slab_samples,
         )
 
     def decisions(self) -> list[Any]:

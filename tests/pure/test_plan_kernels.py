@@ -52,6 +52,28 @@ def test_a_batch_within_no_limit_says_so_also_through_the_plan() -> None:
     assert whole.kernel(KERNEL.problem.with_batch(1)) is KERNEL
 
 
+def test_a_plan_is_completed_by_splits_of_a_smaller_batch() -> None:
+    whole = replace(
+        KERNEL, alone=(-1, -1, -1, -1, 1), last=((0, -1),) * 5, slabs=(), algorithms=("gemm", "fft")
+    )
+    smaller = replace(
+        KERNEL,
+        problem=KERNEL.problem.with_batch(4),
+        algorithms=("onednn", "gemm"),
+        alone=(1, BY_SLABS, -1, -1),
+        last=((1, 1), (0, -1), (2, 0), (1, 0)),
+    )
+    completed = whole.completed_by(smaller)
+    assert completed.uncovered() == []
+    for batch in range(1, 5):
+        assert completed.split(batch) == smaller.split(batch)
+    assert completed.split(5) == whole.split(5)
+    # of a plan that has slabs already no others are taken
+    assert replace(KERNEL, alone=(-1, -1, BY_SLABS, -1, 1)).completed_by(smaller).uncovered() == []
+    assert KERNEL.with_default([1]).split(1).is_default
+    assert KERNEL.completed_by(smaller).split(3) == KERNEL.split(3)
+
+
 def test_given_back_at_every_batch() -> None:
     back = KERNEL.by_default(every_batch=True)
     for batch in range(1, 6):

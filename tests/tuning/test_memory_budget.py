@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,6 +199,33 @@ def test_no_step_exceeds_any_budget_by_mallocs_own_count(kind, tmp_path, countin
         assert peak == pytest.approx(plan.memory.plan_peak_bytes, abs=slack)
         for kernel in plan.kernels:
             assert kernel.live_bytes + kernel.timing.workspace_bytes <= budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_short", [False, True], ids=["normal", "short of time"])
+def test_every_batch_up_to_the_planned_one_keeps_the_budget(is_short, tmp_path):
+    networks = pytest.importorskip("monai.networks.nets")
+    torch.manual_seed(0)
+    model = networks.UNet(
+        spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16, 32), strides=(2, 2)
+    )
+    x = torch.randn(4, 1, 32, 32, 32)
+    unlimited = tuned(model, x, "1GiB", policy="undivided").memory
+    # Below what torch's own convolutions take, and above the smallest.
+    budget = (unlimited.own_peak_bytes + unlimited.torch_peak_bytes) // 2
+    # With so little time most kernels are left to their first run.
+    limits = {"time_budget_s": 4} if is_short else {"effort": "normal"}
+    config = Config(memory_budget=budget, unplanned="error", cache=str(tmp_path), **limits)
+    plan = ucudnn.tune(model, x, config)
+    assert not plan.left_out
+    converted = copy.deepcopy(model)
+    ucudnn.convert_(converted, plan)
+    for batch in range(1, len(x) + 1):
+        part = x[:batch]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            converted(part).sum().backward()
+        assert profile(model, part, plan=plan).peak_bytes <= budget
 
 
 def counted(counting_malloc, kind, plans):

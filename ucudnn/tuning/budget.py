@@ -82,6 +82,11 @@ class Budget:
         self.deadline = self._end if is_too_short else self._race_from
         return True
 
+    @property
+    def last_moment(self) -> float | None:
+        """The `time.monotonic` at which a budget that was set ends, with all that is reserved."""
+        return self._end
+
     def _use_reserve(self) -> None:
         self.deadline = self._end
 

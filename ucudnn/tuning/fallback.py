@@ -1,4 +1,4 @@
-"""The plan of a kernel that is left to torch's own convolution. Pure."""
+"""Plans of what tuning left out: kernels by torch's own convolution, and smaller batches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ucudnn.axis import BatchAxis
+from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.plan_draft import PlanDraft
+from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.split_table import plan_by
 
 
@@ -44,6 +46,7 @@ def plan_by_torch(
     timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
     # Its one time also plans the smaller batches that torch computes by the same implementation,
     # where it is an upper bound.
+    entry = replace(entry, key=replace(entry.key, algorithm=DEFAULT_ALGORITHM))
     table = BatchSplits.of(BatchAxis(problem), (), [entry], kernel_of, limit)
     # Undivided, by torch's own convolution: what runs without any plan.
     split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
@@ -51,3 +54,57 @@ def plan_by_torch(
     return replace(
         plan, is_perturbed=entry.is_perturbed, default_is_deterministic=entry.is_deterministic
     )
+
+
+def with_every_batch(
+    plan: KernelPlan,
+    limit: int | None,
+    kernel_of: Callable[[Problem, str], str | None],
+    planner_at: Callable[[int], KernelPlanner],
+    deterministic: bool = False,
+) -> KernelPlan:
+    """The plan with a split of every batch, as far as anything fits.
+
+    Torch runs other implementations for some batches, of which the largest batch says nothing:
+    its own convolution of such a batch is run once, and if that exceeds the limit, the batch is
+    tuned as a kernel of its own.
+
+    Args:
+        plan: of a kernel.
+        limit: workspace in bytes, None for any.
+        kernel_of: name of the implementation by which an algorithm runs a problem.
+        planner_at: makes the planner of the kernel at a smaller batch.
+        deterministic: no result may vary.
+    """
+    problem, missing = plan.problem, plan.uncovered()
+    if limit is None and not deterministic:
+        return plan.with_default(missing)
+    while missing:
+        largest = missing[-1]
+        planner = planner_at(largest)
+        default = planner.look_at_default()
+        planner.release()
+        if default is not None and _is_allowed(default, limit, deterministic):
+            kernels = {n: kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) for n in missing}
+            plan = plan.with_default([n for n in missing if kernels[n] == kernels[largest]])
+        else:
+            plan = _tuned_at(plan, planner_at(largest))
+        missing = [n for n in plan.uncovered() if n < largest]
+    return plan
+
+
+def _is_allowed(default: Measurement, limit: int | None, deterministic: bool) -> bool:
+    if deterministic and not default.is_deterministic:
+        return False
+    # What it needs is not known where it failed.
+    workspace = default.workspace_bytes
+    return workspace is not None and (limit is None or workspace <= limit)
+
+
+def _tuned_at(plan: KernelPlan, planner: KernelPlanner) -> KernelPlan:
+    """The plan with the splits of a smaller batch that is tuned alone, if anything fits."""
+    try:
+        smaller = planner.decide()
+    except PlanError:
+        return plan
+    return plan if smaller is None else plan.completed_by(smaller)

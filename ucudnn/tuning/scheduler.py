@@ -24,6 +24,7 @@ from ucudnn.tuning.curve import kernel_front
 from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS, Effort
+from ucudnn.tuning.fallback import with_every_batch
 from ucudnn.tuning.limits import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
@@ -88,6 +89,14 @@ class _Planners:
         if planner.default is not None:
             shares.defaults[problem] = planner.default
         return planner
+
+    def at_batch(self, session: Session, problem: Problem, batch: int) -> KernelPlanner:
+        """Of a kernel at a smaller batch, for any plan and not for the best one."""
+        limit = self._limit_of(problem)
+        layers, biased = self._layers[problem], problem in self._biased
+        kernel = Kernel(problem.with_batch(batch), layers, biased)
+        bounds = Bounds(limit, limit, tolerance=1.0)
+        return KernelPlanner(source_of(session, self._config, kernel, bounds, None))
 
 
 class TuningScheduler:
@@ -223,6 +232,9 @@ class TuningScheduler:
         race_s = LEAST_RACE_STEPS * self._step_s
         if self._by_share and self._config.layout == "keep" and self._budget.go_on(race_s):
             self._tune_by_gain(self.results.unraced)
+        if not self.devices.is_recorded:
+            self.devices.stop_at(self._budget.last_moment)
+            self.devices.spread(map(self._complete, self.results.kernels))
 
     def _tune_missing(self) -> None:
         """Tune kernels that would exceed their limit without a plan."""
@@ -283,6 +295,21 @@ class TuningScheduler:
                         p: kernel_front(partial(self._planners.within, session, p))
                         for p in problems
                     }
+
+        return task
+
+    def _complete(self, plan: KernelPlan) -> Task:
+        """Plan the smaller batches that the plan of a kernel leaves out."""
+
+        def task(session: Session) -> None:
+            if not plan.uncovered():
+                return
+            limit, deterministic = self.results.limit_of(plan.problem), self._config.deterministic
+            planner_at = partial(self._planners.at_batch, session, plan.problem)
+            with torch.autocast("cpu", enabled=False):
+                self.results.plans[plan.problem] = with_every_batch(
+                    plan, limit, session.kernel_of, planner_at, bool(deterministic)
+                )
 
         return task
 

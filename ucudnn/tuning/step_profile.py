@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,7 +107,11 @@ class StepProfiler:
     def profile(self, plan: Plan | None = None) -> StepProfile:
         """Profile a step by a plan, or by torch's own convolutions."""
         before = self._backend.allocated_bytes()
-        runner = None if plan is None else Runner(plan)
+        runner = None
+        if plan is not None:
+            # A kernel that was left out is an error of the plan's users, not of this step.
+            config = replace(plan.config, frozen=False, unplanned="torch")
+            runner = Runner(plan, config)
         with undisturbed(self._model):
             step = Steps(self._model, self._inputs, self._is_training, self._memory_format)
             with gradient_mode(self._is_training):
