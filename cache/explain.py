@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from ucudnn.cache.table.schema import KEY_FIELDS
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
 
-_PARTS = ("problem", "algorithm", "device", "software", "conditions", "protocol")
+_PARTS = tuple(item.name for item in fields(MeasurementKey))
 
 
 def key_texts(key: MeasurementKey) -> dict[str, str]:
@@ -56,7 +57,7 @@ def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explan
 
 def _difference_counter(part: str, wanted: Mapping[str, str]) -> Callable[[Any], int]:
     """A function that counts the fields of one part of a key which differ from the wanted ones."""
-    fields = [
+    compared = [
         field
         for field in KEY_FIELDS
         if (field.part or field.own_name) == part and field.name in wanted
@@ -67,7 +68,7 @@ def _difference_counter(part: str, wanted: Mapping[str, str]) -> Callable[[Any],
     def differences(value: Any) -> int:
         texts = (
             (field, field.kind.dump(getattr(value, field.own_name) if field.part else value))
-            for field in fields
+            for field in compared
         )
         return sum(text != wanted[field.name] for field, text in texts)
 

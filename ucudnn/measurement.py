@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
+from ucudnn.split import Split
 from ucudnn.units import TOO_LARGE
 
 STATUSES = ("ok", "screened", "untimed", "failed")
@@ -49,13 +50,19 @@ class Subject(StrEnum):
 
     Attributes:
         CHUNK: a candidate, in one role.
-        CALL: a whole call by a split, whose name is the algorithm.
-        MACHINE: the machine itself, such as its speed.
+        FIRST_RUN: a candidate when it was run first, kept apart from later, more precise times.
+        CALL: a whole call by the split of the key, in a race with others.
+        OPERATIONS: 10^12 operations at the machine's peak rate, by the dtype of the problem.
+        TRAFFIC: 10^12 bytes at the machine's peak rate; the workspace is what its caches hold.
+        OVERHEAD: what a planned layer's call takes on the host in addition to its kernel.
     """
 
     CHUNK = "chunk"
+    FIRST_RUN = "first run"
     CALL = "call"
-    MACHINE = "machine"
+    OPERATIONS = "operations"
+    TRAFFIC = "traffic"
+    OVERHEAD = "overhead"
 
 
 class Role(StrEnum):
@@ -243,11 +250,17 @@ class MeasurementKey:
 
     Args:
         problem: with the micro-batch as its batch.
-        algorithm: the stable name.
+        algorithm: the stable name; "" if the subject is no candidate.
         device: the hardware.
         software: the versions.
         conditions: how it was run.
         protocol: version number of the timing loop.
+        subject: what was timed; a text such as "call" becomes the `Subject` of that name.
+        split: of a whole call.
+        race: identity of the race of a whole call: samples of different races are no pairs.
+
+    Raises:
+        UcudnnError: an unknown subject, or one that does not go with the algorithm or the split.
     """
 
     problem: Problem
@@ -256,6 +269,21 @@ class MeasurementKey:
     software: Software
     conditions: Conditions
     protocol: int
+    subject: Subject = Subject.CHUNK
+    split: Split | None = None
+    race: str = ""
+
+    def __post_init__(self) -> None:
+        # Files hold the texts. Members pass quickly: caches have a million entries.
+        if type(self.subject) is not Subject:
+            object.__setattr__(self, "subject", _member(Subject, "subject", self.subject))
+        has_algorithm = self.subject in (Subject.CHUNK, Subject.FIRST_RUN)
+        is_call = self.subject is Subject.CALL
+        if (self.algorithm and not has_algorithm) or (self.split is not None) != is_call:
+            raise UcudnnError(
+                f"algorithm={self.algorithm!r} and split={self.split} do not go with a measurement "
+                f"of a {self.subject}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,14 +303,13 @@ class Measurement:
         notes: what else is known, for people, such as "max_ulp=2".
         failure: kind of the failure; None if it did not fail, or if an older file lacks it.
         lost_to: the algorithm that it lost its race against, if it was eliminated; else "".
-        subject: what was timed.
         implementation: as in `Candidate`.
         is_deterministic: as in `Candidate`.
         adds_bias: as in `Candidate`.
         load: processors that others used meanwhile; 0 if enough were left for this process.
 
     Raises:
-        UcudnnError: an unknown status, kind or subject, a time that does not go with the status,
+        UcudnnError: an unknown status or kind, a time that does not go with the status,
             or a negative number.
     """
 
@@ -297,7 +324,6 @@ class Measurement:
     notes: tuple[str, ...] = ()
     failure: FailureKind | None = None
     lost_to: str = ""
-    subject: Subject = Subject.CHUNK
     implementation: str = ""
     is_deterministic: bool = True
     adds_bias: bool = False
@@ -332,12 +358,10 @@ class Measurement:
             raise UcudnnError(f"times and workspaces must not be negative, got {self}")
 
     def _require_words(self) -> None:
-        """Refuse words that are no kind or subject, and replace texts by members."""
+        """Refuse a word that is no kind, and replace a text by its member."""
         # Files and other ranks hold the texts. Members pass quickly: caches have a million entries.
         if self.failure is not None and type(self.failure) is not FailureKind:
             object.__setattr__(self, "failure", _member(FailureKind, "failure", self.failure))
-        if type(self.subject) is not Subject:
-            object.__setattr__(self, "subject", _member(Subject, "subject", self.subject))
 
 
 @dataclass(frozen=True, slots=True)

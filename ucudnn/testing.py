@@ -29,7 +29,6 @@ from ucudnn.measurement import (
     MeasurementKey,
     Role,
     Software,
-    Subject,
 )
 from ucudnn.problem import BYTES_BY_DTYPE, LAYOUTS, MATHS, OPS, Problem
 
@@ -129,7 +128,6 @@ def _sample(chance: random.Random, index: int) -> Measurement:
         notes=tuple(chance.sample(_TEXTS, chance.randrange(3))),
         failure=chance.choice((None, *FailureKind)) if status == "failed" else None,
         lost_to=chance.choice(_TEXTS) if status == "screened" else "",
-        subject=chance.choice(tuple(Subject)),
         implementation=chance.choice(_TEXTS),
         is_deterministic=bool(chance.randrange(2)),
         adds_bias=bool(chance.randrange(2)),

@@ -13,8 +13,9 @@ from typing import Any
 
 from ucudnn.cache.entries import Entry
 from ucudnn.cache.exchange.parsing import parse_entry, parse_values
-from ucudnn.cache.table.schema import FIELDS
+from ucudnn.cache.table.schema import FIELDS, split_to_text
 from ucudnn.errors import TableError, shortened
+from ucudnn.split import Split
 from ucudnn.system.files import parse_json
 
 FORMAT = "ucudnn-measurements"
@@ -34,6 +35,8 @@ def to_json(entries: Iterable[Entry]) -> str:
 
 
 def _to_value(value: Any) -> Any:
+    if isinstance(value, Split):
+        return split_to_text(value)
     # JSON has no infinity and no nan; an error against the reference can be either.
     is_special = isinstance(value, float) and not math.isfinite(value)
     return repr(value) if is_special else value
@@ -70,8 +73,9 @@ def from_json(path: Path, text: str) -> list[Entry]:
     for number, record in enumerate(records, start=1):
         place = f"{path} measurement {number}"
         values = dict(record)
-        # `_to_value` writes an infinite error as text.
-        if isinstance(values.get("error"), str):
-            values.update(parse_values(place, {"error": values["error"]}))
+        # `_to_value` writes a split, and an infinite error, as text.
+        for name in ("error", "split"):
+            if isinstance(values.get(name), str):
+                values.update(parse_values(place, {name: values[name]}))
         entries.append(parse_entry(place, values))
     return entries

@@ -4,7 +4,7 @@ Whole files are read and written by the operating system, and libhdf5 works on m
 libhdf5 takes no file locks (which network file systems may lack), reads only data that has passed
 its checksum, and holds no file open across a fork.
 
-    /problems      one row per convolution          /algorithms    names
+    /problems      one row per convolution          /algorithms    JSON objects, see `Work`
     /contexts      device, software, conditions     /reasons       why something failed
     /measurements  numbers of the rows above        /notes         JSON arrays of text
     /samples       times in ns, one row after another   /device_uuids
@@ -43,12 +43,14 @@ from ucudnn.cache.table.rows import (
     Array,
     Context,
     MeasurementRow,
+    Work,
     sort_keys,
 )
-from ucudnn.cache.table.schema import CONTEXT_FIELDS, load_texts
+from ucudnn.cache.table.schema import CONTEXT_FIELDS, load_texts, split_from_text
 from ucudnn.cache.table.table import Table
 from ucudnn.cache.table.validity import possible_numbers, possible_problems
-from ucudnn.measurement import STATUSES
+from ucudnn.measurement import STATUSES, Subject
+from ucudnn.system.files import parse_json
 from ucudnn.units import TOO_LARGE
 
 _numbers = count()
@@ -115,7 +117,7 @@ def encode(table: Table) -> bytes:
         CacheError: a number needs more than 64 bits.
     """
     texts: dict[str, Sequence[str]] = {
-        "algorithms": table.algorithms,
+        "algorithms": [json.dumps(work.texts, ensure_ascii=False) for work in table.algorithms],
         "reasons": table.reasons,
         "notes": [json.dumps(notes, ensure_ascii=False) for notes in table.notes],
         "device_uuids": table.device_uuids,
@@ -183,6 +185,17 @@ def _load(data: bytes) -> tuple[dict[str, Array], dict[str, list[bytes]], bool]:
     return arrays, texts, is_known
 
 
+def _work_from_text(text: str) -> Work:
+    values = parse_json(text)
+    work = Work(**values)
+    # A key that cannot be is damage here, before anybody looks it up.
+    if not all(isinstance(value, str) for value in work) or work.subject not in tuple(Subject):
+        raise ValueError(f"{text} is no algorithm")
+    if work.split:
+        split_from_text(work.split)
+    return work
+
+
 def _are_none(values: Sequence[object]) -> Array:
     return np.array([value is None for value in values], bool)
 
@@ -208,7 +221,7 @@ def _interpret(
     table = Table(
         problems,
         cast(list[Context], contexts),  # no row that stays points to None
-        texts["algorithms"],
+        list(map(_work_from_text, texts["algorithms"])),
         texts["reasons"],
         list(map(load_texts, texts["notes"])),
         facts,

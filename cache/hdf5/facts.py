@@ -16,11 +16,11 @@ from ucudnn.cache.hdf5.envelope import DamagedError
 from ucudnn.cache.table.facts import Facts
 from ucudnn.cache.table.rows import Array
 from ucudnn.cache.table.schema import FIELD_BY_NAME
-from ucudnn.measurement import FailureKind, Subject
+from ucudnn.measurement import FailureKind
 from ucudnn.system.files import parse_json
 
 # Facts that are one of a few words.
-_WORDS: dict[str, type[StrEnum]] = {"failure": FailureKind, "subject": Subject}
+_WORDS: dict[str, type[StrEnum]] = {"failure": FailureKind}
 
 
 def facts_to_text(facts: Facts) -> str:
@@ -35,7 +35,7 @@ def facts_to_text(facts: Facts) -> str:
 def facts_from_texts(texts: Sequence[str]) -> tuple[list[Facts], Array]:
     """The facts in texts of `facts_to_text`, and a mask of those that this version does not know.
 
-    >>> facts_from_texts(['{"subject": "call"}', '{"energy_uj": 4}'])[1].tolist()
+    >>> facts_from_texts(['{"lost_to": "gemm"}', '{"energy_uj": 4}'])[1].tolist()
     [False, True]
 
     Raises:

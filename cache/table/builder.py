@@ -21,6 +21,7 @@ from ucudnn.cache.table.rows import (
     Array,
     Context,
     MeasurementRow,
+    Work,
     problem_rows,
     sort_keys,
 )
@@ -99,7 +100,7 @@ def _row(entry: Entry, problem: int, lists: _Lists, first_sample: int) -> Measur
     key = measurement.key
     return MeasurementRow(
         problem=problem,
-        algorithm=lists.number("algorithms", key.algorithm),
+        algorithm=lists.number("algorithms", Work.of(key)),
         context=lists.number("contexts", Context.of(key)),
         status=measurement.status.encode(),
         time_ns=_or_none(measurement.time_ns),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ucudnn.measurement import FailureKind, Measurement, Subject
+from ucudnn.measurement import FailureKind, Measurement
 
 
 class Facts(NamedTuple):
@@ -16,7 +16,6 @@ class Facts(NamedTuple):
 
     failure: FailureKind | None = None
     lost_to: str = ""
-    subject: Subject = Subject.CHUNK
     implementation: str = ""
     is_deterministic: bool = True
     adds_bias: bool = False

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ucudnn.cache.table.schema import PROBLEM_FIELDS
-from ucudnn.measurement import Conditions, Device, MeasurementKey, Software
+from ucudnn.cache.table.schema import PROBLEM_FIELDS, split_from_text, split_to_text
+from ucudnn.measurement import Conditions, Device, MeasurementKey, Software, Subject
 from ucudnn.problem import Problem
 
 Array: TypeAlias = NDArray[Any]
@@ -36,6 +36,61 @@ PROBLEM_DTYPE = np.dtype(
 NONE = -(2**63)
 
 
+class Work(NamedTuple):
+    """The work that a key names, beside its problem, as texts.
+
+    >>> Work("gemm").texts
+    {'algorithm': 'gemm'}
+
+    Args:
+        algorithm: as in `MeasurementKey`.
+        subject: as in `MeasurementKey`.
+        split: as JSON, "" without any.
+        race: as in `MeasurementKey`.
+    """
+
+    algorithm: str
+    subject: str = "chunk"
+    split: str = ""
+    race: str = ""
+
+    @classmethod
+    def of(cls, key: MeasurementKey) -> Work:
+        """The work of a key."""
+        if key.subject is Subject.CHUNK:
+            return cls(key.algorithm)
+        split = "" if key.split is None else split_to_text(key.split)
+        return cls(key.algorithm, str(key.subject), split, key.race)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Texts by name of what differs from a chunk, which most rows are."""
+        chunk = Work(self.algorithm)
+        return {
+            name: text
+            for name, text in self._asdict().items()
+            if name == "algorithm" or text != getattr(chunk, name)
+        }
+
+    def key(self, problem: Problem, context: Context) -> MeasurementKey:
+        """The key of this work on a problem.
+
+        Raises:
+            UcudnnError: the texts are not those of a key.
+        """
+        return MeasurementKey(
+            problem,
+            self.algorithm,
+            context.device,
+            context.software,
+            context.conditions,
+            context.protocol,
+            Subject(self.subject),
+            split_from_text(self.split) if self.split else None,
+            self.race,
+        )
+
+
 class MeasurementRow(NamedTuple):
     """One measurement of a table, as a tuple: a million of them are read at once.
 
@@ -43,7 +98,7 @@ class MeasurementRow(NamedTuple):
 
     Args:
         problem: row of the problems.
-        algorithm: row of the algorithms.
+        algorithm: row of the algorithms, which also say what else was timed.
         context: row of the contexts.
         status: as ASCII.
         time_ns: `NONE` where it was not timed.

@@ -12,6 +12,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +20,7 @@ from ucudnn.cache.entries import Entry
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
+from ucudnn.split import Split, Step
 from ucudnn.system.files import parse_json
 
 
@@ -96,12 +98,42 @@ _TEXTS = Kind(
     load_texts,
     lambda value: isinstance(value, list | tuple) and all(isinstance(v, str) for v in value),
 )
+
+
+def split_to_text(split: Split) -> str:
+    """A split as JSON, with runs of equal steps as (number, size, algorithm).
+
+    >>> split_to_text(Split("batch", (Step(4, "gemm"), Step(4, "gemm"))))
+    '["batch", [[2, 4, "gemm"]]]'
+    """
+    runs = [[len(list(run)), step.size, step.algorithm] for step, run in groupby(split.steps)]
+    return json.dumps([split.axis, runs], ensure_ascii=False)
+
+
+def split_from_text(text: str) -> Split:
+    """The split that `split_to_text` wrote.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    try:
+        axis, runs = parse_json(text)
+        return Split(
+            axis, tuple(Step(int(size), str(name)) for n, size, name in runs for _ in range(n))
+        )
+    except (TypeError, ValueError):
+        raise ValueError(text) from None
+
+
 # By annotation, as the dataclasses write it; a field of another type is not stored by itself.
 _KINDS = {
     "str": _TEXT,
     # Their dataclasses refuse a word that is none.
     "Role": _TEXT,
     "Subject": _TEXT,
+    "Split | None": _optional(
+        Kind(split_to_text, split_from_text, lambda value: isinstance(value, Split))
+    ),
     "FailureKind | None": _optional(_TEXT),
     "float": _FLOAT,
     "int": _INT,
@@ -186,8 +218,9 @@ CONTEXT_FIELDS = (
     *(field for part in ("device", "software", "conditions") for field in _PART_FIELDS[part]),
     *(field for field in _OWN_KEY_FIELDS if field.name == "protocol"),
 )
-ALGORITHM_FIELD = next(field for field in _OWN_KEY_FIELDS if field.name == "algorithm")
-KEY_FIELDS = (*PROBLEM_FIELDS, ALGORITHM_FIELD, *CONTEXT_FIELDS)
+# The algorithm, or the call that was timed.
+WORK_FIELDS = tuple(field for field in _OWN_KEY_FIELDS if field.name != "protocol")
+KEY_FIELDS = (*PROBLEM_FIELDS, *WORK_FIELDS, *CONTEXT_FIELDS)
 RESULT_FIELDS = tuple(_fields_of("", Measurement, "measurement"))
 STORED_FIELDS = (
     Field("stored_ns", "int", 0, attrgetter("stored_ns")),
@@ -225,7 +258,8 @@ def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
     own = dict(given[""])
     try:
         parts = {part: cls(**given.get(part, {})) for part, cls in _CLASSES.items()}
-        key = MeasurementKey(**parts, algorithm=own.pop("algorithm"), protocol=own.pop("protocol"))
+        more = {field.name: own.pop(field.name) for field in _OWN_KEY_FIELDS if field.name in own}
+        key = MeasurementKey(**parts, **more)
         stored = {field.name: own.pop(field.name, field.default) for field in STORED_FIELDS}
         return Entry(Measurement(key, **own), **stored)
     except UcudnnError as error:

@@ -20,6 +20,7 @@ from ucudnn.cache.table.rows import (
     Array,
     Context,
     MeasurementRow,
+    Work,
     problem_from_row,
     problem_row,
     sort_keys,
@@ -52,7 +53,7 @@ class Table:
     Args:
         problems: distinct, sorted as bytes.
         contexts: distinct.
-        algorithms: distinct names.
+        algorithms: distinct, with what else was timed.
         reasons: distinct.
         notes: distinct.
         facts: distinct.
@@ -63,7 +64,7 @@ class Table:
 
     problems: Array
     contexts: list[Context]
-    algorithms: list[str]
+    algorithms: list[Work]
     reasons: list[str]
     notes: list[tuple[str, ...]]
     facts: list[Facts]
@@ -91,7 +92,7 @@ class Table:
         return {context: index for index, context in enumerate(self.contexts)}
 
     @cached_property
-    def _algorithm_ids(self) -> dict[str, int]:
+    def _algorithm_ids(self) -> dict[Work, int]:
         return {name: index for index, name in enumerate(self.algorithms)}
 
     def find(self, key: MeasurementKey) -> MeasurementRow | None:
@@ -107,7 +108,7 @@ class Table:
             rows = self._rows_by_problem.get(key.problem)
             last.rows = self._rows_of(key.problem) if rows is None else rows
             last.problem = key.problem
-        return last.rows.get((self._algorithm_ids.get(key.algorithm, -1), last.context_id))
+        return last.rows.get((self._algorithm_ids.get(Work.of(key), -1), last.context_id))
 
     def _rows_of(self, problem: Problem) -> _RowByKey:
         keys, wanted = sort_keys(self.problems), problem_row(problem)
@@ -145,14 +146,7 @@ class Table:
             if row.problem != problem_id or problem is None:
                 problem_id, problem = row.problem, problem_from_row(self.problems[row.problem])
             context = self.contexts[row.context]
-            key = MeasurementKey(
-                problem,
-                self.algorithms[row.algorithm],
-                context.device,
-                context.software,
-                context.conditions,
-                context.protocol,
-            )
+            key = self.algorithms[row.algorithm].key(problem, context)
             uuid = self.device_uuids[row.device_uuid]
             yield Entry(self.measurement(row, key), row.stored_ns, uuid)
 

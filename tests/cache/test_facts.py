@@ -28,6 +28,7 @@ from ucudnn.measurement import (
     Subject,
 )
 from ucudnn.problem import Problem
+from ucudnn.split import Split, Step
 
 KEY = MeasurementKey(
     Problem("fprop", 4, 3, 5, (12, 12), (3, 3)),
@@ -40,7 +41,6 @@ KEY = MeasurementKey(
 VALUES = {
     "failure": FailureKind.HANG,
     "lost_to": "onednn, the “fast” one",
-    "subject": Subject.CALL,
     "implementation": "slow_conv2d",
     "is_deterministic": False,
     "adds_bias": True,
@@ -82,7 +82,6 @@ def test_facts_come_back_from_hdf5_as_members(file: Path) -> None:
         found = [cache.get(one.key) for one in MEASUREMENTS]
     assert found == MEASUREMENTS
     assert found[1].failure is FailureKind.HANG
-    assert found[1].subject is Subject.CALL
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json"])
@@ -92,13 +91,57 @@ def test_facts_come_back_from_text_as_members(tmp_path: Path, suffix: str) -> No
     found = [entry.measurement for entry in read_entries(path)]
     assert found == MEASUREMENTS
     assert found[1].failure is FailureKind.HANG
-    assert found[1].subject is Subject.CALL
 
 
-@pytest.mark.parametrize("changes", [{"failure": "boredom"}, {"subject": "weather"}])
-def test_words_that_are_none_are_refused(changes: dict[str, str]) -> None:
+def test_words_that_are_none_are_refused() -> None:
     with pytest.raises(UcudnnError, match="must be one of"):
-        replace(MEASUREMENTS[0], **changes)
+        replace(MEASUREMENTS[0], failure="boredom")
+    with pytest.raises(UcudnnError, match="must be one of"):
+        replace(KEY, subject="weather")
+
+
+SPLIT = Split("batch", (Step(3, "gemm"), Step(1, "“gemm”")))
+OTHER_SUBJECTS = [
+    replace(KEY, subject=Subject.FIRST_RUN),
+    *(
+        replace(KEY, algorithm="", subject=Subject.CALL, split=split, race=race)
+        for split in (SPLIT, replace(SPLIT, axis="spatial"))
+        for race in ("one", "another")
+    ),
+    *(
+        replace(KEY, algorithm="", subject=subject)
+        for subject in (Subject.OPERATIONS, Subject.TRAFFIC, Subject.OVERHEAD)
+    ),
+]
+
+
+def test_subjects_are_keys_of_their_own(tmp_path: Path) -> None:
+    """Whatever was timed of one problem, each has its time, in a cache and in text."""
+    timed = [Measurement(key, "ok", 5 + place) for place, key in enumerate([KEY, *OTHER_SUBJECTS])]
+    with caches.open(tmp_path) as cache:
+        cache.put(timed)
+    with caches.open(tmp_path, "r") as cache:
+        assert [cache.get(one.key) for one in timed] == timed
+        assert sorted(map(repr, cache)) == sorted(map(repr, timed))
+        found = cache.explain(replace(OTHER_SUBJECTS[1], race="a third"))
+        assert [one.field for one in found.differences] == ["race"]
+    for suffix in (".csv", ".json"):
+        write_entries(tmp_path / f"all{suffix}", [caches.Entry(one, 1) for one in timed])
+        assert [one.measurement for one in read_entries(tmp_path / f"all{suffix}")] == timed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"subject": Subject.CALL},
+        {"subject": Subject.CALL, "algorithm": ""},
+        {"split": SPLIT},
+        {"subject": Subject.OPERATIONS},
+    ],
+)
+def test_a_subject_needs_what_it_is_of(changes: dict[str, Any]) -> None:
+    with pytest.raises(UcudnnError, match="do not go with"):
+        replace(KEY, **changes)
 
 
 @pytest.mark.parametrize("text", ['{"energy_uj": 4}', '{"failure": "boredom"}', '{"load": "high"}'])
@@ -165,7 +208,7 @@ def test_the_checksum_covers_facts_as_documented(tmp_path: Path, facts: dict[str
     content = [
         json.dumps(problem, sort_keys=True).encode(),
         json.dumps(context, sort_keys=True).encode(),
-        json.dumps(["gemm", "", [], ""]).encode(),
+        json.dumps([["gemm", "chunk", "", ""], "", [], ""]).encode(),
         json.dumps(facts, sort_keys=True).encode() if facts else b"",
         struct.pack("<16sqqqd?Iq", b"ok", 5, missing, missing, 0.0, False, 0, row["stored_ns"]),
     ]

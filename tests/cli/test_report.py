@@ -21,6 +21,7 @@ from ucudnn.races import Curve, LayoutRace, StepMemory, StepRace
 from ucudnn.reports.html import report, write_report
 from ucudnn.reports.rationale import Alternative, Rationale
 from ucudnn.reports.rows import plan_csv
+from ucudnn.split import Split, Step
 from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.rationale import rationales
 
@@ -486,9 +487,20 @@ def test_the_timeline_has_each_call_with_its_memory(drawn):
 
 def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
     rejected = (
-        Alternative("32 fast", 9 * MS, 8 << 20, 1e-7, False, "needs more than the limit of 4 MiB"),
-        Alternative("32 slow", 10**9, 0, None, True, "takes 50.00 times as long"),
-        Alternative("32 broken", None, None, None, False, "does not work"),
+        Alternative(
+            Split("batch", (Step(32, "fast"),)),
+            9 * MS,
+            8 << 20,
+            1e-7,
+            False,
+            "needs more than the limit of 4 MiB",
+        ),
+        Alternative(
+            Split("batch", (Step(32, "slow"),)), 10**9, 0, None, True, "takes 50.00 times as long"
+        ),
+        Alternative(
+            Split("batch", (Step(32, "broken"),)), None, None, None, False, "does not work"
+        ),
     )
     first = Rationale(((0, 40 * MS), (2 << 20, 15 * MS)), rejected, Timing(25 * MS, 0, 1 << 20, 3))
     page = Page(report(mixed, [first, *[Rationale()] * 3]))

@@ -160,9 +160,9 @@ def test_what_is_tuned_on_the_way_is_tuned_with_its_bias(tmp_path):
         ucudnn.nn.Conv2d(3, 4 + has_bias, 3, bias=has_bias, config=config)(torch.randn(2, 3, 9, 9))
     with ucudnn.cache.open(tmp_path, "r") as cache:
         races = {
-            entry.key.problem.out_channels: entry.key.algorithm.endswith("with a bias")
+            entry.key.problem.out_channels: entry.adds_bias
             for entry in cache
-            if entry.subject == Subject.CALL and entry.key.problem.op == "fprop"
+            if entry.key.subject == Subject.CALL and entry.key.problem.op == "fprop"
         }
     assert races == {5: True, 4: False}
 

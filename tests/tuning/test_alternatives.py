@@ -39,7 +39,7 @@ def planned(scripted, tmp_path):
 
 def found(plan, config, **more):
     with caches.open(config.cache, "r") as cache:
-        return {one.split: one for one in alternatives(plan, plan.kernels[0], cache, **more)}
+        return {str(one.split): one for one in alternatives(plan, plan.kernels[0], cache, **more)}
 
 
 def test_alternatives_have_what_they_cost(planned):

@@ -49,7 +49,7 @@ def test_a_front_is_that_of_all_splits_of_what_was_timed(planned):
             (entry.key.problem.batch, entry.time_ns, entry.workspace_bytes)
             for entry in entries
             if entry.key.problem.with_batch(8) == kernel.problem
-            and (entry.subject, entry.status) == ("chunk", "ok")
+            and (entry.key.subject, entry.status) == ("chunk", "ok")
         }
         assert one.front == brute_force(8, chunks)
         assert one.alternatives[0].time_ns <= one.alternatives[1].time_ns
@@ -77,7 +77,7 @@ def test_without_measurements_there_is_what_the_plan_knows(planned):
     plan, _ = planned
     for one in rationales(plan, []):
         assert (one.front, one.channels_last) == ((), None)
-        assert [other.split for other in one.alternatives] == ["8 torch_default"]
+        assert [str(other.split) for other in one.alternatives] == ["8 torch_default"]
 
 
 def test_measurements_of_another_machine_are_no_part_of_it(planned):
@@ -93,7 +93,7 @@ def test_torch_in_channels_last_is_found(planned):
         entry
         for entry in entries
         if (entry.key.problem, entry.key.algorithm) == (PROBLEM, "torch_default")
-        and (entry.subject, str(entry.key.conditions.role)) == ("chunk", "alone")
+        and (entry.key.subject, str(entry.key.conditions.role)) == ("chunk", "alone")
     )
     there = replace(own.key, problem=replace(PROBLEM, layout="nhwc"))
     entry = Measurement(there, "ok", 7 * MS, 1 * MS, (7 * MS,) * 3, workspace_bytes=MIB)

@@ -87,7 +87,7 @@ class RecordedBackend(AbstractBackend):
         for entry in listed:
             problem, algorithm = entry.key.problem, entry.key.algorithm
             # A whole call is no candidate for a chunk.
-            if entry.subject != Subject.CHUNK:
+            if entry.key.subject != Subject.CHUNK:
                 continue
             by_role = self._entries.setdefault(problem, {}).setdefault(algorithm, {})
             if not by_role:

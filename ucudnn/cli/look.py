@@ -156,7 +156,7 @@ def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
     for one in found:
         time_ns = "-" if one.time_ns is None else format_ns(one.time_ns)
         table.add_row(
-            one.split,
+            str(one.split),
             time_ns if one.is_measured or one.time_ns is None else f"~{time_ns}",
             "-" if one.workspace_bytes is None else format_bytes(one.workspace_bytes),
             "-" if one.error is None else f"{one.error:.1e}",

@@ -52,14 +52,13 @@ LOOKS = {
 
 def _marks_of(kernel: KernelPlan, rationale: Rationale) -> list[Mark]:
     """The points of a kernel: alternatives, torch's own convolution, and the plan."""
-    own = f"{kernel.problem.batch} torch_default"
     found = [
-        Mark("rejected", one.split, one.workspace_bytes, one.time_ns, one.is_measured)
+        Mark("rejected", str(one.split), one.workspace_bytes, one.time_ns, one.is_measured)
         for one in rationale.alternatives
         if one.time_ns is not None
         and one.workspace_bytes is not None
         # It has a mark of its own.
-        and not (one.split == own and kernel.default is not None)
+        and not (one.split.is_default and kernel.default is not None)
     ]
     for name, timing in (
         ("torch in channels_last", rationale.channels_last),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ucudnn.plan import Timing
+from ucudnn.split import Split, Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class Alternative:
     """A way to compute a kernel that its plan does not take.
 
     Args:
-        split: as text.
+        split: the steps of a call.
         time_ns: of the whole call; None where it was not timed.
         workspace_bytes: of the whole call, or of its largest chunk; None where it is not known.
         error: the largest relative error (L2) of its chunks against float64; None: not known.
@@ -20,7 +20,7 @@ class Alternative:
         reason: why it is not the plan.
     """
 
-    split: str
+    split: Split
     time_ns: int | None
     workspace_bytes: int | None
     error: float | None

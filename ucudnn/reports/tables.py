@@ -86,7 +86,7 @@ def _candidates(kernel: KernelPlan, rationale: Rationale) -> Iterator[list[Cell]
     for one in rationale.alternatives:
         size = one.workspace_bytes
         yield [
-            Cell(one.split),
+            Cell(str(one.split)),
             *_time(one.time_ns, one.is_measured, timing.time_ns),
             Cell("-", -1) if size is None else Cell(format_bytes(size), size),
             Cell("-", -1) if one.error is None else Cell(f"{one.error:.1e}", one.error),

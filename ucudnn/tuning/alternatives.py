@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,12 +10,10 @@ from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 from ucudnn.reports.rationale import Alternative
 from ucudnn.solvers import Item
+from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.tuning.invariant import invariant_split, split_ns, uniform_chunks
 from ucudnn.units import format_bytes
 
-# The split in the name of a whole call that was raced, and a run of like steps in a split's text.
-_RACED = re.compile(r"plan\[(.*)\] in race ")
-_STEP = re.compile(r"(?:\d+x)?(\d+) ([^\s,]+)")
 # Statuses of measurements with a time.
 _TIMED = ("ok", "screened")
 # A ratio of times that is not 1.00 when it is printed.
@@ -35,7 +32,7 @@ def alternatives(
     >>> problem = Problem("fprop", 1, 4, 4, (9,), (1,))
     >>> kernel = KernelPlan(problem, ("a",), ("gemm",), (0,), ((0, -1),), 90, *made)
     >>> plan = Plan((kernel,), Device("cpu", "any"), Software("2"), Conditions(), Config())
-    >>> [(one.split, one.reason) for one in alternatives(plan, kernel, [])]
+    >>> [(str(one.split), one.reason) for one in alternatives(plan, kernel, [])]
     [('1 torch_default', 'takes 1.11 times as long')]
 
     Args:
@@ -51,15 +48,14 @@ def alternatives(
         if entry.error is not None
     }
     varying = {e.key.algorithm for e in known if not e.is_deterministic}
-    found: dict[str, Alternative] = {}
+    found: dict[Split, Alternative] = {}
     for one in (*_of_plan(kernel), *_raced(known), *_uniform(kernel.problem, known)):
         # Whole calls come first: a measured time is better than a sum.
         found.setdefault(one.split, one)
-    found.pop(str(kernel.split(kernel.problem.batch)), None)
+    found.pop(kernel.split(kernel.problem.batch), None)
     judged = [
-        replace(one, error=error, reason=_reason(one, plan, kernel, error, varying))
-        for one in found.values()
-        for error in [_error_of(one.split, errors)]
+        replace(one, reason=_reason(one, plan, kernel, varying))
+        for one in (replace(one, error=_error_of(one.split, errors)) for one in found.values())
     ]
     judged.sort(key=lambda one: (one.time_ns is None, one.time_ns or one.workspace_bytes or 0))
     return [*judged, *_failed(known, judged)][:most]
@@ -77,21 +73,20 @@ def _of_plan(kernel: KernelPlan) -> Iterator[Alternative]:
     """Torch's own convolution, which the plan was raced against."""
     if kernel.default is not None:
         timing = kernel.default
-        name = f"{kernel.problem.batch} torch_default"
-        yield Alternative(name, timing.time_ns, timing.workspace_bytes, None, True, "")
+        split = _undivided(kernel.problem, DEFAULT_ALGORITHM)
+        yield Alternative(split, timing.time_ns, timing.workspace_bytes, None, True, "")
 
 
 def _raced(known: Sequence[Measurement]) -> Iterator[Alternative]:
     for entry in known:
-        raced = _RACED.match(entry.key.algorithm) if entry.subject == Subject.CALL else None
-        if raced and entry.status == "ok":
-            name, size = raced.group(1), entry.workspace_bytes
-            yield Alternative(name, entry.time_ns, size, None, True, "")
+        if entry.key.split is not None and entry.status == "ok":
+            size = entry.workspace_bytes
+            yield Alternative(entry.key.split, entry.time_ns, size, None, True, "")
 
 
 def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alternative]:
     """The fastest split of each algorithm into chunks of one size, and that of least workspace."""
-    chunks = [entry for entry in known if entry.subject == Subject.CHUNK]
+    chunks = [entry for entry in known if entry.key.subject == Subject.CHUNK]
     timed = [
         entry for entry in chunks if entry.status in _TIMED and entry.workspace_bytes is not None
     ]
@@ -99,51 +94,53 @@ def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alterna
     for (size, algorithm), items in uniform_chunks(problem, timed).items():
         # A remainder would be another chunk, whose time is not known.
         if problem.batch % size == 0:
-            name = str(replace(invariant_split(problem.batch, size, algorithm), micro_batch=0))
-            by_algorithm.setdefault(algorithm, []).append(_summed(problem, name, size, items))
+            split = replace(invariant_split(problem.batch, size, algorithm), micro_batch=0)
+            by_algorithm.setdefault(algorithm, []).append(_summed(problem, split, size, items))
     for listed in by_algorithm.values():
         yield min(listed, key=lambda one: (one.time_ns or 0, one.workspace_bytes or 0))
         yield min(listed, key=lambda one: (one.workspace_bytes or 0, one.time_ns or 0))
     yield from _run_once(problem, chunks)
 
 
-def _summed(problem: Problem, name: str, size: int, items: Mapping[Role, Item]) -> Alternative:
+def _summed(problem: Problem, split: Split, size: int, items: Mapping[Role, Item]) -> Alternative:
     """A split into chunks of one size, by what its chunks take."""
     workspace = max(item.workspace_bytes for item in items.values())
-    return Alternative(name, split_ns(problem, size, items), workspace, None, False, "")
+    return Alternative(split, split_ns(problem, size, items), workspace, None, False, "")
 
 
 def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:
     """Algorithms that were run for their workspace, which was too much to go on."""
     for entry in chunks:
         if entry.status == "untimed" and entry.key.problem == problem:
-            name = f"{problem.batch} {entry.key.algorithm}"
-            yield Alternative(name, None, entry.workspace_bytes, None, False, "")
+            split = _undivided(problem, entry.key.algorithm)
+            yield Alternative(split, None, entry.workspace_bytes, None, False, "")
 
 
-def _error_of(split: str, errors: dict[tuple[int, str], float]) -> float | None:
+def _undivided(problem: Problem, algorithm: str) -> Split:
+    return Split("batch", (Step(problem.batch, algorithm),))
+
+
+def _error_of(split: Split, errors: dict[tuple[int, str], float]) -> float | None:
     """The largest error of the steps of a split, None where one is not known."""
-    steps = [(int(size), name) for size, name in _STEP.findall(split.partition(", padded")[0])]
-    if split.startswith("slabs") or not all(step in errors for step in steps):
+    steps = {(step.size, step.algorithm) for step in split.steps}
+    if split.axis == "spatial" or not steps <= errors.keys():
         return None
-    return max((errors[step] for step in steps), default=None)
+    return max(errors[step] for step in steps)
 
 
-def _reason(
-    one: Alternative, plan: Plan, kernel: KernelPlan, error: float | None, varying: set[str]
-) -> str:
+def _reason(one: Alternative, plan: Plan, kernel: KernelPlan, varying: set[str]) -> str:
     """Reason why an alternative is not the plan: the first of these that holds."""
     limit, most = plan.limit_bytes(kernel), plan.config.max_error
     ratio = None if one.time_ns is None else one.time_ns / kernel.timing.time_ns
-    names = {name for _, name in _STEP.findall(one.split)}
+    names = {step.algorithm for step in one.split.steps}
     dropped = plan.step_race.dropped if plan.step_race else ()
     reasons = {
         f"needs more than the limit of {format_bytes(limit or 0)}": _is_above(
             one.workspace_bytes, limit
         ),
-        f"its error is above max_error={most}": _is_above(error, most),
+        f"its error is above max_error={most}": _is_above(one.error, most),
         "may give other bits in every run": plan.config.deterministic and names & varying,
-        "is not batch-invariant": kernel.micro_batch and "padded to" not in one.split,
+        "is not batch-invariant": kernel.micro_batch and not one.split.micro_batch,
         "was not timed": ratio is None,
         f"takes {ratio or 0:.2f} times as long": (ratio or 0) >= _SLOWER,
         "steps were not faster with the plan of this kernel": str(kernel.problem) in dropped,
@@ -159,10 +156,10 @@ def _is_above(value: float | None, most: float | None) -> bool:
 
 def _failed(known: Sequence[Measurement], others: Sequence[Alternative]) -> Iterator[Alternative]:
     """Each algorithm that failed, once, where nothing else is known of it."""
-    seen = {name for one in others for _, name in _STEP.findall(one.split)}
+    seen = {step.algorithm for one in others for step in one.split.steps}
     for entry in known:
         name = entry.key.algorithm
-        if entry.status == "failed" and name not in seen and entry.subject == Subject.CHUNK:
+        if entry.status == "failed" and name not in seen and entry.key.subject == Subject.CHUNK:
             seen.add(name)
-            text = f"{entry.key.problem.batch} {name}"
-            yield Alternative(text, None, entry.workspace_bytes, entry.error, False, entry.reason)
+            split = _undivided(entry.key.problem, name)
+            yield Alternative(split, None, entry.workspace_bytes, entry.error, False, entry.reason)

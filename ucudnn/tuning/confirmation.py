@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ucudnn.axis import axis_of
@@ -73,6 +73,7 @@ def race(
     keys = _keys(session, problem, splits, has_bias)
     facts = _facts(session, problem, splits)
     wholes = measurer.bench.whole(splits, has_bias)
+    facts = [replace(fact, adds_bias=has_bias) for fact in facts]
     found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, facts, strict=True)]
     # Tuning that is interrupted from here on keeps this race.
     session.flush()
@@ -103,10 +104,12 @@ def _keys(
 ) -> list[MeasurementKey]:
     """One key per split; each names the race, since samples of different races are no pairs."""
     # In any order they are the same race.
-    names = sorted(str(split) for split in splits)
-    identity = hashlib.sha256(" | ".join(names).encode()).hexdigest()[:8]
-    this_race = f"race {identity}{' with a bias' if has_bias else ''}"
-    return [session.key(problem, f"plan[{split}] in {this_race}") for split in splits]
+    texts = sorted(map(str, splits))
+    identity = hashlib.sha256(f"{' | '.join(texts)} | {has_bias}".encode()).hexdigest()[:16]
+    return [
+        session.key(problem, "", subject=Subject.CALL, split=split, race=identity)
+        for split in splits
+    ]
 
 
 def _finalists(splits: Sequence[Split], found: Sequence[Measurement]) -> list[Finalist]:
@@ -139,7 +142,8 @@ def _measured(key: MeasurementKey, whole: Whole, facts: Candidate) -> Measuremen
     # Kept like a time, so that a second tune recalls the race and need not fail again.
     if whole.result.failure:
         kind, reason = whole.result.failure
-        return Measurement(key, "failed", reason=reason, failure=kind, subject=Subject.CALL)
+        adds_bias = facts.adds_bias
+        return Measurement(key, "failed", reason=reason, failure=kind, adds_bias=adds_bias)
     state = whole.result.state
     return Measurement(
         key,
@@ -149,9 +153,9 @@ def _measured(key: MeasurementKey, whole: Whole, facts: Candidate) -> Measuremen
         tuple(samples),
         whole.workspace_bytes,
         notes=facts.notes + state.notes,
-        subject=Subject.CALL,
         implementation=facts.implementation,
         is_deterministic=facts.is_deterministic,
+        adds_bias=facts.adds_bias,
         load=state.load,
     )
 

@@ -109,14 +109,14 @@ class KernelMeasurer:
         the same time as the first one.
         """
         arm = Arm(self._listed.problem.batch, DEFAULT_ALGORITHM, Role.ALONE)
-        kept_as = self._session.key(
-            self._listed.problem, f"plan[{arm.size} {arm.algorithm}] run first"
-        )
+        own = self._session.key(self._listed.problem, arm.algorithm)
+        # Under a key of its own: a later, more precise time does not replace it.
+        kept_as = replace(own, subject=Subject.FIRST_RUN)
         counts = self._session.effort.ignored_share > 0  # only then anything is decided by it
         first = self._session.find(kept_as) if counts else None
         if first is not None:
             return first
-        known = self._session.find(self._session.key(self._listed.problem, arm.algorithm))
+        known = self._session.find(own)
         if known is None and arm in self._listed.by_arm:
             self._look_at(arm, limit=None)
             known = self._records.by_arm.get(arm)
@@ -124,7 +124,7 @@ class KernelMeasurer:
             return None
         if not counts:
             return known
-        first = replace(known, key=kept_as, subject=Subject.CALL)
+        first = replace(known, key=kept_as)
         self._session.note(first)
         return first
 

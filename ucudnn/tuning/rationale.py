@@ -61,7 +61,7 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
         entry
         for part in dict.fromkeys(parts)
         for entry in known.get(part, [])
-        if entry.subject == Subject.CHUNK and entry.status == "ok"
+        if entry.key.subject == Subject.CHUNK and entry.status == "ok"
     ]
     points = []
     # Algorithms that add a bias make splits of their own.
@@ -96,7 +96,8 @@ def _default_of(problem: Problem, known: _Known) -> Sequence[Measurement]:
     return [
         entry
         for entry in known.get(problem.with_batch(1), [])
-        if entry.key.problem == problem
+        if entry.key.subject == Subject.CHUNK
+        and entry.key.problem == problem
         and entry.key.algorithm == DEFAULT_ALGORITHM
         and entry.key.conditions.role == Role.ALONE
     ]

@@ -84,7 +84,7 @@ def recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
 def _is_engine(entry: Measurement) -> bool:
     """True for an engine of cuDNN that computes a plain convolution, as listed without a GPU."""
     # torch's own convolution is there with any version of cuDNN.
-    is_candidate = entry.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
+    is_candidate = entry.key.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
     return is_candidate and not entry.adds_bias
 
 

@@ -16,6 +16,7 @@ from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
+from ucudnn.split import Split
 from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.overhead import planned_call_ns
 
@@ -23,13 +24,8 @@ if TYPE_CHECKING:
     from ucudnn.axis import AbstractAxis
     from ucudnn.cache import AbstractCache
 
-# A roofline is kept under this problem: the times of so many operations and bytes, and as workspace
-# the bytes that caches keep from memory.
+# Operations and bytes whose times are kept of a roofline, see `Subject`.
 _UNIT = 10**12
-# Times of the machine itself are kept as measurements of this problem, which no layer has. Their
-# algorithms are "roofline operations", "roofline bytes", and "planned call": the overhead of a
-# planned layer beyond its kernel, for each pass.
-_SPEED_PROBLEM = Problem("fprop", 1, 1, 1, (1,), (1,))
 
 
 @dataclass
@@ -72,12 +68,33 @@ class Session:
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
-    def key(self, problem: Problem, algorithm: str, role: Role = Role.ALONE) -> MeasurementKey:
-        """The key of a candidate that this session would measure."""
+    def key(
+        self,
+        problem: Problem,
+        algorithm: str,
+        role: Role = Role.ALONE,
+        subject: Subject = Subject.CHUNK,
+        split: Split | None = None,
+        race: str = "",
+    ) -> MeasurementKey:
+        """The key of what this session would measure."""
         conditions = replace(self._conditions, role=role)
         return MeasurementKey(
-            problem, algorithm, self._device, self._software, conditions, PROTOCOL
+            problem,
+            algorithm,
+            self._device,
+            self._software,
+            conditions,
+            PROTOCOL,
+            subject,
+            split,
+            race,
         )
+
+    def _machine_key(self, subject: Subject, dtype: str = "float32") -> MeasurementKey:
+        """The key of a time of the machine itself, which depends on no more than the dtype."""
+        problem = Problem("fprop", 1, 1, 1, (1,), (1,), dtype=dtype)
+        return self.key(problem, "", subject=subject)
 
     def kernel_of(self, problem: Problem, algorithm: str) -> str | None:
         """Name of the implementation by which an algorithm runs a problem; None if it does not."""
@@ -96,8 +113,7 @@ class Session:
         # `thorough` tuning, and tuning shared by several ranks, rule nothing out by a bound.
         if not self.effort.ignored_share:
             return None
-        speed = replace(_SPEED_PROBLEM, dtype=dtype)
-        keys = [self.key(speed, name) for name in ("roofline operations", "roofline bytes")]
+        keys = [self._machine_key(one, dtype) for one in (Subject.OPERATIONS, Subject.TRAFFIC)]
         if not all(map(self.find, keys)):
             found = self.backend.roofline(dtype)
             if found is None:
@@ -112,11 +128,11 @@ class Session:
         times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
         for key, time_ns in zip(keys, times, strict=True):
             kept = found.cached_bytes
-            self.note(_of_machine(Measurement(key, "ok", time_ns, 0, workspace_bytes=kept)))
+            self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=kept))
 
     def planned_call_ns(self) -> int:
         """Overhead of a planned call in ns, measured once and kept in the cache."""
-        key = self.key(_SPEED_PROBLEM, "planned call")
+        key = self._machine_key(Subject.OVERHEAD)
         known = self.find(key)
         if known is None:
             time_ns = planned_call_ns(self.backend)
@@ -124,7 +140,7 @@ class Session:
             # free.
             if not time_ns:
                 return 0
-            known = _of_machine(Measurement(key, "ok", time_ns, 0, workspace_bytes=0))
+            known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
             self.note(known)
         return known.time_ns or 0
 
@@ -210,7 +226,3 @@ class Session:
         finally:
             if self._worker is not None:
                 self._worker.close()
-
-
-def _of_machine(measurement: Measurement) -> Measurement:
-    return replace(measurement, subject=Subject.MACHINE)
