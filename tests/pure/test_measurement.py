@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 
 from ucudnn.errors import UcudnnError
-from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Role, Software
+from ucudnn.measurement import (
+    Conditions,
+    Device,
+    Measurement,
+    MeasurementKey,
+    Role,
+    Software,
+    Subject,
+)
 from ucudnn.problem import Problem
+from ucudnn.split import Split, Step
 
 KEY = MeasurementKey(
     problem=Problem("fprop", 4, 6, 8, (9, 7), (3, 3)),
@@ -28,13 +37,19 @@ OTHERS: dict[str, Any] = {
     "software": replace(KEY.software, onednn="3.10"),
     "conditions": replace(KEY.conditions, threads=1),
     "protocol": 2,
+    "subject": Subject.FIRST_RUN,
+    "race": "another",
 }
+CALL = replace(
+    KEY, algorithm="", subject=Subject.CALL, split=Split("batch", (Step(4, "gemm"),)), race="one"
+)
 
 
 def test_the_key_is_hashable_and_every_field_counts() -> None:
-    assert set(OTHERS) == {item.name for item in fields(MeasurementKey)}
+    assert {*OTHERS, "split"} == {item.name for item in fields(MeasurementKey)}
     keys = {KEY, *(replace(KEY, **{name: value}) for name, value in OTHERS.items())}
-    assert len(keys) == 1 + len(OTHERS)
+    keys |= {CALL, replace(CALL, split=Split("batch", (Step(4, "onednn"),)))}
+    assert len(keys) == 3 + len(OTHERS)
     assert pickle.loads(pickle.dumps(KEY)) == KEY
 
 
