@@ -41,6 +41,7 @@ from typing import Any, TextIO, TypeVar
 import torch
 from gpu_kernels import SPLITS, TIMINGS, time_kernel
 
+from ucudnn import cache as caches
 from ucudnn.backends.cudnn.api import Handle
 from ucudnn.backends.cudnn.backend import CudnnBackend
 from ucudnn.backends.cudnn.engine import configurations
@@ -390,10 +391,8 @@ def tune_layers(suite: Suite) -> None:
         plan.save(suite.folder / f"plan_{limit}mib.json")
         suite.answers[f"tune_{limit}mib_seconds"] = round(time.monotonic() - began, 1)
         suite.save_answers()
-    from ucudnn.cache import commands
-
-    count = commands.export(suite.folder / "recorded.csv", cache)
-    suite.answers["recorded_measurements"] = count
+    with caches.open(cache, "r") as measured:
+        suite.answers["recorded_measurements"] = measured.export(suite.folder / "recorded.csv")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@
     wrapper.py    a base for caches that change some calls of another one
     hdf5/         a cache in a folder of HDF5 files
     entries.py    entries, and results of operations
-    summary.py    counts by device
-    explain.py    the entry nearest to a key that is missing
-    commands.py   the functions behind `ucudnn cache`
-    table/        measurements by column
-    exchange/     CSV, JSON and the tables of a probe
+    schema.py     the fields of an entry, and filters
+    table.py      measurements by column
+    exchange.py   CSV and JSON
 
 Importing this package loads no h5py; opening a cache does.
 """

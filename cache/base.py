@@ -1,21 +1,33 @@
-"""The contract of a measurement cache."""
+"""The contract of a measurement cache, and the explanation of why a key is not in it."""
 
 from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
 
-from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, Explanation, MergeReport
+from ucudnn.cache.entries import (
+    CacheInfo,
+    CheckReport,
+    Difference,
+    Entry,
+    Explanation,
+    MergeReport,
+)
 from ucudnn.cache.exchange import read_entries, write_entries
-from ucudnn.cache.explain import explain, key_texts
-from ucudnn.cache.table.schema import matches, parse_where
+from ucudnn.cache.schema import KEY_FIELDS, matches, parse_where
+from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
 from ucudnn.system.closing import AbstractClosable
 
+_PARTS = tuple(item.name for item in fields(MeasurementKey))
+
 
 class AbstractCache(AbstractClosable):
-    """Measurements by key; `ucudnn.testing` checks the laws that every cache keeps.
+    """Measurements by key.
 
     When `put` returns, `get` finds the measurements, in this process and in every later one. If two
     have the same key, the later one counts; nothing else changes the result of `get`. `put` raises
@@ -69,8 +81,8 @@ class AbstractCache(AbstractClosable):
         """
 
     @abstractmethod
-    def check(self, fix: bool = False) -> CheckReport:
-        """Read every file and report what is wrong; with `fix`, repair what can be repaired."""
+    def check(self) -> CheckReport:
+        """Read every file and report what is wrong."""
 
     @abstractmethod
     def info(self) -> CacheInfo:
@@ -84,17 +96,16 @@ class AbstractCache(AbstractClosable):
     def close(self) -> None:
         """Write entries that could not be written so far, and compact. Reading works afterwards."""
 
-    def put(self, measurements: Iterable[Measurement], device_uuid: str = "") -> None:
+    def put(self, measurements: Iterable[Measurement]) -> None:
         """Keep measurements: all or none, and durable when this returns.
 
         Args:
             measurements: of any devices; those of one kind of device are one atomic step.
-            device_uuid: product UUID of the GPU they were taken on; kept beside the key.
 
         Raises:
             CacheError: the cache is read-only, or a number needs more than 64 bits.
         """
-        self.put_entries([Entry(measurement, 0, device_uuid) for measurement in measurements])
+        self.put_entries([Entry(measurement) for measurement in measurements])
 
     def __iter__(self) -> Iterator[Measurement]:
         return (entry.measurement for entry in self.entries())
@@ -143,6 +154,77 @@ class AbstractCache(AbstractClosable):
         self.put_entries(entries)
         return len(entries)
 
-    def explain(self, key: MeasurementKey) -> Explanation:
-        """Explain whether a key is there, and if not, in which fields the nearest entry differs."""
-        return explain(key_texts(key), (measurement.key for measurement in self))
+    def explain(self, key: MeasurementKey | Mapping[str, object]) -> Explanation:
+        """Explain whether a key is there, and if not, in which fields the nearest entry differs.
+
+        Args:
+            key: a key, or some of its fields, such as {"problem.batch": 32}.
+
+        Raises:
+            ConfigError: a field that keys do not have.
+        """
+        wanted = key_texts(key) if isinstance(key, MeasurementKey) else parse_where(key)
+        found = explain(wanted, (measurement.key for measurement in self))
+        if not found.found or found.nearest is None:
+            return found
+        return replace(found, measurement=self.get(found.nearest))
+
+
+def key_texts(key: MeasurementKey) -> dict[str, str]:
+    """Every field of a key as text, by name."""
+    entry = Entry(Measurement(key, "untimed"))
+    return {field.name: field.text(entry) for field in KEY_FIELDS}
+
+
+def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explanation:
+    """Find the key that differs from the wanted values in the fewest fields.
+
+    Of several such keys, one whose problem and algorithm differ least is preferred, then the first.
+
+    Args:
+        wanted: text by field name; other fields may have any value.
+        keys: the keys of a cache.
+
+    Raises:
+        ConfigError: a field that keys do not have.
+    """
+    names = [field.name for field in KEY_FIELDS]
+    for name in wanted:
+        if name not in names:
+            raise ConfigError(f"{name!r} is not a field of a key; those are {', '.join(names)}")
+    counters = [(part, _difference_counter(part, wanted)) for part in _PARTS]
+    count, nearest, least = 0, None, (len(KEY_FIELDS) + 1, 0)
+    for key in keys:
+        count += 1
+        distances = [differences(getattr(key, part)) for part, differences in counters]
+        # "Another version of cuDNN" explains a miss better than "another layer".
+        distance = (sum(distances), distances[0] + distances[1])
+        if distance < least:
+            nearest, least = key, distance
+    if nearest is None:
+        return Explanation(count, None)
+    there = key_texts(nearest)
+    differences = tuple(
+        Difference(name, text, there[name]) for name, text in wanted.items() if there[name] != text
+    )
+    return Explanation(count, nearest, differences)
+
+
+def _difference_counter(part: str, wanted: Mapping[str, str]) -> Callable[[Any], int]:
+    """A function that counts the fields of one part of a key which differ from the wanted ones."""
+    compared = [
+        field
+        for field in KEY_FIELDS
+        if (field.part or field.own_name) == part and field.name in wanted
+    ]
+
+    # Keys share their parts: a million entries may have one device and a thousand problems.
+    @cache
+    def differences(value: Any) -> int:
+        texts = (
+            (field, field.kind.dump(getattr(value, field.own_name) if field.part else value))
+            for field in compared
+        )
+        return sum(text != wanted[field.name] for field, text in texts)
+
+    return differences

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
 
 from ucudnn.errors import CacheError
-from ucudnn.measurement import Device, Measurement, MeasurementKey
+from ucudnn.measurement import Device, Measurement, MeasurementKey, Software
 from ucudnn.units import format_bytes, format_ns
 
 # In the year 2116; a later time cannot come from a clock, and 2^63 would overflow in a file.
@@ -20,7 +22,6 @@ class Entry:
         measurement: the key and the numbers.
         stored_ns: time of storage in ns since 1970 (UTC); of two for one key the later counts. 0:
             not stored yet, `put_entries` sets it to the present.
-        device_uuid: product UUID of the GPU it was taken on, "" if unknown; not in the key.
 
     Raises:
         CacheError: the time is before 1970 or after 2116.
@@ -28,7 +29,6 @@ class Entry:
 
     measurement: Measurement
     stored_ns: int = 0
-    device_uuid: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.stored_ns <= LATEST_NS:
@@ -87,21 +87,19 @@ class CheckReport:
     Args:
         records: measurements that can be read.
         files: sound files.
-        problems: a sentence for each error that remains.
-        notes: a sentence for each finding that is no error: files of a later version, damaged files
-            that were set aside before, leftovers of killed writers.
-        fixed: a sentence for each error that was repaired.
+        problems: a sentence for each file that cannot be used.
+        notes: a sentence for each finding that is no error: files that were set aside before,
+            leftovers of killed writers, files of somebody else's.
     """
 
     records: int
     files: int
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:
-        """True if there is no error, or every one was repaired."""
+        """True if there is no error."""
         return not self.problems
 
 
@@ -141,7 +139,7 @@ class Explanation:
         entries: number of keys that were compared.
         nearest: the key that differs in the fewest fields, None in an empty cache.
         differences: the fields in which it differs; empty for a hit.
-        measurement: that of the nearest key, for a hit, where it was looked up.
+        measurement: that of the nearest key, for a hit.
     """
 
     entries: int
@@ -172,3 +170,42 @@ class Explanation:
         if found.time_ns is None:
             return f": {found.status}{f', {found.reason}' if found.reason else ''}"
         return f": {format_ns(found.time_ns)} in {format_bytes(found.workspace_bytes or 0)}"
+
+
+def info_of(
+    location: str, writable: bool, file_bytes: Sequence[int], entries: Iterable[Entry]
+) -> CacheInfo:
+    """Count entries by device, status and versions.
+
+    Args:
+        location: the cache's folder, or "memory".
+        writable: True if measurements can be added.
+        file_bytes: size of each file.
+        entries: one per key.
+    """
+    statuses: defaultdict[Device, Counter[str]] = defaultdict(Counter)
+    versions: defaultdict[Device, Counter[Software]] = defaultdict(Counter)
+    times: dict[Device, tuple[int, int]] = {}
+    for entry in entries:
+        key = entry.measurement.key
+        statuses[key.device][entry.measurement.status] += 1
+        versions[key.device][key.software] += 1
+        oldest, newest = times.get(key.device, (entry.stored_ns, entry.stored_ns))
+        times[key.device] = min(oldest, entry.stored_ns), max(newest, entry.stored_ns)
+    devices = tuple(
+        DeviceInfo(
+            device=device,
+            records=statuses[device].total(),
+            records_by_status=tuple(statuses[device].most_common()),
+            versions=tuple((_words(one), count) for one, count in versions[device].most_common()),
+            oldest_ns=times[device][0],
+            newest_ns=times[device][1],
+        )
+        for device in sorted(times, key=astuple)
+    )
+    return CacheInfo(location, writable, len(file_bytes), sum(file_bytes), devices)
+
+
+def _words(software: Software) -> str:
+    values = ((field.name, getattr(software, field.name)) for field in fields(software))
+    return ", ".join(f"{name} {value}" for name, value in values if value)

@@ -8,9 +8,8 @@ from dataclasses import replace
 from time import time_ns
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport
-from ucudnn.cache.summary import info_of
-from ucudnn.cache.table.schema import matches, parse_where
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport, info_of
+from ucudnn.cache.schema import matches, parse_where
 from ucudnn.measurement import Measurement, MeasurementKey
 
 
@@ -83,7 +82,7 @@ class MemoryCache(AbstractCache):
             del self._entries[key]
         return len(gone)
 
-    def check(self, fix: bool = False) -> CheckReport:  # noqa: ARG002 - as the contract has it
+    def check(self) -> CheckReport:
         """A report without problems: there are no files."""
         return CheckReport(records=len(self), files=0)
 

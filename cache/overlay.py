@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport
-from ucudnn.cache.summary import info_of
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport, info_of
 from ucudnn.measurement import Measurement, MeasurementKey
 
 
@@ -57,15 +56,14 @@ class LayeredCache(AbstractCache):
         """Remove entries of the top cache that match, and count them."""
         return self._top.prune(where, before_ns)
 
-    def check(self, fix: bool = False) -> CheckReport:
-        """Check the top cache, and fix only it; then the others."""
-        reports = [self._top.check(fix), *(layer.check() for layer in self._below)]
+    def check(self) -> CheckReport:
+        """Check every cache."""
+        reports = [layer.check() for layer in (self._top, *self._below)]
         return CheckReport(
             records=sum(report.records for report in reports),
             files=sum(report.files for report in reports),
             problems=tuple(one for report in reports for one in report.problems),
             notes=tuple(one for report in reports for one in report.notes),
-            fixed=reports[0].fixed,
         )
 
     def info(self) -> CacheInfo:

@@ -31,9 +31,9 @@ class AbstractWrapper(AbstractCache):
         """Remove entries of the wrapped cache."""
         return self._inner.prune(where, before_ns)
 
-    def check(self, fix: bool = False) -> CheckReport:
+    def check(self) -> CheckReport:
         """Check the wrapped cache."""
-        return self._inner.check(fix)
+        return self._inner.check()
 
     def info(self) -> CacheInfo:
         """Location and contents of the wrapped cache."""

@@ -14,7 +14,7 @@ from ucudnn.units import TOO_LARGE
 
 STATUSES = ("ok", "screened", "untimed", "failed")
 _SAYING_MORE = ("untimed", "screened", "ok")
-_TYPES = {"str": str, "bool": bool, "Role": str}
+_TYPES = {"str": str, "Role": str}
 
 
 _Words = TypeVar("_Words", bound=StrEnum)
@@ -112,7 +112,7 @@ def positions(chunks: int) -> tuple[Role, ...]:
 
 
 def _require_fields(value: Any) -> None:
-    """Refuse a dataclass whose strings, numbers and flags are not of the types it declares."""
+    """Refuse a dataclass whose strings and numbers are not of the types it declares."""
     for item in fields(value):
         given = getattr(value, item.name)
         if item.type == "int":
@@ -222,7 +222,6 @@ class Conditions:
         role: of the chunk in its call; a text such as "later" becomes the `Role` of that name.
         threads: torch's intra-operator threads on a CPU, 0 on a GPU.
         allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
-        captured: inside a CUDA graph.
         ranks_per_device: processes that share the device.
         mps_percent: share of a GPU's processors that MPS grants; 100 for a process that has the
             GPU to itself, 0 where several take turns on it without MPS.
@@ -234,7 +233,6 @@ class Conditions:
     role: Role = Role.ALONE
     threads: int = 0
     allocator: str = ""
-    captured: bool = False
     ranks_per_device: int = 1
     mps_percent: int = 100
 
@@ -301,7 +299,7 @@ class Measurement:
         error: relative error (L2) against a float64 reference; None if it was not measured.
         reason: why it failed, for people, else "".
         notes: what else is known, for people, such as "max_ulp=2".
-        failure: kind of the failure; None if it did not fail, or if an older file lacks it.
+        failure: kind of the failure; None if it did not fail, or if nobody knows.
         lost_to: the algorithm that it lost its race against, if it was eliminated; else "".
         implementation: as in `Candidate`.
         is_deterministic: as in `Candidate`.

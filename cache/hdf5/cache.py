@@ -11,16 +11,13 @@ from time import time_ns
 import numpy as np
 
 from ucudnn.cache.base import AbstractCache
-from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport
+from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport, info_of
 from ucudnn.cache.hdf5.check import check_folder
-from ucudnn.cache.hdf5.device_files import DeviceFiles
-from ucudnn.cache.hdf5.envelope import DamagedError, NewerError, verify
-from ucudnn.cache.hdf5.files import foreign_in, kinds_in, read_file
-from ucudnn.cache.hdf5.findings import Severity
+from ucudnn.cache.hdf5.codec import DamagedError, verify
+from ucudnn.cache.hdf5.files import DeviceFiles, foreign_in, kinds_in, read_file
 from ucudnn.cache.hdf5.store import DeviceStore
-from ucudnn.cache.summary import info_of
-from ucudnn.cache.table.builder import select_rows
-from ucudnn.cache.table.schema import matches, parse_where
+from ucudnn.cache.schema import matches, parse_where
+from ucudnn.cache.table import select_rows
 from ucudnn.errors import CacheError, CacheWarning, TableError, warn
 from ucudnn.measurement import Device, Measurement, MeasurementKey
 from ucudnn.system.forking import ForkSafeLock
@@ -150,27 +147,17 @@ class HDF5Cache(AbstractCache):
                 raise CacheError(
                     f"cannot write to the cache {self._path}: {error.strerror}; nothing was removed"
                 ) from error
-            for file in store.partial_files():
-                self._report(
-                    f"{file} was left as it is: a later version of ucudnn wrote it", Severity.NOTE
-                )
             return int((~stays).sum())
 
-    def check(self, fix: bool = False) -> CheckReport:
-        """Read every file and report what is wrong; with `fix`, repair what can be repaired."""
-        if fix:
-            self._require_writable()
+    def check(self) -> CheckReport:
+        """Read every file and report what is wrong."""
         with self._lock:
             try:
-                report = check_folder(self._path, self._use_locks, fix)
+                return check_folder(self._path)
             except OSError as error:
                 raise CacheError(
-                    f"cannot {'fix' if fix else 'read'} the cache {self._path}: {error.strerror}; "
-                    f"let this user {'write' if fix else 'read'} it"
+                    f"cannot read the cache {self._path}: {error.strerror}; let this user read it"
                 ) from error
-            if fix:
-                self.refresh()
-        return report
 
     def info(self) -> CacheInfo:
         """Location and contents of the cache."""
@@ -206,7 +193,7 @@ class HDF5Cache(AbstractCache):
     def _store(self, kind: str) -> DeviceStore:
         if kind not in self._store_by_kind:
             self._store_by_kind[kind] = DeviceStore(
-                DeviceFiles(self._path, kind, self._use_locks), self._mode == "a", self._report
+                DeviceFiles(self._path, kind, self._use_locks), self._mode == "a", _warn
             )
         return self._store_by_kind[kind]
 
@@ -219,9 +206,7 @@ class HDF5Cache(AbstractCache):
         for path in foreign:
             if path not in self._foreign:
                 self._foreign.add(path)
-                self._report(
-                    f"{path} is not a file of this cache: it was left as it is", Severity.NOTE
-                )
+                _warn(f"{path} is not a file of this cache: it was left as it is")
         for kind in kinds:
             self._store(kind)
         return [self._store_by_kind[kind] for kind in sorted(self._store_by_kind)]
@@ -239,8 +224,9 @@ class HDF5Cache(AbstractCache):
             folder = folder.parent
         return folder.is_dir() and os.access(folder, os.W_OK)
 
-    def _report(self, sentence: str, severity: Severity) -> None:  # noqa: ARG002 - as `Report` has it
-        warn(sentence, CacheWarning)
+
+def _warn(sentence: str) -> None:
+    warn(sentence, CacheWarning)
 
 
 def _copy_files(source: DeviceFiles, target: DeviceFiles) -> None:
@@ -248,8 +234,6 @@ def _copy_files(source: DeviceFiles, target: DeviceFiles) -> None:
         try:
             content = read_file(file)
             verify(content)
-        except NewerError:
-            pass  # copied: a later version will read it here as well as there
         except DamagedError:
             continue  # reported when the entries of the other cache are counted
         except OSError as error:

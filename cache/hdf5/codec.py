@@ -1,76 +1,81 @@
-"""Codec between tables and HDF5 data in memory; beside `datasets`, the only module that uses h5py.
+"""Codec between tables and the files of a cache; the only module that uses h5py.
 
 Whole files are read and written by the operating system, and libhdf5 works on memory only. So
 libhdf5 takes no file locks (which network file systems may lack), reads only data that has passed
 its checksum, and holds no file open across a fork.
 
+A file begins with an envelope of 512 bytes, an HDF5 user block, which HDF5 tools skip. Its digest
+covers the first line and everything after the block:
+
+    ucudnn-cache 1
+    bytes 24184
+    sha256 6b1c...
+    (zeros)
+
+The HDF5 data behind it:
+
     /problems      one row per convolution          /algorithms    JSON objects, see `Work`
     /contexts      device, software, conditions     /reasons       why something failed
     /measurements  numbers of the rows above        /notes         JSON arrays of text
-    /samples       times in ns, one row after another   /device_uuids
+    /samples       times in ns, one row after another
     /facts         JSON objects of facts that differ from their defaults
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import sha256
 from itertools import count
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any
 
 import h5py
 import numpy as np
 
-from ucudnn.cache.hdf5.columns import (
-    cast_columns,
-    context_rows,
-    contexts_from_rows,
-    encoded_words,
-    from_bytes,
-    narrow,
-    narrow_columns,
-    problems_from_rows,
-    to_bytes,
-)
-from ucudnn.cache.hdf5.datasets import read_numbers, read_texts
-from ucudnn.cache.hdf5.envelope import FORMAT, VERSION, DamagedError
-from ucudnn.cache.hdf5.facts import facts_from_texts, facts_to_text
-from ucudnn.cache.table.builder import merge_tables
-from ucudnn.cache.table.rows import (
+from ucudnn.cache.schema import CONTEXT_FIELDS, FIELD_BY_NAME, load_texts, split_from_text
+from ucudnn.cache.table import (
     MEASUREMENT_DTYPE,
     NONE,
     PROBLEM_DTYPE,
     Array,
     Context,
-    MeasurementRow,
+    Facts,
+    Table,
     Work,
-    sort_keys,
 )
-from ucudnn.cache.table.schema import CONTEXT_FIELDS, load_texts, split_from_text
-from ucudnn.cache.table.table import Table
-from ucudnn.cache.table.validity import possible_numbers, possible_problems
-from ucudnn.measurement import STATUSES, Subject
+from ucudnn.errors import CacheError, UcudnnError
+from ucudnn.measurement import STATUSES, Conditions, Device, FailureKind, Software, Subject
 from ucudnn.system.files import parse_json
-from ucudnn.units import TOO_LARGE
 
+VERSION = 1
+ENVELOPE_BYTES = 512
+FORMAT = "ucudnn-cache"
+# Enough of a file for `has_envelope`: the attributes of the root stand near the beginning.
+HEAD_BYTES = 1 << 16
+_MARK = FORMAT.encode()
+_FIRST_LINE = re.compile(rb"ucudnn-cache ([1-9]\d{0,8})\n")
+_HDF5 = b"\x89HDF\r\n\x1a\n"
 _numbers = count()
-_TEXTS = ("algorithms", "reasons", "notes", "device_uuids", "facts")
+# In the order of the parameters of `Table`.
+_TEXTS = ("algorithms", "reasons", "notes", "facts")
 # Columns of /measurements that point to rows of other tables.
-_POINTERS = ("problem", "context", "algorithm", "reason", "notes", "device_uuid", "facts")
-# Every dataset of this version with its columns.
-_KNOWN = {
+_POINTERS = ("problem", "context", "algorithm", "reason", "notes", "facts")
+_NARROWED = (*_POINTERS, "status", "samples", "first_sample")
+_COLUMNS = {
     "problems": PROBLEM_DTYPE.names,
     "contexts": tuple(field.name for field in CONTEXT_FIELDS),
     "measurements": MEASUREMENT_DTYPE.names,
     "samples": None,
-    **dict.fromkeys(_TEXTS),
 }
-_NARROWED = (*_POINTERS, "status", "samples", "first_sample")
 # H5LT_FILE_IMAGE_DONT_COPY | H5LT_FILE_IMAGE_DONT_RELEASE, which h5py passes on without names.
 _SHARED = 2 | 4
 _COMPRESSED_ROWS = 1024
 # So that a chunk and its compressed form fit into a processor's own cache.
 _CHUNK_ROWS = 8192
+# Rows compress by factors of 5 to 30. A few bytes of HDF5 can claim terabytes.
+_MOST_INFLATED = 64
 _ABOUT = "Times of convolution algorithms. A key is a problem, an algorithm and a context."
 _UNITS = {
     "measurements": {
@@ -85,11 +90,9 @@ _UNITS = {
         "has_error": "whether the error was measured",
         "reason": "row of /reasons",
         "notes": "row of /notes",
-        "device_uuid": "row of /device_uuids",
         "samples": "number of rows of /samples",
         "first_sample": "row of /samples",
         "stored_ns": "ns since 1970-01-01 UTC",
-        "checksum": "BLAKE2b with 8 bytes, see docs/cache.md",
         "facts": "row of /facts",
     },
     "problems": {
@@ -110,6 +113,57 @@ _UNITS = {
 }
 
 
+class DamagedError(CacheError):
+    """A file that differs from what was written, that no cache wrote, or another version did."""
+
+
+def has_envelope(head: bytes) -> bool:
+    """True for the first bytes of a file that only a cache can have written, damaged or not.
+
+    >>> has_envelope(wrap(b"anything")), has_envelope(bytes(600)), has_envelope(b"")
+    (True, False, False)
+
+    Args:
+        head: up to `HEAD_BYTES` from the beginning of the file.
+    """
+    # Where the envelope was destroyed, the HDF5 data behind it may still have the attribute that a
+    # cache gives its root.
+    is_hdf5 = head[ENVELOPE_BYTES : ENVELOPE_BYTES + len(_HDF5)] == _HDF5
+    return head.startswith(_MARK) or (is_hdf5 and _MARK in head[ENVELOPE_BYTES:])
+
+
+def wrap(data: bytes, version: int = VERSION) -> bytes:
+    """The contents of a file: HDF5 data behind its envelope."""
+    return _envelope(data, version) + data
+
+
+def _envelope(data: bytes | memoryview, version: int) -> bytes:
+    first = f"{FORMAT} {version}\n".encode()
+    digest = sha256(first)
+    digest.update(data)
+    return (first + f"bytes {len(data)}\nsha256 {digest.hexdigest()}\n".encode()).ljust(
+        ENVELOPE_BYTES, b"\0"
+    )
+
+
+def verify(content: bytes) -> None:
+    """Compare a file with its envelope, before HDF5 reads it.
+
+    >>> verify(wrap(b"anything"))
+
+    Raises:
+        DamagedError: it is not what was written, or is of another version.
+    """
+    first = _FIRST_LINE.match(content)
+    if not first:
+        raise DamagedError("it does not begin like a file of this cache")
+    version, data = int(first[1]), memoryview(content)[ENVELOPE_BYTES:]
+    if content[:ENVELOPE_BYTES] != _envelope(data, version):
+        raise DamagedError("its checksum does not agree with its contents")
+    if version != VERSION:
+        raise DamagedError(f"it has format version {version}, this ucudnn reads {VERSION}")
+
+
 def encode(table: Table) -> bytes:
     """The HDF5 data of a table.
 
@@ -120,14 +174,13 @@ def encode(table: Table) -> bytes:
         "algorithms": [json.dumps(work.texts, ensure_ascii=False) for work in table.algorithms],
         "reasons": table.reasons,
         "notes": [json.dumps(notes, ensure_ascii=False) for notes in table.notes],
-        "device_uuids": table.device_uuids,
-        "facts": list(map(facts_to_text, table.facts)),
+        "facts": [json.dumps(facts.unusual, ensure_ascii=False) for facts in table.facts],
     }
     arrays = {
         "problems": table.problems,
-        "contexts": context_rows(table.contexts),
-        "measurements": narrow_columns(table.rows, _NARROWED),
-        "samples": narrow(table.samples),
+        "contexts": _context_rows(table.contexts),
+        "measurements": _narrow_columns(table.rows, _NARROWED),
+        "samples": _narrow(table.samples),
     }
     # HDF5 opens no two files of one name at a time in a process, not even in memory.
     with h5py.File(f"image {next(_numbers)}", "w", driver="core", backing_store=False) as file:
@@ -136,7 +189,7 @@ def encode(table: Table) -> bytes:
             dataset = file.create_dataset(name, data=array, **_storage(name, array))
             dataset.attrs["units"] = "\n".join(f"{k}: {v}" for k, v in _UNITS[name].items())
         for name, values in texts.items():
-            encoded = [to_bytes(value) for value in values]
+            encoded = [_to_bytes(value) for value in values]
             file.create_dataset(name, (len(encoded),), h5py.string_dtype(), encoded)
         file.flush()
         data: bytes = file.id.get_file_image()
@@ -145,112 +198,185 @@ def encode(table: Table) -> bytes:
 
 def _storage(name: str, array: Array) -> Mapping[str, Any]:
     # Times hardly compress. Contexts are few, and their texts may shrink by more than the factor
-    # that `datasets` accepts.
+    # that is accepted.
     if len(array) < _COMPRESSED_ROWS or name not in ("problems", "measurements"):
         return {}
     chunks = (min(len(array), _CHUNK_ROWS),)
     return {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True}
 
 
-def decode(data: bytes, only_possible: bool = False) -> tuple[Table, bool]:
-    """The table of an HDF5 file, with or without an envelope, and whether it is complete.
-
-    It is incomplete if the file has columns or values of a later version. Such a file must not be
-    replaced by the entries that were read.
-
-    Args:
-        data: the file.
-        only_possible: leave out entries with impossible values, which damage can cause.
+def decode(data: bytes) -> Table:
+    """The table of an HDF5 file, with or without an envelope.
 
     Raises:
-        DamagedError: it is not HDF5, lacks a table or a column, claims more than it can hold, its
-            tables do not fit together, or it has an impossible entry.
-        NewerError: a later version wrote something that cannot be passed over.
+        DamagedError: it is not HDF5, its tables or columns are not those of this version, it claims
+            more than it can hold, or its tables do not fit together.
     """
     try:
-        return _interpret(*_load(data), only_possible)
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        # libhdf5 reads these very bytes, which outlive the file; a copy takes as long as inflating.
+        with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
+            arrays = {name: _read(file, name, len(data)) for name in _COLUMNS}
+            texts = {name: list(_read(file, name, len(data))) for name in _TEXTS}
+        return _table(arrays, {name: list(map(_from_bytes, texts[name])) for name in _TEXTS})
+    except DamagedError:
+        raise
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, UcudnnError) as error:
         raise DamagedError(f"it is no table of measurements: {error}") from error
 
 
-def _load(data: bytes) -> tuple[dict[str, Array], dict[str, list[bytes]], bool]:
-    """Tables of numbers, tables of texts, and whether the file holds nothing else."""
-    # libhdf5 reads these very bytes, which outlive the file; a copy takes as long as inflating.
-    with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
-        texts = {name: read_texts(file, name, len(data)) for name in _TEXTS}
-        arrays = {
-            name: read_numbers(file, name, len(data)) for name in _KNOWN if name not in _TEXTS
-        }
-        is_known = set(file) <= set(_KNOWN)
-    return arrays, texts, is_known
+def _read(file: h5py.File, name: str, length: int) -> Array:
+    """The rows of a dataset."""
+    # A link could lead into another file.
+    dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
+    if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1:
+        raise DamagedError(f"its {name} is no table")
+    properties = dataset.id.get_create_plist()
+    is_elsewhere = properties.get_external_count() or properties.get_layout() == h5py.h5d.VIRTUAL
+    if is_elsewhere or len(dataset) * dataset.dtype.itemsize > _MOST_INFLATED * length:
+        raise DamagedError(f"its table {name} claims more than the file can hold")
+    if name in _TEXTS:
+        if h5py.check_string_dtype(dataset.dtype) is None:
+            raise DamagedError(f"its table {name} holds no texts")
+    elif dataset.dtype.names != _COLUMNS[name]:
+        raise DamagedError(f"the columns of its table {name} are not those of this version")
+    rows: Array = dataset[()]
+    return rows
 
 
-def _work_from_text(text: str) -> Work:
-    values = parse_json(text)
-    work = Work(**values)
-    # A key that cannot be is damage here, before anybody looks it up.
-    if not all(isinstance(value, str) for value in work) or work.subject not in tuple(Subject):
-        raise ValueError(f"{text} is no algorithm")
-    if work.split:
-        split_from_text(work.split)
-    return work
-
-
-def _are_none(values: Sequence[object]) -> Array:
-    return np.array([value is None for value in values], bool)
-
-
-def _interpret(
-    arrays: dict[str, Array], encoded: dict[str, list[bytes]], is_known: bool, only_possible: bool
-) -> tuple[Table, bool]:
-    contexts = contexts_from_rows(arrays["contexts"])
-    problems, unknown_problems = problems_from_rows(arrays["problems"])
-    defaults = MeasurementRow._field_defaults
-    rows = cast_columns(arrays["measurements"], MEASUREMENT_DTYPE, defaults)
-    texts = {name: list(map(from_bytes, encoded[name])) for name in _TEXTS}
-    _require_fit(rows, [problems, contexts, *texts.values()], arrays["samples"])
-    unknown = unknown_problems[rows["problem"]] | ~np.isin(rows["status"], encoded_words(STATUSES))
-    unknown |= _are_none(contexts)[rows["context"]]
-    facts, unknown_facts = facts_from_texts(texts["facts"])
-    unknown |= unknown_facts[rows["facts"]]
-    possible = possible_numbers(rows) & possible_problems(problems)[rows["problem"]]
-    # The rules for unknown values are unknown, too.
-    if not only_possible and not (possible | unknown).all():
-        raise DamagedError("it has an entry that cannot be")
-    stays = possible & ~unknown
+def _table(arrays: Mapping[str, Array], texts: Mapping[str, list[str]]) -> Table:
+    rows, samples = arrays["measurements"], arrays["samples"]
+    _require_kinds(rows, MEASUREMENT_DTYPE)
+    _require_kinds(arrays["problems"], PROBLEM_DTYPE)
     table = Table(
-        problems,
-        cast(list[Context], contexts),  # no row that stays points to None
-        list(map(_work_from_text, texts["algorithms"])),
+        arrays["problems"].astype(PROBLEM_DTYPE, copy=False),
+        _contexts(arrays["contexts"]),
+        list(map(_work, texts["algorithms"])),
         texts["reasons"],
         list(map(load_texts, texts["notes"])),
-        facts,
-        texts["device_uuids"],
-        rows if stays.all() else rows[stays],
+        list(map(_facts, texts["facts"])),
+        rows,
         # In a file they are as narrow as the largest. From 2^32 ns on that is uint64, which
         # numpy joins with int64 to floats.
-        arrays["samples"].astype("<i8"),
+        samples.astype("<i8"),
     )
-    columns = {name: arrays[name].dtype.names for name in arrays}
-    is_known &= all(set(columns[name] or ()) <= set(_KNOWN[name] or ()) for name in arrays)
-    complete = is_known and not unknown.any()
-    # Merging sorts, which a file of this version does not need.
-    return (table if complete and _is_sorted(table) else merge_tables([table])), complete
-
-
-def _require_fit(rows: Array, tables: Sequence[Sequence[Any] | Array], samples: Array) -> None:
-    first, count = rows["first_sample"].astype("<i8"), rows["samples"].astype("<i8")
-    fits = samples.dtype.kind in "iu" and first.min(initial=0) >= 0
-    fits &= (first <= len(samples) - count).all()
-    # Rows that share samples would let a small file stand for any number of them.
-    fits &= count.sum() <= len(samples)
-    fits &= samples.min(initial=0) >= 0 and samples.max(initial=0) < TOO_LARGE
-    for name, table in zip(_POINTERS, tables, strict=True):
-        fits &= len(rows) == 0 or rows[name].max() < len(table)
-    if not fits:
+    lists: tuple[Collection[object], ...] = (
+        *(table.problems, table.contexts, table.algorithms),
+        *(table.reasons, table.notes, table.facts),
+    )
+    for name, values in zip(_POINTERS, lists, strict=True):
+        if len(rows) and rows[name].max() >= len(values):
+            raise DamagedError("its tables do not fit together")
+    ends = rows["first_sample"].astype("<i8") + rows["samples"]
+    if ends.max(initial=0) > len(samples) or rows["first_sample"].min(initial=0) < 0:
         raise DamagedError("its tables do not fit together")
+    return table
 
 
-def _is_sorted(table: Table) -> bool:
-    keys, problem = sort_keys(table.problems), table.rows["problem"]
-    return bool((keys[1:] > keys[:-1]).all() and (problem[1:] >= problem[:-1]).all())
+def _contexts(table: Array) -> list[Context]:
+    texts = {field.name for field in CONTEXT_FIELDS if field.is_text}
+    contexts = []
+    for row in table.tolist():
+        parts: dict[str, dict[str, Any]] = {"device": {}, "software": {}, "conditions": {}, "": {}}
+        for name, value in zip(_COLUMNS["contexts"] or (), row, strict=True):
+            part, _, own_name = name.rpartition(".")
+            parts[part][own_name] = _from_bytes(value) if name in texts else value
+        contexts.append(
+            Context(
+                Device(**parts["device"]),
+                Software(**parts["software"]),
+                Conditions(**parts["conditions"]),
+                **parts[""],
+            )
+        )
+    return contexts
+
+
+def _work(text: str) -> Work:
+    values = parse_json(text)
+    split = split_from_text(values["split"]) if "split" in values else None
+    subject = Subject(values.get("subject", Subject.CHUNK))
+    return Work(values["algorithm"], subject, split, values.get("race", ""))
+
+
+def _facts(text: str) -> Facts:
+    values = parse_json(text)
+    if not isinstance(values, dict):
+        raise DamagedError("its facts are no JSON objects")
+    for name, value in values.items():
+        if not FIELD_BY_NAME[name].kind.accepts(value):
+            raise DamagedError(f"its facts must not have {name}={value!r}")
+    failure = values.get("failure")
+    return Facts(**{**values, "failure": None if failure is None else FailureKind(failure)})
+
+
+def _require_kinds(rows: Array, layout: np.dtype[Any]) -> None:
+    """Refuse columns of other kinds; narrow numbers are unsigned, whatever they are in memory."""
+    for name in layout.names or ():
+        stored, kind = rows.dtype[name], layout[name]
+        is_number = {stored.base.kind, kind.base.kind} <= {"i", "u"}
+        if stored.shape != kind.shape or not (is_number or stored.base.kind == kind.base.kind):
+            raise DamagedError(f"its column {name} holds something else")
+
+
+def _to_bytes(text: str) -> bytes:
+    r"""UTF-8 for HDF5, in which text ends at a zero byte: U+0000 becomes C0 80, as in Java.
+
+    >>> _from_bytes(_to_bytes("a\0b")) == "a\0b"
+    True
+    """
+    return text.encode("utf-8", "surrogatepass").replace(b"\0", b"\xc0\x80")
+
+
+def _from_bytes(data: bytes) -> str:
+    """Text that `_to_bytes` encoded."""
+    return data.replace(b"\xc0\x80", b"\0").decode("utf-8", "surrogatepass")
+
+
+def _narrow(column: Array) -> Array:
+    """The same words or non-negative numbers, in the narrowest type that holds them all."""
+    # Fewer bytes take less time to inflate when the file is read.
+    if column.dtype.kind == "S":
+        width = np.char.str_len(column).max(initial=1)
+        return column.astype(f"S{width}")
+    return column.astype(np.min_scalar_type(column.max(initial=0)))
+
+
+def _narrow_columns(rows: Array, names: Iterable[str]) -> Array:
+    """The same rows with some columns made narrow."""
+    chosen = set(names)
+    return _joined(
+        {
+            name: _narrow(rows[name]) if name in chosen else rows[name]
+            for name in rows.dtype.names or ()
+        }
+    )
+
+
+def _joined(columns: Mapping[str, Array]) -> Array:
+    length = len(next(iter(columns.values())))
+    rows = np.empty(length, [(name, column.dtype) for name, column in columns.items()])
+    for name, column in columns.items():
+        rows[name] = column
+    return rows
+
+
+def _context_rows(contexts: Sequence[Context]) -> Array:
+    """Contexts as a table; its text columns are as wide as their longest text.
+
+    Raises:
+        CacheError: a number needs more than 64 bits.
+    """
+    columns = {}
+    for field in CONTEXT_FIELDS:
+        values = [attrgetter(field.name)(context) for context in contexts]
+        if field.is_text:
+            encoded = [_to_bytes(value) for value in values]
+            # HDF5 has no texts of width 0.
+            width = max(map(len, encoded), default=0) or 1
+            columns[field.name] = np.array(encoded, f"S{width}")
+        else:
+            try:
+                columns[field.name] = np.array(values, "<i8")
+            except OverflowError:
+                raise CacheError(f"{field.name} must be below 2^63 to be stored") from None
+    return _joined(columns)

@@ -7,29 +7,123 @@ publishes the union as one more file, and only then removes the files that it wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import time_ns
+from typing import TypeAlias
 
 import numpy as np
 
 from ucudnn.cache.entries import LATEST_NS, Entry
-from ucudnn.cache.hdf5.codec import encode
-from ucudnn.cache.hdf5.device_files import DeviceFiles
-from ucudnn.cache.hdf5.envelope import wrap
-from ucudnn.cache.hdf5.files import read_envelope
-from ucudnn.cache.hdf5.findings import Report, Severity
-from ucudnn.cache.hdf5.loading import Loader
-from ucudnn.cache.table.builder import EMPTY, build_table, merge_tables, select_rows
-from ucudnn.cache.table.table import Table
+from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, decode, encode, verify, wrap
+from ucudnn.cache.hdf5.files import (
+    DeviceFiles,
+    is_ours,
+    read_envelope,
+    read_file,
+    set_aside,
+    unique_name,
+)
+from ucudnn.cache.table import EMPTY, Table, build_table, merge_tables, select_rows
 from ucudnn.measurement import Measurement, MeasurementKey
+
+# Called with a sentence about a file that cannot be read or written.
+Report: TypeAlias = Callable[[str], None]
+_GONE = (errno.ENOENT, errno.ESTALE)
 
 _MANY_SEGMENTS = 64
 # X.h5 is rewritten only for segments that hold at least a fourth of its entries.
 _REWRITE_RATIO = 4
 _LISTINGS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Lists and loads the files of one kind of device.
+
+    Args:
+        files: the files of that kind.
+        writable: False: damaged files stay where they are.
+        report: called with findings about files that cannot be used.
+    """
+
+    files: DeviceFiles
+    writable: bool
+    report: Report
+
+    def require_folder(self) -> None:
+        """Report a file that is in the place of the folder of segments."""
+        folder = self.files.segments
+        # A link that leads nowhere is there for lexists alone.
+        if os.path.lexists(folder) and not folder.is_dir():
+            self.report(
+                f"{folder} is not a folder: it was left as it is; move it elsewhere, so that "
+                f"measurements can be kept there",
+            )
+
+    def listing(self) -> tuple[bytes | None, list[str]]:
+        """First bytes of X.h5, and the names of the segments."""
+        envelope = read_envelope(self.files.compacted)
+        try:
+            return envelope, self.files.segment_names()
+        except OSError as error:
+            self.report(
+                f"{self.files.segments} cannot be read ({error.strerror}): it is not used",
+            )
+            return envelope, []
+
+    def load(self, path: Path) -> tuple[Table, bytes] | None:
+        """Table and first bytes of a file; None if it is gone or cannot be used (reported)."""
+        try:
+            # First of all: a file that is not a cache's must never be renamed.
+            if not is_ours(path):
+                self._report_foreign(path)
+                return None
+            content = read_file(path)
+            verify(content)
+            return decode(content), content[:ENVELOPE_BYTES]
+        except DamagedError as error:
+            self._put_aside(path, error)
+        except OSError as error:
+            # A compaction has moved its entries to a file that the next listing shows.
+            if error.errno not in _GONE:
+                self.report(
+                    f"{path} cannot be read ({error.strerror}): its measurements are not used",
+                )
+        return None
+
+    def _report_foreign(self, path: Path) -> None:
+        self.report(
+            f"{path} is not a file of this cache, or is damaged beyond recognition: it was left as "
+            f"it is and is not used; move it elsewhere",
+        )
+
+    def _put_aside(self, path: Path, error: DamagedError) -> None:
+        aside = None
+        if self.writable:
+            # The folder may be read-only, or another process may have moved the file.
+            with suppress(OSError):
+                aside = set_aside(path)
+        if aside is not None and self._put_back(aside):
+            return
+        where = f"it was kept as {aside.name}" if aside else "it was left where it is"
+        self.report(f"{path} cannot be used: {error}; {where}, and what it held is measured anew")
+
+    def _put_back(self, aside: Path) -> bool:
+        """Make a file that was set aside a segment, if it is sound after all."""
+        # Another process may have put a sound file there between our reading and renaming.
+        try:
+            content = read_file(aside)
+            verify(content)
+            decode(content)
+            os.rename(aside, self.files.segments / unique_name(time_ns()))
+        except (OSError, DamagedError):
+            return False
+        return True
 
 
 class DeviceStore:
@@ -49,17 +143,16 @@ class DeviceStore:
         self._loader = Loader(files, writable, report)
         self._report = report
         self._listed = False
-        # Contents of X.h5, of the segments, and of files that a later version wrote.
-        self._base = self._recent = self._partial = EMPTY
+        # Contents of X.h5, and of the segments.
+        self._base = self._recent = EMPTY
         # Tables that belong to `_recent`; they are merged when it is next read.
         self._unmerged: list[Table] = []
         self._searched: list[Table] | None = None
         # First bytes of the X.h5 that `_base` holds, and of the one that was last tried.
         self._base_envelope: bytes | None = None
         self._tried_envelope: bytes | None = None
-        # By segment: True where `_recent` holds all of it, so that compaction may remove it.
-        self._complete_by_name: dict[str, bool] = {}
-        self._partial_paths: list[Path] = []
+        # By segment: True where `_recent` holds it, so that compaction may remove it.
+        self._is_held: dict[str, bool] = {}
         self._newest_ns = 0
         # Entries of this process: those that the disk did not take, and the others by segment.
         self._pending: Table | None = None
@@ -91,10 +184,6 @@ class DeviceStore:
             rows = select_rows(table, np.isin(table.rows["facts"], loaded))
             yield from (entry.measurement for entry in rows.entries())
 
-    def partial_files(self) -> list[Path]:
-        """Files that hold more than this version understands; they must stay."""
-        return [path for path in self._partial_paths if path.exists()]
-
     def _tables(self) -> list[Table]:
         """Tables to search: few, none of them empty."""
         if not self._listed:
@@ -103,8 +192,7 @@ class DeviceStore:
             if self._unmerged:
                 self._recent = merge_tables([self._recent, *self._unmerged])
                 self._unmerged.clear()
-            tables = (self._recent, self._base, self._partial)
-            self._searched = [table for table in tables if len(table)]
+            self._searched = [table for table in (self._recent, self._base) if len(table)]
         return self._searched
 
     def refresh(self) -> None:
@@ -130,23 +218,21 @@ class DeviceStore:
             self._tried_envelope = envelope
             self._load(self.files.compacted)
         for name in names:
-            if name not in self._complete_by_name:
-                self._complete_by_name[name] = self._load(self.files.segments / name)
+            if name not in self._is_held:
+                self._is_held[name] = self._load(self.files.segments / name)
 
     def _load(self, path: Path) -> bool:
-        """Take in a file; True if that is all of it."""
+        """Take in a file; True if it could be used."""
         loaded = self._loader.load(path)
         if loaded is None:
             return False
-        if not loaded.complete:
-            self._partial_paths.append(path)
-            self._partial = merge_tables([self._partial, loaded.table])
-        elif path == self.files.compacted:
-            self._base, self._base_envelope = loaded.table, loaded.envelope
+        table, envelope = loaded
+        if path == self.files.compacted:
+            self._base, self._base_envelope = table, envelope
         else:
-            self._unmerged.append(loaded.table)
-        self._newest_ns = max(self._newest_ns, loaded.table.newest_ns)
-        return loaded.complete
+            self._unmerged.append(table)
+        self._newest_ns = max(self._newest_ns, table.newest_ns)
+        return True
 
     def put(self, entries: Iterable[Entry]) -> None:
         """Keep entries, on the disk where that is possible.
@@ -183,10 +269,9 @@ class DeviceStore:
                     f"measurements cannot be written to {self.files.segments} ({error.strerror}) "
                     f"and are kept in memory until this process ends; set UCUDNN_CACHE to a folder "
                     f"with room that can be written",
-                    Severity.WRONG,
                 )
             return
-        self._complete_by_name[name] = True
+        self._is_held[name] = True
         self._own[name] = table
         self._pending = None
 
@@ -197,18 +282,18 @@ class DeviceStore:
         # Even if another process holds the lock, this one leaves a single segment.
         if len(self._own) > 1:
             self._compact_own()
-        if self._own or len(self._complete_segments()) >= _MANY_SEGMENTS:
+        if self._own or len(self._held_segments()) >= _MANY_SEGMENTS:
             self.compact()
 
-    def _complete_segments(self) -> list[str]:
-        return [name for name, complete in self._complete_by_name.items() if complete]
+    def _held_segments(self) -> list[str]:
+        return [name for name, is_held in self._is_held.items() if is_held]
 
     def _compact_own(self) -> None:
         """Replace this process's segments by one; this needs neither a lock nor reading."""
         table = merge_tables(list(self._own.values()))
         with suppress(OSError):
             name = self.files.publish(_content(table), table.newest_ns)
-            self._complete_by_name[name] = True
+            self._is_held[name] = True
             self.files.remove(self._own)
             self._own = {name: table}
 
@@ -223,7 +308,7 @@ class DeviceStore:
                     self._replace_segments(self._recent)
 
     def replace_all(self, table: Table) -> None:
-        """Put one table in the place of every file that was read and understood.
+        """Put one table in the place of every file that was read.
 
         Raises:
             OSError: it cannot be written; the files are as before.
@@ -234,18 +319,18 @@ class DeviceStore:
         if name is not None and self.files.promote(name):
             self._base, self._recent = self._recent, EMPTY
             self._base_envelope = read_envelope(self.files.segments / name)
-            del self._complete_by_name[name]
+            del self._is_held[name]
             self.files.remove([name])
 
     def _replace_segments(self, table: Table) -> str | None:
         """Put one table in the place of the segments; return its name, None if it is empty."""
-        replaced = self._complete_segments()
+        replaced = self._held_segments()
         name = self.files.publish(_content(table), table.newest_ns) if len(table) else None
         self.files.remove(replaced)
         for old in replaced:
-            del self._complete_by_name[old]
+            del self._is_held[old]
         if name is not None:
-            self._complete_by_name[name] = True
+            self._is_held[name] = True
         self._recent, self._searched, self._own = table, None, {}
         # Part of the table, unless they were pruned: then they must not be written any more.
         self._pending = None

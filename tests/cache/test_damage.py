@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import h5py
+import laws
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn import testing
 from ucudnn.cache import CacheWarning
-from ucudnn.cache.hdf5.envelope import ENVELOPE_BYTES, wrap
-from ucudnn.cache.hdf5.recovery import salvage
+from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, wrap
 from ucudnn.measurement import Device, Measurement
 
 DEVICE = Device("cpu", "one")
 SAMPLES = [
     replace(one, key=replace(one.key, device=DEVICE))
-    for one in testing.sample_measurements(60, seed=9)[1::3]
+    for one in laws.sample_measurements(60, seed=9)[1::3]
 ]
 OLD, NEW = SAMPLES[:12], SAMPLES[12:]
 
@@ -146,8 +143,7 @@ def test_what_may_be_anybodys_is_named_and_left(victim: str, damage: str, segmen
         assert len(caught) == 1
         assert str(path) in str(caught[0].message)
         cache.put(SAMPLES)
-        report = cache.check(fix=True)
-        assert not report.fixed
+        report = cache.check()
         assert [str(path) in problem for problem in report.problems] == [True]
         cache.prune({"protocol": 99})
     assert identity(path) == before
@@ -171,9 +167,8 @@ def test_a_users_own_files_in_the_folder_are_named_and_left(segment: Path) -> No
             assert texts(cache) == texts(SAMPLES)
             cache.put(OLD)
             cache.merge(root)
-            report = cache.check(fix=True)
+            report = cache.check()
             cache.prune({"status": "failed"})
-    assert not report.fixed
     said = [str(one.message) for one in caught]
     for path in own[:2]:
         assert any(str(path) in sentence for sentence in said)
@@ -238,88 +233,7 @@ def test_a_file_replaced_by_a_sound_one_in_the_meantime_is_used(
         assert cache.check().clean
 
 
-def test_fixing_recovers_every_entry_that_is_still_itself(segment: Path) -> None:
-    root = root_of(segment)
-    with h5py.File(segment) as file:  # the bytes of one entry's time, in contiguous storage
-        table = file["measurements"]
-        field = table.dtype.fields["time_ns"][1]
-        place = table.id.get_offset() + 3 * table.dtype.itemsize + field
-        hit = int(table[3]["stored_ns"])
-    flip(segment, place)
-    with caches.open(root) as cache:
-        with pytest.warns(CacheWarning, match="cache check --fix"):
-            assert texts(cache) == texts(OLD)
-        report = cache.check(fix=True)
-        assert any("7 sound entries were recovered" in fixed for fixed in report.fixed)
-        assert report.clean
-        lost = set(texts(SAMPLES)) - set(texts(cache))
-        assert len(lost) == 1
-        assert hit not in {entry.stored_ns for entry in cache.entries()}
-        assert len(list(root.rglob("*.salvaged-*"))) == 1
-        assert not cache.check(fix=True).fixed
-
-
-def test_fixing_recovers_everything_from_a_file_whose_envelope_alone_is_bad(segment: Path) -> None:
-    flip(segment, 40)
-    with caches.open(root_of(segment)) as cache:
-        report = cache.check(fix=True)
-        assert any("was kept as" in fixed for fixed in report.fixed)
-        assert any("8 sound entries" in fixed for fixed in report.fixed)
-        assert texts(cache) == texts(SAMPLES)
-
-
-def test_a_file_without_a_folder_of_segments_is_recovered_too(tmp_path: Path) -> None:
-    with caches.open(tmp_path) as cache:
-        cache.put(OLD)
-    (tmp_path / "cpu-one.h5.d").rmdir()
-    flip(tmp_path / "cpu-one.h5", 40)
-    with pytest.warns(CacheWarning), caches.open(tmp_path) as cache:
-        assert len(cache) == 0
-    with caches.open(tmp_path) as cache:
-        assert any("set aside" in note for note in cache.check().notes)
-        assert cache.check(fix=True).fixed
-        assert texts(cache) == texts(OLD)
-
-
-@pytest.mark.slow
-def test_no_flipped_byte_brings_back_a_wrong_number(tmp_path: Path) -> None:
-    """Every 199th byte in turn, in one child process as salvaging runs it."""
-    with caches.open(tmp_path) as cache:
-        cache.put(OLD)
-    program = """
-import sys
-from pathlib import Path
-from ucudnn.cache.hdf5 import recovery
-whole, target = Path(sys.argv[1]), Path(sys.argv[2])
-data = whole.read_bytes()
-for place in range(0, len(data), 199):
-    bad = bytearray(data)
-    bad[place] ^= 1 << place % 8
-    source = target / "bad"
-    source.write_bytes(bad)
-    out = target / f"{place}.h5"
-    if recovery.main(source, out):
-        continue
-"""
-    file, out = tmp_path / "cpu-one.h5", tmp_path / "out"
-    out.mkdir()
-    subprocess.run([sys.executable, "-c", program, str(file), str(out)], check=True, timeout=100)
-    recovered = sorted(out.glob("*.h5"))
-    assert recovered
-    for path in recovered:
-        root = path.with_suffix("")
-        (root / "cpu-one.h5.d").mkdir(parents=True)
-        path.rename(root / "cpu-one.h5.d" / "1.h5")
-        with caches.open(root, "r") as cache:
-            assert set(map(repr, cache)) <= set(map(repr, OLD))
-
-
-def test_salvaging_ends_when_its_time_is_up(segment: Path) -> None:
-    assert salvage(segment, seconds=0.001) is None
-    assert len(salvage(segment) or ()) == len(NEW)
-
-
-def test_leftovers_of_killed_writers_are_noted_and_removed_when_old(segment: Path) -> None:
+def test_leftovers_of_killed_writers_are_noted_when_old(segment: Path) -> None:
     young, old = (segment.parent / f".new-{name}" for name in ("7-0123abcd", "8-0123abcd"))
     for path in (young, old):
         path.write_bytes(b"half a fi")
@@ -328,9 +242,7 @@ def test_leftovers_of_killed_writers_are_noted_and_removed_when_old(segment: Pat
         report = cache.check()
         assert report.clean
         assert [str(old) in note for note in report.notes] == [True]
-        assert any("removed" in fixed for fixed in cache.check(fix=True).fixed)
-        assert young.exists()
-        assert not old.exists()
+        assert not any(str(young) in note for note in report.notes)
 
 
 def test_an_unreadable_file_is_named_and_left(

@@ -6,21 +6,21 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import laws
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn import testing
 from ucudnn.cache import Entry
 from ucudnn.cache.hdf5 import store
-from ucudnn.cache.table.builder import build_table, merge_tables
+from ucudnn.cache.table import build_table, merge_tables
 from ucudnn.measurement import Measurement, MeasurementKey
 
-KEYS = [one.key for one in testing.sample_measurements(25, seed=8)]
+KEYS = [one.key for one in laws.sample_measurements(25, seed=8)]
 
 
 def random_measurement(chance: random.Random) -> Measurement:
     """A measurement of one of KEYS."""
-    template = chance.choice(testing.sample_measurements(8, seed=chance.randrange(50)))
+    template = chance.choice(laws.sample_measurements(8, seed=chance.randrange(50)))
     return replace(template, key=chance.choice(KEYS), notes=(str(chance.random()),))
 
 
@@ -66,8 +66,8 @@ def test_any_sequence_of_operations(
 def test_tables_merge_like_dictionaries_in_any_order(seed: int) -> None:
     chance = random.Random(seed)
     entries = [
-        Entry(random_measurement(chance), stored_ns=chance.randrange(1, 40), device_uuid=f"{n % 3}")
-        for n in range(120)
+        Entry(random_measurement(chance), stored_ns)
+        for stored_ns in chance.sample(range(1, 1000), 120)
     ]
     parts: list[list[Entry]] = [[] for _ in range(6)]
     for entry in entries:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import laws
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn import testing
 from ucudnn.cli import targets
 from ucudnn.errors import TuningInterruptedError
 from ucudnn.plan import Plan
@@ -92,10 +92,10 @@ def done_compare(at: Setting) -> None:
 
 def done_cache(at: Setting) -> None:
     with caches.open(at.folder) as cache:
-        cache.put(testing.sample_measurements(1))
+        cache.put(laws.sample_measurements(1))
         (batch,) = (one.key.problem.batch for one in cache)
     mine = ("--cache", at.folder)
-    for words in ("check", "info", "list", f"explain --where problem.batch={batch}"):
+    for words in ("check", "info", f"explain --where problem.batch={batch}"):
         assert at.status("cache", *words.split(), *mine) == 0, words
 
 
@@ -128,7 +128,7 @@ def no_from_compare(at: Setting) -> None:
 
 def no_from_cache(at: Setting) -> None:
     with caches.open(at.folder) as cache:
-        cache.put(testing.sample_measurements(20))
+        cache.put(laws.sample_measurements(20))
     mine = ("--cache", at.folder)
     assert at.status("cache", "explain", "--where", "software.torch=0.0", *mine) == 1
     for path in at.folder.rglob("*.h5"):
@@ -213,7 +213,7 @@ def environment_of_show(at: Setting) -> None:
 
 def environment_of_cache(at: Setting) -> None:
     with caches.open(at.folder / "sound") as cache:
-        cache.put(testing.sample_measurements(1))
+        cache.put(laws.sample_measurements(1))
         cache.export(at.folder / "timings.csv")
     inside = ("--cache", at.damaged / "cache")
     assert at.status("cache", "import", at.folder / "timings.csv", *inside) == 3
@@ -247,7 +247,7 @@ def bug_in_compare(at: Setting) -> None:
 
 
 def bug_in_cache(at: Setting) -> None:
-    at.patch.setattr("ucudnn.cache.commands.info", lambda *_: 1 / 0)
+    at.patch.setattr("ucudnn.cache.open", lambda *_: 1 / 0)
     assert at.status("cache", "info") == 4
 
 

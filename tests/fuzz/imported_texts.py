@@ -1,4 +1,4 @@
-"""Mutations of tables that people hand over: of measurements, of layers, of a probe."""
+"""Mutations of tables that people hand over: of measurements and of layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import laws
+
 from ucudnn import cache as caches
-from ucudnn import testing
-from ucudnn.cache import commands
-from ucudnn.cache.exchange.probe import COLUMNS as PROBED
-from ucudnn.cache.exchange.probe import read_probe
 from ucudnn.errors import UcudnnError
 from ucudnn.layer_table import COLUMNS, read_layers
 
@@ -31,16 +29,6 @@ VALUES: tuple[Any, ...] = (
     *("x" * 100_000, [], [1], [[1, 1]], [[1]], [1, [2]], {}, {"a": 1}, ["a"], [None], [1] * 1000),
 )
 LAYER = ("conv1", 256, 3, 1, 227, 227, 96, 1, 11, 11, 0, 0, 0, 1, 4, 4, 1, 1, 1, 1)
-PROFILE = {
-    "deviceName": "NVIDIA H200",
-    "deviceVer": 900,
-    "multiProcessorCount": 132,
-    "totalGlobalMem": 150754820096,
-}
-PROBE_ROW = (
-    *("net:conv1", "fprop", "fp32", "nchw", "64", "eng67_k2=20", "1048576", "A", "0"),
-    *("TENSOR_CORE", "123.46", "120.00", "24", "3.1e-4", ""),
-)
 
 
 def mutated_rows(rows: list[list[str]], chance: random.Random) -> str:
@@ -86,15 +74,15 @@ class Trials:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         with caches.open(folder / "sound") as cache:
-            cache.put(testing.sample_measurements(20, seed=5))
-        commands.export(folder / "a.csv", folder / "sound")
-        commands.export(folder / "a.json", folder / "sound")
+            cache.put(laws.sample_measurements(20, seed=5))
+            cache.export(folder / "a.csv")
+            cache.export(folder / "a.json")
         with (folder / "a.csv").open(newline="", encoding="utf-8", errors="surrogatepass") as file:
             self._rows = list(csv.reader(file))
         self._document = json.loads((folder / "a.json").read_text())
 
     def __call__(self, chance: random.Random) -> tuple[str, str]:
-        name = chance.choice(("csv", "csv", "json", "json", "layers", "probe"))
+        name = chance.choice(("csv", "csv", "json", "json", "layers"))
         try:
             count = getattr(self, f"_{name}")(chance)
         except UcudnnError as error:
@@ -125,39 +113,19 @@ class Trials:
     def _import(self, name: str, text: str) -> int:
         target = self._folder / "target"
         shutil.rmtree(target, ignore_errors=True)
-        count = commands.import_(self._write(name, text), target)
-        report = commands.check(target)
-        assert report.clean, report
-        assert bool(report.records) == bool(count)
-        assert commands.info(target).records == report.records
-        for again in ("again.csv", "again.json"):
-            assert commands.export(self._folder / again, target) == report.records
-            back = self._folder / f"back from {again}"
-            shutil.rmtree(back, ignore_errors=True)
-            assert commands.import_(self._folder / again, back) == report.records
+        with caches.open(target) as cache:
+            count = cache.import_(self._write(name, text))
+        with caches.open(target) as cache:
+            report = cache.check()
+            assert report.clean, report
+            assert bool(report.records) == bool(count)
+            assert cache.info().records == report.records
+            for again in ("again.csv", "again.json"):
+                assert cache.export(self._folder / again) == report.records
+                with caches.MemoryCache() as back:
+                    assert back.import_(self._folder / again) == report.records
         return count
 
     def _layers(self, chance: random.Random) -> int:
         rows = [list(COLUMNS), list(map(str, LAYER))]
         return len(read_layers(self._write("net.csv", mutated_rows(rows, chance))))
-
-    def _probe(self, chance: random.Random) -> int:
-        rows = [list(PROBED), list(PROBE_ROW)]
-        which = chance.randrange(3)
-        self._write("net.csv", f"{','.join(COLUMNS)}\n{','.join(map(str, LAYER))}\n")
-        profile = mutated_values(PROFILE, chance) if which == 0 else PROFILE
-        self._write("profile.json", json.dumps(profile))
-        answers: dict[str, Any] = {"cudnn": 92800, "torch": "2.13.0"}
-        self._write(
-            "answers.json", json.dumps(mutated_values(answers, chance) if which == 1 else answers)
-        )
-        text = mutated_rows(rows, chance)
-        if which != 2:
-            text = f"{','.join(PROBED)}\n{','.join(PROBE_ROW)}\n"
-        entries = read_probe(self._write("timings.csv", text), [self._folder / "net.csv"])
-        target = self._folder / "probed"
-        shutil.rmtree(target, ignore_errors=True)
-        with caches.open(target) as cache:
-            cache.put_entries(entries)
-        assert commands.check(target).clean
-        return len(entries)

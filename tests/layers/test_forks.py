@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from laws import sample_measurements
 from torch import nn
 
 import ucudnn
@@ -15,7 +16,6 @@ from ucudnn.config import Config
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
 from ucudnn.system import forking
-from ucudnn.testing import sample_measurements
 from ucudnn.tuning import tuner
 
 pytestmark = [

@@ -76,7 +76,6 @@ def test_refuses_an_unknown_status() -> None:
         ("device", {"cores": 2**63}),
         ("device", {"name": None}),
         ("software", {"torch": ["2.13"]}),
-        ("conditions", {"captured": 1}),
         ("conditions", {"threads": True}),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from torch import nn
 import ucudnn
 from ucudnn import cache as caches
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.cache import commands
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Role, Software
@@ -106,7 +104,7 @@ def test_a_replay_makes_the_plan_that_the_device_made_and_runs_nothing(tmp_path,
 def test_a_file_exported_from_a_cache_is_a_recording(tmp_path):
     folder = record(tmp_path, alone())
     for name in ("timings.csv", "timings.json"):
-        commands.export(tmp_path / name, folder)
+        caches.open(folder, "r").export(tmp_path / name)
         assert replay(tmp_path / name) == replay(folder)
 
 
@@ -192,7 +190,7 @@ def test_measurements_made_in_two_ways_are_no_recording(tmp_path):
     assert "cudnn 9.28.0" in str(caught.value)
     assert "cudnn 9.29.0" in str(caught.value)
     chosen = tmp_path / "928.csv"
-    commands.export(chosen, folder, ["software.cudnn=9.28.0"])
+    caches.open(folder, "r").export(chosen, {"software.cudnn": "9.28.0"})
     assert replay(chosen).software == SOFTWARE
 
 
@@ -274,39 +272,6 @@ def test_what_is_known_of_an_algorithm():
     assert backend.refusal(FPROP.with_batch(4), "torch_default") is None
     assert backend.refusal(FPROP, "eng9") is not None
     assert backend.refusal(FPROP.with_batch(9), "torch_default") is not None
-
-
-def test_the_table_of_a_probe_is_a_recording(tmp_path):
-    """From a probe's files through the cache to a plan for the GPU that it ran on."""
-    header = (
-        "name,op,dtype,layout,batch,algorithm,workspace_bytes,mode,rank,notes,median_us,min_us,"
-        "samples,error,beta1_error"
-    )
-    rows = [
-        f"net:conv,{op},fp32,nchw,{n},{name},{workspace * n},A,0,TENSOR_CORE,{time * n}.0,1,9,,"
-        for op in ("fprop", "wgrad")
-        for n in (8, 4, 2, 1)
-        for name, time, workspace in (("eng67_k2=20", 100, MIB), ("eng0", 300, 0))
-    ]
-    (tmp_path / "timings.csv").write_text("\n".join([header, *rows]) + "\n")
-    profile = {
-        "deviceName": "NVIDIA H200",
-        "deviceVer": 900,
-        "multiProcessorCount": 132,
-        "totalGlobalMem": 150754820096,
-    }
-    (tmp_path / "profile.json").write_text(json.dumps(profile))
-    answers = {"cudnn": 92800, "torch": "2.13.0+cu130"}
-    (tmp_path / "answers.json").write_text(json.dumps(answers))
-    (tmp_path / "net.csv").write_text(LAYERS)
-    folder = tmp_path / "cache"
-    commands.import_(tmp_path / "timings.csv", folder, [tmp_path / "net.csv"])
-    for op in ("fprop", "wgrad"):
-        plan = replay(folder, replace(FPROP, op=op), workspace_limit="4MiB")
-        assert plan.kernels[0].split(8) == Split("batch", (Step(4, "eng67_k2=20"),) * 2)
-        assert plan.device.name == "NVIDIA H200"
-        assert plan.kernels[0].timing.time_ns == 800_000
-        assert plan.kernels[0].default is None
 
 
 @pytest.mark.parametrize("default_us", [None, 500, 60_000])

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from time import time_ns
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
-from ucudnn.cli.console import SAYS_NO, out, say
+from ucudnn.cli.console import SAYS_NO, say
 from ucudnn.cli.options import CacheOption, JsonOption, common
 from ucudnn.errors import CacheError, CacheWarning, ConfigError
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
-    from ucudnn.cache.entries import Entry
+    from ucudnn.cache import AbstractCache
+
+_DAY_NS = 24 * 3600 * 10**9
 
 app = typer.Typer(help="Inspect and maintain the measurement cache.", no_args_is_help=True)
 
@@ -40,7 +41,8 @@ def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
 
     Example: ucudnn cache info --json
     """
-    found = _cache_commands().info(cache)
+    with _opened(cache, "r") as opened:
+        found = opened.info()
     if as_json:
         print(json.dumps(asdict(found)))
         return
@@ -53,75 +55,23 @@ def info(cache: CacheOption = None, as_json: JsonOption = False) -> None:
             say(f"    {count} with {software}")
 
 
-# The name is given, because a function `list` would hide the type in the annotations below.
-@app.command("list")
-@common
-def list_(
-    where: WhereOption = None,
-    limit: Annotated[
-        int, typer.Option(help="Rows to print; 0: all.", metavar="COUNT", min=0)
-    ] = 100,
-    cache: CacheOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Print measurements as a table: of each kernel and role the fastest first.
-
-    Example: ucudnn cache list --where problem.op=wgrad --where status=ok
-    """
-    found = _cache_commands().entries(cache, where or ())
-    shown = found[: limit or None]
-    if as_json:
-        from ucudnn.cache.exchange.json import to_json
-
-        # Not through rich, which breaks long lines.
-        print(to_json(shown), end="")
-        return
-    if shown:
-        out.print(_table(shown))
-    left = "" if len(shown) == len(found) else f"; --limit {len(found)} prints all"
-    say(f"{len(shown)} of {len(found)} measurements{left}")
-
-
-def _table(entries: Sequence[Entry]) -> Table:
-    devices = {entry.measurement.key.device for entry in entries}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("device",) * (len(devices) > 1) + ("kernel", "role", "algorithm"):
-        table.add_column(name, overflow="fold")
-    for name in ("time", "workspace", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("status", overflow="fold")
-    for measurement in (entry.measurement for entry in entries):
-        key, time_ns, size = measurement.key, measurement.time_ns, measurement.workspace_bytes
-        table.add_row(
-            *[str(key.device)] * (len(devices) > 1),
-            *(str(key.problem), str(key.conditions.role), key.algorithm),
-            "-" if time_ns is None else format_ns(time_ns),
-            "-" if size is None else format_bytes(size),
-            "-" if measurement.error is None else f"{measurement.error:.1e}",
-            ": ".join(filter(None, (measurement.status, measurement.reason))),
-        )
-    return table
-
-
 @app.command()
 @common
-def check(
-    fix: Annotated[bool, typer.Option("--fix", help="Put right what can be.")] = False,
-    cache: CacheOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def check(cache: CacheOption = None, as_json: JsonOption = False) -> None:
     """Read every file of the cache and report errors; exit status 1 if there are any.
 
-    Example: ucudnn cache check --fix
+    Example: ucudnn cache check
     """
-    report = _cache_commands().check(cache, fix)
+    # A cache that is opened for writing would set damaged files aside.
+    with _opened(cache, "r") as opened:
+        report = opened.check()
     if as_json:
         # A property, which `asdict` leaves out.
         print(json.dumps({**asdict(report), "clean": report.clean}))
     else:
         say(f"{report.records} measurements in {report.files} sound files")
         # The fields of the report that hold sentences; their names are the labels, too.
-        for label in ("problems", "fixed", "notes"):
+        for label in ("problems", "notes"):
             for sentence in getattr(report, label):
                 say(f"{label}: {sentence}")
     # With --json as well: scripts look at the status.
@@ -142,11 +92,11 @@ def merge(
 
     Example: ucudnn cache merge /mnt/fleet/ucudnn
     """
-    with _kept():
-        report = _cache_commands().merge(others, cache)
-    _tell(
-        f"read {report.read} measurements, {report.added} of them new here", asdict(report), as_json
-    )
+    with _kept(), _opened(cache) as opened:
+        reports = [opened.merge(other) for other in others]
+    read, added = sum(one.read for one in reports), sum(one.added for one in reports)
+    sentence = f"read {read} measurements, {added} of them new here"
+    _tell(sentence, {"read": read, "added": added}, as_json)
 
 
 @app.command()
@@ -161,7 +111,9 @@ def export(
 
     Example: ucudnn cache export timings.csv --where problem.op=fprop
     """
-    count = _cache_commands().export(file, cache, where or ())
+    filters = _parsed(where)
+    with _opened(cache, "r") as opened:
+        count = opened.export(file, filters)
     _tell(f"wrote {count} measurements to {file}", {"measurements": count}, as_json)
 
 
@@ -170,12 +122,8 @@ def export(
 @common
 def import_(
     file: Annotated[
-        Path, typer.Argument(help="What `export` wrote, or a probe's timings.csv.", metavar="FILE")
+        Path, typer.Argument(help="A .csv or .json file that `export` wrote.", metavar="FILE")
     ],
-    layers: Annotated[
-        list[Path] | None,
-        typer.Option(help="A layer table that the probe was given.", metavar="FILE"),
-    ] = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -183,8 +131,8 @@ def import_(
 
     Example: ucudnn cache import timings.csv
     """
-    with _kept():
-        count = _cache_commands().import_(file, cache, layers or ())
+    with _kept(), _opened(cache) as opened:
+        count = opened.import_(file)
     _tell(f"read {count} measurements from {file}", {"measurements": count}, as_json)
 
 
@@ -203,7 +151,20 @@ def prune(
 
     Example: ucudnn cache prune --where software.torch=2.12.0
     """
-    count = _cache_commands().prune(cache, where or (), older_than_days, dry_run)
+    from ucudnn.cache.schema import matches
+
+    filters = _parsed(where)
+    # An empty filter matches every entry, and a slip must not empty a cache.
+    if not filters and older_than_days is None:
+        raise ConfigError(
+            "prune removes what matches and was given no filter; name a field=value or an age"
+        )
+    before_ns = None if older_than_days is None else time_ns() - round(older_than_days * _DAY_NS)
+    with _opened(cache, "r" if dry_run else "a") as opened:
+        if dry_run:
+            count = sum(matches(entry, filters, before_ns) for entry in opened.entries())
+        else:
+            count = opened.prune(filters, before_ns)
     _tell(
         f"{'would remove' if dry_run else 'removed'} {count} measurements",
         {"measurements": count, "dry_run": dry_run},
@@ -225,7 +186,9 @@ def explain(
             "explain looks for a measurement and was given no field of it; name one or more, such "
             "as --where problem.batch=32"
         )
-    found = _cache_commands().explain(where, cache)
+    filters = _parsed(where)
+    with _opened(cache, "r") as opened:
+        found = opened.explain(filters)
     if as_json:
         print(json.dumps({"found": found.found, "entries": found.entries, "said": str(found)}))
     else:
@@ -255,8 +218,14 @@ def _kept() -> Iterator[None]:
             raise CacheError(str(warning)) from warning
 
 
-def _cache_commands() -> Any:
+def _opened(path: str | None, mode: str = "a") -> AbstractCache:
     # Imported when a command runs, so that `ucudnn --help` stays quick.
-    from ucudnn.cache import commands
+    from ucudnn import cache as caches
 
-    return commands
+    return caches.open(path, mode)
+
+
+def _parsed(where: Iterable[str] | None) -> dict[str, str]:
+    from ucudnn.cache.schema import parse_where
+
+    return parse_where(where or ())

@@ -11,8 +11,8 @@ from ucudnn.backends.cudnn.deviceless import list_configurations
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache, MemoryCache
+from ucudnn.cache.base import explain, key_texts
 from ucudnn.cache.exchange import read_entries
-from ucudnn.cache.explain import explain, key_texts
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement, Subject
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Timing

@@ -1,4 +1,4 @@
-"""What each `ucudnn cache` command does: opens, does one thing, closes."""
+"""Counting, checking, merging, pruning and explaining a cache in a folder."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import laws
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn import testing
-from ucudnn.cache import Entry, commands
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Measurement
 
-MEASUREMENTS = testing.sample_measurements(40, seed=6)
+MEASUREMENTS = laws.sample_measurements(40, seed=6)
 
 
 @pytest.fixture
@@ -26,7 +25,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_info_counts(folder: Path) -> None:
-    info = commands.info(folder)
+    with caches.open(folder, "r") as cache:
+        info = cache.info()
     assert info.location == str(folder)
     assert info.records == 40
     assert info.files == 2
@@ -37,34 +37,30 @@ def test_info_counts(folder: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_said_to_be_read_only(folder: Path) -> None:
     file = folder.parent / "a file"
     file.write_text("")
-    assert not commands.info(file / "cache").writable
+    assert not caches.open(file / "cache", "r").info().writable
 
 
-def test_check_only_looks_unless_told_to_fix(folder: Path) -> None:
-    assert commands.check(folder).clean
+def test_check_of_a_cache_that_is_read_only_looks(folder: Path) -> None:
+    assert caches.open(folder, "r").check().clean
     victim = min(folder.glob("*.h5"))
     os.truncate(victim, 100)
     before = sorted(folder.rglob("*"))
-    report = commands.check(folder)
+    report = caches.open(folder, "r").check()
     assert not report.clean
     assert len(report.problems) == 1
     assert str(victim) in report.problems[0]
     assert sorted(folder.rglob("*")) == before
-    fixed = commands.check(folder, fix=True)
-    assert fixed.clean
-    assert str(victim) in fixed.fixed[0]
-    assert commands.check(folder).clean
 
 
 def test_merge_adds_several(folder: Path, tmp_path: Path) -> None:
     with caches.open(tmp_path / "other") as cache:
-        cache.put(testing.sample_measurements(60, seed=6)[30:])
-    target = tmp_path / "target"
-    report = commands.merge([folder, tmp_path / "other"], target)
-    assert (report.read, report.added) == (70, 60)
-    assert commands.info(target).records == 60
-    with pytest.raises(CacheError, match="there is no cache in .*nowhere"):
-        commands.merge([tmp_path / "nowhere"], target)
+        cache.put(laws.sample_measurements(60, seed=6)[30:])
+    with caches.open(tmp_path / "target") as target:
+        reports = [target.merge(folder), target.merge(tmp_path / "other")]
+        assert [(report.read, report.added) for report in reports] == [(40, 40), (30, 20)]
+        assert len(target) == 60
+        with pytest.raises(CacheError, match="there is no cache in .*nowhere"):
+            target.merge(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +75,7 @@ def test_merge_adds_several(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_says_more_replaces_a_quiet_measurement(loaded: str, quiet: str, may: bool) -> None:
-    some = testing.sample_measurements(1, seed=6)[0]
+    some = laws.sample_measurements(1, seed=6)[0]
     one, other = (
         Measurement(some.key, status, 9 if status in ("ok", "screened") else None, load=load)
         for status, load in ((loaded, 1.0), (quiet, 0.0))
@@ -93,7 +89,7 @@ def test_what_says_more_replaces_a_quiet_measurement(loaded: str, quiet: str, ma
 def test_merge_prefers_what_was_taken_without_load(
     is_here: bool, target: str, tmp_path: Path
 ) -> None:
-    samples = testing.sample_measurements(60, seed=6)
+    samples = laws.sample_measurements(60, seed=6)
     # NaN, which some have, is not equal to itself.
     measurements = [replace(one, load=0.0, error=0.5) for one in samples]
     timed = [one for one in measurements if one.status == "ok"]
@@ -119,54 +115,27 @@ def test_merge_passes_over_a_damaged_file_of_the_other(folder: Path, tmp_path: P
     victim = min(folder.glob("*.h5"))
     os.truncate(victim, victim.stat().st_size // 2)
     data = victim.read_bytes()
-    with pytest.warns(caches.CacheWarning, match="damaged"):
-        report = commands.merge([folder], tmp_path / "target")
-    assert 0 < report.read == report.added < 40
+    with caches.open(tmp_path / "target") as target:
+        with pytest.warns(caches.CacheWarning, match="cannot be used"):
+            report = target.merge(folder)
+        assert 0 < report.read == report.added < 40
+        assert target.check().clean
     assert victim.read_bytes() == data
-    assert commands.check(tmp_path / "target").clean
-
-
-def test_export_and_import_go_together(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "failed.csv"
-    assert commands.export(file, folder, ["status=failed"]) == 10
-    target = tmp_path / "target"
-    assert commands.import_(file, target) == 10
-    with caches.open(target, "r") as cache:
-        assert {one.status for one in cache} == {"failed"}
-    with pytest.raises(ConfigError, match="a filter is written field=value, got 'failed'"):
-        commands.export(file, folder, ["failed"])
-
-
-def test_prune_wants_to_be_told_what(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="name a field=value or an age"):
-        commands.prune(folder)
-    assert commands.prune(folder, ["status=failed"], dry_run=True) == 10
-    assert commands.info(folder).records == 40
-    assert commands.prune(folder, ["status=failed"]) == 10
-    assert commands.prune(folder, ["status=failed"]) == 0
-    assert commands.info(folder).records == 30
-
-
-def test_prune_by_age(folder: Path) -> None:
-    old = replace(MEASUREMENTS[0], key=replace(MEASUREMENTS[0].key, protocol=9))
-    with caches.open(folder) as cache:
-        cache.put_entries([Entry(old, stored_ns=10**18)])
-    assert commands.prune(folder, older_than_days=365, dry_run=True) == 1
-    assert commands.prune(folder, older_than_days=365) == 1
-    assert commands.info(folder).records == 40
 
 
 def test_explain_takes_as_many_fields_as_are_known(folder: Path) -> None:
     key = MEASUREMENTS[3].key
-    words = [f"problem.batch={key.problem.batch}", f"protocol={key.protocol}"]
-    assert commands.explain(words, folder).found
-    assert str(commands.explain(words, folder)).startswith("a hit: ")
-    explained = commands.explain([*words, "software.torch=2.99"], folder)
-    assert [one.field for one in explained.differences] == ["software.torch"]
-    assert "software.torch (2.99 wanted, 2.13.0" in str(explained)
-    assert explained.entries == 40
-    assert str(commands.explain(words, folder / "none")) == "a miss: the cache is empty"
-    with pytest.raises(ConfigError, match="'time_ns' is not a field of a key"):
-        commands.explain(["time_ns=5"], folder)
-    with pytest.raises(ConfigError, match="there is no field 'batch'"):
-        commands.explain(["batch=5"], folder)
+    wanted = {"problem.batch": key.problem.batch, "protocol": key.protocol}
+    with caches.open(folder, "r") as cache:
+        assert cache.explain(wanted).found
+        assert str(cache.explain(wanted)).startswith("a hit: ")
+        explained = cache.explain({**wanted, "software.torch": "2.99"})
+        assert [one.field for one in explained.differences] == ["software.torch"]
+        assert "software.torch (2.99 wanted, 2.13.0" in str(explained)
+        assert explained.entries == 40
+        with pytest.raises(ConfigError, match="'time_ns' is not a field of a key"):
+            cache.explain({"time_ns": 5})
+        with pytest.raises(ConfigError, match="there is no field 'batch'"):
+            cache.explain({"batch": 5})
+    with caches.open(folder / "none", "r") as cache:
+        assert str(cache.explain(wanted)) == "a miss: the cache is empty"

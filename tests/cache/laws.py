@@ -1,11 +1,4 @@
-"""Conformance suites: laws that every implementation of an interface must keep, as functions.
-
-A law takes a function that makes the tested object, and asserts. A new cache is tested by
-
-    @pytest.mark.parametrize("law", testing.CACHE_LAWS, ids=testing.law_name)
-    def test_my_cache(law, tmp_path):
-        law(lambda: MyCache(tmp_path))
-"""
+"""Laws that every cache keeps, as functions of one that opens it; and sample measurements."""
 
 from __future__ import annotations
 
@@ -85,16 +78,10 @@ _OTHER_VALUES: dict[str, dict[str, Any]] = {
         "role": "later",
         "threads": 1,
         "allocator": "jemalloc",
-        "captured": True,
         "ranks_per_device": 2,
         "mps_percent": 50,
     },
 }
-
-
-def law_name(law: Callable[..., None]) -> str:
-    """A law's name for a test report: "what_was_put_is_found"."""
-    return law.__name__.removeprefix("cache_")
 
 
 def sample_measurements(count: int, seed: int = 0) -> list[Measurement]:
@@ -107,7 +94,7 @@ def sample_measurements(count: int, seed: int = 0) -> list[Measurement]:
         count: how many.
         seed: equal seeds give equal measurements.
     """
-    chance = random.Random(seed)  # noqa: S311 - examples, not secrets
+    chance = random.Random(seed)
     return [_sample(chance, index) for index in range(count)]
 
 
@@ -160,7 +147,7 @@ def _sample_key(chance: random.Random, index: int) -> MeasurementKey:
     )
     if chance.randrange(2):
         software = Software("2.13.0", cudnn=chance.choice(("9.27.0", "9.28.0")), driver="610.1")
-        conditions = Conditions(chance.choice(tuple(Role)), captured=bool(chance.randrange(2)))
+        conditions = Conditions(chance.choice(tuple(Role)), ranks_per_device=1 + index % 2)
         return MeasurementKey(problem, "eng67_k2=20_k13=0", _GPU, software, conditions, 1)
     software = Software("2.13.0+cpu", onednn="3.11.2")
     conditions = Conditions(
@@ -197,7 +184,7 @@ def _plain_key() -> MeasurementKey:
     return MeasurementKey(problem, "gemm", _GPU, Software("2.13"), Conditions(), 1)
 
 
-def cache_is_empty_at_first(open_cache: OpenCache) -> None:
+def is_empty_at_first(open_cache: OpenCache) -> None:
     """A new cache is empty and says so, and is true nevertheless."""
     with open_cache() as cache:
         assert cache.get(_plain_key()) is None
@@ -211,7 +198,7 @@ def cache_is_empty_at_first(open_cache: OpenCache) -> None:
         assert cache.check().clean
 
 
-def cache_finds_what_was_put(open_cache: OpenCache) -> None:
+def finds_what_was_put(open_cache: OpenCache) -> None:
     """Every value is found as it was put, also after reopening; other keys are not found."""
     measurements = sample_measurements(300)
     others = sample_measurements(330)[300:]
@@ -231,7 +218,7 @@ def cache_finds_what_was_put(open_cache: OpenCache) -> None:
         assert cache.check().clean
 
 
-def cache_tells_keys_apart_by_every_field(open_cache: OpenCache) -> None:
+def tells_keys_apart_by_every_field(open_cache: OpenCache) -> None:
     """A key that differs in one field is another key, and a miss names that field."""
     key = _plain_key()
     with open_cache() as cache:
@@ -252,7 +239,7 @@ def cache_tells_keys_apart_by_every_field(open_cache: OpenCache) -> None:
         assert cache.check().clean
 
 
-def cache_lets_the_later_measurement_count(open_cache: OpenCache) -> None:
+def lets_the_later_measurement_count(open_cache: OpenCache) -> None:
     """The later of two measurements with one key counts."""
     key = _plain_key()
     with open_cache() as cache:
@@ -272,7 +259,7 @@ def cache_lets_the_later_measurement_count(open_cache: OpenCache) -> None:
         assert cache.check().clean
 
 
-def cache_selects_by_any_field(open_cache: OpenCache) -> None:
+def selects_by_any_field(open_cache: OpenCache) -> None:
     """A filter selects what a plain loop over all entries would select."""
     measurements = sample_measurements(200, seed=1)
     with open_cache() as cache:
@@ -281,7 +268,10 @@ def cache_selects_by_any_field(open_cache: OpenCache) -> None:
             ({"problem.op": "wgrad"}, lambda one: one.key.problem.op == "wgrad"),
             ({"status": "failed"}, lambda one: one.status == "failed"),
             ({"problem.batch": 7}, lambda one: one.key.problem.batch == 7),
-            ({"conditions.captured": True}, lambda one: one.key.conditions.captured),
+            (
+                {"conditions.ranks_per_device": 2},
+                lambda one: one.key.conditions.ranks_per_device == 2,
+            ),
             ({"workspace_bytes": None}, lambda one: one.workspace_bytes is None),
             (
                 {"problem.dtype": "float16", "software.cudnn": "9.27.0"},
@@ -294,10 +284,10 @@ def cache_selects_by_any_field(open_cache: OpenCache) -> None:
         assert _texts(cache.select({})) == _texts(measurements)
 
 
-def cache_survives_export_and_import(open_cache: OpenCache) -> None:
-    """CSV and JSON files hold every entry completely, with storage times and UUIDs."""
+def survives_export_and_import(open_cache: OpenCache) -> None:
+    """CSV and JSON files hold every entry completely, with storage times."""
     with tempfile.TemporaryDirectory() as folder, open_cache() as cache:
-        cache.put(sample_measurements(100), device_uuid="GPU-5a3c")
+        cache.put(sample_measurements(100))
         entries = sorted(map(repr, cache.entries()))
         for suffix in (".csv", ".json"):
             path = Path(folder, f"timings{suffix}")
@@ -312,7 +302,7 @@ def cache_survives_export_and_import(open_cache: OpenCache) -> None:
         assert cache.check().clean
 
 
-def cache_merges_a_folder(open_cache: OpenCache) -> None:
+def merges_a_folder(open_cache: OpenCache) -> None:
     """Merging adds each missing entry once, and the later of two entries counts."""
     measurements = sample_measurements(90, seed=2)
     with tempfile.TemporaryDirectory() as folder, open_cache() as cache:
@@ -329,7 +319,7 @@ def cache_merges_a_folder(open_cache: OpenCache) -> None:
         assert cache.check().clean
 
 
-def cache_prunes_what_matches(open_cache: OpenCache) -> None:
+def prunes_what_matches(open_cache: OpenCache) -> None:
     """Pruning permanently removes the entries that match, and no others."""
     measurements = sample_measurements(120, seed=3)
     stay = [one for one in measurements if one.key.software.cudnn != "9.27.0"]
@@ -346,7 +336,7 @@ def cache_prunes_what_matches(open_cache: OpenCache) -> None:
         assert cache.check().clean
 
 
-def cache_prunes_what_is_old(open_cache: OpenCache) -> None:
+def prunes_what_is_old(open_cache: OpenCache) -> None:
     """Pruning by time removes the entries stored before it, and no others."""
     old, *stay = sample_measurements(60, seed=5)
     with open_cache() as cache:
@@ -359,7 +349,7 @@ def cache_prunes_what_is_old(open_cache: OpenCache) -> None:
         assert cache.check().clean
 
 
-def cache_counts_what_it_holds(open_cache: OpenCache) -> None:
+def counts_what_it_holds(open_cache: OpenCache) -> None:
     """The summary agrees with a count by hand."""
     measurements = sample_measurements(80, seed=4)
     with open_cache() as cache:
@@ -376,15 +366,15 @@ def cache_counts_what_it_holds(open_cache: OpenCache) -> None:
         assert len(info.devices) == 2
 
 
-CACHE_LAWS: tuple[CacheLaw, ...] = (
-    cache_is_empty_at_first,
-    cache_finds_what_was_put,
-    cache_tells_keys_apart_by_every_field,
-    cache_lets_the_later_measurement_count,
-    cache_selects_by_any_field,
-    cache_survives_export_and_import,
-    cache_merges_a_folder,
-    cache_prunes_what_matches,
-    cache_prunes_what_is_old,
-    cache_counts_what_it_holds,
+LAWS: tuple[CacheLaw, ...] = (
+    is_empty_at_first,
+    finds_what_was_put,
+    tells_keys_apart_by_every_field,
+    lets_the_later_measurement_count,
+    selects_by_any_field,
+    survives_export_and_import,
+    merges_a_folder,
+    prunes_what_matches,
+    prunes_what_is_old,
+    counts_what_it_holds,
 )

@@ -1,9 +1,8 @@
 """Schema of an entry: the name, the type and the text form of each field.
 
 HDF5 tables, CSV columns, JSON documents, filters and explanations all use the names listed here
-("problem.batch", "software.cudnn", "time_ns"). Those of a key are taken from the dataclasses: a
-field that is added to one of them appears everywhere, and old files are read with its default. A
-result of a measurement is entered in `facts.py`.
+("problem.batch", "software.cudnn", "time_ns"). They are those of the dataclasses: a field that is
+added to one of them appears everywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -155,13 +154,11 @@ class Field:
     Args:
         name: such as "problem.batch" or "time_ns".
         type: its annotation, such as "int | None".
-        default: value for tables without this field; `MISSING`: such a table is refused.
         read: gets the value from an entry.
     """
 
     name: str
     type: str
-    default: Any
     read: Callable[[Entry], Any]
 
     @property
@@ -194,7 +191,6 @@ def _fields_of(part: str, cls: Any, path: str) -> list[Field]:
         Field(
             f"{part}.{field.name}" if part else field.name,
             field.type,
-            field.default,
             attrgetter(f"{path}.{field.name}"),
         )
         for field in dataclasses.fields(cls)
@@ -219,49 +215,41 @@ CONTEXT_FIELDS = (
     *(field for field in _OWN_KEY_FIELDS if field.name == "protocol"),
 )
 # The algorithm, or the call that was timed.
-WORK_FIELDS = tuple(field for field in _OWN_KEY_FIELDS if field.name != "protocol")
-KEY_FIELDS = (*PROBLEM_FIELDS, *WORK_FIELDS, *CONTEXT_FIELDS)
-RESULT_FIELDS = tuple(_fields_of("", Measurement, "measurement"))
-STORED_FIELDS = (
-    Field("stored_ns", "int", 0, attrgetter("stored_ns")),
-    Field("device_uuid", "str", "", attrgetter("device_uuid")),
-)
+_WORK_FIELDS = tuple(field for field in _OWN_KEY_FIELDS if field.name != "protocol")
+KEY_FIELDS = (*PROBLEM_FIELDS, *_WORK_FIELDS, *CONTEXT_FIELDS)
 # In the order of the columns of a CSV.
-FIELDS = (*KEY_FIELDS, *RESULT_FIELDS, *STORED_FIELDS)
+FIELDS = (
+    *KEY_FIELDS,
+    *_fields_of("", Measurement, "measurement"),
+    Field("stored_ns", "int", attrgetter("stored_ns")),
+)
 FIELD_BY_NAME = {field.name: field for field in FIELDS}
 
 
 def entry_from_values(values: Mapping[str, Any]) -> Entry:
-    """Build an entry from values by field name; fields of later versions are left out.
+    """Build an entry from values by field name.
 
     Raises:
-        CacheError: a value is missing or impossible, or the key has a field of a later version.
+        CacheError: a value is missing, unknown or impossible.
     """
-    # Without that field, its time would be served for a key under which it was not measured.
-    unknown = [name for name in values if name not in FIELD_BY_NAME and "." in name]
-    if unknown:
-        raise CacheError(f"its key has the unknown field {unknown[0]}; read it with a newer ucudnn")
+    if odd := values.keys() - FIELD_BY_NAME.keys():
+        raise CacheError(f"there is no field {min(odd)!r}")
     given: dict[str, dict[str, Any]] = {}
     for field in FIELDS:
-        if field.name in values:
-            value = values[field.name]
-            if not field.kind.accepts(value):
-                raise CacheError(f"{field.name} must be {field.type}, got {value!r}")
-            given.setdefault(field.part, {})[field.own_name] = _frozen(value)
-        elif field.default is MISSING:
+        if field.name not in values:
             raise CacheError(f"{field.name} is missing")
-    return _build(given)
-
-
-def _build(given: Mapping[str, Mapping[str, Any]]) -> Entry:
+        value = values[field.name]
+        if not field.kind.accepts(value):
+            raise CacheError(f"{field.name} must be {field.type}, got {value!r}")
+        given.setdefault(field.part, {})[field.own_name] = _frozen(value)
     # Values of the key's and the measurement's own fields, which have no prefix.
-    own = dict(given[""])
+    own = given[""]
     try:
-        parts = {part: cls(**given.get(part, {})) for part, cls in _CLASSES.items()}
-        more = {field.name: own.pop(field.name) for field in _OWN_KEY_FIELDS if field.name in own}
+        parts = {part: cls(**given[part]) for part, cls in _CLASSES.items()}
+        more = {field.name: own.pop(field.name) for field in _OWN_KEY_FIELDS}
         key = MeasurementKey(**parts, **more)
-        stored = {field.name: own.pop(field.name, field.default) for field in STORED_FIELDS}
-        return Entry(Measurement(key, **own), **stored)
+        stored_ns = own.pop("stored_ns")
+        return Entry(Measurement(key, **own), stored_ns)
     except UcudnnError as error:
         raise CacheError(str(error)) from error
 

@@ -1,0 +1,517 @@
+"""Measurements by column: the contents of a file, found by key without building the others.
+
+Measurements are rows of arrays: plain numbers and text of fixed length, one field per dataclass
+field, so any HDF5 tool shows them. An object is built only for a measurement that is looked up. A
+problem is found by bisection over the sorted rows, which are compared as bytes. Its measurements
+are neighbours, and a small dictionary of them is built when the problem is first looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ucudnn.cache.entries import Entry
+from ucudnn.cache.schema import PROBLEM_FIELDS, split_to_text
+from ucudnn.errors import CacheError
+from ucudnn.measurement import (
+    STATUSES,
+    Conditions,
+    Device,
+    FailureKind,
+    Measurement,
+    MeasurementKey,
+    Software,
+    Subject,
+)
+from ucudnn.problem import Problem
+from ucudnn.split import Split
+from ucudnn.system.forking import cached_property
+
+Array: TypeAlias = NDArray[Any]
+T = TypeVar("T")
+
+_AXES = 3
+# For op, dtype, layout, math and status; the longest word today has 8 bytes.
+_WORD_BYTES = 16
+_PROBLEM_TYPES: dict[str, tuple[Any, ...]] = {
+    "str": (f"S{_WORD_BYTES}",),
+    "int": ("<i8",),
+    "tuple[int, ...]": ("<i8", (_AXES,)),
+    "tuple[tuple[int, int], ...]": ("<i8", (_AXES, 2)),
+}
+PROBLEM_DTYPE = np.dtype(
+    [(field.own_name, *_PROBLEM_TYPES[field.type]) for field in PROBLEM_FIELDS]
+)
+# Stands for None in a column of numbers.
+NONE = -(2**63)
+_STATUS_BY_BYTES = {status.encode(): status for status in STATUSES}
+_MEMO_PROBLEMS = 10_000
+_ROWS_AT_ONCE = 10_000
+_KEY_COLUMNS = ("problem", "algorithm", "context")
+# A list of a table, and the column with numbers of its rows.
+_COLUMN_BY_LIST = {
+    "contexts": "context",
+    "algorithms": "algorithm",
+    "reasons": "reason",
+    "notes": "notes",
+    "facts": "facts",
+}
+
+
+class Facts(NamedTuple):
+    """Facts of a measurement; the fields are those of `Measurement`, in the same order.
+
+    >>> Facts(lost_to="onednn").lost_to
+    'onednn'
+    """
+
+    failure: FailureKind | None = None
+    lost_to: str = ""
+    implementation: str = ""
+    is_deterministic: bool = True
+    adds_bias: bool = False
+    load: float = 0.0
+
+    @classmethod
+    def of(cls, measurement: Measurement) -> Facts:
+        """The facts of a measurement."""
+        return cls(*(getattr(measurement, name) for name in cls._fields))
+
+    @property
+    def unusual(self) -> dict[str, object]:
+        """Values by name of the facts that differ from their defaults.
+
+        >>> Facts(lost_to="onednn", load=1.5).unusual
+        {'lost_to': 'onednn', 'load': 1.5}
+        """
+        defaults = self._field_defaults
+        return {name: value for name, value in self._asdict().items() if value != defaults[name]}
+
+
+class Work(NamedTuple):
+    """The work that a key names, beside its problem: a chunk by an algorithm, or something else.
+
+    >>> Work("gemm").texts
+    {'algorithm': 'gemm'}
+    """
+
+    algorithm: str
+    subject: Subject = Subject.CHUNK
+    split: Split | None = None
+    race: str = ""
+
+    @classmethod
+    def of(cls, key: MeasurementKey) -> Work:
+        """The work of a key."""
+        return cls(key.algorithm, key.subject, key.split, key.race)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Texts by name, without those of a chunk, which most rows are."""
+        texts = {"algorithm": self.algorithm}
+        if self.subject is not Subject.CHUNK:
+            texts["subject"] = self.subject
+        if self.split is not None:
+            texts["split"] = split_to_text(self.split)
+        if self.race:
+            texts["race"] = self.race
+        return texts
+
+
+class MeasurementRow(NamedTuple):
+    """One measurement of a table, as a tuple: a million of them are read at once.
+
+    Args:
+        problem: row of the problems.
+        algorithm: row of the algorithms, which also say what else was timed.
+        context: row of the contexts.
+        status: as ASCII.
+        time_ns: `NONE` where it was not timed.
+        spread_ns: `NONE` where it is unknown.
+        workspace_bytes: `NONE` where it is unknown.
+        error: 0 if it was not measured.
+        has_error: True if it was.
+        reason: row of the reasons.
+        notes: row of the notes.
+        samples: number of samples.
+        first_sample: row of the first of them.
+        stored_ns: time of storage, in ns since 1970.
+        facts: row of the facts.
+    """
+
+    problem: int
+    algorithm: int
+    context: int
+    status: bytes
+    time_ns: int
+    spread_ns: int
+    workspace_bytes: int
+    error: float
+    has_error: bool
+    reason: int
+    notes: int
+    samples: int
+    first_sample: int
+    stored_ns: int
+    facts: int
+
+    @property
+    def sample_slice(self) -> slice:
+        """Rows of the samples that belong to this measurement."""
+        return slice(self.first_sample, self.first_sample + self.samples)
+
+
+_NUMBER_TYPES = {
+    **dict.fromkeys(("problem", "algorithm", "context", "reason", "notes"), "<u4"),
+    **dict.fromkeys(("samples", "facts"), "<u4"),
+    "status": f"S{_WORD_BYTES}",
+    "error": "<f8",
+    "has_error": "?",
+}
+MEASUREMENT_DTYPE = np.dtype(
+    [(name, _NUMBER_TYPES.get(name, "<i8")) for name in MeasurementRow._fields]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Fields of a key beside problem and algorithm; a cache has few different combinations."""
+
+    device: Device
+    software: Software
+    conditions: Conditions
+    protocol: int
+
+    @classmethod
+    def of(cls, key: MeasurementKey) -> Context:
+        """The context of a key."""
+        return cls(key.device, key.software, key.conditions, key.protocol)
+
+
+def problem_row(problem: Problem) -> bytes:
+    """One problem as the bytes of its row."""
+    return problem_rows([problem]).tobytes()
+
+
+def problem_rows(problems: Iterable[Problem]) -> Array:
+    """Problems as a table; unused axes are 0."""
+    # `Problem` accepts no size that needs more than 64 bits.
+    rows = [
+        tuple(_cell(getattr(problem, name)) for name in PROBLEM_DTYPE.names or ())
+        for problem in problems
+    ]
+    return np.array(rows, PROBLEM_DTYPE)
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, tuple):
+        filler = (0, 0) if isinstance(value[0], tuple) else 0
+        return value + (filler,) * (_AXES - len(value))
+    return value
+
+
+def problem_from_row(row: Any) -> Problem:
+    """The problem in a row."""
+    # An input size is at least 1, so the zeros are the axes that are not used.
+    rank = int(np.count_nonzero(row["input_size"]))
+    values: dict[str, Any] = {}
+    for name in PROBLEM_DTYPE.names or ():
+        value = row[name].tolist()
+        if isinstance(value, bytes):
+            value = value.decode()
+        elif isinstance(value, list):
+            value = tuple(tuple(v) if isinstance(v, list) else v for v in value[:rank])
+        values[name] = value
+    return Problem(**values)
+
+
+def sort_keys(problems: Array) -> Array:
+    """The rows as byte strings, which numpy can sort and search."""
+    return problems.view(f"S{PROBLEM_DTYPE.itemsize}")
+
+
+# By algorithm and context.
+_RowByKey: TypeAlias = dict[tuple[int, int], MeasurementRow]
+
+
+@dataclass(slots=True)
+class _LastLookup:
+    """Parts of the last key that was looked up, and the rows found for them."""
+
+    context: tuple[object, ...] = ()
+    context_id: int = -1
+    problem: Problem | None = None
+    rows: _RowByKey = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Measurements sorted by problem, algorithm and context, one per key.
+
+    Args:
+        problems: distinct, sorted as bytes.
+        contexts: distinct.
+        algorithms: distinct, with what else was timed.
+        reasons: distinct.
+        notes: distinct.
+        facts: distinct.
+        rows: columns of `MEASUREMENT_DTYPE`, which point into the lists and the samples.
+        samples: of all rows, one after the other.
+    """
+
+    problems: Array
+    contexts: list[Context]
+    algorithms: list[Work]
+    reasons: list[str]
+    notes: list[tuple[str, ...]]
+    facts: list[Facts]
+    rows: Array
+    samples: Array
+    _rows_by_problem: dict[Problem, _RowByKey] = field(init=False, default_factory=dict)
+    _last: _LastLookup = field(init=False, default_factory=_LastLookup)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def newest_ns(self) -> int:
+        """Time at which the last entry was stored; 0 in an empty table."""
+        return int(self.rows["stored_ns"].max(initial=0))
+
+    @cached_property
+    def _first_rows(self) -> Array:
+        """First row of each problem, and the number of rows."""
+        return np.searchsorted(self.rows["problem"], np.arange(len(self.problems) + 1))
+
+    @cached_property
+    def _context_ids(self) -> dict[Context, int]:
+        return {context: index for index, context in enumerate(self.contexts)}
+
+    @cached_property
+    def _algorithm_ids(self) -> dict[Work, int]:
+        return {name: index for index, name in enumerate(self.algorithms)}
+
+    def find(self, key: MeasurementKey) -> MeasurementRow | None:
+        """The row of a key, for `measurement`; None if there is none."""
+        last = self._last
+        # A tuner asks for many keys with the same objects in them, and tuples compare by identity
+        # before they compare by value, so a repeated context or problem costs no hashing.
+        context = (key.device, key.software, key.conditions, key.protocol)
+        if context != last.context:
+            last.context_id = self._context_ids.get(Context(*context), -1)
+            last.context = context
+        if key.problem is not last.problem:
+            rows = self._rows_by_problem.get(key.problem)
+            last.rows = self._rows_of(key.problem) if rows is None else rows
+            last.problem = key.problem
+        return last.rows.get((self._algorithm_ids.get(Work.of(key), -1), last.context_id))
+
+    def _rows_of(self, problem: Problem) -> _RowByKey:
+        keys, wanted = sort_keys(self.problems), problem_row(problem)
+        index = int(np.searchsorted(keys, np.array(wanted, keys.dtype)))
+        rows: _RowByKey = {}
+        # Bytes, because numpy ignores zeros at the end of its byte strings.
+        if index < len(keys) and self.problems[index : index + 1].tobytes() == wanted:
+            start, stop = self._first_rows[index : index + 2].tolist()
+            found = map(MeasurementRow._make, self.rows[start:stop].tolist())
+            rows = {(row.algorithm, row.context): row for row in found}
+        if len(self._rows_by_problem) >= _MEMO_PROBLEMS:
+            self._rows_by_problem.clear()
+        self._rows_by_problem[problem] = rows
+        return rows
+
+    def measurement(self, row: MeasurementRow, key: MeasurementKey) -> Measurement:
+        """The measurement in a row whose key is known."""
+        return Measurement(
+            key,
+            _STATUS_BY_BYTES[row.status],
+            None if row.time_ns == NONE else row.time_ns,
+            None if row.spread_ns == NONE else row.spread_ns,
+            tuple(self.samples[row.sample_slice].tolist()) if row.samples else (),
+            None if row.workspace_bytes == NONE else row.workspace_bytes,
+            row.error if row.has_error else None,
+            self.reasons[row.reason],
+            self.notes[row.notes],
+            *self.facts[row.facts],
+        )
+
+    def entries(self) -> Iterator[Entry]:
+        """The entries in order."""
+        problem_id, problem = -1, None
+        for row in self._row_tuples():
+            if row.problem != problem_id or problem is None:
+                problem_id, problem = row.problem, problem_from_row(self.problems[row.problem])
+            context = self.contexts[row.context]
+            work = self.algorithms[row.algorithm]
+            key = MeasurementKey(
+                problem,
+                work.algorithm,
+                context.device,
+                context.software,
+                context.conditions,
+                context.protocol,
+                work.subject,
+                work.split,
+                work.race,
+            )
+            yield Entry(self.measurement(row, key), row.stored_ns)
+
+    def _row_tuples(self) -> Iterator[MeasurementRow]:
+        # In blocks, so that memory does not grow with the number of entries.
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            block = self.rows[start : start + _ROWS_AT_ONCE].tolist()
+            yield from map(MeasurementRow._make, block)
+
+
+class _Lists:
+    """Distinct values of the lists of a table, with their numbers in order of appearance."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, dict[Any, int]] = {name: {} for name in _COLUMN_BY_LIST}
+
+    def number(self, name: str, value: Any) -> int:
+        """Number of a value in a list, which gets it if it is new there."""
+        return _number(self._numbers[name], value)
+
+    def renumber(self, name: str, values: Sequence[Any], old: Array) -> Array:
+        """Numbers in this list for numbers of another table; values without a row are left out."""
+        new = np.zeros(len(values), "<u4")
+        for number in np.unique(old).tolist():
+            new[number] = self.number(name, values[number])
+        renumbered: Array = new[old]
+        return renumbered
+
+    def table(self, problems: Array, rows: Array, samples: Array) -> Table:
+        """A table with these lists."""
+        lists: dict[str, list[Any]] = {name: list(seen) for name, seen in self._numbers.items()}
+        return Table(problems=problems, rows=rows, samples=samples, **lists)
+
+
+def _number(seen: dict[T, int], value: T) -> int:
+    return seen.setdefault(value, len(seen))
+
+
+def build_table(entries: Iterable[Entry]) -> Table:
+    """Build the table of these entries; of two with one key the later stored one stays.
+
+    Raises:
+        CacheError: a number needs more than 64 bits.
+    """
+    problems: dict[Problem, int] = {}
+    lists = _Lists()
+    rows: list[MeasurementRow] = []
+    samples: list[int] = []
+    for entry in entries:
+        problem = _number(problems, entry.measurement.key.problem)
+        rows.append(_row(entry, problem, lists, len(samples)))
+        samples.extend(entry.measurement.samples)
+    try:
+        table = lists.table(
+            problem_rows(problems), np.array(rows, MEASUREMENT_DTYPE), np.array(samples, "<i8")
+        )
+    except OverflowError:
+        raise CacheError("numbers of a measurement must be below 2^63 to be stored") from None
+    # Merging a single table sorts it.
+    return merge_tables([table])
+
+
+def _row(entry: Entry, problem: int, lists: _Lists, first_sample: int) -> MeasurementRow:
+    measurement = entry.measurement
+    key = measurement.key
+    return MeasurementRow(
+        problem=problem,
+        algorithm=lists.number("algorithms", Work.of(key)),
+        context=lists.number("contexts", Context.of(key)),
+        status=measurement.status.encode(),
+        time_ns=_or_none(measurement.time_ns),
+        spread_ns=_or_none(measurement.spread_ns),
+        workspace_bytes=_or_none(measurement.workspace_bytes),
+        error=0.0 if measurement.error is None else measurement.error,
+        has_error=measurement.error is not None,
+        reason=lists.number("reasons", measurement.reason),
+        notes=lists.number("notes", measurement.notes),
+        samples=len(measurement.samples),
+        first_sample=first_sample,
+        stored_ns=entry.stored_ns,
+        facts=lists.number("facts", Facts.of(measurement)),
+    )
+
+
+def _or_none(value: int | None) -> int:
+    return NONE if value is None else value
+
+
+def merge_tables(tables: Sequence[Table]) -> Table:
+    """Merge tables, sorted; of several rows with one key the latest stored one stays."""
+    problems, problem_numbers = _unite_problems(tables)
+    lists = _Lists()
+    parts, offset = [np.empty(0, MEASUREMENT_DTYPE)], 0
+    for table, numbers in zip(tables, problem_numbers, strict=True):
+        # A copy, in full width: the columns of a file are as narrow as its numbers allow.
+        rows = table.rows.astype(MEASUREMENT_DTYPE)
+        rows["problem"] = numbers[rows["problem"]]
+        for name, column in _COLUMN_BY_LIST.items():
+            rows[column] = lists.renumber(name, getattr(table, name), rows[column])
+        rows["first_sample"] += offset
+        offset += len(table.samples)
+        parts.append(rows)
+    rows = _latest(np.concatenate(parts))
+    # The empty arrays give the result its type where there are no tables.
+    samples = np.concatenate([np.empty(0, "<i8"), *(table.samples for table in tables)])
+    gathered = _gather_samples(rows, samples)
+    return lists.table(problems, rows, gathered)
+
+
+def _unite_problems(tables: Sequence[Table]) -> tuple[Array, list[Array]]:
+    """The problems that rows use, sorted, and for each table the new number of each old one."""
+    # Problems that no row uses, such as those of pruned entries, are left out.
+    used = [np.unique(table.rows["problem"]) for table in tables]
+    kept = [table.problems[ids] for table, ids in zip(tables, used, strict=True)]
+    everything = np.concatenate([np.empty(0, PROBLEM_DTYPE), *kept])
+    keys, numbers = np.unique(sort_keys(everything), return_inverse=True)
+    new_ids, start = [], 0
+    for table, ids in zip(tables, used, strict=True):
+        new = np.zeros(len(table.problems), "<u4")
+        new[ids] = numbers[start : start + len(ids)]
+        start += len(ids)
+        new_ids.append(new)
+    return keys.view(PROBLEM_DTYPE), new_ids
+
+
+def _latest(rows: Array) -> Array:
+    """The rows in order, without those that a later stored one with the same key replaces."""
+    # Where two were stored at the same time, the longer time wins: on every machine the same.
+    columns = ("time_ns", "stored_ns", "context", "algorithm", "problem")
+    rows = rows[np.lexsort([rows[name] for name in columns])]
+    is_last = np.ones(len(rows), bool)
+    is_last[:-1] = np.logical_or.reduce(
+        [rows[name][1:] != rows[name][:-1] for name in _KEY_COLUMNS]
+    )
+    return rows[is_last]
+
+
+def _gather_samples(rows: Array, samples: Array) -> Array:
+    """The samples of the rows, in their order; the rows then point into the result."""
+    # A place is the row's first sample plus the position among its samples; numpy repeats the
+    # difference between old and new beginnings once per sample.
+    counts = rows["samples"].astype("<i8")
+    starts = np.cumsum(counts) - counts
+    places = np.repeat(rows["first_sample"] - starts, counts) + np.arange(counts.sum())
+    rows["first_sample"] = starts
+    gathered: Array = samples[places]
+    return gathered
+
+
+def select_rows(table: Table, mask: Array) -> Table:
+    """The table of the rows that a mask names; its lists hold only what they use."""
+    return merge_tables([replace(table, rows=table.rows[mask])])
+
+
+EMPTY = build_table(())
