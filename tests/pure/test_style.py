@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-MODULE_LINES = 500
+MODULE_LINES = 600
 FUNCTION_LINES = 60
 # The machine that made the file, and the hosts that packages come from.
 FOREIGN = re.compile(
