@@ -4,13 +4,16 @@
 #   make demo   .venv       tunes ResNet-18 on this machine
 #   make quick  .venv-test  what takes no time and no processes of its own, on the installed package:
 #                           for while you work
-#   make test   .venv-test  the suite and the doctests, on the installed package
-#   make coverage           .venv-test: lines and branches of values, solvers, cache and tuning
-#   make bare   .venv-bare  what 'quick' runs, without any optional dependency
-#   make red    .venv-test  every case of what 'test' only samples, and 10,000 damaged files of each
-#                           kind; an hour or so
-#   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches three wheels, 1.5 GB
-#   make simulated-gpu      .venv-test: tests/gpu and benchmarks on a GPU that is simulated by cuDNN
+#   make test   .venv-test  the suite and the doctests, but for what is nightly, on the installed
+#                           package; lines and branches of values, solvers, cache and tuning
+#   make avx2   .venv-test  tests/backend as on a processor without AVX-512
+#   make bare   .venv-bare  imports of every module and the commands, without optional dependencies
+#   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches the wheels of CUDNNS,
+#                           500 MB each
+#   make simulated-gpu      .venv-test: tests/gpu and failures on a GPU that is simulated by cuDNN
+#   make nightly            .venv-test: what takes long: models, processors, ranks, damaged files in
+#                           their thousands, three releases of cuDNN, all benchmarks on the
+#                           simulated GPU, the documentation site; some hours
 #   make gpu    PYTHON      tests and measurements on this machine's GPU, in GPU_MINUTES; PYTHON is
 #                           one with torch for CUDA; nothing is installed
 #   make bench  .venv-test  steps of ten networks, or of NETWORKS, by torch in every way and by a plan,
@@ -28,7 +31,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: demo quick test coverage red bare cudnn simulated-gpu gpu bench docs lint types dist clean
+.PHONY: demo quick test avx2 bare cudnn simulated-gpu nightly gpu bench docs lint types dist clean
 
 ROOT := $(CURDIR)
 # Folders too: their time changes when a file goes away.
@@ -40,8 +43,10 @@ PIP := -m pip --disable-pip-version-check install --quiet --constraint constrain
 # torch comes first and by its exact version: see constraints.txt.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-# The newest cuDNN first, then those that torch's wheels for CUDA 13 ship: 2.13's and 2.11's.
-CUDNNS := 9.28.0.42 9.20.0.48 9.19.0.56
+# The one that the simulated GPU has: torch 2.11 for CUDA 13 ships it.
+CUDNNS := 9.19.0.56
+# The newest first, then those that torch's wheels for CUDA 13 ship: 2.13's and 2.11's.
+ALL_CUDNNS := 9.28.0.42 9.20.0.48 9.19.0.56
 NOTHING :=
 COLON_LIST = $(subst $(NOTHING) $(NOTHING),:,$(1))
 
@@ -69,39 +74,36 @@ PYTEST = pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" -
 # Several processes take the tests of a file each, in the order of the folders. OpenMP's threads sleep
 # while they wait, or they would keep the other process from its processor.
 PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-QUICK = $(PARALLEL) -m "not slow and not process and not gpu"
-test quick coverage bare: export OMP_WAIT_POLICY := passive
+QUICK = not slow and not process and not gpu and not nightly
+# Values, solvers, the cache, and what decides: see pyproject.toml.
+COVERAGE := 95
+test quick avx2 bare nightly: export OMP_WAIT_POLICY := passive
 
+# A part of the suite covers less: with PYTEST_ARGS there is no gate.
 test: .venv-test/.installed
-	$(call outside,.venv-test,$(PARALLEL))
+	$(call outside,.venv-test,$(PARALLEL) -m "not nightly" $(if $(PYTEST_ARGS),,--cov ucudnn \
+	--cov-config "$(ROOT)/pyproject.toml" --cov-report term --cov-fail-under $(COVERAGE)))
 
 quick: .venv-test/.installed
-	$(call outside,.venv-test,$(QUICK))
+	$(call outside,.venv-test,$(PARALLEL) -m "$(QUICK)")
 
-red: .venv-test/.installed
-	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
-	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/fuzz" \
-	"$(ROOT)/tests/conformance/test_operator_database.py" "$(ROOT)/tests/models/test_forced.py" \
-	"$(ROOT)/tests/cache/test_torture.py" \
-	--complete --mutations 10000 $(PYTEST_ARGS))
+# As on a processor without AVX-512, as far as libraries can be told so.
+avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+avx2: export ATEN_CPU_CAPABILITY := avx2
+avx2: .venv-test/.installed
+	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
+	-p no:cacheprovider -n $(WORKERS) -m "not nightly" "$(ROOT)/tests/backend" $(PYTEST_ARGS))
 
-# By what runs without a device or on a scripted one, mostly, and the examples in docstrings.
-COVERAGE := 95
-coverage: .venv-test/.installed
-	$(call outside,.venv-test,pytest --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
-	-p no:cacheprovider -n $(WORKERS) --dist loadfile -m "not process" "$(ROOT)/tests/pure" \
-	"$(ROOT)/tests/cache" "$(ROOT)/tests/tuning" --pyargs ucudnn $(PYTEST_ARGS) --cov ucudnn \
-	--cov-config "$(ROOT)/pyproject.toml" --cov-report term --cov-fail-under $(COVERAGE))
-
-# Optional dependencies decide what can be imported, drawn and skipped: pytest imports every file here
-# too. What is marked slow or process computes with torch alone, which is the same in both.
+# What else computes with torch alone, which is the same with optional dependencies and without.
 bare: .venv-bare/.installed
 	.venv-bare/bin/python -c 'from importlib.util import find_spec; \
 	names = ("cupy", "matplotlib", "mpi4py", "playwright", "plotly", "transformers", \
 	"monai", "diffusers", "pytorch_lightning", "expecttest"); \
 	there = [name for name in names if find_spec(name)]; \
 	assert not there, f"optional dependencies are installed: {there}"'
-	$(call outside,.venv-bare,$(QUICK))
+	$(call outside,.venv-bare,pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
+	-p no:cacheprovider -m "$(QUICK)" "$(ROOT)/tests/cli" "$(ROOT)/tests/pure/test_imports.py" \
+	"$(ROOT)/tests/pure/test_registry.py" $(PYTEST_ARGS))
 
 # A version that cannot be loaded fails its tests; only where no folder is named are they skipped.
 cudnn: .venv-test/.installed $(CUDNNS:%=.cudnn/%/.unpacked)
@@ -109,12 +111,18 @@ cudnn: .venv-test/.installed $(CUDNNS:%=.cudnn/%/.unpacked)
 	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
 	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/cudnn" $(PYTEST_ARGS))
 
-# The one cuDNN that the simulated GPU has: what torch 2.11 for CUDA 13 ships.
 SIMULATED_CUDNN := 9.19.0.56
+SIMULATED = export SIMULATED_GPU_CUDNN="$(ROOT)/.cudnn/$(SIMULATED_CUDNN)/nvidia/cudnn/lib/libcudnn.so.9"
 simulated-gpu: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
-	export SIMULATED_GPU_CUDNN="$(ROOT)/.cudnn/$(SIMULATED_CUDNN)/nvidia/cudnn/lib/libcudnn.so.9"; \
-	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
-	--rootdir "$(ROOT)" -p no:cacheprovider "$(ROOT)/tests/simulated_gpu" $(PYTEST_ARGS))
+	$(SIMULATED); $(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" \
+	--rootdir "$(ROOT)" -p no:cacheprovider -m "not nightly" "$(ROOT)/tests/simulated_gpu" \
+	$(PYTEST_ARGS))
+
+# Every case of what has no end, and 10,000 damaged files of each kind.
+nightly: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
+	$(SIMULATED); $(call outside,.venv-test,$(PARALLEL) -m nightly --complete --mutations 10000)
+	$(MAKE) cudnn CUDNNS="$(ALL_CUDNNS)"
+	$(MAKE) docs
 
 bench: .venv-test/.installed
 	mkdir -p build

@@ -66,12 +66,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Marks of whole folders; tests/README.md says why.
 MARKS_BY_FOLDER = {
     "benchmarks": "slow",
-    "conformance": "slow",
+    "conformance": "nightly",
     "cudnn": "process",
     "distributed": "process",
-    "fuzz": "slow",
+    "fuzz": "nightly",
     "gpu": "gpu",
-    "models": "slow",
+    "models": "nightly",
     "simulated_gpu": "gpu",
 }
 
@@ -83,6 +83,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(tests):
             folder = item.path.relative_to(tests).parts[0]
+            # Starting ranks takes seconds; one test has a mark of its own, and runs on each push.
+            starts_ranks = {"launch", "torchrun"} & set(getattr(item, "fixturenames", ()))
+            if folder == "distributed" and starts_ranks and not item.get_closest_marker("process"):
+                item.add_marker("nightly")
             if folder in MARKS_BY_FOLDER:
                 item.add_marker(MARKS_BY_FOLDER[folder])
 

@@ -73,7 +73,8 @@ def test_a_bias_is_added_to_every_channel_of_a_slice_and_of_a_new_result(
             executable.write_biased(a, b, whole[1:-1], bias)
             for found in (whole[1:-1], executable.alone_biased(a, b, bias)):
                 error = relative_error(found, expected)
-                assert error < tolerance[problem.dtype], f"{candidate.algorithm} on {problem}"
+                # Torch's own rounds before the bias is added, and after.
+                assert error < 2 * tolerance[problem.dtype], f"{candidate.algorithm} on {problem}"
             assert whole[0].isnan().all()
             assert whole[-1].isnan().all()
 

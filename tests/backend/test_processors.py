@@ -18,7 +18,7 @@ RUN_THERE = (
 )
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 def test_results_and_refusals_hold_on_a_poorer_processor(poorer_processor, pytestconfig):
     """Another processor runs other kernels; every algorithm is as accurate there."""
     child = subprocess.run(

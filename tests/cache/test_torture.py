@@ -12,7 +12,7 @@ import pytest
 PARTS = ("kill", "crowd", "corrupt", "disk", "lookup", "versions")
 
 
-@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", PARTS)
 def test_nothing_is_lost_doubled_or_wrong(
     part: str, repository: Path, package: Path, pytestconfig: pytest.Config

@@ -33,6 +33,7 @@ from ucudnn.solvers import divide
 from ucudnn.system import mps
 from ucudnn.system.mps import MpsDaemon
 
+pytestmark = pytest.mark.nightly
 STARTED = Path(__file__).with_name("started.py")
 PATIENCE_S = 240
 CLI = [sys.executable, "-m", "ucudnn", "launch"]

@@ -22,6 +22,7 @@ from ucudnn.distributed import launchers
 from ucudnn.distributed.launchers import Launched, read_launcher, slurm_address
 from ucudnn.errors import RankError
 
+pytestmark = pytest.mark.nightly
 STARTED = Path(__file__).with_name("started.py")
 PATIENCE_S = 240
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

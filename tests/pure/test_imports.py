@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +35,12 @@ def test_importing_loads_no_framework(name: str, package: Path, tmp_path: Path) 
     file, modules = json.loads(output)
     assert Path(file).is_relative_to(package)
     assert not HEAVY & set(modules)
+
+
+def test_every_module_can_be_imported_without_optional_packages() -> None:
+    for module in pkgutil.walk_packages(ucudnn.__path__, "ucudnn."):
+        if module.name != "ucudnn.__main__":
+            importlib.import_module(module.name)
 
 
 def test_importing_the_package_loads_one_module_of_it_and_reads_no_metadata(package: Path) -> None:

@@ -56,6 +56,7 @@ def test_failures_cost_one_candidate_each(simulated, layers, faults, tmp_path):
     assert len(json.loads((out / "provenance.json").read_text())) == 3
 
 
+@pytest.mark.nightly
 def test_tuning_survives_failures(simulated, layers, faults, tmp_path):
     out = tmp_path / "out"
     options = ("--dtypes", "fp32", "--limits", "64", "--seconds", "60", "--parts", "tune")
@@ -75,6 +76,7 @@ def test_tuning_survives_failures(simulated, layers, faults, tmp_path):
     assert sum(row["status"] == "ok" for row in recorded) > 3
 
 
+@pytest.mark.nightly
 def test_everything_at_once_and_again(simulated, layers, tmp_path):
     """The script of `make gpu`; the second time it goes on where it stopped."""
     command = ("benchmarks/gpu_run.py", "--out", tmp_path / "out", "--layers", layers, "--tiny")
@@ -94,6 +96,7 @@ def test_everything_at_once_and_again(simulated, layers, tmp_path):
     assert len(keys) == len(set(keys))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "command",
     [
@@ -113,6 +116,7 @@ def test_a_demonstration_concludes(simulated, tmp_path, command):
     assert found["says"][-1].strip() in page
 
 
+@pytest.mark.nightly
 def test_the_cache_hypothesis_concludes(simulated, layers, tmp_path):
     command = ("benchmarks/l2_hypothesis.py", "--out", tmp_path, "--l2-mib", "0.001")
     tables = ("--tables", *layers.glob("*.csv"), "--dtypes", "tf32", "--ops", "fprop")
@@ -123,6 +127,7 @@ def test_the_cache_hypothesis_concludes(simulated, layers, tmp_path):
     assert not [trial["failed"] for trial in found["trials"] if trial["failed"]]
 
 
+@pytest.mark.nightly
 def test_overhead_and_additivity_are_measured(simulated, layers, tmp_path):
     small = ("--batch", "2", "--image", "32", "--rounds", "2", "--steps", "1")
     done = simulated("benchmarks/overhead.py", "--device", "cuda", *small)

@@ -16,7 +16,7 @@ from ucudnn.reports.html import write_report
 from ucudnn.tuning.rationale import rationales
 from ucudnn.tuning.tuner import tune_problems
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = pytest.mark.nightly
 MS, MIB = 1_000_000, 1 << 20
 FIRST = Problem("fprop", 8, 2, 2, (9, 9), (1, 1))
 PROBLEMS = (FIRST, replace(FIRST, out_channels=3), replace(FIRST, op="wgrad"))
