@@ -46,7 +46,6 @@ def plan_by_torch(
     timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
     # Its one time also plans the smaller batches that torch computes by the same implementation,
     # where it is an upper bound.
-    entry = replace(entry, key=replace(entry.key, algorithm=DEFAULT_ALGORITHM))
     table = BatchSplits.of(BatchAxis(problem), (), [entry], kernel_of, limit)
     # Undivided, by torch's own convolution: what runs without any plan.
     split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
@@ -58,7 +57,7 @@ def plan_by_torch(
 
 def with_every_batch(
     plan: KernelPlan,
-    limit: int | None,
+    limit_at: Callable[[int], int | None],
     kernel_of: Callable[[Problem, str], str | None],
     planner_at: Callable[[int], KernelPlanner],
     deterministic: bool = False,
@@ -71,16 +70,17 @@ def with_every_batch(
 
     Args:
         plan: of a kernel.
-        limit: workspace in bytes, None for any.
+        limit_at: workspace in bytes at each batch, None for any.
         kernel_of: name of the implementation by which an algorithm runs a problem.
         planner_at: makes the planner of the kernel at a smaller batch.
         deterministic: no result may vary.
     """
     problem, missing = plan.problem, plan.uncovered()
-    if limit is None and not deterministic:
+    if limit_at(problem.batch) is None and not deterministic:
         return plan.with_default(missing)
     while missing:
         largest = missing[-1]
+        limit = limit_at(largest)
         planner = planner_at(largest)
         default = planner.look_at_default()
         planner.release()

@@ -17,25 +17,37 @@ class Limits:
 
     >>> early, late = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
     >>> limits = Limits(common=64, budget_bytes=100, live_bytes={early: 10, late: 90})
-    >>> limits.of(early), limits.of(late)
-    (64, 10)
+    >>> limits.of(early), limits.of(late), limits.of(late, batch=1)
+    (64, 10, 55)
 
     Args:
         common: bytes that any kernel may use, None for any.
         budget_bytes: that a whole step may have allocated; None: no budget.
         live_bytes: the most that the step has allocated beside the workspace of any call of a
             kernel.
+        fixed_bytes: of these, bytes that do not depend on the batch; the rest is taken to grow in
+            proportion to it.
     """
 
     common: int | None
     budget_bytes: int | None = None
     live_bytes: Mapping[Problem, int] = field(default_factory=lambda: MappingProxyType({}))
+    fixed_bytes: int = 0
 
-    def of(self, problem: Problem) -> int | None:
-        """Bytes that a call of a kernel may use, None for any."""
+    def of(self, problem: Problem, batch: int | None = None) -> int | None:
+        """Bytes that a call of a kernel may use, None for any.
+
+        Args:
+            problem: the kernel.
+            batch: in a step of a smaller batch, of which less is live; None: of the kernel's.
+        """
         if self.budget_bytes is None:
             return self.common
-        left = max(0, self.budget_bytes - self.live(problem))
+        live = self.live(problem)
+        if batch is not None:
+            fixed = min(live, self.fixed_bytes)
+            live = fixed + -(-(live - fixed) * batch // problem.batch)
+        left = max(0, self.budget_bytes - live)
         return left if self.common is None else min(left, self.common)
 
     def live(self, problem: Problem) -> int:

@@ -19,7 +19,7 @@ from ucudnn.problem import Problem
 from ucudnn.races import StepMemory
 from ucudnn.tracing import Traced
 from ucudnn.tuning.limits import Limits
-from ucudnn.tuning.step_profile import StepProfile, StepProfiler
+from ucudnn.tuning.step_profile import Held, StepProfile, StepProfiler
 from ucudnn.units import format_bytes
 
 
@@ -28,6 +28,7 @@ class _Layout:
     """State of the budget in one layout of the model."""
 
     profiler: StepProfiler
+    held: Held
     memory: StepMemory
     live_bytes: dict[Problem, int]
 
@@ -80,7 +81,10 @@ class MemoryBudget:
         if memory_format not in self._layouts:
             self._layouts[memory_format] = self._profiled(memory_format, traced)
         layout = self._layouts[memory_format]
-        return Limits(self._config.limit_bytes, layout.memory.budget_bytes, layout.live_bytes)
+        memory, held = layout.memory, layout.held
+        # Gradients of parameters are allocated during the step, as large at any batch.
+        fixed = held.total + held.parameters
+        return Limits(self._config.limit_bytes, memory.budget_bytes, layout.live_bytes, fixed)
 
     def _profiled(self, memory_format: str, traced: Traced) -> _Layout:
         profiler = StepProfiler(
@@ -107,7 +111,7 @@ class MemoryBudget:
         if budget < profile.own_peak_bytes:
             raise _too_small(budget, profile)
         memory = profile.memory(budget, self._is_training)
-        return _Layout(profiler, memory, dict(profile.live_bytes))
+        return _Layout(profiler, profile.held, memory, dict(profile.live_bytes))
 
     def noted(self, plan: Plan) -> Plan:
         """The plan with the memory of a step, and what is live at each kernel."""

@@ -93,8 +93,12 @@ class Results:
 
     def limit_of(self, problem: Problem) -> int | None:
         """Workspace that a call may use: its part of the pool, or what the settings leave it."""
+        return self.limit_at(problem, problem.batch)
+
+    def limit_at(self, problem: Problem, batch: int) -> int | None:
+        """The same for a call of a smaller batch."""
         parts = {} if self.pool is None else self.pool.parts
-        return parts.get(problem, self._limits.of(problem))
+        return parts.get(problem, self._limits.of(problem, batch))
 
     def by_torch(
         self, problem: Problem, note: str = "not tuned: the time was over"

@@ -90,9 +90,10 @@ class _Planners:
             shares.defaults[problem] = planner.default
         return planner
 
-    def at_batch(self, session: Session, problem: Problem, batch: int) -> KernelPlanner:
+    def at_batch(
+        self, session: Session, problem: Problem, batch: int, limit: int | None
+    ) -> KernelPlanner:
         """Of a kernel at a smaller batch, for any plan and not for the best one."""
-        limit = self._limit_of(problem)
         layers, biased = self._layers[problem], problem in self._biased
         kernel = Kernel(problem.with_batch(batch), layers, biased)
         bounds = Bounds(limit, limit, tolerance=1.0)
@@ -304,11 +305,15 @@ class TuningScheduler:
         def task(session: Session) -> None:
             if not plan.uncovered():
                 return
-            limit, deterministic = self.results.limit_of(plan.problem), self._config.deterministic
-            planner_at = partial(self._planners.at_batch, session, plan.problem)
+            limit_at = partial(self.results.limit_at, plan.problem)
+
+            def planner_at(batch: int) -> KernelPlanner:
+                return self._planners.at_batch(session, plan.problem, batch, limit_at(batch))
+
+            deterministic = bool(self._config.deterministic)
             with torch.autocast("cpu", enabled=False):
                 self.results.plans[plan.problem] = with_every_batch(
-                    plan, limit, session.kernel_of, planner_at, bool(deterministic)
+                    plan, limit_at, session.kernel_of, planner_at, deterministic
                 )
 
         return task
