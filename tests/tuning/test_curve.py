@@ -15,7 +15,7 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
 from ucudnn.tuning.effort import EFFORTS
-from ucudnn.tuning.limits import Limits
+from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20

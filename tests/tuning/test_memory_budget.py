@@ -27,7 +27,7 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.races import StepMemory
 from ucudnn.tuning import memory_budget
-from ucudnn.tuning.limits import Limits
+from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.step_profile import StepProfiler
 from ucudnn.tuning.tuner import tune_problems
 

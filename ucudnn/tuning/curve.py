@@ -8,7 +8,7 @@ from ucudnn.problem import Problem
 from ucudnn.races import Curve
 from ucudnn.solvers import CurveKernel, network_curve
 from ucudnn.tuning.fronts import Front
-from ucudnn.tuning.limits import Limits
+from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner, survey
 
 

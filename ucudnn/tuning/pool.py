@@ -14,7 +14,7 @@ from ucudnn.problem import Problem
 from ucudnn.tuning.budget import Budget
 from ucudnn.tuning.devices import Devices, Task
 from ucudnn.tuning.division import Choices, divided
-from ucudnn.tuning.limits import Limits
+from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner, survey
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.step_shares import StepShares

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ucudnn.problem import Problem
     from ucudnn.races import Curve
     from ucudnn.tuning.fronts import Front
-    from ucudnn.tuning.limits import Limits
+    from ucudnn.tuning.memory_budget import Limits
     from ucudnn.tuning.pool import Pool
 
 

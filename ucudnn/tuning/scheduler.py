@@ -25,7 +25,7 @@ from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS, Effort
 from ucudnn.tuning.fallback import with_every_batch
-from ucudnn.tuning.limits import Limits
+from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure
 from ucudnn.tuning.progress import Progress, warn_of_untuned

@@ -8,7 +8,7 @@ from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.effort import Effort
-from ucudnn.tuning.limits import Limits
+from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.worth import Stake, least_ns
 

@@ -26,7 +26,7 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
 from ucudnn.system.version import own_version
-from ucudnn.tuning.limits import Limits
+from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.replay import open_recording, recorded_by_profile
