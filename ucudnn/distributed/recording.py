@@ -30,15 +30,6 @@ class Records:
 class RecordingCache(AbstractWrapper):
     """A cache that records which measurements were found in the wrapped one and which were put.
 
-    >>> from ucudnn.testing import sample_measurements
-    >>> old, new = sample_measurements(2, seed=0)
-    >>> recording = RecordingCache(MemoryCache())
-    >>> recording.put([new])
-    >>> recording.get(new.key) == new, recording.get(old.key)
-    (True, None)
-    >>> len(recording.records().measured), len(recording.records().reused)
-    (1, 0)
-
     Args:
         inner: the cache to wrap.
     """
@@ -76,11 +67,6 @@ class SealedCache(AbstractWrapper):
 
     A candidate that no rank measured, for lack of memory or time, counts as failed. So all ranks
     decide alike, even if one of them would have had the memory or the time to measure it.
-
-    >>> from ucudnn.testing import sample_measurements
-    >>> (measurement,) = sample_measurements(1, seed=0)
-    >>> SealedCache([]).get(measurement.key).reason
-    'it was not measured'
 
     Args:
         records: those of all kernels.
