@@ -100,13 +100,17 @@ _TEXTS = Kind(
 
 
 def split_to_text(split: Split) -> str:
-    """A split as JSON, with runs of equal steps as (number, size, algorithm).
+    """A split as JSON: its fields, with runs of equal steps as (number, size, algorithm).
 
     >>> split_to_text(Split("batch", (Step(4, "gemm"), Step(4, "gemm"))))
-    '["batch", [[2, 4, "gemm"]]]'
+    '{"axis": "batch", "steps": [[2, 4, "gemm"]]}'
     """
-    runs = [[len(list(run)), step.size, step.algorithm] for step, run in groupby(split.steps)]
-    return json.dumps([split.axis, runs], ensure_ascii=False)
+    values = {field.name: getattr(split, field.name) for field in dataclasses.fields(split)}
+    values["steps"] = [
+        [len(list(run)), step.size, step.algorithm] for step, run in groupby(split.steps)
+    ]
+    # Whatever tells two splits apart, and no more: most have neither of the numbers.
+    return json.dumps({name: one for name, one in values.items() if one}, ensure_ascii=False)
 
 
 def split_from_text(text: str) -> Split:
@@ -116,11 +120,11 @@ def split_from_text(text: str) -> Split:
         ValueError: the text is something else.
     """
     try:
-        axis, runs = parse_json(text)
-        return Split(
-            axis, tuple(Step(int(size), str(name)) for n, size, name in runs for _ in range(n))
-        )
-    except (TypeError, ValueError):
+        values = dict(parse_json(text))
+        runs = values.pop("steps")
+        steps = (Step(int(size), str(name)) for n, size, name in runs for _ in range(n))
+        return Split(steps=tuple(steps), **values)
+    except (KeyError, TypeError, ValueError):
         raise ValueError(text) from None
 
 
