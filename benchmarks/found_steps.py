@@ -2,14 +2,110 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from ucudnn.benchmark.statistics import ratio_interval
-from ucudnn.steps.result import StepBench, TimedSteps
+from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.units import format_ns
 
 # Of a way whose process has a malloc that keeps large blocks.
 SUFFIX = "+malloc"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to compute the steps of a model.
+
+    Args:
+        memory_format: "keep", as the model is, or "channels_last"; of a plan, the plan's own.
+        is_planned: convolutions follow the plan; else they are torch's own.
+        is_compiled: by torch.compile.
+    """
+
+    memory_format: str = "keep"
+    is_planned: bool = False
+    is_compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name in tables and on command lines."""
+        layout = "" if self.memory_format == "keep" else self.memory_format
+        parts = ("plan" if self.is_planned else layout, "compile" if self.is_compiled else "")
+        return "+".join(part for part in parts if part) or "eager"
+
+
+# Torch's own first: what a user has without a plan.
+WAYS = {
+    way.name: way
+    for way in (
+        *(
+            Way(layout, is_compiled=on)
+            for on in (False, True)
+            for layout in ("keep", "channels_last")
+        ),
+        *(Way(is_planned=True, is_compiled=on) for on in (False, True)),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSteps:
+    """Steps of a model by one way.
+
+    Args:
+        way: how they were computed.
+        samples_ns: times of steps in ns, one per round.
+        first_s: seconds of the first step, which compiles where the way is compiled.
+        peak_bytes: peak of what torch allocated in a step, beyond what there was before it.
+        process_bytes: the most memory that the process gained in a step; None where unknown.
+        reason: why there are no times, "" where there are.
+    """
+
+    way: Way
+    samples_ns: tuple[int, ...] = ()
+    first_s: float = 0.0
+    peak_bytes: int = 0
+    process_bytes: int | None = None
+    reason: str = ""
+
+    @property
+    def time_ns(self) -> int:
+        """Median time of a step in ns."""
+        return median_ns(self.samples_ns)
+
+    @property
+    def spread_ns(self) -> int:
+        """Interquartile range of the times in ns."""
+        return spread_ns(self.samples_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBench:
+    """Steps of one model by several ways, interleaved in one run.
+
+    Args:
+        ways: one entry for each; those that failed have a reason.
+        is_training: forward, loss and backward; else forward alone, without gradients.
+    """
+
+    ways: tuple[TimedSteps, ...]
+    is_training: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        ways = [{**asdict(one), "way": one.way.name} for one in self.ways]
+        return {"ways": ways, "is_training": self.is_training}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepBench:
+        """Build one from JSON values."""
+        return cls(tuple(_timed_steps(one) for one in values["ways"]), values["is_training"])
+
+
+def _timed_steps(values: Mapping[str, Any]) -> TimedSteps:
+    way, samples_ns = WAYS[values["way"]], tuple(values["samples_ns"])
+    return TimedSteps(**{**values, "way": way, "samples_ns": samples_ns})
 
 
 class Named(NamedTuple):

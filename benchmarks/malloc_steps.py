@@ -18,14 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from found_steps import WAYS
 from networks import example, shape_of
+from steps import bench_steps
 
 import ucudnn
 from ucudnn.backends.torch_cpu.allocator import LARGE_THRESHOLD_TUNABLES, describe_allocator
-from ucudnn.steps.bench import bench_steps
-from ucudnn.steps.result import ways_of
 
-WAYS = "eager,channels_last,plan"
+UNCOMPILED = [way for way in WAYS.values() if not way.is_compiled]
 # OpenMP's threads stay awake for some milliseconds after the last of their work.
 SETTLING_S = 0.02
 
@@ -112,12 +112,13 @@ def main() -> None:
             return sys.stdin.readline() == "go\n"
 
         model, x = example(options.network, shape_of(options.input), options.training)
+        plan = ucudnn.Plan.load(options.plan)
         bench = bench_steps(
             model,
             x,
-            ucudnn.Plan.load(options.plan),
+            (plan, plan),
+            UNCOMPILED,
             training=options.training,
-            ways=ways_of(WAYS),
             rounds=options.rounds,
             # The caller ends the rounds.
             enough_s=float("inf"),

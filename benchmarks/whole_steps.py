@@ -30,18 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from found_steps import Found
+from found_steps import WAYS, Found
 from malloc_steps import steps_with_malloc
 from networks import NETWORKS, QUICK, QUICK_SHAPES, example, shape_of
 from provenance import provenance
 from rich.console import Console
 from rich.table import Table
+from steps import bench_steps
 from torch import nn
 
 import ucudnn
 from ucudnn.config import Config
-from ucudnn.steps.bench import bench_steps
-from ucudnn.steps.result import WAYS, ways_of
 from ucudnn.tuning.noise import noise_of
 from ucudnn.units import format_bytes, format_ns
 
@@ -143,10 +142,9 @@ def measured(name: str, mode: str, options: argparse.Namespace) -> dict[str, Any
     bench = bench_steps(
         model,
         x,
-        plan,
-        compiled_plan=compiled,
+        (plan, compiled),
+        [WAYS[way] for way in options.ways.split(",")],
         training=is_training,
-        ways=ways_of(options.ways),
         rounds=options.rounds,
         enough_s=options.enough,
         on_round=other.take_round if other else None,

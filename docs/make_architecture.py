@@ -28,7 +28,6 @@ ROLE_BY_ROOM = {
     "convert": "swaps the layers of a model",
     "distributed": "one plan for all ranks of a job",
     "doctor": "describes this machine",
-    "steps": "whole steps by a plan beside torch's own ways",
     "testing": "laws that every cache must keep",
     "types": "names of types, for annotations",
     "nn": "layers that follow a plan",

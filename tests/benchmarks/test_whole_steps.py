@@ -19,7 +19,6 @@ from torch import nn
 
 from ucudnn.layer_table import read_layers
 from ucudnn.problem import Problem
-from ucudnn.steps.result import WAYS, StepBench, TimedSteps
 from ucudnn.tracing import trace
 from ucudnn.units import format_bytes
 
@@ -28,8 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::ucudnn.errors.UcudnnWarning")
 
 def bench(**samples: tuple[int, ...]) -> dict[str, Any]:
     """JSON of steps by ways."""
-    timed = tuple(TimedSteps(WAYS[name], taken, peak_bytes=512) for name, taken in samples.items())
-    return StepBench(timed, is_training=True).to_dict()
+    ways = [
+        {"way": name, "samples_ns": list(taken), "peak_bytes": 512}
+        for name, taken in samples.items()
+    ]
+    return {"ways": ways, "is_training": True}
 
 
 @pytest.fixture
@@ -68,8 +70,7 @@ def test_the_fastest_way_may_be_in_either_process(
     assert won.sentence().startswith("a step by plan+malloc is 1.60 (1.60 to 1.60) times as fast")
     entries[0] |= {"plan_of_compiled": {"changed": 5}, "bench": bench(eager=(9,), plan=(9,))}
     assert script("found_steps").Found(entries[0]).followed["changed"] == 2
-    timed = TimedSteps(WAYS["plan+compile"], (8,))
-    entries[0]["bench"]["ways"] += StepBench((timed,), is_training=True).to_dict()["ways"]
+    entries[0]["bench"]["ways"].append({"way": "plan+compile", "samples_ns": [8]})
     assert script("found_steps").Found(entries[0]).followed["changed"] == 5
     # a process that ended early has fewer rounds
     entries[1]["malloc"]["bench"] = bench(eager=(8,) * 2)
@@ -161,6 +162,61 @@ def test_networks_of_mucudnn_have_its_shapes(
     )
 
 
+class Seen(nn.Module):
+    """Remembers, for all copies, in which layout and mode it was called."""
+
+    calls: list[tuple[bool, bool]] = []  # noqa: RUF012 - shared on purpose
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.conv(x))
+        is_last = y.is_contiguous(memory_format=torch.channels_last)
+        Seen.calls.append((is_last, torch.is_grad_enabled()))
+        return y
+
+
+def test_steps_run_in_their_layout_on_copies(
+    script: Callable[[str], ModuleType], random_plan: Callable[..., Any]
+) -> None:
+    steps, ways = script("steps"), script("found_steps").WAYS
+    model, x = Seen(), torch.randn(2, 3, 9, 9)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = random_plan(model, x, random.Random(0))
+    for name, is_last in (("eager", False), ("channels_last", True), ("plan", False)):
+        Seen.calls.clear()
+        bench = steps.bench_steps(model, x, (plan, plan), [ways[name]], rounds=5)
+        assert len(bench.ways[0].samples_ns) == 5
+        assert set(Seen.calls) == {(is_last, True)}
+    steps.bench_steps(model, x, (plan, plan), [ways["eager"]], training=False, rounds=5)
+    assert Seen.calls[-1] == (False, False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_way_that_fails_is_named_and_the_others_are_timed(
+    script: Callable[[str], ModuleType],
+    random_plan: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(module: nn.Module) -> None:
+        raise RuntimeError("no compiler here")
+
+    found_steps = script("found_steps")
+    model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
+    plan = random_plan(model, x, random.Random(0))
+    monkeypatch.setattr(torch, "compile", refuse)
+    ways = [found_steps.WAYS["eager"], found_steps.WAYS["compile"]]
+    bench = script("steps").bench_steps(model, x, (plan, plan), ways, rounds=5)
+    eager, compiled = bench.ways
+    assert len(eager.samples_ns) == 5
+    assert not compiled.samples_ns
+    assert "no compiler here" in compiled.reason
+    assert found_steps.StepBench.from_dict(json.loads(json.dumps(bench.to_dict()))) == bench
+
+
 @pytest.mark.process
 def test_the_other_process_takes_a_round_when_it_is_told_to(
     script: Callable[[str], ModuleType], random_plan: Callable[..., Any], tmp_path: Path
@@ -177,7 +233,7 @@ def test_the_other_process_takes_a_round_when_it_is_told_to(
     result = steps.result()
     assert result["malloc"] == "glibc,mmap_threshold=1073741824"
     assert {one["way"]: len(one["samples_ns"]) for one in result["bench"]["ways"]} == dict.fromkeys(
-        other.WAYS.split(","), 3
+        ("eager", "channels_last", "plan"), 3
     )
     assert result["bench"]["is_training"] is False
 

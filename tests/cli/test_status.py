@@ -141,7 +141,7 @@ def usage_of_tune(at: Setting) -> None:
     assert at.status("tune", at.folder / "none.csv") == 2
     assert at.status(*at.table, "--fast") == 2
     assert at.status(*at.table, "--policy", "some") == 2
-    for command in ("tune", "advise", "bench", "trace"):
+    for command in ("tune", "advise", "trace"):
         assert at.status(command, "nowhere:net", *SHAPE) == 2, command
     (at.folder / "table.csv").write_text("nonsense")
     assert at.status("tune", at.folder / "table.csv") == 2
@@ -225,7 +225,7 @@ def environment_of_cache(at: Setting) -> None:
 
 def bug_in_tune(at: Setting) -> None:
     at.patch.setattr(targets, "load_model", lambda *_: 1 / 0)
-    for command in ("tune", "trace", "advise", "bench"):
+    for command in ("tune", "trace", "advise"):
         assert at.status(command, *at.net) == 4, command
 
 

@@ -15,7 +15,6 @@ import typer
 
 from ucudnn.cli import cache, look, script, tables
 from ucudnn.cli.advise import advise
-from ucudnn.cli.bench import bench
 from ucudnn.cli.check import check, compare
 from ucudnn.cli.console import (
     CRASHED,
@@ -79,7 +78,6 @@ def _before(context: typer.Context, version: VersionOption = False) -> None:
 
 app.command()(common(tune))
 app.command()(common(advise))
-app.command()(common(bench))
 app.command()(common(tables.trace))
 app.command("enumerate")(common(tables.enumerate_))
 app.command(context_settings=script.SETTINGS)(script.run)

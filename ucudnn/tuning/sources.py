@@ -10,12 +10,12 @@ from typing import Self
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.recorded import RecordedBackend
+from ucudnn.backends.torch_cpu.allocator import give_back_free_blocks
 from ucudnn.config import Config
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split
 from ucudnn.system.forking import cached_property
-from ucudnn.system.memory import give_back_free_blocks
 from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.confirmation import Finalist, race, recall_race
 from ucudnn.tuning.measurer import KernelMeasurer

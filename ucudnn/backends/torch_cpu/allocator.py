@@ -68,6 +68,16 @@ def set_mmap_threshold(threshold_bytes: int) -> None:
     _threshold_set_here[:] = [threshold_bytes]
 
 
+def give_back_free_blocks() -> None:
+    """Let glibc's malloc return the blocks that are free to the system.
+
+    >>> give_back_free_blocks()
+    """
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _threshold_of_environment() -> int | None:
     for setting in os.environ.get("GLIBC_TUNABLES", "").split(":"):
         name, _, value = setting.partition("=")
