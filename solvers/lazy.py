@@ -122,7 +122,7 @@ def outlook(
     """
     everything = tuple(options)
     curves = _by_curve(everything)
-    bound_by_option = lower_bounds(everything, tolerance=tolerance, least_ns=least_ns)
+    bound_by_option = _lower_bounds(curves.values(), tolerance, least_ns)
     known = {one: one.interval.time_ns for one in everything if one.is_timed and one.interval}
     # The same problem twice: with times that are known, and with a lower bound for every chunk.
     best = _Solved(known, batch, launch_ns)
@@ -147,22 +147,12 @@ def outlook(
     return Outlook(time_ns, bound_ns, tuple(found.values()))
 
 
-def lower_bounds(
-    options: Iterable[Option], *, tolerance: float = 0.0, least_ns: int = 0
+def _lower_bounds(
+    curves: Iterable[Sequence[Option]], tolerance: float, least_ns: int
 ) -> dict[Option, int]:
-    """The time of each timed option, and a lower bound of every other one's.
-
-    >>> timed = Option(8, "gemm", "gemm", (Role.ALONE,), Interval(9, 9, 9), is_timed=True)
-    >>> list(lower_bounds([timed, Option(16, "gemm", "gemm", (Role.ALONE,))]).values())
-    [9, 9]
-
-    Args:
-        options: all that tell about the times of one another.
-        tolerance: a time that is below its bound by less counts as noise.
-        least_ns: shortest time of a chunk in a split; a shorter one will be no option.
-    """
+    """The time of each timed option, and a lower bound of every other one's."""
     found: dict[Option, int] = {}
-    for curve in _by_curve(tuple(options)).values():
+    for curve in curves:
         found |= zip(curve, _bounds(curve, tolerance, least_ns), strict=True)
     return found
 

@@ -63,7 +63,6 @@ _FALLBACKS: dict[str, Any] = {
     "on_mismatch": "error",
     "frozen": False,
     "deterministic": None,
-    "batch_invariant": False,
     "cache": None,
     "backend": "auto",
     "device": None,
@@ -80,7 +79,7 @@ _FALLBACKS: dict[str, Any] = {
 _OF_THE_PROCESS = frozenset(
     {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "curve", "exceed"}
 )
-_SWITCHES = ("frozen", "deterministic", "batch_invariant")
+_SWITCHES = ("frozen", "deterministic")
 
 
 def _default(name: str, compare: bool = True) -> Any:
@@ -133,9 +132,6 @@ class Config:
             GPU in the cache, as far as this cuDNN could run them.
         deterministic: only algorithms that give the same bits whenever they are run on the same
             operands; None: as `torch.use_deterministic_algorithms` says when tuning begins.
-        batch_invariant: one algorithm and one size of micro-batches for each kernel, a smaller last
-            one padded with zeros: what is computed of a sample does not depend on how many others
-            are in its batch.
         max_error: largest relative error (L2) against float64 that an algorithm may have; None: as
             much as rounding explains.
         layout: "keep" plans a model as it is; "auto" plans it in channels_last, too (3-D:
@@ -170,7 +166,6 @@ class Config:
     device: str | None = _default("device", compare=False)
     device_profile: str | None = _default("device_profile", compare=False)
     deterministic: bool | None = _default("deterministic")
-    batch_invariant: bool = _default("batch_invariant")
     max_error: float | None = _default("max_error")
     layout: Layout = _default("layout")
     effort: Effort = _default("effort", compare=False)
@@ -197,7 +192,6 @@ class Config:
                     "device_profile", self.device_profile, "a file's path"
                 ),
                 "deterministic": settings.switch("deterministic", self.deterministic, or_none=True),
-                "batch_invariant": settings.switch("batch_invariant", self.batch_invariant),
                 "max_error": settings.positive("max_error", self.max_error),
                 "layout": settings.choice("layout", self.layout, LAYOUTS),
                 "effort": settings.choice("effort", self.effort, EFFORT_NAMES),

@@ -130,14 +130,6 @@ def _tunes_later(values: Values) -> bool:
 # Looked at in this order.
 _CONFLICTS: tuple[tuple[Callable[[Values], bool], str], ...] = (
     (
-        lambda values: values["batch_invariant"] and _has_pool(values),
-        (
-            "batch_invariant chooses one micro-batch for each kernel by itself, and "
-            "total_workspace chooses for all together; leave one of them out, or set "
-            "workspace_limit instead"
-        ),
-    ),
-    (
         lambda values: _tunes_later(values) and _has_pool(values),
         (
             "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "

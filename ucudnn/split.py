@@ -40,8 +40,8 @@ class Split:
 
     >>> Split("batch", (Step(4, "gemm"), Step(2, "gemm"))).size
     6
-    >>> print(Split("batch", (Step(4, "gemm"), Step(2, "gemm")), micro_batch=4))
-    4 gemm + 2 gemm, padded to 4
+    >>> print(Split("batch", (Step(4, "gemm"), Step(2, "gemm"))))
+    4 gemm + 2 gemm
     >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn"))))
     slabs of 2x8 onednn
     >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn")), samples=2))
@@ -50,9 +50,6 @@ class Split:
 
     axis: str
     steps: tuple[Step, ...]
-    # Every chunk is computed as one of so many samples; a smaller one is filled up with zeros.
-    # 0: each as it is.
-    micro_batch: int = 0
     # Of a nested split: samples of a micro-batch, of which the last may have fewer. 0: slabs have
     # all samples of the call.
     samples: int = 0
@@ -65,11 +62,9 @@ class Split:
     @property
     def is_default(self) -> bool:
         """True if the split is torch's own convolution on the undivided batch."""
-        # Torch's own is not padded, and computes all samples at once.
         return (
             len(self.steps) == 1
             and self.steps[0].algorithm == DEFAULT_ALGORITHM
-            and not self.micro_batch
             and not self.samples
         )
 
@@ -87,8 +82,6 @@ class Split:
             else f"{step.size} {step.algorithm}"
             for step, count in runs
         )
-        if self.micro_batch:
-            described += f", padded to {self.micro_batch}"
         if self.samples:
             described += f", {self.samples} sample{'s' * (self.samples > 1)} at a time"
         return f"slabs of {described}" if self.axis == "spatial" else described
@@ -149,8 +142,6 @@ class KernelPlan:
         slabs: (rows, algorithm index) of each slab; the same for every batch that is split by
             slabs.
         is_perturbed: whether others used the processors while it was timed.
-        micro_batch: samples that every chunk of a batch-invariant kernel is computed as, else 0.
-        free: fastest split without that demand in the same race; None if there was none.
         default_is_deterministic: whether torch's own convolution computes the same bits each time.
         live_bytes: the most that a step has allocated beside the workspace of any call of it; None
             if there was no memory budget.
@@ -171,8 +162,6 @@ class KernelPlan:
     notes: tuple[str, ...] = ()
     slabs: tuple[tuple[int, int], ...] = ()
     is_perturbed: bool = False
-    micro_batch: int = 0
-    free: Timing | None = None
     default_is_deterministic: bool = True
     live_bytes: int | None = None
     slab_samples: int = 0
@@ -184,7 +173,6 @@ class KernelPlan:
             extents = self.problem.batch, row_count(self.problem)
             more = self.slabs, self.slab_samples, range(len(self.algorithms))
             documents.require_slabs(self.problem, extents, *more)
-        self._require_invariant()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
                 f"the plan of {self.problem} must have one entry per batch "
@@ -204,7 +192,7 @@ class KernelPlan:
 
     def _require_types(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        for name in ("predicted_time_ns", "micro_batch", "slab_samples"):
+        for name in ("predicted_time_ns", "slab_samples"):
             documents.require_count(name, getattr(self, name))
         if self.live_bytes is not None:
             documents.require_count("live_bytes", self.live_bytes)
@@ -214,16 +202,6 @@ class KernelPlan:
             documents.require_ints(name, rows)
         for name in ("is_perturbed", "default_is_deterministic"):
             documents.require_bool(name, getattr(self, name))
-
-    def _require_invariant(self) -> None:
-        if not self.micro_batch:
-            return
-        expected = {BY_BATCH}, documents.invariant_steps(self.problem.batch, self.micro_batch)
-        if self.micro_batch > self.problem.batch or (set(self.alone), self.last) != expected:
-            raise PlanError(
-                f"the plan of {self.problem} must compute every batch in chunks of "
-                f"{self.micro_batch} by one algorithm, because it is batch-invariant"
-            )
 
     def split(self, batch: int) -> Split:
         """The steps for a batch from 1 to `problem.batch`.
@@ -255,7 +233,7 @@ class KernelPlan:
             size, index = self.last[batch - 1]
             steps.append(Step(size, self.algorithms[index]))
             batch -= size
-        return Split("batch", tuple(reversed(steps)), self.micro_batch)
+        return Split("batch", tuple(reversed(steps)))
 
     def by_default(self, every_batch: bool) -> KernelPlan:
         """The same kernel with torch's own undivided convolution, which must have been measured.
@@ -326,13 +304,12 @@ class KernelPlan:
         alone = [names[index] for index in self.alone]
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
-        more = (slabs, self.micro_batch, self.slab_samples)
-        return [self.problem.to_dict(), alone, last, *more]
+        return [self.problem.to_dict(), alone, last, slabs, self.slab_samples]
 
     def to_dict(self) -> dict[str, Any]:
         """The kernel as JSON values."""
         values: dict[str, Any] = {name: getattr(self, name) for name in KernelPlan.__slots__}
-        for name in ("timing", "default", "free"):
+        for name in ("timing", "default"):
             values[name] = asdict(values[name]) if values[name] else None
         return {**values, "problem": self.problem.to_dict()}
 
@@ -355,8 +332,6 @@ class KernelPlan:
             notes=documents.strings_in(fields["notes"]),
             slabs=documents.pairs_in(fields["slabs"]),
             is_perturbed=fields["is_perturbed"],
-            micro_batch=fields["micro_batch"],
-            free=Timing(**fields["free"]) if fields["free"] else None,
             default_is_deterministic=fields["default_is_deterministic"],
             live_bytes=fields["live_bytes"],
             slab_samples=fields["slab_samples"],

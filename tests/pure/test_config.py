@@ -87,7 +87,6 @@ ENVIRONMENT = [
     ("UCUDNN_UNPLANNED", "error", "unplanned", "error"),
     ("UCUDNN_ON_MISMATCH", "torch", "on_mismatch", "torch"),
     ("UCUDNN_FROZEN", "1", "frozen", True),
-    ("UCUDNN_BATCH_INVARIANT", "1", "batch_invariant", True),
     ("UCUDNN_DETERMINISTIC", "true", "deterministic", True),
     ("UCUDNN_CACHE", "some/folder", "cache", "some/folder"),
     ("UCUDNN_BACKEND", "torch_cpu", "backend", "torch_cpu"),

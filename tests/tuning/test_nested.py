@@ -191,11 +191,10 @@ def test_nothing_nested_is_measured_where_a_micro_batch_fits(nested, settings):
     assert all(part.batch == N or part.input_size == CONV.input_size for part in parts)
 
 
-@pytest.mark.parametrize("settings", [{"policy": "undivided"}, {"batch_invariant": True}], ids=str)
-def test_settings_that_exclude_slabs_exclude_nested_ones(nested, settings):
+def test_a_policy_without_splits_excludes_nested_ones(nested):
     nested()
     with pytest.raises(PlanError, match="smallest needs .*frugal"):
-        tune(CONV, workspace_limit="3MiB", **settings)
+        tune(CONV, workspace_limit="3MiB", policy="undivided")
 
 
 def test_a_limit_that_nothing_fits_names_the_smallest_nested_split(nested):

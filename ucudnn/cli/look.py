@@ -115,8 +115,6 @@ def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
             f"time: {format_ns(kernel.timing.time_ns)} {measured}, the parts add up to "
             f"{format_ns(kernel.predicted_time_ns)}"
         )
-        if kernel.free is not None:
-            say(f"without batch_invariant: {format_ns(kernel.free.time_ns)}")
         if plan.memory is not None and kernel.live_bytes is not None:
             live, left = format_bytes(kernel.live_bytes), plan.limit_bytes(kernel) or 0
             say(f"memory: {live} beside its workspace, which may take {format_bytes(left)}")

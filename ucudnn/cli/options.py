@@ -158,13 +158,6 @@ DeterministicOption = Annotated[
         help="Algorithms whose bits never vary alone. Default: as torch is set.",
     ),
 ]
-BatchInvariantOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--batch-invariant/--no-batch-invariant",
-        help="Chunks of one size, so that no sample depends on its batch. Default: no.",
-    ),
-]
 FrozenOption = Annotated[
     bool | None,
     typer.Option(

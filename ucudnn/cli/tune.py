@@ -48,7 +48,6 @@ def tune(
     step_race: options.StepRaceOption = None,
     compiled: options.CompileOption = False,
     deterministic: options.DeterministicOption = None,
-    batch_invariant: options.BatchInvariantOption = None,
     frozen: options.FrozenOption = None,
     curve: options.CurveOption = None,
     remeasure: options.RemeasureOption = False,
@@ -67,7 +66,7 @@ def tune(
     given |= {"backend": backend, "device": device, "time_budget_s": time_budget, "frozen": frozen}
     given |= {"device_profile": device_profile, "total_workspace": total_workspace, "curve": curve}
     given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort, "exceed": exceed}
-    given |= {"deterministic": deterministic, "batch_invariant": batch_invariant}
+    given |= {"deterministic": deterministic}
     of_table = TableFlags(dtype, layout, math)
     of_table.require_right(recipe)
     given |= {"ops": passes(ops, recipe.infer), "layout": None if recipe.is_table else layout}

@@ -13,7 +13,6 @@ from torch import DispatchKey, DispatchKeySet, Tensor
 from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.backends.tensors import memory_format
 from ucudnn.errors import UnsupportedError
-from ucudnn.execution.remainder import Remainder
 from ucudnn.problem import Problem
 from ucudnn.slabs import Rows, Slab, slabs
 from ucudnn.split import Split
@@ -62,8 +61,7 @@ class Chunk:
     """One step of a split: its problem, and its views of the whole tensors.
 
     Args:
-        problem: at the chunk's batch and rows, of a batch-invariant split at its micro-batch; None
-            if the result is zero for any operands.
+        problem: at the chunk's batch and rows; None if the result is zero for any operands.
         algorithm: the algorithm that computes it.
         executable: built for it.
         a: the part of the first operand: x for fprop and wgrad, dy for dgrad.
@@ -153,10 +151,7 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
             if split.axis == "spatial" and whole:
                 _require_slab(backend, whole, step.algorithm)
             built[key] = backend.executable(whole, step.algorithm) if whole else _Zero(problem)
-        executable = built[key]
-        if whole and step.size < split.micro_batch:
-            executable = Remainder(executable, whole)
-        chunks.append(Chunk(part, step.algorithm, executable, *places(problem, x, y)))
+        chunks.append(Chunk(part, step.algorithm, built[key], *places(problem, x, y)))
     return Call(problem, split, tuple(chunks))
 
 
@@ -191,12 +186,8 @@ def _parts(
     if split.axis == "batch":
         for begin, end in pairwise(accumulate(sizes, initial=0)):
             samples = (slice(begin, end),)
-            if split.micro_batch:
-                chunk = problem.with_batch(split.micro_batch)
-                yield chunk, chunk, samples, samples
-            else:
-                # one executable serves any number of samples
-                yield problem.with_batch(end - begin), problem, samples, samples
+            # one executable serves any number of samples
+            yield problem.with_batch(end - begin), problem, samples, samples
     else:
         slabs_by_batch: dict[int, tuple[Slab, ...]] = {}
         for begin in range(0, problem.batch, split.samples or problem.batch):

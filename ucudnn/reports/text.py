@@ -156,26 +156,6 @@ def plan_summary(plan: Plan) -> str:
         f"All convolutions: default {format_ns(default)} {most}, plan {format_ns(planned)} "
         f"{planned_in} (sums of kernels {timed}; the solver predicted "
         f"{format_ns(plan.predicted_time_ns)})."
-        f"{invariance_cost(plan)}"
-    )
-
-
-def invariance_cost(plan: Plan) -> str:
-    """Sentence on the time of batch-invariant kernels and of their fastest splits, "" without any.
-
-    >>> from ucudnn.config import Config
-    >>> from ucudnn.measurement import Conditions, Device, Software
-    >>> invariance_cost(Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config()))
-    ''
-    """
-    known = [(one, one.free, len(one.layers)) for one in plan.kernels if one.free]
-    if not known:
-        return ""
-    ours = sum(kernel.timing.time_ns * calls for kernel, _, calls in known)
-    free = sum(timing.time_ns * calls for _, timing, calls in known)
-    return (
-        f" Batch-invariant kernels take {format_ns(ours)}, {ours / free:.2f} times the "
-        f"{format_ns(free)} of their fastest splits."
     )
 
 
@@ -354,9 +334,7 @@ def kernel_table(kernel: KernelPlan) -> Table:
         entries = list(group)
         if lone is not None and len(entries) > 1:
             batches = f"{entries[0][0]}-{entries[-1][0]}"
-            padded = f"{lone}, padded to {kernel.micro_batch}"
-            said = padded if kernel.micro_batch else f"undivided {lone}"
-            table.add_row(batches, said, "derived")
+            table.add_row(batches, f"undivided {lone}", "derived")
             continue
         for n, split in entries:
             table.add_row(str(n), str(split), "derived" if kernel.is_derived(n) else "timed")

@@ -125,15 +125,6 @@ def strings_in(values: object) -> tuple[str, ...]:
     return tuple(values)
 
 
-def invariant_steps(batch: int, micro_batch: int) -> tuple[tuple[int, int], ...]:
-    """`KernelPlan.last` of a batch-invariant kernel: full chunks first, then the remainder.
-
-    >>> invariant_steps(5, 2)
-    ((1, 0), (2, 0), (1, 0), (2, 0), (1, 0))
-    """
-    return tuple((n % micro_batch or micro_batch, 0) for n in range(1, batch + 1))
-
-
 def require_bool(name: str, value: object) -> None:
     """Refuse what is neither true nor false.
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ucudnn.measurement import Measurement, Role, Subject
+from ucudnn.measurement import Measurement, Role, Subject, positions, role_of
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
 from ucudnn.reports.rationale import Alternative
 from ucudnn.solvers import Item
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
-from ucudnn.tuning.invariant import invariant_split, split_ns, uniform_chunks
+from ucudnn.tuning.items import chunk_items
 from ucudnn.units import format_bytes
 
 # Statuses of measurements with a time.
 _TIMED = ("ok", "screened")
 # A ratio of times that is not 1.00 when it is printed.
 _SLOWER = 1.005
+# The positions that a split into chunks of one size has: the whole batch in one, or several.
+_POSITIONS = ({Role.ALONE}, {Role.FIRST, Role.LATER})
 
 
 def alternatives(
@@ -91,21 +93,35 @@ def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alterna
         entry for entry in chunks if entry.status in _TIMED and entry.workspace_bytes is not None
     ]
     by_algorithm: dict[str, list[Alternative]] = {}
-    for (size, algorithm), items in uniform_chunks(problem, timed).items():
+    for (size, algorithm), items in _uniform_chunks(problem, timed).items():
         # A remainder would be another chunk, whose time is not known.
         if problem.batch % size == 0:
-            split = replace(invariant_split(problem.batch, size, algorithm), micro_batch=0)
-            by_algorithm.setdefault(algorithm, []).append(_summed(problem, split, size, items))
+            summed = _summed(problem.batch // size, Step(size, algorithm), items)
+            by_algorithm.setdefault(algorithm, []).append(summed)
     for listed in by_algorithm.values():
         yield min(listed, key=lambda one: (one.time_ns or 0, one.workspace_bytes or 0))
         yield min(listed, key=lambda one: (one.workspace_bytes or 0, one.time_ns or 0))
     yield from _run_once(problem, chunks)
 
 
-def _summed(problem: Problem, split: Split, size: int, items: Mapping[Role, Item]) -> Alternative:
-    """A split into chunks of one size, by what its chunks take."""
+def _uniform_chunks(
+    problem: Problem, measurements: Sequence[Measurement]
+) -> dict[tuple[int, str], dict[Role, Item]]:
+    """Items by size and algorithm, for each position in a split that one needs."""
+    found: dict[tuple[int, str], dict[Role, Item]] = {}
+    for position in Role:
+        for item in chunk_items(problem, measurements, role_of(problem, position)):
+            # The whole batch is one chunk, and any smaller one is followed by others.
+            if (position == Role.ALONE) is (item.batch == problem.batch):
+                found.setdefault((item.batch, item.algorithm), {})[position] = item
+    return {chunk: items for chunk, items in found.items() if set(items) in _POSITIONS}
+
+
+def _summed(count: int, step: Step, items: Mapping[Role, Item]) -> Alternative:
+    """A split into equal chunks, by what its chunks take."""
+    times = [items[position].time_ns for position in positions(count)]
     workspace = max(item.workspace_bytes for item in items.values())
-    return Alternative(split, split_ns(problem, size, items), workspace, None, False, "")
+    return Alternative(Split("batch", (step,) * count), sum(times), workspace, None, False, "")
 
 
 def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:
@@ -140,7 +156,6 @@ def _reason(one: Alternative, plan: Plan, kernel: KernelPlan, varying: set[str])
         ),
         f"its error is above max_error={most}": _is_above(one.error, most),
         "may give other bits in every run": plan.config.deterministic and names & varying,
-        "is not batch-invariant": kernel.micro_batch and not one.split.micro_batch,
         "was not timed": ratio is None,
         f"takes {ratio or 0:.2f} times as long": (ratio or 0) >= _SLOWER,
         "steps were not faster with the plan of this kernel": str(kernel.problem) in dropped,

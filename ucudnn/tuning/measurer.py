@@ -41,7 +41,6 @@ class KernelMeasurer:
         adds_bias: measure only candidates that also add a bias; else only those that do not.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
         deterministic: no algorithm whose result may vary.
-        batch_invariant: also what the best split into chunks of one size needs.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class KernelMeasurer:
         adds_bias: bool = False,
         tolerance: float = TOLERANCE,
         deterministic: bool = False,
-        batch_invariant: bool = False,
     ) -> None:
         self._session = session
         self._axis = axis
@@ -70,8 +68,7 @@ class KernelMeasurer:
         self._records = records
         self._elimination = elimination
         self._trials = Trials(listed, records, elimination, must_probe)
-        how = (limit, tolerance, batch_invariant)
-        self._requests = Requests(session, listed, records, elimination, *how)
+        self._requests = Requests(session, listed, records, elimination, limit, tolerance)
 
     @cached_property
     def bench(self) -> AbstractBench:
@@ -96,11 +93,6 @@ class KernelMeasurer:
     def usable(self) -> list[Measurement]:
         """Complete measurements of candidates that fit and are exact enough."""
         return self._records.usable
-
-    @property
-    def uniform(self) -> list[Measurement]:
-        """Measurements that a split into chunks of one size may rest on; see `KernelRecords`."""
-        return self._records.uniform
 
     def look_at_default(self) -> Measurement | None:
         """First measurement of torch's own convolution of the whole batch; None if it fails.

@@ -10,15 +10,9 @@ from ucudnn.axis import axis_of
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.fronts import Front, pareto
-from ucudnn.tuning.invariant import (
-    choose_invariant,
-    invariant_plan,
-    invariant_splits,
-    nothing_invariant_fits,
-)
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.plan_draft import PlanDraft
-from ucudnn.tuning.refusals import nothing_fits, ran
+from ucudnn.tuning.refusals import nothing_fits
 from ucudnn.tuning.replay import predict
 from ucudnn.tuning.split_table import AbstractSplitTable, plan_by
 
@@ -92,12 +86,17 @@ class KernelPlanner:
             while True:
                 evidence = planner.evidence()
                 tables = planner._tables(evidence)
-                may_plan = planner._may_plan(tables, evidence)
-                finalists = planner._finalists(tables, evidence) if may_plan else []
+                is_empty = all(table.is_empty for table in tables)
+                finalists = [] if is_empty else planner._finalists(tables, evidence)
                 if not finalists:
                     planner._refuse_unless_over(evidence)
                     return None
-                winner = self._winner(finalists)
+                winner = choose(
+                    finalists,
+                    self.limit,
+                    self._session.planned_call_ns(),
+                    bool(self._config.deterministic),
+                )
                 if winner is not None:
                     return planner._plan(winner, finalists, evidence, tables)
                 # Measuring was cut short before anything but torch's own convolution could be
@@ -110,12 +109,6 @@ class KernelPlanner:
         finally:
             planner.release()
 
-    def _winner(self, finalists: Sequence[Finalist]) -> Finalist | None:
-        deterministic = bool(self._config.deterministic)
-        if self._config.batch_invariant:
-            return choose_invariant(finalists, self.problem, self.limit, deterministic)
-        return choose(finalists, self.limit, self._session.planned_call_ns(), deterministic)
-
     def _plan(
         self,
         winner: Finalist,
@@ -127,14 +120,8 @@ class KernelPlanner:
         default = None if own is None else own.timing
         described = (*(self._default_notes() if default else ()), *evidence.notes)
         layers = self._source.kernel.layers
-        if winner.split.micro_batch:
-            free = choose([one for one in finalists if not one.split.micro_batch], self.limit)
-            timings = default, None if free is None else free.timing
-            more = (*timings, evidence.uniform, described)
-            plan = invariant_plan(self.problem, layers, winner, *more)
-        else:
-            draft = PlanDraft(self.problem, winner.split)
-            plan = plan_by(tables, draft, layers, winner.timing, default, described)
+        draft = PlanDraft(self.problem, winner.split)
+        plan = plan_by(tables, draft, layers, winner.timing, default, described)
         return replace(
             plan,
             is_perturbed=any(finalist.is_perturbed for finalist in finalists),
@@ -156,7 +143,7 @@ class KernelPlanner:
             PlanError: nothing fits, and there was time to find out.
         """
         evidence = self.evidence()
-        if not self._may_plan(self._tables(evidence), evidence):
+        if all(table.is_empty for table in self._tables(evidence)):
             self._refuse_unless_over(evidence)
 
     def _refuse_unless_over(self, evidence: Evidence) -> None:
@@ -167,17 +154,6 @@ class KernelPlanner:
     def _tables(self, evidence: Evidence) -> list[AbstractSplitTable]:
         return self._source.tables(evidence.usable, self._chunk_limit)
 
-    def _may_plan(self, tables: Sequence[AbstractSplitTable], evidence: Evidence) -> bool:
-        if self._config.batch_invariant:
-            return bool(self._invariant_splits(evidence))
-        return not all(table.is_empty for table in tables)
-
-    def _invariant_splits(self, evidence: Evidence) -> list[Split]:
-        """Splits into chunks of one size, where the settings ask for one."""
-        if not self._config.batch_invariant:
-            return []
-        return invariant_splits(self.problem, evidence.uniform, self._chunk_limit)
-
     def _finalists(
         self, tables: Sequence[AbstractSplitTable], evidence: Evidence
     ) -> list[Finalist]:
@@ -187,7 +163,6 @@ class KernelPlanner:
         default = Split("batch", (Step(self.problem.batch, DEFAULT_ALGORITHM),))
         offered = [default] if applies else []
         offered += [split for table in tables for split in table.splits()]
-        offered += self._invariant_splits(evidence)
         splits = list(dict.fromkeys(offered))
         own = self._timed_default(evidence)
         # Alone it has nobody to race, and its time as a chunk is that of the whole call, unless
@@ -216,9 +191,6 @@ class KernelPlanner:
         # Only a limit can have refused every finalist.
         assert self.limit is not None
         assert self._chunk_limit is not None
-        if self._config.batch_invariant:
-            # the others are raced for comparison
-            finalists = [one for one in finalists if one.split.micro_batch]
         # torch's own call takes part in any case. Where its chunk exceeds the limit already, it
         # says nothing about what calls need beyond their chunks.
         needs = [
@@ -259,9 +231,6 @@ class KernelPlanner:
         self, evidence: Evidence, call_overhead_bytes: int | None = None
     ) -> PlanError:
         """Error for a limit that nothing fits."""
-        if self._config.batch_invariant:
-            known = ran(evidence.everything, bool(self._config.deterministic))
-            return nothing_invariant_fits(self.problem, known, self.limit)
         if call_overhead_bytes is None:
             call_overhead_bytes = self._call_overhead_bytes
         return nothing_fits(self._source, evidence, call_overhead_bytes)

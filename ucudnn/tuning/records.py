@@ -68,19 +68,6 @@ class KernelRecords:
         """Complete measurements of candidates that fit and are exact enough."""
         return [entry for arm, entry in self.by_size() if self.is_usable(arm, entry)]
 
-    @property
-    def uniform(self) -> list[Measurement]:
-        """Usable measurements, and those that lost to another algorithm in their role.
-
-        In a split into chunks of one size the same algorithm computes all of them, and the fastest
-        one for the first chunk need not be the fastest for the others.
-        """
-        return [
-            entry
-            for arm, entry in self.by_size()
-            if self.is_usable(arm, entry) or (entry.lost_to and self.is_allowed(arm, entry))
-        ]
-
     def is_usable(self, arm: Arm, entry: Measurement) -> bool:
         """True for a complete measurement of a candidate that may be part of a plan."""
         return entry.status == "ok" and self.is_allowed(arm, entry)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ucudnn.benchmark.bench import Arm
-from ucudnn.execution.remainder import padding_bytes
 from ucudnn.measurement import Measurement, Role
-from ucudnn.solvers.lazy import Option, Outlook, lower_bounds, outlook
+from ucudnn.solvers.lazy import Option, Outlook, outlook
 from ucudnn.tuning.batch_splits import BatchSplits
-from ucudnn.tuning.invariant import UNIFORM_ROLES, uniform_ns
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.records import KernelRecords, interval_of
 from ucudnn.tuning.split_table import CHUNK_NS, WORTHWHILE_NS
@@ -26,19 +24,6 @@ if TYPE_CHECKING:
 TOLERANCE = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class _Uniform:
-    """A split into chunks of one size by one algorithm.
-
-    Args:
-        time_ns: its time, or a lower bound where chunks are missing.
-        missing: chunks that are not timed.
-    """
-
-    time_ns: int
-    missing: tuple[Option, ...]
-
-
 class Requests:
     """Asks the solver what to time.
 
@@ -49,7 +34,6 @@ class Requests:
         elimination: tells which implementations cannot be part of the best split.
         limit: workspace in bytes, None for any.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
-        batch_invariant: also what the best split into chunks of one size may hold.
     """
 
     def __init__(
@@ -60,14 +44,12 @@ class Requests:
         elimination: Elimination,
         limit: int | None,
         tolerance: float,
-        batch_invariant: bool = False,
     ) -> None:
         self._session = session
         self._listed = listed
         self._records = records
         self._elimination = elimination
         self._limit = limit
-        self._batch_invariant = batch_invariant
         self._tolerance = max(tolerance, TOLERANCE)
 
     def wanted(self) -> list[Arm]:
@@ -77,50 +59,10 @@ class Requests:
             missing = self.outlook(launch_ns).wanted
             if missing:
                 return _arms(missing)
-        if self._batch_invariant:  # by which smaller batches are computed, too
-            return self._wanted_by_invariant()
         return self._wanted_by_smaller_batches()
-
-    def _wanted_by_invariant(self) -> list[Arm]:
-        """Chunks to time for the fastest split into chunks of one size by one algorithm."""
-        splits = self._uniform_splits()
-        best = min((split.time_ns for split in splits if not split.missing), default=None)
-        # The most promising one first, which may rule others out.
-        for split in sorted(splits, key=lambda split: split.time_ns):
-            is_closed = best is not None and split.time_ns >= (1 - self._tolerance) * best
-            if split.missing and not is_closed:
-                return _arms(split.missing)
-        return []
-
-    def _uniform_splits(self) -> list[_Uniform]:
-        """All splits into chunks of one size by one algorithm, with lower bounds of their times."""
-        bounds = lower_bounds(self._options(with_lost=True), tolerance=self._tolerance)
-        found: dict[tuple[int, str], dict[Role, Option]] = {}
-        for option in bounds:
-            if self._fits_padded(option):
-                places = found.setdefault((option.batch, option.algorithm), {})
-                places |= dict.fromkeys(option.lists, option)
-        extent = self._listed.axis.extent
-        return [
-            _Uniform(
-                uniform_ns(-(-extent // size), {role: bounds[one] for role, one in places.items()}),
-                tuple(one for one in dict.fromkeys(places.values()) if not one.is_timed),
-            )
-            for (size, _), places in found.items()
-            if set(places) in UNIFORM_ROLES
-        ]
-
-    def _fits_padded(self, option: Option) -> bool:
-        # A workspace that is only expected may be an upper bound.
-        if self._limit is None or option.interval is None:
-            return True
-        padding = padding_bytes(self._listed.part(option.batch))
-        return option.workspace_bytes + padding <= self._limit
 
     def has_plan(self) -> bool:
         """True if the timed chunks suffice for some plan."""
-        if self._batch_invariant:
-            return any(not split.missing for split in self._uniform_splits())
         return self.outlook().time_ns is not None
 
     def outlook(self, launch_ns: int = 0) -> Outlook:
@@ -165,12 +107,8 @@ class Requests:
                 return _arms(missing)
         return []
 
-    def _options(self, with_lost: bool = False) -> Iterator[Option]:
-        """Chunks that the solver may choose among, and measured ones that bound their times.
-
-        Args:
-            with_lost: also those that lost to others of their size, with the time that they took.
-        """
+    def _options(self) -> Iterator[Option]:
+        """Chunks that the solver may choose among, and measured ones that bound their times."""
         ruled_out = self._elimination.reasons()
         for arm in self._listed.by_arm:
             entry = self._records.by_arm.get(arm)
@@ -181,26 +119,21 @@ class Requests:
             if self._listed.curves[arm] in ruled_out and entry is None:
                 is_out = True
             if not is_out:
-                option = self._option(
-                    arm, entry, self._listed.curves[arm] not in ruled_out, with_lost
-                )
+                option = self._option(arm, entry, self._listed.curves[arm] not in ruled_out)
                 if option.lists or option.interval is not None:
                     yield option
 
-    def _option(
-        self, arm: Arm, entry: Measurement | None, may_matter: bool, with_lost: bool
-    ) -> Option:
+    def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> Option:
         """An arm as an option of the solver; without positions if it may not be part of a split."""
         has_lost = entry is not None and self._records.has_lost(arm, entry)
-        may_matter = may_matter and (with_lost or not has_lost) and self._is_allowed(arm, entry)
-        counts = entry is not None and (entry.status == "ok" or (with_lost and has_lost))
+        may_matter = may_matter and not has_lost and self._is_allowed(arm, entry)
         return Option(
             arm.size,
             arm.algorithm,
             self._listed.curves[arm],
             self._listed.lists(arm) if may_matter else (),
             None if entry is None else interval_of(entry),
-            counts,
+            entry is not None and entry.status == "ok",
             self._records.workspaces.expected(arm) or 0,
             rank_of(arm.algorithm, self._listed.by_arm[arm].is_deterministic),
             arm.size in self._listed.even_sizes,

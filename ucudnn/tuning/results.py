@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ucudnn.errors import PlanError, UntunedWarning, warn
 from ucudnn.tuning.curve import plan_curve
 from ucudnn.tuning.fallback import plan_by_torch
-from ucudnn.tuning.invariant import invariant_by_torch
 from ucudnn.tuning.refusals import all_over_limit
 
 if TYPE_CHECKING:
@@ -110,10 +109,7 @@ class Results:
             limit = self.pool.parts.get(problem, -1)
         entry, layers = self._defaults.get(problem), self._layers[problem]
         deterministic = bool(self._config.deterministic)
-        plan = plan_by_torch(problem, layers, entry, limit, self._kernel_of, note, deterministic)
-        if plan is not None and self._config.batch_invariant:
-            return invariant_by_torch(plan, limit)
-        return plan
+        return plan_by_torch(problem, layers, entry, limit, self._kernel_of, note, deterministic)
 
     def leave_to_torch(self, ignored: Iterable[tuple[Problem, str]]) -> None:
         """Plan kernels by torch's own convolution if that is within the limit.

@@ -67,13 +67,11 @@ class Evidence:
     Args:
         usable: chunks that a split may consist of.
         known: these, and those that failed, were eliminated or do not fit.
-        uniform: chunks, of any cut, that a split into chunks of one size may consist of.
         notes: notes for the plan, such as the remaining gap.
     """
 
     usable: tuple[tuple[Measurement, ...], ...]
     known: tuple[tuple[Measurement, ...], ...]
-    uniform: tuple[Measurement, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -141,9 +139,9 @@ class AbstractSource(ABC):
         """True unless torch's own convolution fits the limit, or slabs must not be used."""
         workspace, limit = self.default.workspace_bytes if self.default else None, self.bounds.limit
         # Neighbouring slabs read some input rows twice, so they are tried only where the limit
-        # excludes the whole. They hold all samples of a call, so they are never batch-invariant.
+        # excludes the whole.
         fits = limit is None or (workspace is not None and workspace <= limit)
-        return not fits and not self.config.batch_invariant
+        return not fits
 
     def needed(self) -> Iterator[Cut]:
         """The cuts that may give the best split; all before it are measured when one is asked for.
@@ -228,10 +226,15 @@ class LiveSource(AbstractSource):
         """The measurer of a cut, made when it is first needed."""
         if cut not in self._measurer_by_cut:
             config, bounds = self.config, self.bounds
-            demands = (bool(config.deterministic), config.batch_invariant)
-            more = (config.max_error, cut.adds_bias, bounds.tolerance, *demands)
             self._measurer_by_cut[cut] = KernelMeasurer(
-                self.session, cut.axis, bounds.chunk_limit, cut.sizes, *more
+                self.session,
+                cut.axis,
+                bounds.chunk_limit,
+                cut.sizes,
+                max_error=config.max_error,
+                adds_bias=cut.adds_bias,
+                tolerance=bounds.tolerance,
+                deterministic=bool(config.deterministic),
             )
         return self._measurer_by_cut[cut]
 
@@ -270,7 +273,6 @@ class LiveSource(AbstractSource):
         return Evidence(
             tuple(tuple(one.usable) if one else () for one in measurers),
             tuple(tuple(one.measurements) if one else () for one in measurers),
-            tuple(chain.from_iterable(one.uniform for one in working)),
             tuple(chain.from_iterable(one.certificate() for one in working)),
         )
 
@@ -327,9 +329,7 @@ class ReplayedSource(AbstractSource):
             # differs.
             raise miss(self.session, self.kernel.problem)
         usable = tuple(tuple(filter(self._is_usable, entries)) for entries in known)
-        lost = (one for entries in known for one in entries if one.lost_to)
-        uniform = *(one for entries in usable for one in entries), *filter(self._is_allowed, lost)
-        return Evidence(usable, known, uniform)
+        return Evidence(usable, known)
 
     def usable(self, cut: Cut) -> Sequence[Measurement]:
         """Complete measurements of chunks that are exact enough, whatever the limit."""
@@ -341,10 +341,7 @@ class ReplayedSource(AbstractSource):
         return tuple(entry for entry in found if entry.adds_bias == cut.adds_bias)
 
     def _is_usable(self, entry: Measurement) -> bool:
-        return entry.status == "ok" and self._is_allowed(entry)
-
-    def _is_allowed(self, entry: Measurement) -> bool:
-        if self.config.deterministic and not entry.is_deterministic:
+        if entry.status != "ok" or (self.config.deterministic and not entry.is_deterministic):
             return False
         most = self.config.max_error
         # Recordings made by other means may lack errors; one that is not known excludes nothing.

@@ -125,8 +125,7 @@ class MeasuredSplits(AbstractSplitTable):
         found = []
         for position, step in zip(positions(len(split.steps)), split.steps, strict=True):
             # The last slab may have fewer rows than it was measured with; it counts as a full one.
-            # The last chunk of a batch-invariant split is computed as a full one.
-            chunk = split.micro_batch or self.axis.size_of(step), step.algorithm
+            chunk = self.axis.size_of(step), step.algorithm
             items = self.items[position]
             fitting = [item for item in items if (item.batch, item.algorithm) == chunk]
             if not fitting:

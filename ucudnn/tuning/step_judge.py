@@ -249,15 +249,13 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
     """True if torch's own convolution may replace a kernel's plan.
 
     It must be within the workspace limit, and deterministic if the plan is. With a pool it
-    must need no more than the plan. It is never batch-invariant.
+    must need no more than the plan.
 
     Args:
         plan: the plan of the kernel.
         kernel: the kernel, with the measurement of its default.
     """
     if plan.config.deterministic and not kernel.default_is_deterministic:
-        return False
-    if kernel.micro_batch:
         return False
     limit = plan.limit_bytes(kernel)
     # The other calls of the step own the rest.
