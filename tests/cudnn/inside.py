@@ -99,9 +99,12 @@ def rebuilt(
 
 
 def compiled(problem: Fields) -> list[Any]:
-    """Build the first runtime-compiled configuration: its proposed and its built workspace."""
+    """The first runtime-compiled configuration: its proposed and its built workspace; or []."""
     known = Problem.from_dict(problem)
-    one = next(one for one in configurations(TARGET, known) if one.is_runtime_compiled)
+    listed = [one for one in configurations(TARGET, known) if one.is_runtime_compiled]
+    if not listed:
+        return []
+    one = listed[0]
     return [one.workspace_bytes, build(TARGET, known, one.identity).workspace_bytes]
 
 

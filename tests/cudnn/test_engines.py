@@ -151,7 +151,10 @@ def test_each_name_is_listed_once(inside: Inside) -> None:
 
 
 def test_what_compiles_at_run_time_is_listed_with_its_workspace(newest: Inside) -> None:
-    proposed, built = newest("compiled", problem=SMALL.to_dict())
+    found = newest("compiled", problem=SMALL.to_dict())
+    if not found:
+        pytest.skip("without NVRTC this cuDNN lists no engine that compiles")
+    proposed, built = found
     assert proposed == built
 
 
