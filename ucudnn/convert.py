@@ -104,7 +104,9 @@ def convert_(
 
     A plan for channels_last (`plan.memory_format`) converts the whole model to that layout:
     parameters, buffers, gradients and the state of optimisers keep their values and get other
-    strides. The inputs of the model are converted in its forward.
+    strides. The inputs of the model are converted in its forward. Where memory is shared, as by
+    `share_memory`, or weights tied by `.data`, tensors keep it, and each convolution converts its
+    operands instead; a warning says so.
 
     Planned convolutions that cannot be swapped are listed in the result and in a warning. Under
     torch.compile a swapped layer is torch's plain convolution, which follows the plan inside
@@ -134,10 +136,12 @@ def convert_(
     if config.frozen:
         _require_all(found)
     _warn_of(found.otherwise)
-    # nothing was changed so far, and nothing fails from here
-    swapped, left = _swap(found, _changed_layers(plan, config), planned_runner(plan, config))
+    changed, runner = _changed_layers(plan, config), planned_runner(plan, config)
+    # Nothing was changed so far. The layout, for which memory may not suffice, changes all or none.
     # With "keep" the model may still be laid out by an earlier plan.
     restore_layout_(original) if plan.memory_format == "keep" else lay_out_(original, parameters)
+    # From here nothing fails.
+    swapped, left = _swap(found, changed, runner)
     return Conversion(model, plan, swapped, left, found.unplanned, found.otherwise)
 
 
@@ -266,8 +270,8 @@ def revert_(model: Model) -> Model:
     )
     """
     original = original_of(model)
-    _unswap(original)
     restore_layout_(original)
+    _unswap(original)
     return model
 
 

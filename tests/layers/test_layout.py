@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 import ucudnn
 from ucudnn.config import Config
-from ucudnn.execution.layout import lay_out_, restore_layout_
+from ucudnn.execution.layout import lay_out_, restore_layout_, why_not_channels_last
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 INPUT = (6, 3, 9, 9)
@@ -157,6 +159,172 @@ def test_tied_weights_stay_tied(plan_last):
     assert model[0].weight.is_contiguous(memory_format=LAST)
     ucudnn.revert_(model)
     require_same(contents(model), before)
+
+
+class Pair(nn.Module):
+    """Two convolutions of the same shape, whose weights can be tied in many ways."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.second(self.first(x - getattr(self, "mean", 0)).relu())
+
+
+def tied_by_data(model):
+    model.second.weight.data = model.first.weight.data
+
+
+def flat(model):
+    weights = [model.first.weight, model.second.weight]
+    model.flat = torch.cat([one.detach().flatten() for one in weights])
+    for one, part in zip(weights, model.flat.split(weights[0].numel()), strict=True):
+        one.data = part.view_as(one)
+
+
+def part(model):
+    model.second.weight.data = torch.randn(6, 4, 3, 3)[2:]
+
+
+def in_shared_memory(model):
+    model.share_memory()
+
+
+def with_an_expanded_buffer(model):
+    model.register_buffer("mean", torch.randn(1, 4, 1, 1).expand(1, 4, 9, 9))
+
+
+def with_a_flat_gradient(model):
+    model.gradients = torch.zeros(sum(one.numel() for one in model.parameters()))
+    for one, piece in zip(
+        model.parameters(),
+        model.gradients.split([one.numel() for one in model.parameters()]),
+        strict=True,
+    ):
+        one.grad = piece.view_as(one)
+
+
+SHARING = {
+    tied_by_data: "another tensor uses the memory of first.weight",
+    flat: "another tensor uses the memory of first.weight",
+    part: "second.weight is expanded, or a part of something larger",
+    in_shared_memory: "first.weight is in shared memory",
+    with_an_expanded_buffer: "mean is expanded, or a part of something larger",
+    with_a_flat_gradient: "another tensor uses the memory of the gradient of first.weight",
+}
+
+
+def memory(model):
+    """Where each parameter, gradient and buffer lies, and whether other processes see it."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [one.grad for one in model.parameters() if one.grad is not None]
+    return [(one.data_ptr(), one.stride(), one.is_shared()) for one in tensors]
+
+
+@pytest.mark.parametrize("share", SHARING, ids=lambda share: share.__name__)
+def test_tensors_that_share_memory_keep_it_and_the_plan_is_followed(share, plan_last, computed):
+    x = torch.randn(4, 4, 9, 9)
+    plan = plan_last(Pair(), x)
+    model, theirs = Pair(), Pair()
+    for one in (model, theirs):
+        torch.manual_seed(1)
+        share(one)
+    before = memory(model)
+    assert why_not_channels_last(model) == SHARING[share]
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=f"keep their strides, because {SHARING[share]};"):
+            assert ucudnn.convert_(model, plan).swapped == ("first", "second")
+        assert memory(model) == before
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, theirs)]
+    for _ in range(3):
+        for one, optimizer in zip((model, theirs), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=False)
+            one(x).square().mean().backward()
+            optimizer.step()
+    assert len(computed) == 3 * 5  # every pass, but the gradient of the images
+    for ours, torchs in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
+    ucudnn.revert_(model)
+    assert memory(model)[: len(before)] == before[: len(memory(model))]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_nobody_shares_is_laid_out():
+    model = Pair()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(2, 4, 9, 9)).sum().backward()
+    optimizer.step()
+    # A view of a tensor that nobody holds; and one that no layout moves in memory.
+    model.register_buffer("mean", torch.randn(4, 9, 9)[None])
+    model.shifts = torch.randn(4)
+    model.register_buffer("shift", model.shifts.view(1, 4, 1, 1))
+    assert why_not_channels_last(model) is None
+    held = model.first.weight.detach()
+    assert why_not_channels_last(model) == "another tensor uses the memory of first.weight"
+    del held
+    lay_out_(model)
+    assert model.shift.data_ptr() == model.shifts.data_ptr()
+    assert model.mean.is_contiguous(memory_format=LAST)
+
+
+def test_memory_that_comes_into_use_after_converting_is_kept_by_reverting(plan_last):
+    model, x = Pair(), torch.randn(4, 4, 9, 9)
+    plan = plan_last(model, x)
+    ucudnn.convert_(model, plan)
+    model.share_memory()
+    before, truth = memory(model), model(x)
+    with pytest.warns(UserWarning, match="keep the strides of channels_last, because first.weight"):
+        ucudnn.revert_(model)
+    assert memory(model) == before
+    assert type(model.first) is nn.Conv2d
+    assert not model._forward_pre_hooks
+    torch.testing.assert_close(model(x), truth)
+
+
+def test_a_weight_of_another_shape_put_there_since_is_left_alone_by_reverting(plan_last):
+    model = nn.Sequential(nn.Conv2d(4, 6, 3))
+    ucudnn.convert_(model, plan_last(model, torch.empty(2, 4, 9, 9)))
+    model[0].weight = nn.Parameter(torch.randn(6, 8, 3, 3))
+    ucudnn.revert_(model)
+    assert model[0].weight.is_contiguous()
+
+
+_LITTLE_MEMORY = """
+import resource, torch
+from torch import nn
+from ucudnn.execution.layout import lay_out_, restore_layout_, why_not_channels_last
+model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(1024, 1024, 5))
+def layout():
+    places = [(one.stride(), one.data_ptr()) for one in model.parameters()]
+    return places, len(model._forward_pre_hooks)
+def limited(change):
+    before = layout()
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + (50 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        change(model)
+    except RuntimeError as error:
+        assert "memory" in str(error), error
+        assert layout() == before
+        print("refused")
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+limited(lay_out_)
+lay_out_(model)
+limited(restore_layout_)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+def test_without_memory_for_another_layout_nothing_changes():
+    program = [sys.executable, "-c", _LITTLE_MEMORY]
+    done = subprocess.run(program, check=False, capture_output=True, text=True)
+    assert done.stdout.split() == ["refused", "refused"], done.stderr
 
 
 class Mixed(nn.Module):

@@ -98,7 +98,14 @@ class Fragile(nn.Conv2d):
         return super().forward(x)
 
 
+def tied_by_data():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
 KEPT = {
+    "shares memory": (tied_by_data(), SHAPE, "another tensor uses the memory of 0.weight"),
     "fails when traced": (Views(3, 4, 3), SHAPE, r"it fails in channels_last \(.*view"),
     "fails when run": (Fragile(3, 4, 3), SHAPE, r"channels_last \(I need contiguous images\)"),
     "computes something else": (

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, in_channels_last
+from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, in_channels_last, strides_of
+from ucudnn.errors import warn
 
-# Attribute of a module: strides of its own parameters and buffers before `lay_out_`, by name.
+# Attribute of a module: shapes and strides of its own parameters and buffers before `lay_out_`, by
+# name.
 _STRIDES = "_ucudnn_strides"
 _RANKS = frozenset(rank + 2 for rank in CHANNELS_LAST_BY_RANK)
 # Exact types: the memory of a subclass, such as a sharded DTensor of FSDP2, is not its own.
@@ -58,58 +63,81 @@ class InputsFollow:
         return in_channels_last(tensor) if is_image else tensor
 
 
+def why_not_channels_last(model: nn.Module) -> str | None:
+    """Reason why parameters and buffers of a model must keep their strides; None if they need not.
+
+    In channels_last they would get new memory, and whatever uses the old one would not see what
+    training writes.
+
+    >>> model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))
+    >>> why_not_channels_last(model)
+    >>> model[1].weight.data = model[0].weight.data
+    >>> why_not_channels_last(model)
+    'another tensor uses the memory of 0.weight'
+
+    Args:
+        model: as the user has it: a copy does not show what the original shares.
+    """
+    return _why_not(model, _changes(model, _last_strides))
+
+
 def lay_out_(model: nn.Module, parameters: bool = True) -> None:
     """Convert a model to channels_last, in place; its inputs are converted at each call.
 
     Parameters, buffers, gradients and the state of optimisers get other strides; they stay the same
-    objects with the same values. Doing so twice does no harm.
+    objects with the same values. Doing so twice does no harm. If it fails, nothing has changed.
 
     Args:
         model: any module.
         parameters: False leaves all these as they are, and every convolution converts its input, so
             that torch also computes in channels_last. This is always so if parameters are not plain
-            tensors, such as those that FSDP2 has sharded.
+            tensors, such as those that FSDP2 has sharded, or if they share their memory; the latter
+            with a warning.
     """
-    # A second call must not record the channels_last strides of the first as the original ones.
-    restore_layout_(model)
     if not (parameters and all(type(one) in _PLAIN for one in model.parameters())):
-        for module in model.modules():
-            # torch computes in channels_last if either the input or the filter lies so, hence a
-            # hook on every convolution has the effect that laying out the filters would have.
-            if isinstance(module, nn.modules.conv._ConvNd):
-                _follow_inputs(module, frozenset({module.weight.dim()}) & _RANKS)
+        restore_layout_(model)
+        _follow_in_convolutions(model)
         return
-    _follow_inputs(model, axes_of(model))
+    changes = _changes(model, _last_strides)
+    reason = _why_not(model, changes)
+    if reason is not None:
+        warn(
+            f"parameters and buffers keep their strides, because {reason}; each convolution "
+            f"converts its operands to channels_last instead, which takes time"
+        )
+        restore_layout_(model)
+        _follow_in_convolutions(model)
+        return
     # Recorded for every module before any tensor changes: by the time the second of two modules
     # that share a parameter is met, the parameter would have its new strides.
-    strides = {
-        id(module): {name: tensor.stride() for name, tensor in _own(module)}
+    recorded = {
+        module: {name: (tensor.shape, _first_strides(module, name, tensor)) for name, tensor in own}
         for module in model.modules()
+        if (own := list(_own(module)))
     }
-    for module in model.modules():
-        if strides[id(module)]:
-            vars(module)[_STRIDES] = strides[id(module)]
-
-    def laid_out(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-        del module, name
-        return in_channels_last(tensor)
-
-    _change(model, laid_out)
+    _change(changes)
+    _forget(model)
+    for module, strides in recorded.items():
+        vars(module)[_STRIDES] = strides
+    _follow_inputs(model, axes_of(model))
 
 
 def restore_layout_(model: nn.Module) -> None:
-    """Restore the strides that a model had before `lay_out_`, in place."""
+    """Restore the strides that a model had before `lay_out_`, in place; all of them, or none.
 
-    def restored(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-        strides = vars(module).get(_STRIDES, {}).get(name)
-        # the tensor may have been replaced since
-        if strides is None or len(strides) != tensor.dim() or strides == tensor.stride():
-            return tensor
-        return torch.empty_strided(
-            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-        ).copy_(tensor)
+    None, with a warning, if the memory of a tensor has since come into use elsewhere.
+    """
+    changes = _changes(model, _first_strides)
+    reason = _why_not(model, changes)
+    if reason is None:
+        _change(changes)
+    else:
+        warn(f"parameters and buffers keep the strides of channels_last, because {reason}")
+    _forget(model)
 
-    _change(model, restored)
+
+def _forget(model: nn.Module) -> None:
+    """Remove the recorded strides and the hooks."""
     for module in model.modules():
         vars(module).pop(_STRIDES, None)
         # Found by type, not by a handle kept from before, because a copied or unpickled model has
@@ -137,6 +165,14 @@ def _follow_inputs(module: nn.Module, axes: frozenset[int]) -> None:
         module.register_forward_pre_hook(InputsFollow(axes), with_kwargs=True)
 
 
+def _follow_in_convolutions(model: nn.Module) -> None:
+    for module in model.modules():
+        # torch computes in channels_last if either the input or the filter lies so, hence a
+        # hook on every convolution has the effect that laying out the filters would have.
+        if isinstance(module, nn.modules.conv._ConvNd):
+            _follow_inputs(module, frozenset({module.weight.dim()}) & _RANKS)
+
+
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A module's own parameters and buffers with four or five axes."""
     for tensors in (module._parameters, module._buffers):
@@ -145,45 +181,135 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-@torch.no_grad()
-def _change(model: nn.Module, laid_out: Callable[[nn.Module, str, Tensor], Tensor]) -> None:
-    """Change the strides of a model's tensors, their gradients and their optimiser state."""
-    changed: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, tensor in _own(module):
-            # `.data` swaps the memory below the Parameter object, which optimisers and users hold.
-            found = laid_out(module, name, tensor.data)
-            if id(tensor) in changed or found.stride() == tensor.stride():
-                continue
-            tensor.data = found
-            changed[id(tensor)] = tensor
-            if tensor.grad is not None:
-                tensor.grad.data = _like(tensor, tensor.grad)
-    if changed:
-        _change_optimizers(changed)
+def _last_strides(module: nn.Module, name: str, tensor: Tensor) -> tuple[int, ...]:
+    del module, name
+    return strides_of(tensor.shape, is_channels_last=True)
 
 
-def _change_optimizers(changed: dict[int, Tensor]) -> None:
-    """Give the state of optimisers the strides of their parameters.
+def _first_strides(module: nn.Module, name: str, tensor: Tensor) -> tuple[int, ...]:
+    """Strides before `lay_out_`; those of now for a tensor of another shape, put there since."""
+    shape, strides = vars(module).get(_STRIDES, {}).get(name, (None, ()))
+    return strides if shape == tensor.shape else tensor.stride()
 
-    torch's fused optimisers read both in the order of memory, and compute something else if the
-    orders differ (torch 2.13, CPU). All live optimisers are searched, because a parameter has no
-    reference to its optimiser.
+
+class _Change(NamedTuple):
+    """Other strides for a tensor.
+
+    Args:
+        name: in a sentence.
+        tensor: as the model, or an optimiser, holds it.
+        strides: that it is to have.
     """
+
+    name: str
+    tensor: Tensor
+    strides: tuple[int, ...]
+
+    @property
+    def moves(self) -> bool:
+        """True if elements get other places in memory."""
+        axes = zip(self.tensor.shape, self.tensor.stride(), self.strides, strict=True)
+        return any(size > 1 and now != then for size, now, then in axes)
+
+    def made(self) -> Tensor:
+        """The tensor with these strides; in its own memory if nothing moves."""
+        old, shape = self.tensor.data, self.tensor.shape
+        if not self.moves:
+            return old.as_strided(shape, self.strides)
+        new = torch.empty_strided(shape, self.strides, dtype=old.dtype, device=old.device)
+        return new.copy_(old)
+
+
+def _changes(
+    model: nn.Module, strides_for: Callable[[nn.Module, str, Tensor], tuple[int, ...]]
+) -> list[_Change]:
+    """What giving tensors other strides changes: these, their gradients, the optimisers' state."""
+    found: dict[int, _Change] = {}
+    for path, module in model.named_modules():
+        for name, tensor in _own(module):
+            strides = strides_for(module, name, tensor)
+            if strides != tensor.stride():
+                full = f"{path}.{name}" if path else name
+                found.setdefault(id(tensor), _Change(full, tensor, strides))
+    return [*found.values(), *_that_follow(found)] if found else []
+
+
+def _that_follow(changed: dict[int, _Change]) -> Iterator[_Change]:
+    """Changes of gradients and of the state of optimisers.
+
+    torch's fused optimisers read a parameter and its state in the order of memory, and compute
+    something else if the orders differ (torch 2.13, CPU). All live optimisers are searched, because
+    a parameter has no reference to its optimiser.
+    """
+    for name, tensor, strides in changed.values():
+        if tensor.grad is not None:
+            yield _Change(f"the gradient of {name}", tensor.grad, strides)
     for one in gc.get_objects():
         # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
         if not issubclass(type(one), torch.optim.Optimizer):
             continue
         for parameter, state in one.state.items():
             if id(parameter) in changed and isinstance(state, dict):
+                name, _, strides = changed[id(parameter)]
                 for value in state.values():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        value.data = _like(parameter, value)
+                        yield _Change(f"the optimiser's state of {name}", value, strides)
 
 
-def _like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """The values of a tensor in the strides of a parameter."""
-    strided = torch.empty_strided(
-        parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return strided.copy_(tensor.data)
+def _why_not(model: nn.Module, changes: Sequence[_Change]) -> str | None:
+    """Reason why the memory of these tensors must stay theirs; None without one."""
+    moving = [one for one in changes if one.moves]
+    if not moving:
+        return None
+    gc.collect()  # what nobody can reach any more uses no memory
+    users: defaultdict[int, set[int]] = defaultdict(set)
+    # The model's own are named: `gc.freeze` hides what was there before it.
+    for one in chain(model.parameters(), model.buffers(), gc.get_objects()):
+        if type(one) in _PLAIN:
+            users[_memory_of(one)].add(id(one))
+    for name, tensor, _ in moving:
+        # "shared" says nothing of a GPU's tensors, all of which are.
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            return f"{name} is in shared memory"
+        if _is_used_by_others(tensor, users[_memory_of(tensor)]):
+            return f"another tensor uses the memory of {name}"
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        size = tensor.numel() * tensor.element_size()
+        if not is_dense or size != tensor.untyped_storage().nbytes():
+            return f"{name} is expanded, or a part of something larger"
+    return None
+
+
+def _is_used_by_others(tensor: Tensor, users: set[int]) -> bool:
+    others = users - {id(tensor)}
+    base = tensor._base
+    # A view keeps the tensor that it was made of alive, although nobody may hold that any more.
+    if base is not None and sys.getrefcount(base) == _references_of_a_base():
+        others.discard(id(base))
+    return bool(others)
+
+
+def _references_of_a_base() -> int:
+    """What `sys.getrefcount` says of a tensor that only a view and a variable hold."""
+    view = torch.zeros(2).view(2)
+    base = view._base
+    return sys.getrefcount(base)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """A number for the memory of a tensor; 0 if it has none, as in a transform or not strided."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:
+        return 0
+    # Without memory, as on the meta device, there is no pointer.
+    return storage.data_ptr() or storage._cdata
+
+
+@torch.no_grad()
+def _change(changes: Sequence[_Change]) -> None:
+    """Give tensors other strides; all of them, or none if memory does not suffice."""
+    made = [one.made() for one in changes]
+    for one, tensor in zip(changes, made, strict=True):
+        # `.data` swaps the memory below the Parameter object, which optimisers and users hold.
+        one.tensor.data = tensor

@@ -13,7 +13,7 @@ from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.compiling import original_of
-from ucudnn.execution.layout import memory_format_of
+from ucudnn.execution.layout import memory_format_of, why_not_channels_last
 from ucudnn.execution.stepping import tensors_of
 from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
@@ -168,19 +168,21 @@ class _Tuning:
         config = self._config
         if config.layout == "keep":
             return self._as_it_is(model, inputs, traced)
-        try:
-            last = trace_layers(model, inputs, config.ops, **how, memory_format="channels_last")
-        # A model that cannot be computed in channels_last keeps its layout. The error of its own
-        # code is the cause; the one around it is about inputs, which were traced before.
-        except ConfigError as error:
-            reason = f"it fails in channels_last ({first_line(error.__cause__ or error)})"
-        else:
-            reason = ""
-            # As in 1-D, or for a model that is in channels_last already: there is nothing to
-            # compare.
-            if _problems(last) == _problems(traced):
-                reason = "channels_last changes none of its convolutions"
-        if reason:
+        # Asked of the model itself: steps run on a copy, which does not show what it shares.
+        reason = why_not_channels_last(original_of(model))
+        if reason is None:
+            try:
+                last = trace_layers(model, inputs, config.ops, **how, memory_format="channels_last")
+            # A model that cannot be computed in channels_last keeps its layout. The error of its
+            # own code is the cause; the one around it is about inputs, which were traced before.
+            except ConfigError as error:
+                reason = f"it fails in channels_last ({first_line(error.__cause__ or error)})"
+            else:
+                # As in 1-D, or for a model that is in channels_last already: there is nothing to
+                # compare.
+                if _problems(last) == _problems(traced):
+                    reason = "channels_last changes none of its convolutions"
+        if reason is not None:
             plan = self._as_it_is(model, inputs, traced)
             return replace(plan, layout_race=LayoutRace(reason=reason))
         return self._in_layouts(model, inputs, {"keep": traced, "channels_last": last})
