@@ -52,10 +52,9 @@ COLON_LIST = $(subst $(NOTHING) $(NOTHING),:,$(1))
 
 # Per environment: extras of the package, and tools beside it.
 EXTRAS.venv :=
-EXTRAS.venv-test := [test,report,plot]
-# MPICH's mpiexec, and mpi4py, which finds its library and that of an Open MPI of the system;
-# playwright drives the system's Chromium, which opens reports.
-TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist mpich mpi4py playwright
+EXTRAS.venv-test := [test,report]
+# MPICH's mpiexec, and mpi4py, which finds its library and that of an Open MPI of the system.
+TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist mpich mpi4py
 EXTRAS.venv-bare :=
 TOOLS.venv-bare := pytest pytest-xdist hypothesis
 
@@ -97,7 +96,7 @@ avx2: .venv-test/.installed
 # What else computes with torch alone, which is the same with optional dependencies and without.
 bare: .venv-bare/.installed
 	.venv-bare/bin/python -c 'from importlib.util import find_spec; \
-	names = ("cupy", "matplotlib", "mpi4py", "playwright", "plotly", "transformers", \
+	names = ("cupy", "mpi4py", "plotly", "transformers", \
 	"monai", "diffusers", "pytorch_lightning", "expecttest"); \
 	there = [name for name in names if find_spec(name)]; \
 	assert not there, f"optional dependencies are installed: {there}"'

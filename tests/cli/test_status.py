@@ -76,10 +76,8 @@ def done_tune(at: Setting) -> None:
 
 def done_show(at: Setting) -> None:
     pytest.importorskip("plotly")
-    pytest.importorskip("matplotlib")
     assert at.status("show", at.plan) == 0
     assert at.status("report", at.plan, "-o", at.folder / "r.html") == 0
-    assert at.status("plot", at.plan, "-o", at.folder / "p.svg") == 0
 
 
 def done_check(at: Setting) -> None:
@@ -153,9 +151,7 @@ def usage_of_show(at: Setting) -> None:
     for wrong in (at.folder / "none.json", at.damaged):
         assert at.status("show", wrong) == 2
         assert at.status("report", wrong, "-o", at.folder / "r.html") == 2
-        assert at.status("plot", wrong, "-o", at.folder / "p.svg") == 2
     assert at.status("report", at.plan) == 2
-    assert at.status("plot", at.plan, "-o", at.folder / "p.gif") == 2
 
 
 def usage_of_check(at: Setting) -> None:
@@ -196,15 +192,11 @@ def environment_of_tune(at: Setting) -> None:
 
 
 def environment_of_show(at: Setting) -> None:
-    for module, command, name in (
-        ("plotly", "report", "r.html"),
-        ("matplotlib", "plot", "p.svg"),
-    ):
-        with at.patch.context() as patch:
-            for loaded in [one for one in sys.modules if one.partition(".")[0] == module]:
-                patch.delitem(sys.modules, loaded)
-            patch.setitem(sys.modules, module, None)
-            assert at.status(command, at.plan, "-o", at.folder / name) == 3, module
+    with at.patch.context() as patch:
+        for loaded in [one for one in sys.modules if one.partition(".")[0] == "plotly"]:
+            patch.delitem(sys.modules, loaded)
+        patch.setitem(sys.modules, "plotly", None)
+        assert at.status("report", at.plan, "-o", at.folder / "r.html") == 3
     pytest.importorskip("plotly")
     full_disk(at)
     assert at.status("report", at.plan, "-o", at.folder / "r.html") == 3
@@ -233,7 +225,6 @@ def bug_in_show(at: Setting) -> None:
     at.patch.setattr(Plan, "load", lambda *_: 1 / 0)
     assert at.status("show", at.plan) == 4
     assert at.status("report", at.plan, "-o", at.folder / "r.html") == 4
-    assert at.status("plot", at.plan, "-o", at.folder / "p.svg") == 4
 
 
 def bug_in_check(at: Setting) -> None:

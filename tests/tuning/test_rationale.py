@@ -1,21 +1,15 @@
-"""Fronts and rejected alternatives of all kernels, and the pictures that show them."""
+"""Fronts and rejected alternatives of all kernels."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
 from ucudnn import cache as caches
-from ucudnn.cli import app
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, OutputError
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
-from ucudnn.reports.plot import plot_fronts
 from ucudnn.tuning.rationale import rationales
 from ucudnn.tuning.tuner import tune_problems
 
@@ -99,91 +93,3 @@ def test_torch_in_channels_last_is_found(planned):
     entry = Measurement(there, "ok", 7 * MS, 1 * MS, (7 * MS,) * 3, workspace_bytes=MIB)
     found = rationales(plan, [entry])[plan.kernels.index(plan.kernel(PROBLEM))].channels_last
     assert (found.time_ns, found.workspace_bytes, found.samples) == (7 * MS, MIB, 3)
-
-
-@pytest.fixture
-def matplotlib():
-    return pytest.importorskip("matplotlib", reason="draws plots")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
-)
-def test_a_plot_is_a_picture_and_the_same_each_time(matplotlib, planned, tmp_path, kind, begin):
-    plan, config = planned
-    found, _ = known(plan, config)
-    files = [tmp_path / f"{number}.{kind}" for number in range(2)]
-    assert [plot_fronts(plan, file, found) for file in files] == [2, 2]
-    assert files[0].read_bytes().startswith(begin)
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-@pytest.mark.slow
-def test_the_command_plots_the_kernels_that_are_named(matplotlib, planned, tmp_path):
-    plan, config = planned
-    plan.save(tmp_path / "plan.json")
-    command = ["plot", str(tmp_path / "plan.json"), "-o", str(tmp_path / "a.svg")]
-    drawn = CliRunner().invoke(app, [*command, "--kernel", "b", "--cache", config.cache])
-    assert drawn.exit_code == 0, drawn.output
-    assert "Drew 1 of 2 kernels" in drawn.output
-    assert "no chunks" not in drawn.output
-    # Text is drawn as paths, with the text itself as a comment.
-    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
-    text = (tmp_path / "a.svg").read_text()
-    assert "fprop 2-&gt;3 k1 9x9" in text or "fprop 2->3 k1 9x9" in text
-    assert "2->2" not in text
-    bare = CliRunner().invoke(app, [*command, "--cache", str(tmp_path / "none")])
-    assert bare.exit_code == 0, bare.output
-    assert "The cache has no chunks of this plan" in bare.output
-
-
-@pytest.mark.slow
-def test_the_report_as_a_picture_is_the_plot(matplotlib, planned, tmp_path):
-    plan, config = planned
-    plan.save(tmp_path / "plan.json")
-    command = ["report", str(tmp_path / "plan.json"), "--cache", config.cache]
-    drawn = CliRunner().invoke(app, [*command, "--png", str(tmp_path / "a.png")])
-    assert drawn.exit_code == 0, drawn.output
-    found, _ = known(plan, config)
-    plot_fronts(plan, tmp_path / "b.png", found)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    # Without -o there is no page.
-    assert sorted(path.name for path in tmp_path.glob("*.*")) == ["a.png", "b.png", "plan.json"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [((), "give -o FILE or --png FILE"), (("--png", "a.svg"), "`ucudnn plot` writes SVG and PDF")],
-)
-def test_a_report_needs_a_file_that_it_can_write(planned, tmp_path, flags, said):
-    planned[0].save(tmp_path / "plan.json")
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "plan.json"), *flags])
-    assert isinstance(done.exception, ConfigError)
-    assert said in str(done.exception)
-
-
-def test_what_cannot_be_plotted_is_one_sentence(planned, tmp_path):
-    plan, _ = planned
-    with pytest.raises(ConfigError, match=r"must end in \.png, \.svg or \.pdf, got a\.gif"):
-        plot_fronts(plan, "a.gif", ())
-    with pytest.raises(ConfigError, match="the plan has no kernels"):
-        plot_fronts(replace(plan, kernels=()), "a.svg", ())
-
-
-def test_a_plot_that_cannot_be_written(matplotlib, planned, tmp_path):
-    plan, _ = planned
-    with pytest.raises(OutputError, match="cannot write the plot"):
-        plot_fronts(plan, tmp_path / "nowhere" / "a.svg", rationales(plan, []))
-
-
-def test_without_matplotlib_one_sentence_says_what_to_install(planned, tmp_path, monkeypatch):
-    plan, _ = planned
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    plan.save(tmp_path / "plan.json")
-    done = CliRunner().invoke(
-        app, ["plot", str(tmp_path / "plan.json"), "-o", str(tmp_path / "a.svg")]
-    )
-    assert "run: pip install matplotlib" in str(done.exception)
-    assert [path.name for path in tmp_path.glob("a.*")] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -188,72 +187,22 @@ def _show_curve(plan: Plan, as_json: bool) -> None:
 def report(
     plan: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     output: Annotated[
-        Path | None,
+        Path,
         typer.Option("-o", "--output", help="HTML file to write; needs plotly.", metavar="FILE"),
-    ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            help="PNG file to write, for papers: what `plot` draws; needs matplotlib.",
-            metavar="FILE",
-        ),
-    ] = None,
+    ],
     cache: CacheOption = None,
 ) -> None:
     """Draw a plan as one HTML file: totals, charts, what was rejected and why.
 
-    Example: ucudnn report resnet18.plan.json -o report.html --png fronts.png
+    Example: ucudnn report resnet18.plan.json -o report.html
     """
     from ucudnn.reports.html import write_report
     from ucudnn.tuning.noise import noise_of
 
-    if output is None and png is None:
-        raise ConfigError("report writes a file, and none is named; give -o FILE or --png FILE")
-    if png is not None and png.suffix.lower() != ".png":
-        raise ConfigError(
-            f"--png must name a file that ends in .png, got {png}; `ucudnn plot` writes SVG and PDF"
-        )
     loaded = Plan.load(plan)
     known = _rationales(loaded, cache)
-    if output is not None:
-        write_report(loaded, output, known, [f"Noise: {noise_of(loaded)}."])
-        say(f"Drew {len(loaded.kernels)} kernels; report written to {output}.")
-    if png is not None:
-        _plot(loaded, png, known)
-
-
-def plot(
-    plan: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    output: Annotated[
-        Path,
-        typer.Option("-o", "--output", help="File to write: .png, .svg or .pdf.", metavar="FILE"),
-    ],
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A kernel to draw, by its number or layer; repeat it for several.",
-            metavar="KERNEL",
-        ),
-    ] = None,
-    cache: CacheOption = None,
-) -> None:
-    """Draw time over workspace of kernels, for papers; needs matplotlib.
-
-    Example: ucudnn plot resnet18.plan.json --kernel 3 -o fronts.svg
-    """
-    loaded = Plan.load(plan)
-    chosen = [index for wanted in kernel or () for index in _chosen(loaded, wanted)]
-    _plot(loaded, output, _rationales(loaded, cache), chosen)
-
-
-def _plot(plan: Plan, output: Path, known: Sequence[Rationale], chosen: Sequence[int] = ()) -> None:
-    """Write a plot of some kernels, by default of those that take most time."""
-    from ucudnn.reports.plot import plot_fronts
-
-    count = plot_fronts(plan, output, known, chosen)
-    if not any(one.front for one in known):
-        say("The cache has no chunks of this plan: only the plan and torch's default are drawn.")
-    say(f"Drew {count} of {len(plan.kernels)} kernels; plot written to {output}.")
+    write_report(loaded, output, known, [f"Noise: {noise_of(loaded)}."])
+    say(f"Drew {len(loaded.kernels)} kernels; report written to {output}.")
 
 
 def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
