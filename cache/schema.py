@@ -105,12 +105,8 @@ def split_to_text(split: Split) -> str:
     >>> split_to_text(Split("batch", (Step(4, "gemm"), Step(4, "gemm"))))
     '{"axis": "batch", "steps": [[2, 4, "gemm"]]}'
     """
-    values = {field.name: getattr(split, field.name) for field in dataclasses.fields(split)}
-    values["steps"] = [
-        [len(list(run)), step.size, step.algorithm] for step, run in groupby(split.steps)
-    ]
-    # Whatever tells two splits apart, and no more: most have neither of the numbers.
-    return json.dumps({name: one for name, one in values.items() if one}, ensure_ascii=False)
+    runs = [[len(list(run)), step.size, step.algorithm] for step, run in groupby(split.steps)]
+    return json.dumps({"axis": split.axis, "steps": runs}, ensure_ascii=False)
 
 
 def split_from_text(text: str) -> Split:

@@ -262,7 +262,6 @@ def _random_kernel(
         timing=timing,
         default=timing,
         slabs=slabs,
-        slab_samples=chance.randrange(planned.batch) if slabs else 0,
     )
 
 

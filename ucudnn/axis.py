@@ -2,7 +2,6 @@
 
 A batch of one or two, as in 3-D and high-resolution networks, leaves nothing to split along the
 batch. Rows are tried if the batch is that small and the workspace limit excludes an algorithm.
-Where not even one sample fits undivided, both are split: micro-batches, and the rows of each.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ucudnn.measurement import Role, role_of
 from ucudnn.problem import Problem
 from ucudnn.slabs import inner_problem, row_alignment, row_count, slab
 from ucudnn.split import Split, Step
@@ -54,15 +52,6 @@ class AbstractAxis(ABC):
     @abstractmethod
     def size_of(self, step: Step) -> int:
         """The size of the chunk of a step; the last chunk may have fewer rows than that."""
-
-    @property
-    def repetitions(self) -> int:
-        """How many times a call runs the steps of a split: once, unless the split is nested."""
-        return 1
-
-    def role_at(self, position: Role) -> Role:
-        """The role in which a chunk at a position of a split is timed."""
-        return role_of(self.problem, position)
 
     def __str__(self) -> str:
         return f"the {self.name} axis"
@@ -117,57 +106,21 @@ class BatchAxis(AbstractAxis):
 
 @dataclass(frozen=True, slots=True)
 class RowAxis(AbstractAxis):
-    """Chunks are slabs: rows of the result (of dy for wgrad), of all samples or of a micro-batch.
+    """Chunks are slabs: rows of the result (of dy for wgrad), of all samples.
 
     A unit is one row; for dgrad it is as many rows as the stride, so that all inner slabs of one
-    size have equal problems. Slabs of a micro-batch make a nested split: the call runs all of them
-    for each of its micro-batches, which have one size.
+    size have equal problems.
 
     >>> axis = RowAxis(Problem("dgrad", 2, 8, 8, (27, 9), (3, 3), (2, 1)))
     >>> axis.extent, axis.sizes("all"), axis.part(4).input_size
     (14, (1, 2, 4, 6, 8), (8, 9))
-    >>> (nested,) = axis.nested()
-    >>> nested.extent, nested.part(4).batch, nested.repetitions
-    (14, 1, 2)
 
     Args:
         problem: the kernel at its largest batch.
-        samples: of a micro-batch, a divisor of the batch; 0: slabs have all samples.
     """
 
     problem: Problem
-    samples: int = 0
     name = "spatial"
-
-    def nested(self) -> tuple[RowAxis, ...]:
-        """The rows of micro-batches, the smallest first; none if there is only one sample."""
-        batch = self.problem.batch
-        # Times of micro-batches add up, so among sizes that divide the batch the one with the least
-        # time per sample is the best for all of them, and no mixture is faster. Other sizes would
-        # leave a remainder, which is another problem than the one that is measured.
-        return tuple(
-            RowAxis(self.problem, n) for n in _powers_of_two_below(batch) if batch % n == 0
-        )
-
-    @property
-    def _whole(self) -> Problem:
-        """The problem that slabs divide."""
-        return self.problem.with_batch(self.samples) if self.samples else self.problem
-
-    @property
-    def repetitions(self) -> int:
-        """The number of micro-batches."""
-        return self.problem.batch // self._whole.batch
-
-    def role_at(self, position: Role) -> Role:
-        """The role in which a slab at a position is timed."""
-        # The first slab of the first micro-batch begins the sum of a weight gradient. It is taken
-        # to cost what the others do, which are added to it.
-        return Role.LATER if self.samples else role_of(self.problem, position)
-
-    def __str__(self) -> str:
-        which = f" of micro-batches of {self.samples}" if self.samples else ""
-        return f"the {self.name} axis{which}"
 
     @property
     def extent(self) -> int:
@@ -180,13 +133,13 @@ class RowAxis(AbstractAxis):
 
     def part(self, size: int) -> Problem:
         """The problem of an inner slab."""
-        return inner_problem(self._whole, size * self._unit)
+        return inner_problem(self.problem, size * self._unit)
 
     def ends(self, size: int) -> tuple[Problem, ...]:
         """Problems of the first and the last slab, which have padding at one end."""
         rows, inner = row_count(self.problem), self.part(size)
-        first = slab(self._whole, 0, size * self._unit).problem
-        last = slab(self._whole, (self.extent - size) * self._unit, rows).problem
+        first = slab(self.problem, 0, size * self._unit).problem
+        last = slab(self.problem, (self.extent - size) * self._unit, rows).problem
         # An end without padding is an inner slab; where only padding is read there is no problem.
         ends = (end for end in (first, last) if end is not None and end != inner)
         return tuple(dict.fromkeys(ends))
@@ -197,7 +150,7 @@ class RowAxis(AbstractAxis):
         There are few of them, however many rows there are, with any policy. The tensors must have
         room for an inner slab of each size, with all rows that it reads.
         """
-        if policy == "undivided" or self._whole.batch > MOST_SAMPLES:
+        if policy == "undivided" or self.problem.batch > MOST_SAMPLES:
             return ()
         powers = _powers_of_two_below(self.extent)
         sizes = {*powers, *(self.extent % size for size in powers)} - {0}
@@ -219,7 +172,7 @@ class RowAxis(AbstractAxis):
             rows = min(step.size * self._unit, left)
             found.append(replace(step, size=rows))
             left -= rows
-        return Split("spatial", tuple(found), samples=self.samples)
+        return Split("spatial", tuple(found))
 
     def size_of(self, step: Step) -> int:
         """The number of units that its rows fill, rounded up."""
@@ -233,8 +186,7 @@ def axis_of(problem: Problem, split: Split) -> AbstractAxis:
     >>> axis_of(problem, Split("spatial", (Step(7, "gemm"),))).extent
     7
     """
-    rows = RowAxis(problem, split.samples)
-    return rows if split.axis == RowAxis.name else BatchAxis(problem)
+    return RowAxis(problem) if split.axis == RowAxis.name else BatchAxis(problem)
 
 
 def _powers_of_two_below(extent: int) -> list[int]:

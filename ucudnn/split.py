@@ -35,8 +35,7 @@ class Split:
     """The steps of one call, in order, along one axis: "batch" or the outermost "spatial" one.
 
     Along the spatial axis a step's size is a number of rows (planes in 3-D) of the result; of dy
-    for wgrad. Such a split may be nested: micro-batches of one size, each of them split along the
-    spatial axis in the same way.
+    for wgrad.
 
     >>> Split("batch", (Step(4, "gemm"), Step(2, "gemm"))).size
     6
@@ -44,15 +43,10 @@ class Split:
     4 gemm + 2 gemm
     >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn"))))
     slabs of 2x8 onednn
-    >>> print(Split("spatial", (Step(8, "onednn"), Step(8, "onednn")), samples=2))
-    slabs of 2x8 onednn, 2 samples at a time
     """
 
     axis: str
     steps: tuple[Step, ...]
-    # Of a nested split: samples of a micro-batch, of which the last may have fewer. 0: slabs have
-    # all samples of the call.
-    samples: int = 0
 
     @property
     def size(self) -> int:
@@ -62,11 +56,7 @@ class Split:
     @property
     def is_default(self) -> bool:
         """True if the split is torch's own convolution on the undivided batch."""
-        return (
-            len(self.steps) == 1
-            and self.steps[0].algorithm == DEFAULT_ALGORITHM
-            and not self.samples
-        )
+        return len(self.steps) == 1 and self.steps[0].algorithm == DEFAULT_ALGORITHM
 
     def __str__(self) -> str:
         # Equal steps in sequence are written once: a split may have hundreds.
@@ -82,8 +72,6 @@ class Split:
             else f"{step.size} {step.algorithm}"
             for step, count in runs
         )
-        if self.samples:
-            described += f", {self.samples} sample{'s' * (self.samples > 1)} at a time"
         return f"slabs of {described}" if self.axis == "spatial" else described
 
 
@@ -145,7 +133,6 @@ class KernelPlan:
         default_is_deterministic: whether torch's own convolution computes the same bits each time.
         live_bytes: the most that a step has allocated beside the workspace of any call of it; None
             if there was no memory budget.
-        slab_samples: samples of each micro-batch that slabs divide; 0: slabs have all samples.
 
     Raises:
         PlanError: the fields do not describe a split of every batch.
@@ -164,15 +151,13 @@ class KernelPlan:
     is_perturbed: bool = False
     default_is_deterministic: bool = True
     live_bytes: int | None = None
-    slab_samples: int = 0
 
     def __post_init__(self) -> None:
         self._require_types()
         # Slabs are part of the hash, so they must be right even if no batch uses them.
-        if self.slabs or BY_SLABS in self.alone or self.slab_samples:
-            extents = self.problem.batch, row_count(self.problem)
-            more = self.slabs, self.slab_samples, range(len(self.algorithms))
-            documents.require_slabs(self.problem, extents, *more)
+        if self.slabs or BY_SLABS in self.alone:
+            indices = range(len(self.algorithms))
+            documents.require_slabs(self.problem, row_count(self.problem), self.slabs, indices)
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
                 f"the plan of {self.problem} must have one entry per batch "
@@ -192,8 +177,7 @@ class KernelPlan:
 
     def _require_types(self) -> None:
         # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        for name in ("predicted_time_ns", "slab_samples"):
-            documents.require_count(name, getattr(self, name))
+        documents.require_count("predicted_time_ns", self.predicted_time_ns)
         if self.live_bytes is not None:
             documents.require_count("live_bytes", self.live_bytes)
         for name in ("layers", "algorithms", "notes"):
@@ -224,9 +208,7 @@ class KernelPlan:
             return Split("batch", (Step(batch, self.algorithms[index]),))
         if index == BY_SLABS:
             rows = tuple(Step(size, self.algorithms[index]) for size, index in self.slabs)
-            # A batch of no more samples than a micro-batch is one.
-            samples = self.slab_samples if self.slab_samples < batch else 0
-            return Split("spatial", rows, samples=samples)
+            return Split("spatial", rows)
         # `last` gives the final step first, so the walk runs backwards.
         steps = []
         while batch:
@@ -253,7 +235,6 @@ class KernelPlan:
             alone=(0,) * self.problem.batch if every_batch else (*self.alone[:-1], index),
             last=((0, -1),) * self.problem.batch if every_batch else self.last,
             slabs=self.slabs if has_slabs else (),
-            slab_samples=self.slab_samples if has_slabs else 0,
             timing=self.default,
             predicted_time_ns=self.default.time_ns,
         )
@@ -294,7 +275,6 @@ class KernelPlan:
             alone=tuple(alone),
             last=tuple(last),
             slabs=slabs if takes_slabs else self.slabs,
-            slab_samples=smaller.slab_samples if takes_slabs else self.slab_samples,
         )
 
     def decisions(self) -> list[Any]:
@@ -304,7 +284,7 @@ class KernelPlan:
         alone = [names[index] for index in self.alone]
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
-        return [self.problem.to_dict(), alone, last, slabs, self.slab_samples]
+        return [self.problem.to_dict(), alone, last, slabs]
 
     def to_dict(self) -> dict[str, Any]:
         """The kernel as JSON values."""
@@ -334,7 +314,6 @@ class KernelPlan:
             is_perturbed=fields["is_perturbed"],
             default_is_deterministic=fields["default_is_deterministic"],
             live_bytes=fields["live_bytes"],
-            slab_samples=fields["slab_samples"],
         )
 
     def covers(self, batch: int) -> bool:

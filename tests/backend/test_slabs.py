@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -20,9 +18,9 @@ few = settings(
 )
 
 
-def rows_of(problem, *sizes, algorithm="torch_default", samples=0):
+def rows_of(problem, *sizes, algorithm="torch_default"):
     assert sum(sizes) == row_count(problem)
-    return Split("spatial", tuple(Step(size, algorithm) for size in sizes), samples=samples)
+    return Split("spatial", tuple(Step(size, algorithm) for size in sizes))
 
 
 def relative_error(result, expected):
@@ -30,7 +28,7 @@ def relative_error(result, expected):
 
 
 @st.composite
-def problems(draw, most_samples=2):
+def problems(draw):
     """Small geometries of 1 to 3 axes, the outermost with much variety."""
     rank, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2]))
     outer = (
@@ -45,7 +43,7 @@ def problems(draw, most_samples=2):
     layout = "nchw" if rank == 1 else draw(st.sampled_from(["nchw", "nhwc"]))
     try:
         return Problem(
-            *(draw(st.sampled_from(OPS)), draw(st.integers(1, most_samples)), 2 * groups, 4),
+            *(draw(st.sampled_from(OPS)), draw(st.integers(1, 2)), 2 * groups, 4),
             *(sizes, kernel, stride, padding, dilation, groups),
             dtype="float64",
             layout=layout,
@@ -59,35 +57,20 @@ def problems(draw, most_samples=2):
 @few
 @pytest.mark.usefixtures("poisoned")
 def test_every_division_into_rows_gives_the_whole(backend, exact, data, problem):
-    divided_at_will(backend, exact, data, problem, samples=0)
-
-
-@pytest.mark.slow
-@given(st.data(), problems(most_samples=5))
-@few
-@pytest.mark.usefixtures("poisoned")
-def test_every_division_into_rows_of_some_samples_gives_the_whole(backend, exact, data, problem):
-    """The last samples may be fewer than those of the micro-batches before them."""
-    divided_at_will(backend, exact, data, problem, data.draw(st.integers(1, problem.batch)))
-
-
-def divided_at_will(backend, exact, data, problem, samples):
-    """Compare a call in any slabs, by any algorithms, with float64."""
-    whole = problem.with_batch(samples or problem.batch)
-    rest = problem.batch % whole.batch or whole.batch
+    """Any slabs, by any algorithms, compared with float64."""
     steps, rows, begin = [], row_count(problem), 0
     while begin < rows:
         end = data.draw(st.integers(begin + 1, rows))
-        part = slab(whole, begin, end).problem or whole
+        part = slab(problem, begin, end).problem or problem
         algorithms = [
             candidate.algorithm
             for candidate in backend.candidates(part)
-            if backend.slab_refusal(part.with_batch(rest), candidate.algorithm) is None
+            if backend.slab_refusal(part, candidate.algorithm) is None
         ]
         steps.append(Step(end - begin, data.draw(st.sampled_from(algorithms))))
         begin = end
     a, b = backend.operands(problem, problem.batch)
-    split = Split("spatial", tuple(steps), samples=samples)
+    split = Split("spatial", tuple(steps))
     result, expected = bind(backend, problem, split)(a, b), exact(problem, a, b)
     assert result.shape == problem.result_shape
     # Where only padding is read the rounding errors of a transform are all that there is.
@@ -108,11 +91,10 @@ def test_seams_are_bitwise_where_each_output_is_one_product(backend, op):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("samples", [0, 1])
-def test_rows_that_no_output_reads_are_zero(backend, samples):
+def test_rows_that_no_output_reads_are_zero(backend):
     problem = Problem("dgrad", 2, 4, 4, (11, 5), (2, 3), stride=(4, 1))
     dy, w = backend.operands(problem, 2)
-    dx = bind(backend, problem, rows_of(problem, 2, 2, 1, 1, 5, samples=samples))(dy, w)
+    dx = bind(backend, problem, rows_of(problem, 2, 2, 1, 1, 5))(dy, w)
     for row in range(11):
         assert bool((dx[:, :, row] == 0).all()) == (row % 4 >= 2 or row >= 10)
 
@@ -135,13 +117,12 @@ def test_weights_that_meet_padding_only_have_no_gradient(backend):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("samples", [0, 1])
-def test_half_precision_is_rounded_once_per_slab_and_once_more(backend, exact, op, dtype, samples):
+def test_half_precision_is_rounded_once_per_slab_and_once_more(backend, exact, op, dtype):
     problem = Problem(op, 2, 8, 8, (64, 6), (3, 3), padding=((1, 1), (1, 1)), dtype=dtype)
     a, b = backend.operands(problem, 2)
     expected = exact(problem, a, b)
     whole = bind(backend, problem, rows_of(problem, 64))(a, b)
-    parts = bind(backend, problem, rows_of(problem, *[4] * 16, samples=samples))(a, b)
+    parts = bind(backend, problem, rows_of(problem, *[4] * 16))(a, b)
     assert parts.dtype == a.dtype
     assert relative_error(parts, expected) <= 2 * relative_error(whole, expected)
 
@@ -156,8 +137,8 @@ def test_every_algorithm_runs_on_slabs_of_any_dtype(backend, exact, tolerance, o
             problem = Problem(op, 2, 4, 4, *sizes, groups=2, dtype=dtype, layout=layout)
             a, b = backend.operands(problem, 2)
             expected = exact(problem, a, b)
-            for candidate, samples in product(backend.candidates(problem), (0, 1)):
-                split = rows_of(*(problem, 3, 3, 3), algorithm=candidate.algorithm, samples=samples)
+            for candidate in backend.candidates(problem):
+                split = rows_of(problem, 3, 3, 3, algorithm=candidate.algorithm)
                 result = bind(backend, problem, split)(a, b)
                 assert relative_error(result, expected) < tolerance[dtype] * 2, candidate
                 if layout == "nhwc" and op != "wgrad":
@@ -204,28 +185,6 @@ def test_operands_are_not_changed_and_inner_slabs_share_an_executable(backend, o
     assert torch.equal(b, before[1])
     assert len({id(chunk.executable) for chunk in call.chunks}) == 3
     assert call.chunks[1].executable is call.chunks[2].executable
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_micro_batches_of_a_nested_split_share_their_executables(backend, exact, op):
-    problem = Problem(op, 5, 4, 4, (12, 6), (3, 3), padding=((1, 1), (1, 1)))
-    a, b = backend.operands(problem, 5)
-    call = bind(backend, problem, rows_of(problem, *[3] * 4, samples=2))
-    assert [chunk.problem.batch for chunk in call.chunks] == [2] * 8 + [1] * 4
-    # Inner slabs and those at both ends, of two samples and of the last one.
-    assert len({id(chunk.executable) for chunk in call.chunks}) == 6
-    assert len(set(call.parts)) == 6
-    assert relative_error(call(a, b), exact(problem, a, b)) < 1e-6
-
-
-@pytest.mark.parametrize("op", ["fprop", "dgrad"])
-def test_a_bias_is_added_once_to_each_element_of_a_nested_split(backend, exact, op):
-    problem = Problem(op, 3, 4, 4, (12, 6), (3, 3), padding=((1, 1), (1, 1)))
-    a, b = backend.operands(problem, 3)
-    bias = torch.randn(4)
-    result = bind(backend, problem, rows_of(problem, 5, 7, samples=1))(a, b, bias)
-    expected = exact(problem, a, b) + bias.double().view(-1, 1, 1)
-    assert relative_error(result, expected) < 1e-6
 
 
 def test_slow_conv2d_takes_views_of_x_for_wgrad(backend, exact):

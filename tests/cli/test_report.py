@@ -259,9 +259,6 @@ def test_splits_are_drawn_chunk_by_chunk(drawn, mixed):
     assert "All kernels are torch's own convolutions, undivided." in plain.text
     assert figure[1]["yaxis"]["ticktext"][1].endswith("slabs")
     assert "8 of 10 rows" in trace(figure, "onednn")["customdata"]
-    nested = replace(mixed.kernels[1], slab_samples=4)
-    figure = drawn(replace(mixed, kernels=(nested,))).figures["Splits"]
-    assert "8 of 10 rows of 4 samples" in trace(figure, "onednn")["customdata"]
     # else each algorithm's bars would be as wide as its rows are apart
     assert {one["width"] for one in figure[0]} == {0.8}
     many = drawn(plan_of(kernel(chunk=1))).figures["Splits"]

@@ -7,7 +7,6 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -80,15 +79,13 @@ def sample_plan() -> Plan:
         *(deep, ("head",), names, (-2, -2), ((0, -1), (0, -1)), 7, timing, None, ()),
         slabs=((2, 0), (4, 2)),
     )
-    ungrouped = replace(deep, groups=1)
-    nested = replace(by_slabs, problem=ungrouped, layers=("neck",), slab_samples=1)
     alone = KernelPlan(
         *(flat.with_batch(2), ("tail",), names[:1], (0, 0), ((0, -1), (0, -1)), 7, timing, timing)
     )
     device = Device("cpu", "Example CPU", isa="AVX2", cores=2)
     contestants = (Contestant("keep", False, 110), Contestant("channels_last", True, 90, 0.8))
     return Plan(
-        (by_batch, by_slabs, nested, alone),
+        (by_batch, by_slabs, alone),
         device,
         Software("2.13.0"),
         Conditions(threads=2),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ucudnn.axis import BatchAxis, RowAxis, axis_of
+from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.plan import Step
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count, slab, slabs
@@ -40,28 +40,6 @@ def test_sizes_are_few_and_inside() -> None:
     assert RowAxis(replace(CONV, input_size=(27, 9))).sizes("all") == (1, 2, 3, 4, 8, 11, 16)
     assert RowAxis(replace(CONV, input_size=(5, 9))).sizes("all") == (1, 2)
     assert RowAxis(replace(CONV, input_size=(1, 9))).sizes("all") == ()
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_slabs_of_micro_batches_are_measured_as_what_they_are(op: str) -> None:
-    problem = replace(CONV.with_batch(12), op=op)
-    nested = RowAxis(problem).nested()
-    # Only sizes of which the batch is a multiple, so that every micro-batch is like the others.
-    assert [axis.samples for axis in nested] == [1, 2, 4]
-    for axis in nested:
-        alike = RowAxis(problem.with_batch(axis.samples))
-        assert axis.repetitions * axis.samples == 12
-        assert axis.sizes("all") == alike.sizes("all")
-        for size in axis.sizes("all"):
-            assert axis.part(size) == alike.part(size)
-            assert axis.ends(size) == alike.ends(size)
-        split = axis.split([Step(axis.extent, "a")])
-        assert (split.samples, axis_of(problem, split)) == (axis.samples, axis)
-        assert split.size == row_count(problem)
-    assert [axis.samples for axis in RowAxis(CONV.with_batch(7)).nested()] == [1]
-    assert RowAxis(CONV.with_batch(1)).nested() == ()
-    large = RowAxis(CONV.with_batch(64)).nested()
-    assert [axis.samples for axis in large if axis.sizes("all")] == [1, 2, 4, 8]
 
 
 def test_rows_are_left_alone_where_they_cannot_matter() -> None:

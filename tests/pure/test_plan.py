@@ -186,42 +186,6 @@ def test_a_batch_may_be_split_otherwise() -> None:
     assert not value.covers(1)
 
 
-def nested(batch: int = 5, **changes: Any) -> KernelPlan:
-    """A kernel of 7 output rows for batches 1..5: two samples at a time, in slabs of 4 and 3."""
-    fields: dict[str, Any] = {
-        "problem": Problem("fprop", batch, 4, 4, (9, 9), (3, 3)),
-        "alone": (-2,) * batch,
-        "last": ((0, -1),) * batch,
-        "slab_samples": 2,
-    }
-    return sliced(**{**fields, **changes})
-
-
-def test_a_nested_split_repeats_its_slabs_for_each_micro_batch() -> None:
-    value, steps = nested(), (Step(4, "onednn"), Step(3, "gemm"))
-    assert value.split(5) == Split("spatial", steps, samples=2)
-    assert str(value.split(5)) == "slabs of 4 onednn + 3 gemm, 2 samples at a time"
-    assert str(nested(slab_samples=1).split(5)).endswith(", 1 sample at a time")
-    # One or two samples are a micro-batch.
-    assert value.split(2) == value.split(1) == Split("spatial", steps)
-    back = value.by_default(every_batch=False)
-    assert back.split(4) == value.split(4)
-    assert (back.slab_samples, value.by_default(every_batch=True).slab_samples) == (2, 0)
-    one_sample = Split("spatial", (Step(7, "torch_default"),), samples=1)
-    assert not one_sample.is_default
-
-
-@pytest.mark.parametrize("samples", [5, 6, -1, 1.0, True, None])
-def test_micro_batches_of_a_nested_split_are_parts_of_the_batch(samples: Any) -> None:
-    with pytest.raises(PlanError, match="slab_samples"):
-        nested(slab_samples=samples)
-
-
-def test_a_nested_split_has_slabs() -> None:
-    with pytest.raises(PlanError, match="must have slabs of 7 rows altogether, got"):
-        nested(alone=(1,) * 5, slabs=())
-
-
 def test_dgrad_slabs_are_of_the_rows_of_dx() -> None:
     problem = Problem("dgrad", 2, 4, 4, (9, 9), (3, 3))
     value = sliced(problem=problem, slabs=((4, 1), (5, 2)))
@@ -323,8 +287,7 @@ def test_the_hash_depends_on_the_slabs() -> None:
     renamed = sliced(algorithms=("gemm", "onednn"), slabs=((4, 1), (3, 0)))
     assert plan(sliced(algorithms=("gemm",), slabs=((7, 0),))).hash != plan(sliced()).hash
     values = (sliced(), other, sliced(alone=(1, -2)))
-    values += (nested(), nested(slab_samples=1), nested(slab_samples=0))
-    assert len({plan(value).hash for value in values}) == 6
+    assert len({plan(value).hash for value in values}) == 3
     assert plan(renamed).hash == plan(sliced()).hash
 
 
@@ -366,10 +329,9 @@ def test_a_file_has_a_line_for_each_kernel(tmp_path: Path) -> None:
     assert len(lines) == 2 + len(value.to_dict())
 
 
-@pytest.mark.parametrize("slabs", [sliced(), nested()])
-def test_a_file_keeps_slabs(tmp_path: Path, slabs: KernelPlan) -> None:
+def test_a_file_keeps_slabs(tmp_path: Path) -> None:
     path = tmp_path / "a.plan.json"
-    value = plan(slabs, kernel("dgrad"))
+    value = plan(sliced(), kernel("dgrad"))
     value.save(path)
     assert Plan.load(path).kernels == value.kernels
     assert Plan.load(path).hash == value.hash

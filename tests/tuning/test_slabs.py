@@ -188,9 +188,9 @@ def test_the_same_slabs_serve_smaller_batches_unless_another_kernel_runs_them(ro
 
 @pytest.mark.parametrize("when", ["refused", "unbuildable"])
 def test_what_cannot_compute_the_ends_is_left_out(rows, when):
-    for axis in (RowAxis(CONV), *RowAxis(CONV).nested()):
-        for size in axis.sizes("all"):
-            getattr(rows, when).add(("greedy", axis.ends(size)[0]))
+    axis = RowAxis(CONV)
+    for size in axis.sizes("all"):
+        getattr(rows, when).add(("greedy", axis.ends(size)[0]))
     split = tune(CONV, workspace_limit="9MiB").split(CONV)
     assert {step.algorithm for step in split.steps} == {"frugal"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -69,8 +68,7 @@ class Known:
 
     Which roles a chunk is timed in is told here once more: a chunk of fprop or dgrad costs the same
     at any position beside others; the first one of wgrad runs as a lone one does in full precision,
-    and in half precision begins a sum in float32, which all chunks then hold. Of the slabs of
-    micro-batches each is taken to cost what a later one does.
+    and in half precision begins a sum in float32, which all chunks then hold.
     """
 
     def __init__(self, axis, sizes, seed, shortest_ns=WORTHWHILE_NS, density=1.0, names=ALGORITHMS):
@@ -93,9 +91,7 @@ class Known:
                 if chance.random() > density:
                     continue
                 self._add("later", later, sum_bytes, self.later)
-                if self.axis.repetitions > 1:
-                    self.first.append(self.later[-1])
-                elif problem.op != "wgrad":
+                if problem.op != "wgrad":
                     self.first.append(later)
                     self._add("alone", alone, 0, self.alone)
                 else:
@@ -157,12 +153,6 @@ def rows_of(seed: int, op="fprop", dtype="float32", **settings) -> Known:
     return Known(RowAxis(kernel(op, dtype)), (2, 3, 4), seed, names=ALGORITHMS[1:], **settings)
 
 
-def nested_of(seed: int, op="fprop", dtype="float32", **settings) -> Known:
-    """Slabs of one sample at a time, of which a call has as many as samples."""
-    axis = RowAxis(kernel(op, dtype), 1)
-    return Known(axis, (2, 3, 4), seed, names=ALGORITHMS[1:], **settings)
-
-
 def table_of(
     known: Known, limit: int | None = None, kernel_of=one_kernel, timed_only: bool = False
 ) -> AbstractSplitTable:
@@ -192,7 +182,7 @@ def chunks_by_truth(known: Known, split: Split) -> tuple[Chunk, ...]:
 
 KINDS = [(op, "float32") for op in OPS] + [("wgrad", "float16")]
 kinds = pytest.mark.parametrize(("op", "dtype"), KINDS)
-of_any_axis = pytest.mark.parametrize("known_of", [batch_of, rows_of, nested_of])
+of_any_axis = pytest.mark.parametrize("known_of", [batch_of, rows_of])
 
 
 @kinds
@@ -311,7 +301,7 @@ def test_the_front_says_which_split_each_limit_would_give(known_of, op, dtype, s
     front, extent = table_of(known).front(), known.axis.extent
     limits = sorted({workspace_of(split) for split in known.splits(extent)})
     for limit in limits:
-        expected = min(map(time_of, known.fitting(extent, limit))) * known.axis.repetitions
+        expected = min(map(time_of, known.fitting(extent, limit)))
         within = [point for point in front if point.workspace_bytes <= limit]
         # Where long chunks fit they are taken, though short ones, which fitted before, be faster.
         taken = [point for point in within if point.below is None or limit < point.below]
@@ -344,7 +334,7 @@ def test_a_prediction_is_the_sum_of_the_chunks_in_their_positions(known_of, op, 
     known = known_of(3, op, dtype)
     table = table_of(known)
     for split in table.splits():
-        expected = chunks_by_truth(known, split) * known.axis.repetitions
+        expected = chunks_by_truth(known, split)
         chunks = table.chunks(split)
         assert [(item.time_ns, item.workspace_bytes) for item in chunks] == [
             (chunk.time_ns, chunk.workspace_bytes) for chunk in expected
@@ -555,30 +545,8 @@ def test_slabs_serve_the_batches_at_which_each_runs_as_it_was_timed(op, seed):
         assert plan.split(n).axis == ("spatial" if alike else "batch")
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("samples", [1, 2])
-def test_a_nested_split_serves_the_batches_whose_last_samples_run_as_they_were_timed(op, samples):
-    problem = kernel(op).with_batch(6)
-    known = Known(RowAxis(problem, samples), (2, 3, 4), 1, names=ALGORITHMS[1:])
-
-    def kernel_of(part, algorithm):
-        return "small" if part.batch < 2 else algorithm
-
-    table = table_of(known, kernel_of=kernel_of)
-    winner = table.splits()[0]
-    plan = plan_by([table], PlanDraft(problem, winner), ("layer",), TIMING, None)
-    assert plan.split(6) == winner
-    assert winner.samples == samples
-    # One sample at a time is always alike, two may leave one.
-    covered = [n for n in range(1, 7) if plan.covers(n)]
-    assert covered == [1, 2, 3, 4, 5, 6][samples - 1 :: samples]
-    assert all(plan.split(n).steps == winner.steps for n in covered)
-    assert table.chunks(replace(winner, samples=3)) is None
-    assert table.chunks(replace(winner, samples=0)) is None
-
-
 def test_nothing_measured_is_nothing_to_plan_with():
-    for known in (of(0, density=-1.0) for of in (batch_of, rows_of, nested_of)):
+    for known in (of(0, density=-1.0) for of in (batch_of, rows_of)):
         table = table_of(known)
         assert table.is_empty
         assert table.splits() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, cycle, pairwise
+from itertools import accumulate, pairwise
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from ucudnn.backends import AbstractBackend, Executable
 from ucudnn.backends.tensors import memory_format
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
-from ucudnn.slabs import Rows, Slab, slabs
+from ucudnn.slabs import slabs
 from ucudnn.split import Split
 
 Slices = tuple[slice, ...]
@@ -84,7 +84,7 @@ class Call:
     Args:
         problem: what to compute, with the batch that the split divides.
         split: steps along the batch or along the outermost spatial axis.
-        chunks: one per step; of a nested split one per step and micro-batch.
+        chunks: one per step.
     """
 
     problem: Problem
@@ -142,8 +142,7 @@ def bind(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
     # Most splits repeat one chunk size: equal chunks share an executable and its cuDNN plans.
     built: dict[tuple[Problem | None, str], Executable] = {}
     parts = _parts(problem, split)
-    # The steps of a nested split are run again for each micro-batch.
-    for step, (part, whole, x, y) in zip(cycle(split.steps), parts, strict=False):
+    for step, (part, whole, x, y) in zip(split.steps, parts, strict=True):
         key = (whole, step.algorithm)
         if key not in built:
             # A batch chunk was checked with the problem. A slab has its own input size and padding,
@@ -189,19 +188,10 @@ def _parts(
             # one executable serves any number of samples
             yield problem.with_batch(end - begin), problem, samples, samples
     else:
-        slabs_by_batch: dict[int, tuple[Slab, ...]] = {}
-        for begin in range(0, problem.batch, split.samples or problem.batch):
-            batch = min(split.samples or problem.batch, problem.batch - begin)
-            if batch not in slabs_by_batch:
-                slabs_by_batch[batch] = slabs(problem.with_batch(batch), sizes)
-            place = slice(begin, begin + batch)
-            for entry in slabs_by_batch[batch]:
-                x, y = _rows(place, entry.x_rows), _rows(place, entry.y_rows)
-                yield entry.problem, entry.problem, x, y
-
-
-def _rows(samples: slice, rows: Rows) -> Slices:
-    return samples, slice(None), slice(*rows)
+        every = slice(None)
+        for entry in slabs(problem, sizes):
+            x, y = slice(*entry.x_rows), slice(*entry.y_rows)
+            yield entry.problem, entry.problem, (every, every, x), (every, every, y)
 
 
 def places(problem: Problem, x: Slices, y: Slices) -> tuple[Slices, Slices, Slices]:

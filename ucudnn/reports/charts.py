@@ -290,8 +290,6 @@ def _segments(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
     """The algorithm of each chunk, and its interval on the axis."""
     begin, whole = 0, row.split.size
     unit = "samples" if row.split.axis == "batch" else "rows"
-    if row.split.samples:
-        unit += f" of {counted(row.split.samples, 'sample')}"
     for step, run in groupby(row.split.steps):
         count = len(list(run))
         together = count if count > _MOST_SEGMENTS else 1

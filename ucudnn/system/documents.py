@@ -170,33 +170,23 @@ def require_strings(name: str, values: Iterable[str]) -> None:
 
 
 def require_slabs(
-    problem: object,
-    extents: tuple[int, int],
-    slabs: Sequence[tuple[int, int]],
-    samples: int,
-    indices: range,
+    problem: object, rows: int, slabs: Sequence[tuple[int, int]], indices: range
 ) -> None:
-    """Refuse slabs of a kernel's plan that are not all of its rows, or not of its samples.
+    """Refuse slabs of a kernel's plan that are not all of its rows.
 
     Args:
         problem: the kernel at its largest batch.
-        extents: that batch, and the rows that slabs divide.
+        rows: number of rows that slabs divide.
         slabs: (rows, algorithm index) of each.
-        samples: of each micro-batch that slabs divide; 0: they have all samples.
         indices: those of algorithms.
 
     Raises:
         PlanError: they are.
     """
-    batch, rows = extents
     named = all(size > 0 and index in indices for size, index in slabs)
     if not named or sum(size for size, _ in slabs) != rows:
         raise PlanError(
             f"the plan of {problem} must have slabs of {rows} rows altogether, got {slabs}"
-        )
-    if not 0 <= samples < batch:
-        raise PlanError(
-            f"the plan of {problem} must have slab_samples below {batch}, got {samples}"
         )
 
 

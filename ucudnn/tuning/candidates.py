@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.benchmark.bench import Arm
-from ucudnn.measurement import Candidate, Role
+from ucudnn.measurement import Candidate, Role, role_of
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.items import lists_of
@@ -76,7 +76,7 @@ class KernelCandidates:
         # The whole is the only chunk of its call, which allocates and returns the result.
         if size == self.axis.extent:
             return (Role.ALONE,)
-        roles = dict.fromkeys(map(self.axis.role_at, (Role.FIRST, Role.LATER)))
+        roles = dict.fromkeys(role_of(self.problem, one) for one in (Role.FIRST, Role.LATER))
         # Chunks of fprop and dgrad are written into a result. Two that return one extrapolate what
         # workspace the undivided call needs.
         tells = self._extrapolates and size in self.sizes[:2] and self.axis.extent in self.sizes
@@ -88,7 +88,7 @@ class KernelCandidates:
         """Positions of a split that an arm can fill; empty if it only tells about others."""
         if self._varies(self.by_arm[arm]):
             return ()
-        return lists_of(self.axis, arm.size == self.axis.extent, arm.role)
+        return lists_of(self.problem, arm.size == self.axis.extent, arm.role)
 
     def _varies(self, candidate: Candidate) -> bool:
         """True for a candidate that is too nondeterministic to be in a plan."""

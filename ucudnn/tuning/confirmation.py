@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ucudnn.axis import axis_of
 from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
@@ -31,7 +30,6 @@ class Finalist:
         samples: times in ns, one per round; the n-th of every finalist is from the same round.
         is_deterministic: whether it computes the same bits every time.
         is_perturbed: other processes used the processors while it was timed.
-        repetitions: how many times a call runs the steps of the split.
     """
 
     split: Split
@@ -39,12 +37,6 @@ class Finalist:
     samples: tuple[int, ...]
     is_deterministic: bool = True
     is_perturbed: bool = False
-    repetitions: int = 1
-
-    @property
-    def chunk_count(self) -> int:
-        """The number of chunks that a call computes."""
-        return len(self.split.steps) * self.repetitions
 
 
 def race(
@@ -171,7 +163,6 @@ def _finalist(split: Split, entry: Measurement) -> Finalist:
         entry.samples,
         is_deterministic=entry.is_deterministic,
         is_perturbed=entry.is_perturbed,
-        repetitions=axis_of(entry.key.problem, split).repetitions,
     )
 
 
@@ -229,7 +220,8 @@ def _fits(entry: Finalist, limit: int | None) -> bool:
 def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:
     timing = entry.timing
     # Time comes last: between calls that tie its differences are noise.
-    return timing.workspace_bytes, entry.chunk_count, not entry.is_deterministic, timing.time_ns
+    chunks = len(entry.split.steps)
+    return timing.workspace_bytes, chunks, not entry.is_deterministic, timing.time_ns
 
 
 def _ties(entry: Finalist, fastest: Finalist) -> bool:

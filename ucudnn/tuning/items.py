@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from ucudnn.axis import AbstractAxis
 from ucudnn.measurement import Measurement, Role, role_of
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
@@ -110,15 +109,14 @@ def _bounded(
             yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
 
 
-def lists_of(axis: AbstractAxis, is_whole: bool, role: Role) -> tuple[Role, ...]:
+def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
     """Positions in a split that a chunk may have if it was timed in a role.
 
-    >>> from ucudnn.axis import BatchAxis
-    >>> lists_of(BatchAxis(Problem("fprop", 8, 4, 4, (9, 9), (3, 3))), False, Role.LATER)
+    >>> lists_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), False, Role.LATER)
     (<Role.FIRST: 'first'>, <Role.LATER: 'later'>)
 
     Args:
-        axis: along which the kernel is split.
+        problem: of the kernel.
         is_whole: whether the chunk is the whole batch.
         role: in which it was timed.
     """
@@ -126,7 +124,7 @@ def lists_of(axis: AbstractAxis, is_whole: bool, role: Role) -> tuple[Role, ...]
         return (Role.ALONE,)
     # None for a chunk of fprop or dgrad that was timed alone, to extrapolate the whole's workspace.
     places = (Role.FIRST, Role.LATER)
-    return tuple(place for place in places if axis.role_at(place) == role)
+    return tuple(place for place in places if role_of(problem, place) == role)
 
 
 def rank_of(algorithm: str, is_deterministic: bool) -> int:

@@ -99,7 +99,6 @@ class PlanDraft:
             default=default,
             notes=notes,
             slabs=indexed,
-            slab_samples=self.winner.samples if indexed else 0,
         )
 
     def _algorithm(self, n: int) -> str | None:

@@ -52,11 +52,10 @@ def _rationale(plan: Plan, kernel: KernelPlan, known: _Known) -> Rationale:
 
 
 def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
-    """The front of all splits into chunks that were timed, along either axis or both."""
+    """The front of all splits into chunks that were timed, along either axis."""
     samples, rows = BatchAxis(problem), RowAxis(problem)
-    slabs = {axis: axis.sizes("powers-of-two") for axis in (rows, *rows.nested())}
-    cut = (axis.part(size).with_batch(1) for axis, sizes in slabs.items() for size in sizes)
-    parts = [problem.with_batch(1), *cut]
+    sizes = rows.sizes("powers-of-two")
+    parts = [problem.with_batch(1), *(rows.part(size).with_batch(1) for size in sizes)]
     timed = [
         entry
         for part in dict.fromkeys(parts)
@@ -73,7 +72,7 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
         ]
         tables = (
             BatchSplits.of(samples, (), usable, _as_timed, None),
-            *(RowSplits.of(axis, sizes, usable, _as_timed, None) for axis, sizes in slabs.items()),
+            RowSplits.of(rows, sizes, usable, _as_timed, None),
         )
         points += [point for table in tables for point in table.front()]
     return tuple((point.workspace_bytes, point.time_ns) for point in pareto(points))

@@ -144,5 +144,4 @@ def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | No
     workspace = max(item.workspace_bytes for item in chunks)
     # 0 samples mark a time as predicted.
     timing = Timing(time_ns, spread_ns=0, workspace_bytes=workspace, samples=0)
-    repetitions = len(chunks) // len(split.steps)
-    return Finalist(split, timing, samples=(time_ns,), repetitions=repetitions)
+    return Finalist(split, timing, samples=(time_ns,))

@@ -1,12 +1,12 @@
-"""Splits of one kernel along its rows, into slabs of all samples or of micro-batches. Pure."""
+"""Splits of one kernel along its rows, into slabs. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ucudnn.axis import AbstractAxis
-from ucudnn.measurement import Measurement, Role
+from ucudnn.measurement import Measurement, Role, role_of
 from ucudnn.slabs import slabs
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.split import Split
@@ -38,8 +38,8 @@ class RowSplits(MeasuredSplits):
         """Collect the measurements of slabs."""
         size_by_part = {axis.part(size): size for size in sizes}
         first, later = (
-            chunk_items(axis.problem, measurements, role, size_by_part)
-            for role in map(axis.role_at, (Role.FIRST, Role.LATER))
+            chunk_items(axis.problem, measurements, role_of(axis.problem, position), size_by_part)
+            for position in (Role.FIRST, Role.LATER)
         )
         # No slab runs alone: the undivided call is a split along the batch.
         return cls(axis, {Role.ALONE: (), Role.FIRST: first, Role.LATER: later}, kernel_of, limit)
@@ -70,39 +70,24 @@ class RowSplits(MeasuredSplits):
 
     def fill(self, draft: PlanDraft) -> None:
         """Add the batches that the winner's slabs compute, where slabs have won."""
-        winner, samples = draft.winner, self.axis.problem.batch // self.axis.repetitions
-        if self.chunks(winner) is not None:
-            draft.compute_as_winner(self._batches_of(winner))
-        # What full micro-batches of the winner leave is so many samples, and another implementation
-        # may compute these: they were measured here.
-        elif samples < winner.samples and self._fits(replace(winner, samples=samples)):
-            batches = range(1, self.axis.problem.batch + 1)
-            draft.compute_as_winner(n for n in batches if n % winner.samples == samples)
-
-    def _fits(self, split: Split) -> bool:
-        """True if all chunks of a split of this axis were timed, within the limit."""
-        chunks = self.chunks(split)
-        return chunks is not None and all(
-            self.limit is None or item.workspace_bytes <= self.limit for item in chunks
-        )
+        if self.chunks(draft.winner) is not None:
+            draft.compute_as_winner(self._batches_of(draft.winner))
 
     def _batches_of(self, split: Split) -> list[int]:
         """The batches at which every slab runs the kernel that it was measured with."""
-        problem, most = self.axis.problem, split.samples or self.axis.problem.batch
-        entries = slabs(problem.with_batch(most), [step.size for step in split.steps])
+        problem = self.axis.problem
+        entries = slabs(problem, [step.size for step in split.steps])
         parts = {
             (entry.problem, step.algorithm)
             for entry, step in zip(entries, split.steps, strict=True)
             if entry.problem is not None
         }
         # Another batch may be computed by another implementation, whose workspace is not known.
-        alike = {
+        return [
             n
-            for n in range(1, most + 1)
+            for n in range(1, problem.batch + 1)
             if all(
                 self.kernel_of(part.with_batch(n), algorithm) == self.kernel_of(part, algorithm)
                 for part, algorithm in parts
             )
-        }
-        # Full micro-batches run as they were measured; the samples that they leave may not.
-        return [n for n in range(1, problem.batch + 1) if n % most in alike | {0}]
+        ]

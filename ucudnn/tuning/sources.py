@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Self
@@ -49,15 +49,12 @@ class Cut:
         axis: along which the kernel is cut.
         sizes: of the chunks; none where the kernel is not cut in this way.
         adds_bias: chunks are computed by algorithms that add a bias, too, and by no others.
-        is_nested: chunks are slabs of micro-batches, which are measured only where no micro-batch
-            fits undivided.
     """
 
     table: type[AbstractSplitTable]
     axis: AbstractAxis
     sizes: tuple[int, ...]
     adds_bias: bool = False
-    is_nested: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,50 +123,20 @@ class AbstractSource(ABC):
         samples, rows = BatchAxis(self.kernel.problem), RowAxis(self.kernel.problem)
         policy = self.config.policy
         sizes = samples.sizes(policy)
-        axes = (rows, *rows.nested()) if self._may_cut_rows else ()
         return (
             Cut(BatchSplits, samples, sizes),
             # Without a bias to add, a kernel that adds one computes too much.
             Cut(BatchSplits, samples, sizes if self.kernel.has_bias else (), adds_bias=True),
-            *(Cut(RowSplits, one, one.sizes(policy), is_nested=one != rows) for one in axes),
+            *((Cut(RowSplits, rows, rows.sizes(policy)),) if self._may_cut_rows else ()),
         )
 
     @property
     def _may_cut_rows(self) -> bool:
-        """True unless torch's own convolution fits the limit, or slabs must not be used."""
+        """True unless torch's own convolution fits the limit."""
         workspace, limit = self.default.workspace_bytes if self.default else None, self.bounds.limit
         # Neighbouring slabs read some input rows twice, so they are tried only where the limit
         # excludes the whole.
-        fits = limit is None or (workspace is not None and workspace <= limit)
-        return not fits
-
-    def needed(self) -> Iterator[Cut]:
-        """The cuts that may give the best split; all before it are measured when one is asked for.
-
-        Nested ones are needed only where no split of the batch fits the limit.
-        """
-        nested = [cut for cut in self.cuts if cut.is_nested]
-        others = [cut for cut in self.cuts if not cut.is_nested]
-        yield from others
-        # Slabs of a micro-batch read some rows twice, and take more calls than it does undivided.
-        if not nested or any(self._has_split(one) for one in others if one.table is BatchSplits):
-            return
-        for cut in nested:
-            yield cut
-            # Slabs of more samples need more workspace.
-            if not self._has_split(cut):
-                return
-
-    def _has_split(self, cut: Cut) -> bool:
-        """True if the measured chunks of a cut add up to a split that fits the limit."""
-        limit = self.bounds.chunk_limit
-        table = cut.table.of(cut.axis, cut.sizes, self.usable(cut), self.session.kernel_of, limit)
-        least = table.smallest()
-        return least is not None and (limit is None or least[0] <= limit)
-
-    @abstractmethod
-    def usable(self, cut: Cut) -> Sequence[Measurement]:
-        """Chunks of a cut that a split may consist of, as far as they were measured."""
+        return limit is not None and (workspace is None or workspace > limit)
 
     def tables(
         self, measurements: Iterable[Sequence[Measurement]], limit: int | None
@@ -238,16 +205,11 @@ class LiveSource(AbstractSource):
             )
         return self._measurer_by_cut[cut]
 
-    def usable(self, cut: Cut) -> Sequence[Measurement]:
-        """Complete measurements of chunks that fit and are exact enough."""
-        return self._measurer(cut).usable
-
-    def _working(self) -> Iterator[KernelMeasurer]:
-        """Measurers that have something to measure; each must have measured before the next."""
-        for place, measurer in enumerate(map(self._measurer, self.needed())):
-            # The first one is always there: it knows torch's own convolution.
-            if not place or not measurer.is_empty:
-                yield measurer
+    def _working(self) -> list[KernelMeasurer]:
+        """The measurers that have something to measure, and the first one."""
+        # The first one is always there: it knows torch's own convolution.
+        first, *others = map(self._measurer, self.cuts)
+        return [first, *(one for one in others if not one.is_empty)]
 
     def look_at_default(self) -> Measurement | None:
         """Torch's own convolution of the whole batch, run at least once; None if it fails."""
@@ -259,20 +221,18 @@ class LiveSource(AbstractSource):
 
     def evidence(self) -> Evidence:
         """Measure everything that is still wanted."""
-        working = list[KernelMeasurer]()
-        for measurer in self._working():
-            if working:
+        working = self._working()
+        for place, measurer in enumerate(working):
+            if place:
                 # Each allocates operands of the same size; only one set is in memory at a time.
-                working[-1].release()
+                working[place - 1].release()
             while measurer.step():
                 pass
             self.session.flush()
-            working.append(measurer)
-        # A cut that was not needed has none.
-        measurers = [self._measurer_by_cut.get(cut) for cut in self.cuts]
+        measurers = [self._measurer(cut) for cut in self.cuts]
         return Evidence(
-            tuple(tuple(one.usable) if one else () for one in measurers),
-            tuple(tuple(one.measurements) if one else () for one in measurers),
+            tuple(tuple(one.usable) for one in measurers),
+            tuple(tuple(one.measurements) for one in measurers),
             tuple(chain.from_iterable(one.certificate() for one in working)),
         )
 
@@ -283,8 +243,7 @@ class LiveSource(AbstractSource):
         if not session.may_race:
             return recall_race(session, problem, splits, has_bias)
         # The measurer that worked last still holds operands, the others gave theirs back.
-        *_, last = self._working()
-        return race(session, last, problem, splits, has_bias)
+        return race(session, self._working()[-1], problem, splits, has_bias)
 
     def release(self) -> None:
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
@@ -322,18 +281,13 @@ class ReplayedSource(AbstractSource):
         Raises:
             PlanError: the recording has nothing of this kernel.
         """
-        needed = tuple(self.needed())
-        known = tuple(self._recalled(cut) if cut in needed else () for cut in self.cuts)
+        known = tuple(map(self._recalled, self.cuts))
         if not any(known):
             # Nothing at all: the error names the nearest entry and in which fields of the key it
             # differs.
             raise miss(self.session, self.kernel.problem)
         usable = tuple(tuple(filter(self._is_usable, entries)) for entries in known)
         return Evidence(usable, known)
-
-    def usable(self, cut: Cut) -> Sequence[Measurement]:
-        """Complete measurements of chunks that are exact enough, whatever the limit."""
-        return tuple(filter(self._is_usable, self._recalled(cut)))
 
     def _recalled(self, cut: Cut) -> tuple[Measurement, ...]:
         found = recall(self.session, cut.axis, cut.sizes)

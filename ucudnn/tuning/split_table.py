@@ -70,7 +70,7 @@ class AbstractSplitTable(ABC):
 
     @abstractmethod
     def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each step in its position, for each time that it runs.
+        """The fastest measurement of each step in its position.
 
         Args:
             split: of any table of the kernel.
@@ -112,14 +112,14 @@ class MeasuredSplits(AbstractSplitTable):
             below = points[0].workspace_bytes if points else None
             table = reuse_by_position(choice, self.axis.extent)
             points += [
-                Point(workspace, time_ns * self.axis.repetitions, below)
+                Point(workspace, time_ns, below)
                 for workspace, time_ns in (table.front(self.axis.extent) if table else ())
                 if below is None or workspace < below
             ]
         return pareto(points)
 
     def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each step, for each time that it runs."""
+        """The fastest measurement of each step."""
         if axis_of(self.axis.problem, split) != self.axis:
             return None
         found = []
@@ -131,7 +131,7 @@ class MeasuredSplits(AbstractSplitTable):
             if not fitting:
                 return None
             found.append(min(fitting, key=_time_ns))
-        return tuple(found) * self.axis.repetitions
+        return tuple(found)
 
     def smallest_steps(self) -> tuple[int, tuple[Step, ...]] | None:
         """The least workspace in bytes of any split, and its steps; None without any split."""
