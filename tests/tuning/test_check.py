@@ -9,7 +9,8 @@ import pytest
 from ucudnn.backends import open_backend
 from ucudnn.check import check
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, UnsupportedError
+from ucudnn.errors import ConfigError, PlanError, UnsupportedError
+from ucudnn.execution.validity import require_real
 from ucudnn.measurement import Device, Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
@@ -126,6 +127,19 @@ def test_an_algorithm_that_is_no_longer_there(plan, here, monkeypatch):
     assert found["build"][0] is False
     assert "kernel 0, fprop" in found["build"][1]
     assert "fast was removed (and 1 more)" in found["build"][1]
+
+
+def test_an_algorithm_that_does_not_exist_at_one_smaller_batch(plan, here):
+    kernel = plan.kernels[0]
+    names = (*kernel.algorithms, "plan[8 fast] run first")
+    odd = replace(kernel, algorithms=names, alone=(len(names) - 1, *kernel.alone[1:]))
+    is_true, sentence = said(replace(plan, kernels=(odd, plan.kernels[1])), canaries=0)["build"]
+    assert not is_true
+    assert "plan[8 fast] run first does not compute" in sentence
+    assert "at batch 1: there is none" in sentence
+    with pytest.raises(PlanError, match=r"the plan of .* cannot be followed: plan\[8 fast\]"):
+        require_real([odd], here)
+    require_real([kernel], here)
 
 
 def test_a_kernel_that_became_slower_than_torchs(plan, here):

@@ -132,10 +132,11 @@ class RecordedBackend(AbstractBackend):
         return f"the recording of {self.device()} has no measurement of it"
 
     def slab_refusal(self, problem: Problem, algorithm: str) -> str | None:
-        """Reason why an algorithm does not compute a slab; None if it does."""
+        """Reason why an algorithm does not compute a slab; None if it does, or may."""
         if self._twin is not None:
             return self._twin.slab_refusal(problem, algorithm)
-        return self.refusal(problem, algorithm)
+        # A recording has one slab of each height, and nothing of those at the ends.
+        return None
 
     def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
         """Candidates measured at exactly this batch, torch's own first."""

@@ -177,6 +177,24 @@ def build(backend: AbstractBackend, problem: Problem, split: Split) -> Call:
     return call
 
 
+def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str | None:
+    """Reason why a backend does not compute some chunk of a split; None if it does, or may.
+
+    Nothing is built, so that every batch of a plan can be asked for.
+    """
+    refusal = backend.slab_refusal if split.axis == "spatial" else backend.refusal
+    if split.axis == "spatial":
+        parts = (part for part, *_ in _parts(problem, split))
+    else:
+        parts = (problem.with_batch(step.size) for step in split.steps)
+    chunks = zip(parts, cycle(step.algorithm for step in split.steps), strict=False)
+    for part, algorithm in dict.fromkeys(chunks):
+        reason = refusal(part, algorithm) if part else None
+        if reason is not None:
+            return f"{algorithm} does not compute {part}: {reason}"
+    return None
+
+
 def _parts(
     problem: Problem, split: Split
 ) -> Iterator[tuple[Problem | None, Problem | None, Slices, Slices]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.errors import PlanError, UnsupportedError
-from ucudnn.execution.execute import build
-from ucudnn.plan import Plan
+from ucudnn.execution.execute import build, refusal_of
+from ucudnn.plan import KernelPlan, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,44 @@ def _compared(about: str, there: dict[str, object], here: dict[str, object]) -> 
     return Finding(about, True, ", ".join(known))
 
 
+def refusals(kernel: KernelPlan, backend: AbstractBackend) -> Iterator[str]:
+    """For each batch that a backend does not compute as planned, the reason.
+
+    Args:
+        kernel: a kernel's plan, of which every batch is asked for.
+        backend: of the plan's device.
+    """
+    for batch in range(1, kernel.problem.batch + 1):
+        if kernel.covers(batch):
+            problem = kernel.problem.with_batch(batch)
+            reason = refusal_of(backend, problem, kernel.split(batch))
+            if reason is not None:
+                yield reason
+
+
+def require_real(kernels: Iterable[KernelPlan], backend: AbstractBackend) -> None:
+    """Refuse plans that a backend does not compute at every batch.
+
+    Raises:
+        PlanError: a plan has such an algorithm.
+    """
+    for kernel in kernels:
+        for reason in refusals(kernel, backend):
+            raise PlanError(f"the plan of {kernel.problem} cannot be followed: {reason}")
+
+
 def _built(plan: Plan, backend: AbstractBackend) -> Finding:
-    refusals = []
+    wrong = []
     for number, kernel in enumerate(plan.kernels):
+        found = list(refusals(kernel, backend))
         try:
             build(backend, kernel.problem, kernel.split(kernel.problem.batch))
         except UnsupportedError as error:
-            refusals.append(f"kernel {number}, {kernel.problem}: {error}")
-    if refusals:
-        rest = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
-        said = f"torch's own convolution would run instead of {refusals[0]}{rest}; tune again"
+            found.append(str(error))
+        wrong += [f"kernel {number}, {kernel.problem}: {reason}" for reason in found[:1]]
+    if wrong:
+        rest = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        said = f"torch's own convolution would run instead of {wrong[0]}{rest}; tune again"
         return Finding("build", False, said)
-    return Finding("build", True, f"the splits of all {len(plan.kernels)} kernels can be built")
+    said = f"every chunk of every batch of all {len(plan.kernels)} kernels can be computed"
+    return Finding("build", True, said)

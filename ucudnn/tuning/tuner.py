@@ -21,6 +21,7 @@ from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Backend, Config, require_config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, warn
+from ucudnn.execution.validity import require_real
 from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
@@ -159,9 +160,10 @@ def layers_by_problem(
 def _plan(
     scheduler: TuningScheduler, backend: AbstractBackend, config: Config, began: float
 ) -> Plan:
-    budget_s = scheduler.budget_s
+    budget_s, kernels = scheduler.budget_s, scheduler.results.kernels
+    require_real(kernels, backend)
     return Plan(
-        kernels=scheduler.results.kernels,
+        kernels=kernels,
         origin=Origin(
             made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             ucudnn=own_version(),
