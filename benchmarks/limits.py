@@ -106,12 +106,16 @@ def measured(options: argparse.Namespace, model: nn.Module, x: Tensor) -> list[R
 
 def tuned(
     model: nn.Module, x: Tensor, limit: str, policy: str, effort: str
-) -> tuple[Row, ucudnn.Plan]:
-    """A plan from an empty cache, and what is known of it before its steps."""
+) -> tuple[Row, ucudnn.Plan | None]:
+    """A plan from an empty cache, None if nothing fits; what is known of it before its steps."""
     with tempfile.TemporaryDirectory() as cache:
         settings: dict[str, Any] = {"policy": policy, "effort": effort, "cache": cache}
         began = time.monotonic()
-        plan = ucudnn.tune(model, x, Config(workspace_limit=limit, exceed=True, **settings))
+        try:
+            plan = ucudnn.tune(model, x, Config(workspace_limit=limit, **settings))
+        except ucudnn.PlanError:
+            kernels = len(set(ucudnn.trace(model, x)))
+            return Row(limit, policy, round(time.monotonic() - began, 1), over_limit=kernels), None
         seconds = time.monotonic() - began
     splits = [kernel.split(kernel.problem.batch) for kernel in plan.kernels]
     row = Row(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -13,8 +13,7 @@ from ucudnn.errors import ConfigError, warn
 from ucudnn.problem import OPS
 
 Policy = Literal["undivided", "powers-of-two", "all"]
-Unplanned = Literal["torch", "tune", "error"]
-OnMismatch = Literal["error", "torch"]
+Unplanned = Literal["torch", "error"]
 # The names in backends/registry.py, which this module must not import, and two more.
 Backend = Literal["auto", "torch_cpu", "cudnn", "recorded"]
 Solver = Literal["auto", "exact", "highs", "cbc"]
@@ -23,7 +22,6 @@ Layout = Literal["keep", "auto"]
 # The same at run time, for which type checkers are no help.
 POLICIES: tuple[str, ...] = get_args(Policy)
 UNPLANNED: tuple[str, ...] = get_args(Unplanned)
-ON_MISMATCH: tuple[str, ...] = get_args(OnMismatch)
 BACKENDS: tuple[str, ...] = get_args(Backend)
 SOLVERS: tuple[str, ...] = get_args(Solver)
 EFFORT_NAMES: tuple[str, ...] = get_args(Effort)
@@ -60,8 +58,6 @@ _FALLBACKS: dict[str, Any] = {
     "policy": "powers-of-two",
     "ops": OPS,
     "unplanned": "torch",
-    "on_mismatch": "error",
-    "frozen": False,
     "deterministic": None,
     "cache": None,
     "backend": "auto",
@@ -73,13 +69,12 @@ _FALLBACKS: dict[str, Any] = {
     "time_budget_s": None,
     "step_race": True,
     "curve": False,
-    "exceed": False,
 }
 # Fields that say where a process looks and what tuning may cost there, not what a plan is.
 _OF_THE_PROCESS = frozenset(
-    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "curve", "exceed"}
+    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "curve"}
 )
-_SWITCHES = ("frozen", "deterministic")
+_SWITCHES = ("deterministic",)
 
 
 def _default(name: str, compare: bool = True) -> Any:
@@ -114,14 +109,12 @@ class Config:
         policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
         ops: which passes to plan: "fprop" (forward), "dgrad" (gradients of inputs), "wgrad" (of
             weights).
-        unplanned: what a layer does with a shape that has no plan: "torch" (run torch's own
-            convolution and warn once), "tune" (measure now) or "error".
-        on_mismatch: what becomes of a plan that was made for another device: "error", or "torch"
-            (warn and run torch's own convolutions). UCUDNN_ON_MISMATCH=torch says so for plans that
-            were made without it.
-        frozen: refuse to run by a plan that does not hold here (other device, versions or threads,
-            an algorithm that is gone), and every convolution without a plan. UCUDNN_FROZEN=1 does
-            so for plans that were made without it.
+        unplanned: what becomes of convolutions that no plan covers. "torch": torch's own
+            convolution computes them, with one warning for each shape; a plan for another device
+            is not followed, with a warning; kernels of which nothing fits the workspace limit are
+            left out of the plan, with a warning. "error": each of these is an error, and so is a
+            plan that was made with other versions or threads, or with an algorithm that is gone.
+            UCUDNN_UNPLANNED goes before what a plan says.
         cache: folder of the measurement cache; None: the user's cache directory.
         backend: "auto" (the device's own), "torch_cpu", "cudnn", or "recorded": replay the
             measurements of a device, which need not be here, from the cache or from a .csv or .json
@@ -145,8 +138,6 @@ class Config:
             kernels that do not pay back to torch.
         curve: measure every kernel for every workspace limit, too, so that the plan says what the
             network would take within any memory (`plan.curve`).
-        exceed: leave kernels of which nothing fits the workspace limit to torch's own convolution,
-            whatever that needs, and plan the others; else they are an error.
 
     Raises:
         ConfigError: a value is not allowed; the message lists the allowed ones.
@@ -159,8 +150,6 @@ class Config:
     policy: Policy = _default("policy")
     ops: tuple[str, ...] = _default("ops")
     unplanned: Unplanned = _default("unplanned")
-    on_mismatch: OnMismatch = _default("on_mismatch")
-    frozen: bool = _default("frozen")
     cache: str | None = _default("cache", compare=False)
     backend: Backend = _default("backend")
     device: str | None = _default("device", compare=False)
@@ -172,7 +161,6 @@ class Config:
     time_budget_s: float | None = _default("time_budget_s", compare=False)
     step_race: bool = _default("step_race", compare=False)
     curve: bool = _default("curve", compare=False)
-    exceed: bool = _default("exceed", compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -184,8 +172,6 @@ class Config:
                 "policy": settings.choice("policy", self.policy, POLICIES),
                 "ops": settings.passes(self.ops, OPS),
                 "unplanned": settings.choice("unplanned", self.unplanned, UNPLANNED),
-                "on_mismatch": settings.choice("on_mismatch", self.on_mismatch, ON_MISMATCH),
-                "frozen": settings.switch("frozen", self.frozen),
                 "cache": settings.path("cache", self.cache, "a folder's path"),
                 "backend": settings.choice("backend", self.backend, BACKENDS),
                 "device_profile": settings.path(
@@ -198,7 +184,6 @@ class Config:
                 "time_budget_s": settings.positive("time_budget_s", self.time_budget_s),
                 "step_race": settings.switch("step_race", self.step_race),
                 "curve": settings.switch("curve", self.curve),
-                "exceed": settings.switch("exceed", self.exceed),
             }
         except ConfigError as error:
             raise self._with_source(error) from error
@@ -242,8 +227,8 @@ class Config:
     def switches(self) -> tuple[str, ...]:
         """Names of the demands on a plan that are switched on, for tables.
 
-        >>> Config(frozen=True).switches
-        ('frozen',)
+        >>> Config(deterministic=True).switches
+        ('deterministic',)
         """
         return tuple(name.replace("_", "-") for name in _SWITCHES if getattr(self, name))
 
@@ -299,6 +284,19 @@ def require_config(config: object) -> Config:
             f"{type(config).__name__}"
         )
     return config
+
+
+def settings_here(config: Config) -> Config:
+    """The settings to run a plan by: its own, but for UCUDNN_UNPLANNED where that is set.
+
+    >>> settings_here(Config(unplanned="error")).unplanned
+    'error'
+
+    Args:
+        config: the plan's settings.
+    """
+    given = _settings().get("unplanned")
+    return config if given is None else replace(config, unplanned=given)
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:

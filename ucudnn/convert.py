@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ucudnn import nn as planned_nn
-from ucudnn.config import Config, Startup
+from ucudnn.config import Config, Startup, settings_here
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.compiling import original_of
 from ucudnn.execution.layout import lay_out_, restore_layout_
@@ -21,7 +21,6 @@ from ucudnn.execution.override import Installation
 from ucudnn.execution.recording import Recorder
 from ucudnn.execution.runner import Layer, Runner, is_followed
 from ucudnn.execution.untraced import untraced
-from ucudnn.nn import planned_runner
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.system.markup import html_table
 from ucudnn.tuning.model import tune
@@ -121,22 +120,22 @@ def convert_(
             input.
 
     Raises:
-        PlanError: the plan was made for another device, or covers no convolution of the model; with
-            `Config.frozen` also: something of it does not hold here, or a convolution of the model
-            has no plan; or its file cannot be read.
+        PlanError: the plan covers no convolution of the model, or its file cannot be read; with
+            `unplanned="error"` also: something of it does not hold here, or a convolution of the
+            model has no plan.
     """
     plan = _loaded(plan)
-    config = _config_here(plan)
+    config = settings_here(plan.config)
     # Below the wrapper of torch.compile: there are the layers by the names in the plan.
     original = original_of(model)
     found = _find(original, plan, filter_fn or (lambda *_: True))
     if not is_followed(plan, config):
         return Conversion(model, plan, (), (), tuple(found.convolutions), ())
     _require_some(plan, found)
-    if config.frozen:
+    if config.unplanned == "error":
         _require_all(found)
     _warn_of(found.otherwise)
-    changed, runner = _changed_layers(plan, config), planned_runner(plan, config)
+    changed, runner = _changed_layers(plan, config), Runner(plan, config)
     # Nothing was changed so far. The layout, for which memory may not suffice, changes all or none.
     # With "keep" the model may still be laid out by an earlier plan.
     restore_layout_(original) if plan.memory_format == "keep" else lay_out_(original, parameters)
@@ -190,11 +189,11 @@ def _planned_layers(convolutions: Mapping[str, Any], plan: Plan) -> dict[str, La
 
 def _changed_layers(plan: Plan, config: Config) -> set[Layer]:
     """The layers of which at least one pass is not torch's own convolution."""
-    # In a frozen run these are all layers, because torch's own refuse no shape.
+    # With unplanned="error" these are all layers, because torch's own refuse no shape.
     return {
         Layer.of(kernel.problem)
         for kernel in plan.kernels
-        if config.frozen or not _is_torchs_own(kernel)
+        if config.unplanned == "error" or not _is_torchs_own(kernel)
     }
 
 
@@ -230,16 +229,16 @@ def _require_some(plan: Plan, found: _Found) -> None:
 
 
 def _require_all(found: _Found) -> None:
-    """Refuse to leave convolutions to torch in a frozen run."""
+    """Refuse to leave convolutions to torch."""
     if found.unplanned:
         raise PlanError(
-            f"frozen=True runs only what is planned, and these convolutions are not: "
+            f"unplanned='error' runs only what is planned, and these convolutions are not: "
             f"{_listed(found.unplanned)}; tune this model and use that plan, or leave them out by "
             f"filter_fn"
         )
     if found.otherwise:
         raise PlanError(
-            f"frozen=True runs only what is planned, and these cannot be swapped: "
+            f"unplanned='error' runs only what is planned, and these cannot be swapped: "
             f"{_listed(found.otherwise)}; use ucudnn.installed(plan), or leave them out by "
             f"filter_fn"
         )
@@ -352,22 +351,13 @@ def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
         plan: made for this device, or the path of its file.
 
     Raises:
-        PlanError: the plan was made for another device, or its file cannot be read; with
-            `Config.frozen` also: something of it does not hold here. Later a convolution of this
-            process that has no plan raises it.
+        PlanError: the plan's file cannot be read; with `unplanned="error"` also: something of the
+            plan does not hold here. Later a convolution of this process that has no plan raises it.
     """
     plan = _loaded(plan)
-    config = _config_here(plan)
+    config = settings_here(plan.config)
     followed = plan if is_followed(plan, config) else None
-    return Installation(plan.device.type, planned_runner(followed, config))
-
-
-def _config_here(plan: Plan) -> Config:
-    """Settings to run a plan by: its own, and what UCUDNN_FROZEN and UCUDNN_ON_MISMATCH say."""
-    here = Config()
-    changed: dict[str, Any] = {"frozen": True} if here.frozen else {}
-    changed |= {"on_mismatch": "torch"} if here.on_mismatch == "torch" else {}
-    return replace(plan.config, **changed) if changed else plan.config
+    return Installation(plan.device.type, Runner(followed, config))
 
 
 # What `follow_startup` has begun in this process: it lasts as long as the process does.
@@ -392,7 +382,7 @@ def follow_startup(files: Startup) -> None:
     if files.record is None:
         if files.plan is not None:
             plan = Plan.load(files.plan)
-            runner = planned_runner(plan, _config_here(plan), is_checked=False)
+            runner = Runner(plan, settings_here(plan.config), is_checked=False)
             _started.append(Installation(plan.device.type, runner))
         return
     recorder = Recorder()

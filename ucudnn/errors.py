@@ -113,7 +113,7 @@ class NoiseWarning(UcudnnWarning):
 
 
 class UntunedWarning(UcudnnWarning):
-    """The time ran out before some kernels were run once, so the plan leaves them out."""
+    """A plan leaves kernels out: the time was over, or nothing fits the workspace limit."""
 
 
 class WrongResultWarning(UcudnnWarning):
@@ -125,7 +125,7 @@ class UnplannedWarning(UcudnnWarning):
 
 
 class MismatchWarning(UcudnnWarning):
-    """A plan was made for other versions, threads or another layout than are here."""
+    """A plan was made for another device, other versions, threads or another layout."""
 
 
 # Their frames are not where a user can change anything.

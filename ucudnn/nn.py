@@ -17,8 +17,6 @@ from ucudnn.config import Config
 from ucudnn.execution.autograd import Geometry, convolution
 from ucudnn.execution.runner import Layer, Runner
 from ucudnn.execution.untraced import untraced
-from ucudnn.plan import Plan
-from ucudnn.problem import Problem
 
 if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attributes they read
 
@@ -28,28 +26,6 @@ if TYPE_CHECKING:  # the mixins stand before a torch.nn convolution, whose attri
 
 else:
     _Convolution = object
-
-
-def planned_runner(
-    plan: Plan | None, config: Config | None = None, *, is_checked: bool = True
-) -> Runner:
-    """A runner that tunes shapes without a plan if its settings ask for that.
-
-    >>> planned_runner(None, Config(unplanned="error")).config.unplanned
-    'error'
-
-    Args:
-        plan: as for `Runner`.
-        config: as for `Runner`.
-        is_checked: as for `Runner`.
-    """
-    return Runner(plan, config, _tune_unplanned, is_checked)
-
-
-def _tune_unplanned(problem: Problem, config: Config, has_bias: bool) -> Plan:
-    from ucudnn.tuning.tuner import tune_problems  # layers that never tune need no solver
-
-    return tune_problems([("", problem)], config, biased=[problem] if has_bias else [])
 
 
 class AbstractPlanned(_Convolution):
@@ -68,7 +44,7 @@ class AbstractPlanned(_Convolution):
         if device is not None:  # a parameter because torch.nn.utils.skip_init looks for one
             kwargs["device"] = device
         super().__init__(*args, **kwargs)
-        follow(self, planned_runner(None, config))
+        follow(self, Runner(None, config))
 
     def extra_repr(self) -> str:
         """torch's own, and what the layer follows."""
@@ -112,7 +88,7 @@ class AbstractTransposed(AbstractPlanned):
 class Conv1d(AbstractConvolution, nn.Conv1d):
     """torch.nn.Conv1d that follows a plan.
 
-    >>> layer = Conv1d(4, 8, 3, config=Config(unplanned="tune", policy="undivided"))
+    >>> layer = Conv1d(4, 8, 3, config=Config(unplanned="error"))
     >>> layer.weight.shape
     torch.Size([8, 4, 3])
     """

@@ -123,33 +123,8 @@ def _has_budget(values: Values) -> bool:
     return values["memory_budget"] is not None
 
 
-def _tunes_later(values: Values) -> bool:
-    return bool(values["unplanned"] == "tune")
-
-
 # Looked at in this order.
 _CONFLICTS: tuple[tuple[Callable[[Values], bool], str], ...] = (
-    (
-        lambda values: _tunes_later(values) and _has_pool(values),
-        (
-            "unplanned='tune' tunes one shape at a time, and total_workspace divides one pool "
-            "among all; set unplanned='torch' or 'error', or workspace_limit instead"
-        ),
-    ),
-    (
-        lambda values: _tunes_later(values) and values["frozen"],
-        (
-            "unplanned='tune' plans shapes while the model runs, and frozen=True runs only what "
-            "was planned before; set unplanned='torch' or 'error', or leave frozen out"
-        ),
-    ),
-    (
-        lambda values: values["frozen"] and values["on_mismatch"] == "torch",
-        (
-            "frozen=True refuses a plan for another device, and on_mismatch='torch' runs torch's "
-            "own convolutions instead; leave one of the two out"
-        ),
-    ),
     (
         lambda values: values["curve"] and _has_pool(values),
         (
@@ -165,25 +140,11 @@ _CONFLICTS: tuple[tuple[Callable[[Values], bool], str], ...] = (
         ),
     ),
     (
-        lambda values: _has_budget(values) and _tunes_later(values),
-        (
-            "unplanned='tune' tunes one shape at a time, and memory_budget is of a whole step; set "
-            "unplanned='torch' or 'error', or workspace_limit instead"
-        ),
-    ),
-    (
         # What no plan covers takes as much workspace as torch likes.
         lambda values: _has_budget(values) and not values["is_step"],
         (
             "memory_budget needs a plan for every pass: ops must be {every}, or fprop for "
             "inference, got {ops}"
-        ),
-    ),
-    (
-        lambda values: values["exceed"] and _has_pool(values),
-        (
-            "exceed=True leaves kernels out of workspace_limit, and every kernel needs a part of "
-            "total_workspace; leave one of the two out"
         ),
     ),
 )

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ucudnn.config import Backend as Backend
     from ucudnn.config import Effort as Effort
     from ucudnn.config import Layout as Layout
-    from ucudnn.config import OnMismatch as OnMismatch
     from ucudnn.config import Policy as Policy
     from ucudnn.config import Solver as Solver
     from ucudnn.config import Unplanned as Unplanned
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 # The same names as above: type checkers read the imports, `__getattr__` reads this.
 _NAMES_BY_MODULE = {
     "check": ("Finding",),
-    "config": ("Backend", "Effort", "Layout", "OnMismatch", "Policy", "Solver", "Unplanned"),
+    "config": ("Backend", "Effort", "Layout", "Policy", "Solver", "Unplanned"),
     "convert": ("Conversion",),
     "execution.override": ("Installation",),
     "layer_table": ("Row",),

@@ -223,12 +223,13 @@ def test_a_plan_that_is_not_there_or_for_another_device(run: Run, train: Path, p
     from ucudnn.system.documents import sha256_of
 
     plan.write_text(json.dumps({**document, "checksum": sha256_of(document)}))
-    other = run("-m", "ucudnn", "run", "--plan", plan, "--", train)
+    by_plan = ("-m", "ucudnn", "run", "--plan", plan, "--", train)
+    other = run(*by_plan, UCUDNN_UNPLANNED="error")
     assert other.returncode == 1
     # It fails at the first convolution, and the traceback leads there.
     assert "train.py" in other.stderr
-    assert "PlanError: the plan was made for another processor" in other.stderr
-    left = run("-m", "ucudnn", "run", "--plan", plan, "--", train, UCUDNN_ON_MISMATCH="torch")
+    assert "PlanError: unplanned='error' refuses a plan that does not hold here" in other.stderr
+    left = run(*by_plan, UCUDNN_UNPLANNED="torch")
     assert left.returncode == 0
     assert left.stderr.count("torch's own convolutions run") == 1
 

@@ -29,7 +29,8 @@ class Setting(NamedTuple):
     Args:
         status: runs a command and returns its exit status.
         net: a model on a command line, with its input.
-        table: a table of layers, with the flags of a short tuning.
+        table: a table of a layer, with the flags of a short tuning.
+        both: the same with a second layer, which needs no workspace.
         plan: file of a plan of this machine, by chance.
         damaged: a file that is no plan.
         folder: an empty one.
@@ -39,6 +40,7 @@ class Setting(NamedTuple):
     status: Callable[..., int]
     net: tuple[str, ...]
     table: tuple[Any, ...]
+    both: tuple[Any, ...]
     plan: Path
     damaged: Path
     folder: Path
@@ -54,11 +56,14 @@ def setting(ucudnn, model, table, random_plan, tmp_path, monkeypatch) -> Setting
     made.save(plan)
     damaged.write_text('{"format": "ucudnn-plan", "version": 1}')
     folder.mkdir()
-    short = (table(), "--ops", "fprop", "--policy", "undivided", "--effort", "quick")
+    short = ("--ops", "fprop", "--policy", "undivided", "--effort", "quick")
+    both = tmp_path / "both.csv"
+    both.write_text(f"{table().read_text()}conv2,8,3,1,12,12,4,1,1,1,0,0,0,1,1,1,1,1,1,1\n")
     return Setting(
         lambda *words: ucudnn(*words).status,
         (f"{model}:net", *SHAPE),
-        ("tune", *short),
+        ("tune", table(), *short),
+        ("tune", both, *short),
         plan,
         damaged,
         folder,
@@ -70,7 +75,7 @@ def done_tune(at: Setting) -> None:
     assert at.status("trace", *at.net) == 0
     assert at.status(*at.table) == 0
     # a partial plan, too
-    assert at.status(*at.table, "--workspace-limit", "1", "--exceed", "-o", at.folder / "p") == 0
+    assert at.status(*at.both, "--workspace-limit", "1", "-o", at.folder / "p") == 0
     assert Plan.load(at.folder / "p").left_out
 
 
@@ -100,7 +105,8 @@ def done_cache(at: Setting) -> None:
 def no_from_tune(at: Setting) -> None:
     limit = ("--workspace-limit", "1")
     assert at.status(*at.table, *limit) == 1
-    assert at.status(*at.table, *limit, "--exceed", "--fail-if-partial") == 1
+    assert at.status(*at.both, *limit, "--fail-if-partial") == 1
+    assert at.status(*at.both, *limit, "--unplanned", "error") == 1
     from ucudnn.backends.torch_cpu.load import LoadMeter
 
     at.patch.setattr(LoadMeter, "others", lambda _: 99.0)

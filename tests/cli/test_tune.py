@@ -510,9 +510,9 @@ def test_all_kernels_over_the_limit_are_named_with_the_one_that_fits(ucudnn, mod
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("always:.*exceed the workspace limit")
-def test_the_limit_may_be_exceeded(ucudnn, model, tmp_path):
+def test_kernels_that_nothing_fits_are_left_out_or_refused(ucudnn, model, tmp_path):
     output = tmp_path / "plan.json"
-    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided", "--exceed")
+    arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided")
     done = ucudnn(*arguments, "--workspace-limit", "3KiB", "-o", output)
     assert done.status == 0, done.err
     plan = Plan.load(output)
@@ -525,3 +525,6 @@ def test_the_limit_may_be_exceeded(ucudnn, model, tmp_path):
     partial = ucudnn(*arguments, "--workspace-limit", "3KiB", "--fail-if-partial")
     assert partial.status == 1
     assert "The plan is partial" in partial.err
+    refused = ucudnn(*arguments, "--workspace-limit", "3KiB", "--unplanned", "error")
+    assert refused.status == 1
+    assert "to torch's own convolution by --unplanned torch" in refused.err

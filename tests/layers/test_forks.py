@@ -101,32 +101,3 @@ def test_cudnn_builds_a_plan(in_child, monkeypatch):
 
     with every_lock_held():
         in_child(use)
-
-
-def test_while_a_layer_is_tuned_its_child_computes_torchs_own(in_child, monkeypatch):
-    layer = ucudnn.nn.Conv2d(4, 6, 3, config=Config(unplanned="tune"))
-    x = torch.randn(5, 4, 9, 8)
-    tuning, done = threading.Event(), threading.Event()
-
-    def tune(*_, **__):
-        tuning.set()
-        done.wait()
-        raise ucudnn.PlanError("tuned enough")
-
-    def train():
-        with pytest.warns(UserWarning, match="tuning failed: tuned enough"):
-            layer(x)
-
-    def use():
-        theirs = nn.functional.conv2d(x, layer.weight, layer.bias)
-        assert torch.equal(layer(x), theirs)
-
-    monkeypatch.setattr(tuner, "tune_problems", tune)
-    thread = threading.Thread(target=train)
-    thread.start()
-    tuning.wait()
-    try:
-        in_child(use)
-    finally:
-        done.set()
-        thread.join()

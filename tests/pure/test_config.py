@@ -46,8 +46,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("policy", "some", "policy must be one of undivided, powers-of-two, all, got 'some'"),
     ("policy", None, "policy must be one of undivided, powers-of-two, all, got None"),
     ("layout", "nhwc", "layout must be one of keep, auto, got 'nhwc'"),
-    ("unplanned", "ignore", "unplanned must be one of torch, tune, error, got 'ignore'"),
-    ("on_mismatch", "ignore", "on_mismatch must be one of error, torch, got 'ignore'"),
+    ("unplanned", "ignore", "unplanned must be one of torch, error, got 'ignore'"),
     ("backend", "cudnn8", "backend must be one of auto, torch_cpu.*, got 'cudnn8'"),
     ("ops", "forward", "ops must name some of fprop, dgrad, wgrad, got 'forward'"),
     ("ops", "", "ops must name some of fprop, dgrad, wgrad, got ''"),
@@ -60,7 +59,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("cache", 3, "cache must be a folder's path or None, got 3"),
     ("cache", b"folder", "cache must be a folder's path or None, got b'folder'"),
     ("deterministic", 3, "deterministic must be True, False or None, got 3"),
-    ("frozen", "yes", "frozen must be True or False, got 'yes'"),
     ("step_race", "yes", "step_race must be True or False, got 'yes'"),
     ("step_race", 1, "step_race must be True or False, got 1"),
     ("max_error", 0, "max_error must be a number above 0 or None, got 0"),
@@ -85,8 +83,6 @@ ENVIRONMENT = [
     ("UCUDNN_POLICY", "all", "policy", "all"),
     ("UCUDNN_OPS", "wgrad,fprop", "ops", ("fprop", "wgrad")),
     ("UCUDNN_UNPLANNED", "error", "unplanned", "error"),
-    ("UCUDNN_ON_MISMATCH", "torch", "on_mismatch", "torch"),
-    ("UCUDNN_FROZEN", "1", "frozen", True),
     ("UCUDNN_DETERMINISTIC", "true", "deterministic", True),
     ("UCUDNN_CACHE", "some/folder", "cache", "some/folder"),
     ("UCUDNN_BACKEND", "torch_cpu", "backend", "torch_cpu"),
@@ -97,7 +93,6 @@ ENVIRONMENT = [
     ("UCUDNN_TIME_BUDGET_S", "60", "time_budget_s", 60.0),
     ("UCUDNN_STEP_RACE", "0", "step_race", False),
     ("UCUDNN_CURVE", "1", "curve", True),
-    ("UCUDNN_EXCEED", "1", "exceed", True),
     ("UCUDNN_DEVICE_PROFILE", "h200.json", "device_profile", "h200.json"),
 ]
 
@@ -226,17 +221,6 @@ def test_a_file_holds_all_settings_of_a_plan() -> None:
         Config.from_dict(values)
 
 
-def test_a_pool_is_for_all_kernels_together() -> None:
-    with pytest.raises(ConfigError, match="tunes one shape at a time"):
-        Config(unplanned="tune", total_workspace="1MiB")
-
-
-def test_a_frozen_plan_is_not_left_to_torch() -> None:
-    with pytest.raises(ConfigError, match="frozen=True refuses a plan for another device"):
-        Config(frozen=True, on_mismatch="torch")
-    assert Config.from_dict(Config(on_mismatch="torch").to_dict()).on_mismatch == "torch"
-
-
 def test_a_variable_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCUDNN_WORKSPACE_LIMT", "8MiB")
     with pytest.warns(UserWarning, match="UCUDNN_WORKSPACE_LIMT is no setting of ucudnn"):
@@ -263,8 +247,3 @@ def test_a_value_from_the_environment_names_its_variable(monkeypatch: pytest.Mon
 def test_settings_of_another_type_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"config must be a ucudnn.Config, .* got dict"):
         require_config({"workspace_limit": "1MiB"})
-
-
-def test_a_limit_that_may_be_exceeded_is_no_pool() -> None:
-    with pytest.raises(ConfigError, match="leave one of the two out"):
-        Config(exceed=True, total_workspace=3)

@@ -231,11 +231,6 @@ def test_ctrl_c_leaves_torchs_own_convolutions_where_the_pool_holds_them(scripte
         assert len(caught.value.plan.kernels) == kernels
 
 
-def test_one_shape_at_a_time_cannot_divide_a_pool():
-    with pytest.raises(ConfigError, match="tunes one shape at a time"):
-        Config(total_workspace="1GiB", unplanned="tune")
-
-
 @pytest.mark.slow
 def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkeypatch):
     ticks = itertools.count()

@@ -78,7 +78,8 @@ def say_error(line: str) -> None:
 # Settings in messages of the package, as they are called on a command line.
 _FLAGS = {
     "real=True": "--real",
-    "exceed=True": "--exceed",
+    "unplanned='torch'": "--unplanned torch",
+    "unplanned='error'": "--unplanned error",
     "backend='recorded'": "--backend recorded",
     "backend='cudnn'": "--backend cudnn",
     "time_budget_s": "--time-budget",

@@ -158,12 +158,10 @@ DeterministicOption = Annotated[
         help="Algorithms whose bits never vary alone. Default: as torch is set.",
     ),
 ]
-FrozenOption = Annotated[
-    bool | None,
+UnplannedOption = Annotated[
+    str | None,
     typer.Option(
-        "--frozen/--no-frozen",
-        help="A plan that is refused where it does not hold, and with it any convolution that it "
-        "lacks. Default: no.",
+        help="What no plan covers: torch (run torch's own and warn) or error.", metavar="NAME"
     ),
 ]
 EffortOption = Annotated[
@@ -182,14 +180,6 @@ RemeasureOption = Annotated[
 ]
 FailIfNoisyOption = Annotated[
     bool, typer.Option("--fail-if-noisy", help="Exit with 1 where times are not to be trusted.")
-]
-ExceedOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--exceed/--no-exceed",
-        help="Leave kernels of which nothing fits the limit to torch's own convolution, and plan "
-        "the others. Default: no.",
-    ),
 ]
 FailIfPartialOption = Annotated[
     bool, typer.Option("--fail-if-partial", help="Exit with 1 where kernels have no plan.")

@@ -48,10 +48,9 @@ def tune(
     step_race: options.StepRaceOption = None,
     compiled: options.CompileOption = False,
     deterministic: options.DeterministicOption = None,
-    frozen: options.FrozenOption = None,
+    unplanned: options.UnplannedOption = None,
     curve: options.CurveOption = None,
     remeasure: options.RemeasureOption = False,
-    exceed: options.ExceedOption = None,
     fail_if_noisy: options.FailIfNoisyOption = False,
     fail_if_partial: options.FailIfPartialOption = False,
     cache: CacheOption = None,
@@ -63,9 +62,14 @@ def tune(
     """
     # Settings by name, None where a flag was not given.
     given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "cache": cache}
-    given |= {"backend": backend, "device": device, "time_budget_s": time_budget, "frozen": frozen}
+    given |= {
+        "backend": backend,
+        "device": device,
+        "time_budget_s": time_budget,
+        "unplanned": unplanned,
+    }
     given |= {"device_profile": device_profile, "total_workspace": total_workspace, "curve": curve}
-    given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort, "exceed": exceed}
+    given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort}
     given |= {"deterministic": deterministic}
     of_table = TableFlags(dtype, layout, math)
     of_table.require_right(recipe)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execution.execute import build, refusal_of
+from ucudnn.measurement import Conditions, Software
 from ucudnn.plan import KernelPlan, Plan
 
 
@@ -45,8 +46,8 @@ def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[F
         yield Finding("device", False, f"{said}; tune here, or load a plan made for this device")
         return
     yield Finding("device", True, str(plan.device))
-    yield _compared("versions", asdict(plan.software), asdict(backend.software()))
-    yield _compared("conditions", asdict(plan.conditions), asdict(backend.conditions()))
+    yield _compared("versions", plan.software, backend.software())
+    yield _compared("conditions", plan.conditions, backend.conditions())
     yield _built(plan, backend)
     if plan.config.deterministic:
         said = nondeterminism(plan, backend)
@@ -55,7 +56,7 @@ def findings_without_running(plan: Plan, backend: AbstractBackend) -> Iterator[F
 
 
 def require_valid(plan: Plan) -> None:
-    """Refuse a plan that does not hold on this machine, as `frozen` asks for.
+    """Refuse a plan of which anything does not hold on this machine.
 
     Raises:
         PlanError: something does not hold; the message has each finding.
@@ -67,8 +68,8 @@ def require_valid(plan: Plan) -> None:
     wrong = [f"{finding.about}: {finding.said}" for finding in found if finding.is_true is False]
     if wrong:
         raise PlanError(
-            f"frozen=True refuses a plan that does not hold here. {'. '.join(wrong)}. "
-            f"Make the plan anew, or leave frozen out to run it all the same"
+            f"unplanned='error' refuses a plan that does not hold here. {'. '.join(wrong)}. "
+            f"Make the plan anew, or set unplanned='torch' to run it all the same"
         )
 
 
@@ -93,16 +94,22 @@ def nondeterminism(plan: Plan, backend: AbstractBackend) -> str:
     return ""
 
 
-def _compared(about: str, there: dict[str, object], here: dict[str, object]) -> Finding:
-    differing = [
-        f"{name} {there[name] or 'unknown'} there and {here[name] or 'unknown'} here"
-        for name in there
-        if there[name] != here[name]
-    ]
+def differences(there: Software | Conditions, here: Software | Conditions) -> str:
+    """Fields of a plan's versions or conditions that are others here, "" without any."""
+    mine = asdict(here)
+    return ", ".join(
+        f"{name} {value or 'unknown'} there and {mine[name] or 'unknown'} here"
+        for name, value in asdict(there).items()
+        if value != mine[name]
+    )
+
+
+def _compared(about: str, there: Software | Conditions, here: Software | Conditions) -> Finding:
+    differing = differences(there, here)
     if differing:
-        return Finding(about, False, f"{', '.join(differing)}; tune again to renew the times")
+        return Finding(about, False, f"{differing}; tune again to renew the times")
     # A field is empty where it does not apply, such as the version of cuDNN on a CPU.
-    known = (f"{name} {value}" for name, value in here.items() if value not in ("", None))
+    known = (f"{name} {value}" for name, value in asdict(here).items() if value not in ("", None))
     return Finding(about, True, ", ".join(known))
 
 

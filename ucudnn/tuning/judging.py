@@ -285,7 +285,7 @@ class _Installer:
     def _runner(self, plan: Plan) -> Runner:
         if id(plan) not in self._runners:
             # A race also runs what the plan does not cover: judging it is not running by it.
-            config = replace(plan.config, frozen=False, unplanned="torch")
+            config = replace(plan.config, unplanned="torch")
             self._runners[id(plan)] = Runner(plan, config)
         return self._runners[id(plan)]
 

@@ -42,8 +42,7 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
     if total is None or limit == config.limit_bytes:
         return PlanError(
             f"no plan for {problem} fits workspace_limit={format_bytes(limit or 0)}; the smallest "
-            f"needs {format_bytes(least)} ({what}); raise the limit{more}, or leave this kernel to "
-            f"torch's own convolution by exceed=True",
+            f"needs {format_bytes(least)} ({what}); raise the limit{more}",
             least,
         )
     together = f", {format_bytes(calls * least)} for its {calls} calls" if calls > 1 else ""
@@ -97,16 +96,25 @@ def _least_bytes(smallest: tuple[int, str]) -> int:
     return smallest[0]
 
 
-def all_over_limit(refused: Mapping[Problem, PlanError], limit: int, unknown: int) -> PlanError:
+def all_over_limit(
+    refused: Mapping[Problem, PlanError], limit: int, unknown: int, is_refused: bool
+) -> PlanError:
     """One error for all kernels of which nothing fits the workspace limit.
 
     Args:
         refused: the error of each.
         limit: workspace in bytes.
         unknown: kernels that were not looked at before the time was over.
+        is_refused: True if the settings refuse to leave them to torch.
     """
+    remedy = (
+        ", or leave what does not fit to torch's own convolution by unplanned='torch'"
+        if is_refused
+        else ""
+    )
     if len(refused) == 1 and not unknown:
-        return next(iter(refused.values()))
+        (error,) = refused.values()
+        return PlanError(f"{error}{remedy}", error.smallest_bytes)
     needs = [(error.smallest_bytes or 0, str(problem)) for problem, error in refused.items()]
     # The largest first: its workspace is the limit that fits them all.
     needs.sort(reverse=True)
@@ -116,7 +124,6 @@ def all_over_limit(refused: Mapping[Problem, PlanError], limit: int, unknown: in
     return PlanError(
         f"no plan for {len(refused)} kernel{'s' * (len(refused) > 1)} fits "
         f"workspace_limit={format_bytes(limit)}; the "
-        f"smallest needs {listed}; raise the limit to {most}, which {fits}, or leave these kernels "
-        f"to torch's own convolution by exceed=True",
+        f"smallest needs {listed}; raise the limit to {most}, which {fits}{remedy}",
         needs[0][0],
     )

@@ -145,13 +145,14 @@ class Results:
         """Name all kernels of which nothing fits the limit, in an error or in a warning.
 
         Raises:
-            PlanError: there are some, and the settings do not allow to exceed the limit.
+            PlanError: there are some and `unplanned` is "error", or no other kernel has a plan.
         """
         if not self.over_limit:
             return
         limit = self._config.limit_bytes or 0
-        error = all_over_limit(self.over_limit, limit, len(self.left_out))
-        if not self._config.exceed:
+        is_refused = self._config.unplanned == "error"
+        error = all_over_limit(self.over_limit, limit, len(self.left_out), is_refused)
+        if is_refused or not self.kernels:
             raise error
         warn(
             f"{len(self.over_limit)} of {len(self._layers)} kernels exceed the workspace limit and "

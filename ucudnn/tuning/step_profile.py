@@ -110,7 +110,7 @@ class StepProfiler:
         runner = None
         if plan is not None:
             # A kernel that was left out is an error of the plan's users, not of this step.
-            config = replace(plan.config, frozen=False, unplanned="torch")
+            config = replace(plan.config, unplanned="torch")
             runner = Runner(plan, config)
         with undisturbed(self._model):
             step = Steps(self._model, self._inputs, self._is_training, self._memory_format)

@@ -1,4 +1,4 @@
-"""A frozen plan runs as it was made or not at all: each change is an error."""
+"""With unplanned="error" a plan runs as it was made or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 import ucudnn
 from ucudnn.check import check
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError, UnsupportedError
+from ucudnn.errors import MismatchWarning, PlanError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +32,7 @@ def step(model, x):
 
 @pytest.fixture
 def plan(plan_by_hand):
-    return plan_by_hand(small_model(), torch.empty(INPUT), config=Config(frozen=True))
+    return plan_by_hand(small_model(), torch.empty(INPUT), config=Config(unplanned="error"))
 
 
 def test_a_plan_that_holds_trains(plan, computed):
@@ -59,12 +59,11 @@ def test_what_check_refuses_is_refused(plan, room, field, value, sentence):
     assert any(finding.is_true is False for finding in check(other, canaries=0))
     model = small_model()
     for run in (lambda: ucudnn.convert_(model, other), lambda: ucudnn.installed(other)):
-        with pytest.raises(PlanError, match=f"frozen=True refuses a plan.*{sentence}"):
+        with pytest.raises(PlanError, match=f"unplanned='error' refuses a plan.*{sentence}"):
             run()
     assert type(model[0]) is nn.Conv2d
-    thawed = replace(other, config=Config())
     if room != "device":
-        assert ucudnn.convert_(model, thawed).swapped
+        assert ucudnn.convert_(model, replace(other, config=Config())).swapped
 
 
 def test_a_missing_algorithm_is_refused(plan):
@@ -100,11 +99,11 @@ def test_a_device_that_is_not_here_is_refused(plan, monkeypatch):
 def test_a_shape_without_a_plan_ends_the_step(plan, shape):
     model = small_model()
     ucudnn.convert_(model, plan)
-    with pytest.raises(PlanError, match="has no plan, and frozen=True runs only what is planned"):
+    with pytest.raises(PlanError, match="has no plan and unplanned='error'"):
         model(torch.randn(shape))
     with (
         ucudnn.installed(plan),
-        pytest.raises(PlanError, match="has no plan, and frozen=True runs only what is planned"),
+        pytest.raises(PlanError, match="has no plan and unplanned='error'"),
     ):
         small_model()(torch.randn(shape))
 
@@ -120,7 +119,11 @@ def test_installed_refuses_convolutions_of_other_layers(plan):
 def test_a_layer_that_stays_torchs_by_plan_refuses_other_shapes(plan_by_hand):
     model = small_model()
     plan = plan_by_hand(
-        model, torch.empty(INPUT), chunk=4, algorithm="torch_default", config=Config(frozen=True)
+        model,
+        torch.empty(INPUT),
+        chunk=4,
+        algorithm="torch_default",
+        config=Config(unplanned="error"),
     )
     default = [replace(kernel, alone=(0,) * kernel.problem.batch) for kernel in plan.kernels]
     ucudnn.convert_(model, replace(plan, kernels=tuple(default)))
@@ -155,22 +158,21 @@ def test_a_step_that_cannot_be_built_is_refused(plan, monkeypatch):
         raise UnsupportedError("im2col_gemm was removed")
 
     monkeypatch.setattr("ucudnn.execution.runner.build", refuse)
-    with pytest.raises(PlanError, match="frozen=True refuses to run .*im2col_gemm was removed"):
+    with pytest.raises(PlanError, match="unplanned='error' refuses .*im2col_gemm was removed"):
         model(torch.ones(INPUT))
 
 
-def test_the_environment_freezes_any_plan(plan, monkeypatch):
-    thawed = replace(plan, config=Config(), software=replace(plan.software, torch="1.0"))
-    monkeypatch.setenv("UCUDNN_FROZEN", "1")
-    with pytest.raises(PlanError, match="frozen=True refuses a plan"):
-        ucudnn.installed(thawed)
-    with pytest.raises(ConfigError, match="unplanned='tune' plans shapes while the model runs"):
-        Config(unplanned="tune")
+def test_the_environment_goes_before_the_plan(plan, monkeypatch):
+    other = replace(plan, software=replace(plan.software, torch="1.0"))
+    monkeypatch.setenv("UCUDNN_UNPLANNED", "torch")
+    with pytest.warns(MismatchWarning, match="torch 1.0 there and"):
+        assert ucudnn.convert_(small_model(), other).swapped == ("0", "2")
+    monkeypatch.setenv("UCUDNN_UNPLANNED", "error")
+    with pytest.raises(PlanError, match="unplanned='error' refuses a plan"):
+        ucudnn.installed(replace(other, config=Config(unplanned="torch")))
 
 
-def test_it_is_in_the_file_and_leaves_other_plans_hash_alone(plan, tmp_path):
-    thawed = replace(plan, config=Config())
-    assert "frozen" not in thawed.config.to_dict()
-    assert plan.hash != thawed.hash
+def test_it_is_in_the_file_and_in_the_hash(plan, tmp_path):
+    assert plan.hash != replace(plan, config=Config()).hash
     plan.save(tmp_path / "plan.json")
-    assert ucudnn.Plan.load(tmp_path / "plan.json").config.frozen
+    assert ucudnn.Plan.load(tmp_path / "plan.json").config.unplanned == "error"
