@@ -187,7 +187,7 @@ def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str 
         parts = (part for part, *_ in _parts(problem, split))
     else:
         parts = (problem.with_batch(step.size) for step in split.steps)
-    chunks = zip(parts, cycle(step.algorithm for step in split.steps), strict=False)
+    chunks = zip(parts, (step.algorithm for step in split.steps), strict=True)
     for part, algorithm in dict.fromkeys(chunks):
         reason = refusal(part, algorithm) if part else None
         if reason is not None:
