@@ -3,7 +3,6 @@
     base.py       the contract, with what every cache does the same way
     memory.py     a cache in a dictionary
     overlay.py    a writable cache over read-only ones
-    wrapper.py    a base for caches that change some calls of another one
     hdf5/         a cache in a folder of HDF5 files
     entries.py    entries, and results of operations
     schema.py     the fields of an entry, and filters

@@ -33,12 +33,7 @@ class AbstractCache(AbstractClosable):
     have the same key, the later one counts; nothing else changes the result of `get`. `put` raises
     an error only if the cache was opened for reading. If the disk cannot be written, one warning
     says so, and the measurements are kept in memory.
-
-    Attributes:
-        is_final: every measurement counts as it is, and none is taken anew.
     """
-
-    is_final = False
 
     @abstractmethod
     def get(self, key: MeasurementKey) -> Measurement | None:

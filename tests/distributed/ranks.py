@@ -14,35 +14,41 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import ucudnn
+from ucudnn import cache as caches
 from ucudnn import distributed
-from ucudnn.backends import DeviceState
-from ucudnn.distributed import Timeouts
-from ucudnn.distributed.journal import Journal
 from ucudnn.distributed.rendezvous import Rendezvous
-from ucudnn.errors import UcudnnError
-from ucudnn.measurement import Device, Measurement, Software
-from ucudnn.problem import Problem
+from ucudnn.errors import BusyError, UcudnnError
+from ucudnn.measurement import Device, Software
 
 MIB = 1 << 20
 MS = 1_000_000
 LIMIT = 9 * MIB
-KERNELS = 24
 
 
-def problems(count: int = KERNELS, batch: int = 16) -> list[tuple[str, Problem]]:
-    return [
-        (f"layer{channels}", Problem("fprop", batch, channels, 2, (4, 4), (1, 1)))
-        for channels in range(1, count + 1)
-    ]
+class Wide(nn.Module):
+    """Convolutions side by side, each of another geometry."""
+
+    def __init__(self, kernels: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(1 + n, 2, 1, bias=False) for n in range(kernels))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return sum(layer(images[:, : 1 + n]) for n, layer in enumerate(self.layers))
+
+
+def network(kernels: int = 12, batch: int = 16) -> tuple[nn.Module, Tensor]:
+    return Wide(kernels), torch.ones(batch, kernels, 4, 4)
 
 
 def load_file(name: str) -> Any:
@@ -73,131 +79,139 @@ def scripted(rank: int, pause_s: float = 0.0, **identity: Any) -> Any:
     backend.disturbance = lambda: chance.uniform(0.98, 1.02)
     plain = backend.elapsed_ns
 
-    backend.cpu_sets = set()
-
     def elapsed_ns(run: Callable[[], object]) -> int:
-        backend.cpu_sets.add(tuple(sorted(os.sched_getaffinity(0))))
         time.sleep(pause_s)
         return plain(run)
 
     backend.elapsed_ns = elapsed_ns
     for name, value in identity.items():
         setattr(backend, name, lambda value=value: value)
-    for module_name in ("backends", "tuning.tuner", "distributed.sharded", "distributed.agreement"):
+    for module_name in ("backends", "tuning.tuner", "distributed.tuning", "distributed.agreement"):
         module = importlib.import_module(f"ucudnn.{module_name}")
         module.open_backend = lambda *_: backend
     return backend
 
 
 class Counts:
-    """What the last progress event said, and a sign on the disk when enough was measured."""
+    """Candidates that a rank has measured, over all the tunings of which it is told."""
 
-    def __init__(self, sign: Path | None = None, after: int = 0) -> None:
-        self.measured = self.reused = 0
-        self._sign, self._after = sign, after
+    def __init__(self) -> None:
+        self._before = self._now = 0
 
     def __call__(self, event: Any) -> None:
-        self.measured, self.reused = event.measured, event.reused
-        if self._sign is not None and self.measured >= self._after:
-            self._sign.touch()
+        # each tuning counts from 0
+        if event.measured < self._now:
+            self._before += self._now
+        self._now = event.measured
 
-    def result(self, plan: Any) -> dict[str, Any]:
-        return {"measured": self.measured, "reused": self.reused, "hash": plan.hash}
+    @property
+    def measured(self) -> int:
+        return self._before + self._now
 
 
-def tune(
-    folder: Path,
-    rank: int,
-    caches: list[str] | None = None,
-    pause_s: float = 0.002,
-    lease_s: float = 30.0,
-    timeout_s: float = 120.0,
-    sign_after: int = 0,
-    limit: int = LIMIT,
-    kernels: int = KERNELS,
-    budget_s: float | None = None,
-    sharing: int = 1,
-    busy: Sequence[int] = (),
-) -> dict[str, Any]:
-    """Tune in all ranks, some of which may share a device as if by `ucudnn launch`.
+def settings(**given: Any) -> ucudnn.Config:
+    """That no noise changes what is measured, and no step is run."""
+    fixed = {"workspace_limit": LIMIT, "ops": ("fprop",), "effort": "thorough"}
+    return ucudnn.Config(**(fixed | {"step_race": False} | given))
 
-    Ranks that are `busy` find other processes on their processors at any time.
-    """
-    ucudnn.config.share_device(sharing)
-    backend = scripted(rank, pause_s)
-    backend.state = lambda: DeviceState(float(rank in busy))
-    counts = Counts(folder / f"measuring-{rank}" if sign_after else None, sign_after)
-    cache = caches[rank] if caches else None
-    config = ucudnn.Config(workspace_limit=limit, cache=cache, time_budget_s=budget_s)
-    timeouts = Timeouts(timeout_s, lease_s)
-    before = os.sched_getaffinity(0)
-    plan = distributed.tune_problems(problems(kernels), config, None, counts, timeouts)
-    assert os.sched_getaffinity(0) == before
+
+def tune(folder: Path, rank: int, places: list[str] | None = None, **given: Any) -> dict[str, Any]:
+    """Tune in all ranks, with one cache for all or one for each, and then in one process."""
+    backend, counts, alone = scripted(rank), Counts(), Counts()
+    config = settings(cache=places[rank] if places else None, **given)
+    plan = distributed.tune(*network(), config, None, counts, timeout_s=60)
+    dist.barrier()
+    ran = len(backend.runs)
+    second = ucudnn.tune(*network(), config, alone) if rank == 0 else plan
     return {
-        **counts.result(plan),
-        "ran": len(backend.runs),
-        "kernels": len(plan.kernels),
-        "cpu_sets": list(backend.cpu_sets),
+        "measured": counts.measured,
+        "ran": ran,
+        "hash": plan.hash,
+        "of one process": [second.hash, alone.measured],
+        "document": plan.to_dict(),
     }
-
-
-def tune_and_die(folder: Path, rank: int) -> dict[str, Any]:
-    """Tune in all ranks, of which one is killed the first time; before that they say how far."""
-    backend = scripted(rank, 0.005)
-    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    counts, begun = Counts(), set[int]()
-
-    def told(event: Any) -> None:
-        finished = counts.measured
-        counts(event)
-        if not is_first or event.done in begun:
-            return
-        # another kernel begins: what was measured before this event belongs to finished ones
-        begun.add(event.done)
-        (folder / f"finished-{rank}").write_text(str(finished))
-        if rank == 1 and len(begun) == 4:
-            (folder / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    config = ucudnn.Config(workspace_limit=LIMIT)
-    plan = distributed.tune_problems(problems(), config, None, told, Timeouts(120, 5))
-    return {**counts.result(plan), "ran": len(backend.runs)}
 
 
 def tune_alone(folder: Path, rank: int) -> dict[str, Any]:
     """Tune without the others, in a cache of this rank."""
     scripted(rank)
-    config = ucudnn.Config(workspace_limit=LIMIT, cache=str(folder / f"cache-{rank}"))
     counts = Counts()
-    return counts.result(ucudnn.tuning.tuner.tune_problems(problems(), config, counts))
+    plan = ucudnn.tune(*network(), settings(cache=str(folder / f"cache-{rank}")), counts)
+    return {"measured": counts.measured, "hash": plan.hash}
+
+
+def tune_whole(folder: Path, rank: int, **given: Any) -> dict[str, Any]:
+    """Tune a network on this machine in all ranks."""
+    convolutions = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)
+    model, images = nn.Sequential(*convolutions), torch.randn(4, 3, 24, 24)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = distributed.tune(model, images, ucudnn.Config(**given), timeout_s=100)
+    layouts = plan.layout_race
+    return {
+        "document": plan.to_dict(),
+        "kernels": len(plan.kernels),
+        "left out": len(plan.left_out),
+        "budget": plan.origin.budget,
+        "set": plan.config.time_budget_s,
+        "contestants": [one.time_ns for one in layouts.contestants] if layouts else [],
+        "peak": plan.memory.plan_peak_bytes if plan.memory else 0,
+        "rounds": layouts.rounds if layouts else 0,
+        "warned": [str(one.message) for one in caught if one.category.__name__ != "NoiseWarning"],
+    }
+
+
+def tune_and_die(folder: Path, rank: int) -> dict[str, Any]:
+    """Tune in all ranks, of which one is killed the first time; before that it says how far."""
+    scripted(rank, 0.005)
+    counts, is_first = Counts(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+    def told(event: Any) -> None:
+        counts(event)
+        if is_first and rank == 1 and event.done == 3:
+            with caches.open(None, "r") as cache:
+                (folder / "kept").write_text(str(len(cache)))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    plan = distributed.tune(*network(), settings(), None, told, timeout_s=60)
+    return {"measured": counts.measured, "hash": plan.hash}
+
+
+def tune_busy(folder: Path, rank: int) -> dict[str, Any]:
+    """The last rank cannot measure."""
+    backend = scripted(rank)
+
+    def elapsed_ns(run: Callable[[], object]) -> int:
+        raise BusyError("the profiler is in use")
+
+    if rank == dist.get_world_size() - 1:
+        backend.elapsed_ns = elapsed_ns
+    distributed.tune(*network(), settings(), timeout_s=60)
+    return {}
 
 
 def tune_kinds(folder: Path, rank: int) -> dict[str, Any]:
     """Ranks 0 and 2 have one kind of device, 1 and 3 another, with other batches."""
     kind = rank % 2
-    scripted(rank, 0.001, device=Device("cpu", f"kind {kind}", cores=1))
+    scripted(rank, device=Device("cpu", f"kind {kind}", cores=1))
     counts = Counts()
-    listed = problems(6, batch=16 - 4 * kind)
-    config = ucudnn.Config(workspace_limit=LIMIT)
-    plan = distributed.tune_problems(listed, config, None, counts, Timeouts(120))
+    plan = distributed.tune(*network(6, 16 - 4 * kind), settings(), None, counts, timeout_s=60)
     distributed.agree(plan)
-    return {**counts.result(plan), "device": plan.device.name}
+    return {"measured": counts.measured, "hash": plan.hash, "device": plan.device.name}
 
 
 def tune_differently(folder: Path, rank: int, what: str) -> dict[str, Any]:
     """One rank is about to do something else."""
     odd = rank == dist.get_world_size() - 1
-    listed = problems(4)
     identity: dict[str, Any] = {}
-    config = ucudnn.Config(workspace_limit=LIMIT + (what == "limit" and odd))
     if odd and what == "version":
         identity["software"] = Software("1.0")
-    if odd and what == "problem":
-        listed[2] = ("layer3", listed[2][1].with_batch(8))
     scripted(rank, **identity)
     if odd and what == "ucudnn":
         importlib.import_module("ucudnn.distributed.agreement").own_version = lambda: "7.0"
-    distributed.tune_problems(listed, config, None, None, Timeouts(120))
+    model, images = network(4, 8 if odd and what == "problem" else 16)
+    config = settings(workspace_limit=LIMIT + (what == "limit" and odd))
+    distributed.tune(model, images, config, timeout_s=60)
     return {}
 
 
@@ -226,23 +240,6 @@ def die_after_meeting(folder: Path, rank: int) -> dict[str, Any]:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return rendezvous.exchange("values", rank)
-
-
-def measurements(first: int, count: int) -> list[Measurement]:
-    """The same ones in every process; none are in two ranges that do not overlap."""
-    laws = load_file("cache/laws.py")
-    return laws.sample_measurements(20, seed=5)[first : first + count]
-
-
-def keep_journal(folder: Path, rank: int, path: str, count: int) -> dict[str, Any]:
-    """Put measurements, say so, and wait: this process is killed or told to go on."""
-    with Rendezvous("test") as rendezvous, Journal(rendezvous, path) as journal:
-        for measurement in measurements(rank * count, count):
-            journal.cache.put([measurement])
-        (folder / f"kept-{rank}").touch()
-        while not (folder / "go on").exists():
-            time.sleep(0.01)
-    return {"peers": journal.peers}
 
 
 def come_late(folder: Path, rank: int) -> dict[str, Any]:

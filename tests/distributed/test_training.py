@@ -77,6 +77,7 @@ def test_synchronized_batch_norm_leaves_our_layers_and_needs_a_gpu(launch):
     assert one["norm"] == "SyncBatchNorm"
     assert set(one["kinds"]) == {"ucudnn.nn"}
     assert "GPU" in one["sentence"]
+    assert one["steps"] == "a SyncBatchNorm computes with all ranks"
 
 
 @pytest.mark.parametrize(

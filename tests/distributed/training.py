@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ucudnn
 from ucudnn import distributed
+from ucudnn.execution.stepping import reason_against_steps
 
 BATCH, STEPS = 8, 20
 
@@ -267,7 +268,8 @@ def synchronized_batch_norm(folder: Path, rank: int) -> dict[str, Any]:
     except ValueError as error:
         sentence = str(error)
     kinds = [type(layer).__module__ for layer in model if isinstance(layer, nn.Conv2d)]
-    return {"sentence": sentence, "kinds": kinds, "norm": type(model[1]).__name__}
+    reason = reason_against_steps(model, data(BATCH, torch.float32)[0], "cpu")
+    return {"sentence": sentence, "kinds": kinds, "norm": type(model[1]).__name__, "steps": reason}
 
 
 def two_levels(folder: Path, rank: int, devices: int, through: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 import ucudnn
 from ucudnn.backends.torch_cpu import TorchCpuBackend
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
+from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.execution.layout import lay_out_
 from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.reports.text import plan_verdict
@@ -366,13 +366,6 @@ def test_a_converted_model_is_tuned_again_in_the_layout_that_it_has(layout, para
         model(x)
     if parameters:
         require_same(contents(model), before)
-
-
-def test_ranks_that_share_the_work_refuse_to_decide_a_layout():
-    from ucudnn import distributed
-
-    with pytest.raises(ConfigError, match="layout='auto' is decided by whole steps"):
-        distributed.tune(nn.Conv2d(3, 4, 3), torch.randn(SHAPE), Config(**AUTO))
 
 
 def test_the_code_in_the_document_runs(repository, capsys):

@@ -417,13 +417,6 @@ def test_the_memory_of_a_plan_file_is_checked(values):
         StepMemory(**{**dict.fromkeys(StepMemory.__slots__[:7], 1), **values})
 
 
-def test_ranks_that_share_the_work_refuse_a_budget():
-    from ucudnn import distributed
-
-    with pytest.raises(ConfigError, match="memory_budget is of a whole step, which ranks"):
-        distributed.tune(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9), Config(memory_budget="1GiB"))
-
-
 def test_the_code_in_the_document_runs(repository, capsys):
     text = (repository / "docs" / "memory.md").read_text()
     first, *others = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.M | re.S)

@@ -3,7 +3,7 @@
 Public functions are in:
 
     startup.py         join the job, whichever of torchrun, MPI and Slurm started this rank
-    sharded.py         tune in all ranks, each of which measures a part
+    tuning.py          tune in all ranks, each of which measures a part
     agreement.py       check that plan, versions and devices of all ranks agree, or name who differs
     two_level.py       gradients averaged among the ranks of a device first
     counting.py        count samples, by which `ucudnn launch` compares numbers of ranks
@@ -14,12 +14,6 @@ They are built from:
     launching/           several ranks for each GPU, or for the cores of a CPU
     launchers.py         variables of torchrun, Open MPI, MPICH and Slurm
     rendezvous.py        the ranks at one point of the program, and all-gathers between them
-    work_queue.py        items that ranks claim, heartbeats, and turns on shared CPUs
-    idle.py              the time of a rank that has nothing to measure
-    affinity.py          CPUs for the ranks of one host
-    journal.py           measurements of each rank on disk until they are in the cache
-    measurement_sync.py  exchange of measurements between the caches of several hosts
-    recording.py         the measurements behind one kernel's plan, so that others can decide again
 
 All communication goes through the store of torch.distributed's default process group, whatever
 launched the ranks.
@@ -34,11 +28,9 @@ from ucudnn.distributed.counting import count as count
 from ucudnn.distributed.load_balancing import Shares as Shares
 from ucudnn.distributed.load_balancing import share as share
 from ucudnn.distributed.load_balancing import step_times as step_times
-from ucudnn.distributed.sharded import Timeouts as Timeouts
-from ucudnn.distributed.sharded import tune as tune
-from ucudnn.distributed.sharded import tune_problems as tune_problems
 from ucudnn.distributed.startup import Job as Job
 from ucudnn.distributed.startup import init as init
+from ucudnn.distributed.tuning import tune as tune
 from ucudnn.distributed.two_level import reduce_by_device as reduce_by_device
 
 __all__ = [
@@ -46,13 +38,11 @@ __all__ = [
     "count",
     "reduce_by_device",
     "tune",
-    "tune_problems",
     "agree",
     "load",
     "broadcast",
     "share",
     "step_times",
-    "Timeouts",
     "Shares",
     "Job",
 ]

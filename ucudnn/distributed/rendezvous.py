@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from types import TracebackType
@@ -26,6 +28,8 @@ Group: TypeAlias = ProcessGroup | None
 # Polling starts with the first interval and doubles it up to the second: a rendezvous of ranks that
 # arrive together takes milliseconds, and a long wait does not load the server of the store.
 _POLL_S = (0.005, 0.1)
+# A store takes at most 8 MiB at once.
+_PIECE_BYTES = 4 << 20
 
 
 class Rendezvous:
@@ -143,17 +147,45 @@ class Rendezvous:
             return False
         return self._handshake.get(key).decode().startswith(f"{nonce}:")
 
+    def send(self, topic: str, value: Any) -> None:
+        """Make a value of this rank known to all.
+
+        Args:
+            topic: different for each value of one rendezvous.
+            value: anything that can be pickled.
+        """
+        # Pickle is safe here: only ranks of the job write to its store.
+        data = zlib.compress(pickle.dumps(value))
+        pieces = [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self.store.set(f"{topic}/{self.rank}/{number}", piece)  # type: ignore[arg-type]
+        # Last: it says that all the others are there.
+        self.store.set(f"{topic}/{self.rank}", str(len(pieces)))
+
+    def receive(self, topic: str, rank: int) -> Any:
+        """The value of one rank, once it has sent it.
+
+        Args:
+            topic: of the value.
+            rank: in the numbers of the default group.
+
+        Raises:
+            RankError: it did not send the value in time.
+        """
+        self._wait(lambda: [] if self._has_sent(topic, rank) else [rank], f"the sending of {topic}")
+        return self._received(topic, rank)
+
     def exchange(self, topic: str, value: Any) -> dict[int, Any]:
         """All-gather: the values of all ranks, by rank, once each has sent its own.
 
         Args:
-            topic: different for each exchange of one rendezvous.
-            value: JSON values.
+            topic: different for each value of one rendezvous.
+            value: anything that can be pickled.
 
         Raises:
             RankError: a rank did not send its value in time; the message names it.
         """
-        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        self.send(topic, value)
         waiting = dict.fromkeys(self.ranks)
 
         def missing() -> list[int]:
@@ -166,7 +198,12 @@ class Rendezvous:
             return list(waiting)
 
         self._wait(missing, f"the exchange of {topic}", lambda rank: self._has_sent(topic, rank))
-        return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in self.ranks}
+        return {rank: self._received(topic, rank) for rank in self.ranks}
+
+    def _received(self, topic: str, rank: int) -> Any:
+        count = int(self.store.get(f"{topic}/{rank}"))
+        pieces = [self.store.get(f"{topic}/{rank}/{number}") for number in range(count)]
+        return pickle.loads(zlib.decompress(b"".join(pieces)))  # noqa: S301
 
     def _has_sent(self, topic: str, rank: int) -> bool:
         return self.store.check([f"{topic}/{rank}"])

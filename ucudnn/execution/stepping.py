@@ -11,6 +11,7 @@ from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -259,6 +260,10 @@ def reason_against_steps(model: nn.Module, inputs: Any, device_type: str) -> str
         return f"it is for {device_type} and tensors are on {', '.join(sorted(places))}"
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return "parameters or inputs are no plain tensors"
+    is_in_job = dist.is_available() and dist.is_initialized()
+    # It would wait for ranks that run no step now, or another number of steps.
+    if is_in_job and any(type(one) is nn.SyncBatchNorm and one.training for one in model.modules()):
+        return "a SyncBatchNorm computes with all ranks"
     return ""
 
 

@@ -110,7 +110,7 @@ class Session:
 
         They are cached like measurements, so that a second tune decides as the first did.
         """
-        # `thorough` tuning, and tuning shared by several ranks, rule nothing out by a bound.
+        # `thorough` tuning rules nothing out by a bound.
         if not self.effort.ignored_share:
             return None
         keys = [self._machine_key(one, dtype) for one in (Subject.OPERATIONS, Subject.TRAFFIC)]
@@ -172,9 +172,9 @@ class Session:
             return self._fresh[key]
         with self.lock:
             known = self.cache.get(key)
-        is_final = self.cache.is_final or isinstance(self.backend, RecordedBackend)
+        is_recorded = isinstance(self.backend, RecordedBackend)
         # What this session took itself is not taken again.
-        if known is None or key in self._taken or is_final:
+        if known is None or key in self._taken or is_recorded:
             return known
         is_stale = self.remeasure or (known.is_perturbed and not self.is_busy)
         return None if is_stale else known

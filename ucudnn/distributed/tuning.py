@@ -1,0 +1,235 @@
+"""Tuning by all ranks: each measures a part of the kernels, one decides, and all get its plan.
+
+Ranks with devices of one kind take the kernels in turn. Each measures its own as `ucudnn.tune`
+would, into its cache, and all exchange what they know once. Then the first rank of each kind calls
+`ucudnn.tune`, which finds their measurements in its cache, and sends its plan to the others. A rank
+that dies ends the job, and what was measured until then is in the cache.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from time import monotonic
+from typing import Any
+
+from torch import nn
+
+from ucudnn import cache as caches
+from ucudnn.backends import open_backend
+from ucudnn.cache import Entry
+from ucudnn.config import Config, require_config
+from ucudnn.distributed.agreement import job_facts, kind_facts, raise_errors, require_equal_teams
+from ucudnn.distributed.rendezvous import Group, Rendezvous
+from ucudnn.errors import ConfigError, PlanError, UcudnnError, UcudnnWarning, UnsupportedError
+from ucudnn.measurement import Origin, Role
+from ucudnn.plan import Plan
+from ucudnn.problem import Problem
+from ucudnn.tracing import Traced, trace_layers
+from ucudnn.tuning import model as one_process
+from ucudnn.tuning.progress import Progress, warn_of_untuned
+from ucudnn.tuning.tuner import tune_problems
+
+Report = Callable[[Progress], None]
+# Of a time budget that was set; the rest is for deciding, and for the race of whole steps.
+_MEASURING = 0.75
+# A budget must be above 0; within this one not even torch's own convolutions are run.
+_LEAST_BUDGET_S = 1e-3
+
+
+def tune(
+    model: nn.Module,
+    example_inputs: Any,
+    config: Config | None = None,
+    group: Group = None,
+    on_progress: Report | None = None,
+    timeout_s: float = 1800.0,
+    *,
+    real: bool = False,
+) -> Plan:
+    """Tune like `ucudnn.tune`, in all ranks of a job at once; each rank gets its device's plan.
+
+    Call it on all ranks after `init_process_group` and before the model is wrapped. Ranks with
+    devices of one kind share the measurements. The first of them decides on the plan, and judges it
+    by whole steps of its model.
+
+    >>> import tempfile, torch
+    >>> config = Config(policy="undivided", cache=tempfile.mkdtemp())
+    >>> plan = tune(torch.nn.Conv2d(3, 8, 3), torch.empty(2, 3, 9, 9), config)  # this process alone
+    >>> sorted(kernel.problem.op for kernel in plan.kernels)
+    ['fprop', 'wgrad']
+
+    Args:
+        model: the same on all ranks.
+        example_inputs: as for `ucudnn.tune`, with the local batch of one rank.
+        config: the same on all ranks; the cache may be a folder of each host or one of all.
+        group: the ranks that take part; None: all.
+        on_progress: called after every measurement of this rank.
+        timeout_s: seconds to wait for another rank, which may measure that much longer than this.
+        real: as for `ucudnn.tune`.
+
+    Raises:
+        RankError: ranks differ, cannot measure or do not arrive; the message names them.
+        ConfigError: the model does not accept the inputs or computes no convolution.
+        PlanError: no plan of some kernel fits the workspace limit; all ranks raise it.
+    """
+    config, began = require_config(config), monotonic()
+    traced = _traced(model, example_inputs, config, real)
+    with Rendezvous("tune", group, timeout_s) as rendezvous:
+        team = _team(rendezvous, traced, config)
+        is_first = rendezvous.rank == team[0]
+        # Alone there is nobody to share with.
+        if len(team) > 1:
+            _share(rendezvous, team, traced, config, on_progress)
+        decided: Plan | UcudnnError | None = None
+        if is_first:
+            try:
+                decided = _decide(model, example_inputs, config, on_progress, real, began)
+            except UcudnnError as error:
+                decided = error
+        received = rendezvous.exchange("plan", decided)
+    # An error of one rank ends all of them alike, also those with devices of other kinds.
+    for one in received.values():
+        if isinstance(one, UcudnnError):
+            raise one
+    plan: Plan = received[team[0]]
+    if not is_first:
+        left_out = len(plan.left_out)
+        warn_of_untuned(left_out, left_out + len(plan.kernels), config.time_budget_s)
+    return plan
+
+
+def _traced(model: nn.Module, inputs: Any, config: Config, real: bool) -> Traced:
+    """The convolutions of a model, in every layout that tuning looks at."""
+    own = trace_layers(model, inputs, config.ops, real=real)
+    if config.layout != "keep":
+        # `ucudnn.tune` says why a model has no such layout.
+        with suppress(ConfigError):
+            last = trace_layers(model, inputs, config.ops, real=real, memory_format="channels_last")
+            return Traced(own.layers + last.layers, own.biased | last.biased)
+    return own
+
+
+def _team(rendezvous: Rendezvous, traced: Traced, config: Config) -> tuple[int, ...]:
+    """The ranks with this kind of device, once it is known that they are about to do the same.
+
+    Raises:
+        RankError: they are not.
+    """
+    backend = open_backend(config.backend)
+    device, software = backend.device(), backend.software()
+    # Without the names of layers, which may differ as long as the same is computed, and in full:
+    # `str(problem)` is for people, and leaves out the padding and the math.
+    facts = {
+        **asdict(backend.conditions()),
+        **config.to_dict(),
+        "number of problems": len(traced.layers),
+        **{
+            f"problem {number}": ", ".join(f"{name}={x}" for name, x in one.to_dict().items())
+            + (", with a bias" if one in traced.biased else "")
+            for number, (_, one) in enumerate(traced.layers)
+        },
+    }
+    sent = {
+        "kind": str(asdict(device)),
+        "job": job_facts(software),
+        "team": kind_facts(device, software) | {name: str(fact) for name, fact in facts.items()},
+    }
+    received = rendezvous.exchange("work", sent)
+    require_equal_teams(received)
+    return tuple(rank for rank, one in received.items() if one["kind"] == sent["kind"])
+
+
+def _share(
+    rendezvous: Rendezvous,
+    team: Sequence[int],
+    traced: Traced,
+    config: Config,
+    on_progress: Report | None,
+) -> None:
+    """Measure this rank's kernels, and give the first rank what all of them know.
+
+    Raises:
+        RankError: a rank cannot measure, or does not finish in time.
+    """
+    mine = set(_by_worth(traced.layers)[team.index(rendezvous.rank) :: len(team)])
+    layers = [layer for layer in traced.layers if _geometry(layer[1]) in mine]
+    budget_s = config.time_budget_s and _MEASURING * config.time_budget_s
+    # A memory budget is one of whole steps: it chooses among what is measured here.
+    alone = replace(config, memory_budget=None, time_budget_s=budget_s)
+    error = None
+    try:
+        # Who decides meets the same refusals, and warns of the whole.
+        with warnings.catch_warnings(), suppress(PlanError, UnsupportedError):
+            warnings.simplefilter("ignore", UcudnnWarning)
+            if layers:
+                tune_problems(layers, alone, on_progress, biased=traced.biased)
+        rendezvous.send("measurements", _known(mine, config))
+    except UcudnnError as caught:
+        error = str(caught)
+    raise_errors(rendezvous.exchange("errors", error))
+    if rendezvous.rank == team[0]:
+        with caches.open(config.cache) as cache:
+            for rank in team[1:]:
+                received: list[Entry] = rendezvous.receive("measurements", rank)
+                # Ranks that have one cache find them there.
+                cache.put_entries(e for e in received if cache.get(e.measurement.key) is None)
+
+
+def _decide(
+    model: nn.Module,
+    inputs: Any,
+    config: Config,
+    on_progress: Report | None,
+    real: bool,
+    began: float,
+) -> Plan:
+    """The plan of `ucudnn.tune` within the time that is left."""
+    left = config
+    if config.time_budget_s is not None:
+        left_s = config.time_budget_s - (monotonic() - began)
+        left = replace(config, time_budget_s=max(_LEAST_BUDGET_S, left_s))
+    plan = one_process.tune(model, inputs, left, on_progress, real=real)
+    # The plan states the budget that the user set, and the time of all of tuning.
+    origin = replace(plan.origin or Origin(), seconds=round(monotonic() - began))
+    if config.time_budget_s is not None:
+        origin = replace(origin, budget=f"{config.time_budget_s:g}")
+    settings = replace(plan.config, time_budget_s=config.time_budget_s)
+    return replace(plan, config=settings, origin=origin)
+
+
+def _by_worth(layers: Sequence[tuple[str, Problem]]) -> list[Problem]:
+    """The geometries of kernels, those with most operations in a step first."""
+    # Operations are all that is known of a kernel that never ran, and the same on all ranks.
+    worth: dict[Problem, int] = {}
+    for _, problem in layers:
+        geometry = _geometry(problem)
+        worth[geometry] = worth.get(geometry, 0) + problem.flops
+    return sorted(worth, key=lambda geometry: -worth[geometry])
+
+
+def _geometry(problem: Problem) -> Problem:
+    """The same for kernels that share measurements: of all batches, and of slabs."""
+    # In place of any number of rows, the smallest that the dilated kernel fits.
+    rows = problem.dilation[0] * (problem.kernel_size[0] - 1) + 1
+    return replace(
+        problem.with_batch(1),
+        input_size=(rows, *problem.input_size[1:]),
+        padding=((0, 0), *problem.padding[1:]),
+    )
+
+
+def _known(geometries: set[Problem], config: Config) -> list[Entry]:
+    """What the cache has of some kernels, for this device and these versions."""
+    backend = open_backend(config.backend)
+    here = (backend.device(), backend.software(), backend.conditions())
+    with caches.open(config.cache, "r") as cache:
+        keys = ((entry, entry.measurement.key) for entry in cache.entries())
+        return [
+            entry
+            for entry, key in keys
+            if _geometry(key.problem) in geometries
+            and (key.device, key.software, replace(key.conditions, role=Role.ALONE)) == here
+        ]
