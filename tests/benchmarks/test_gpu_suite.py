@@ -20,7 +20,7 @@ import torch
 
 from ucudnn.backends._base import DeviceState
 from ucudnn.backends.cudnn.engine import Configuration
-from ucudnn.backends.torch_cpu import TorchCpuBackend
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 
 LAYERS = """\
 name,n,c,d,h,w,k,kd,kh,kw,pad_d,pad_h,pad_w,stride_d,stride_h,stride_w,dil_d,dil_h,dil_w,groups

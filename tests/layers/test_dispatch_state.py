@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import ucudnn
-from ucudnn.backends.torch_cpu import TorchCpuBackend
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.config import Config
 from ucudnn.execution.execute import Call, as_kernel
 

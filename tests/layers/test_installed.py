@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import ucudnn
-from ucudnn.backends.torch_cpu import TorchCpuBackend
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.config import Config
 from ucudnn.errors import UnplannedWarning
 from ucudnn.execution import override as dispatch

@@ -11,7 +11,7 @@ from torch import Tensor
 from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.backends import Executable, open_backend
 from ucudnn.backends.tensors import memory_format
-from ucudnn.backends.torch_cpu import TorchCpuBackend
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.benchmark.bench import Arm, LocalBench
 from ucudnn.benchmark.protocol import ChunkLoop, Ring, ring_samples
 from ucudnn.benchmark.reference import Reference

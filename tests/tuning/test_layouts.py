@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ucudnn
-from ucudnn.backends.torch_cpu import TorchCpuBackend
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.execution.layout import lay_out_

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ucudnn.backends.torch_cpu import TorchCpuBackend
+from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.cache import MemoryCache
 from ucudnn.execution.autograd import Geometry, convolution
 from ucudnn.tuning import overhead, session

@@ -14,6 +14,7 @@ from ucudnn.errors import ConfigError
 
 if TYPE_CHECKING:
     from ucudnn.backends._base import AbstractBackend
+    from ucudnn.measurement import Device, Software
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Entry:
 
 # Imported inside: importing this module must load neither torch nor cuDNN.
 def _open_torch_cpu() -> AbstractBackend:
-    from ucudnn.backends.torch_cpu import TorchCpuBackend
+    from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 
     return TorchCpuBackend()
 
@@ -92,6 +93,25 @@ def open_backend(name: str = "auto") -> AbstractBackend:
         UnsupportedError: its device or its libraries are not on this machine.
     """
     return backend_entry(name).open()
+
+
+def identify(name: str = "auto") -> tuple[Device, Software]:
+    """The device and the versions of a backend, of which as little as possible is imported.
+
+    >>> identify("torch_cpu")[0].type
+    'cpu'
+
+    Raises:
+        ConfigError: there is no backend of that name.
+        UnsupportedError: its device or its libraries are not on this machine.
+    """
+    entry = backend_entry(name)
+    if entry.name == "torch_cpu":
+        from ucudnn.backends.torch_cpu import identity
+
+        return identity.cpu_device(), identity.cpu_software()
+    backend = entry.open()
+    return backend.device(), backend.software()
 
 
 def sees_a_gpu() -> bool:

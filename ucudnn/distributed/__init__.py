@@ -16,33 +16,51 @@ They are built from:
     rendezvous.py        the ranks at one point of the program, and all-gathers between them
 
 All communication goes through the store of torch.distributed's default process group, whatever
-launched the ranks.
+launched the ranks. Names are resolved at their first use (PEP 562): loading a plan loads no tuner.
 """
 
 from __future__ import annotations
 
-from ucudnn.distributed.agreement import agree as agree
-from ucudnn.distributed.agreement import broadcast as broadcast
-from ucudnn.distributed.agreement import load as load
-from ucudnn.distributed.counting import count as count
-from ucudnn.distributed.load_balancing import Shares as Shares
-from ucudnn.distributed.load_balancing import share as share
-from ucudnn.distributed.load_balancing import step_times as step_times
-from ucudnn.distributed.startup import Job as Job
-from ucudnn.distributed.startup import init as init
-from ucudnn.distributed.tuning import tune as tune
-from ucudnn.distributed.two_level import reduce_by_device as reduce_by_device
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "init",
-    "count",
-    "reduce_by_device",
-    "tune",
-    "agree",
-    "load",
-    "broadcast",
-    "share",
-    "step_times",
-    "Shares",
-    "Job",
-]
+if TYPE_CHECKING:
+    from typing import Any
+
+    from ucudnn.distributed.agreement import agree as agree
+    from ucudnn.distributed.agreement import broadcast as broadcast
+    from ucudnn.distributed.agreement import load as load
+    from ucudnn.distributed.counting import count as count
+    from ucudnn.distributed.load_balancing import Shares as Shares
+    from ucudnn.distributed.load_balancing import share as share
+    from ucudnn.distributed.load_balancing import step_times as step_times
+    from ucudnn.distributed.startup import Job as Job
+    from ucudnn.distributed.startup import init as init
+    from ucudnn.distributed.tuning import tune as tune
+    from ucudnn.distributed.two_level import reduce_by_device as reduce_by_device
+
+# The same names as above: type checkers read the imports, `__getattr__` reads this.
+_MODULE_BY_NAME = {
+    "Job": "startup",
+    "Shares": "load_balancing",
+    "agree": "agreement",
+    "broadcast": "agreement",
+    "count": "counting",
+    "init": "startup",
+    "load": "agreement",
+    "reduce_by_device": "two_level",
+    "share": "load_balancing",
+    "step_times": "load_balancing",
+    "tune": "tuning",
+}
+__all__ = list(_MODULE_BY_NAME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_BY_NAME:
+        return getattr(import_module(f"ucudnn.distributed.{_MODULE_BY_NAME[name]}"), name)
+    raise AttributeError(f"module 'ucudnn.distributed' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_BY_NAME])

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
-from ucudnn.backends import open_backend
+from ucudnn.backends.registry import identify
 from ucudnn.distributed.rendezvous import Group, Rendezvous, name_ranks
 from ucudnn.errors import PlanError, RankError, UcudnnError
 from ucudnn.measurement import Device, Software
@@ -34,8 +34,7 @@ def agree(plan: Plan, group: Group = None, timeout_s: float = 300.0) -> Plan:
 
     >>> from ucudnn import Config
     >>> from ucudnn.measurement import Conditions
-    >>> backend = open_backend()
-    >>> plan = Plan((), backend.device(), backend.software(), Conditions(), Config())
+    >>> plan = Plan((), *identify("torch_cpu"), Conditions(), Config(), "torch_cpu")
     >>> agree(plan) is plan  # without a process group: this process alone
     True
 
@@ -51,8 +50,7 @@ def agree(plan: Plan, group: Group = None, timeout_s: float = 300.0) -> Plan:
         RankError: ranks differ, or do not arrive; the message names them, and what differs.
     """
     with Rendezvous("agree", group, timeout_s) as rendezvous:
-        require_one_plan(rendezvous, plan)
-    return plan
+        return _agreed(rendezvous, lambda: [plan])
 
 
 def load(
@@ -75,16 +73,12 @@ def load(
     """
     # A string is a sequence, too: of its characters.
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+
+    def read() -> list[Plan]:
+        return [Plan.load(one) for one in paths]
+
     with Rendezvous("load", group, timeout_s) as rendezvous:
-        plans: list[Plan] = []
-        error = None
-        if src in (None, rendezvous.rank):
-            try:
-                plans = [Plan.load(one) for one in paths]
-            except UcudnnError as caught:
-                # Sent to all ranks, which raise it together: the others would wait for this one.
-                error = str(caught)
-        return _distribute(rendezvous, plans, error, src)
+        return _agreed(rendezvous, read if src is None else _sending(rendezvous, src, read))
 
 
 def broadcast(
@@ -101,75 +95,80 @@ def broadcast(
     Raises:
         RankError: that rank has none or does not take part, or ranks differ.
     """
+
+    def given() -> list[Plan]:
+        if plan is None:
+            raise PlanError("it has no plan to send")
+        return [plan]
+
     with Rendezvous("broadcast", group, timeout_s) as rendezvous:
-        plans = [plan] if plan is not None and rendezvous.rank == src else []
-        error = "it has no plan to send" if rendezvous.rank == src and not plans else None
-        return _distribute(rendezvous, plans, error, src)
+        return _agreed(rendezvous, _sending(rendezvous, src, given))
 
 
-def _distribute(
-    rendezvous: Rendezvous, plans: list[Plan], error: str | None, src: int | None
-) -> Plan:
-    """The plan for this rank's device, from this rank's plans or those of rank `src`."""
-    if src is not None and src not in rendezvous.ranks:
+def _sending(
+    rendezvous: Rendezvous, src: int, plans: Callable[[], list[Plan]]
+) -> Callable[[], list[Plan] | None]:
+    """A function that gets the plans of rank `src` on every rank; None if that one has none.
+
+    Raises:
+        RankError: there is no such rank.
+    """
+    if src not in rendezvous.ranks:
         raise RankError(f"src must be one of {name_ranks(rendezvous.ranks)}, got {src}")
-    # Where every rank reads for itself there is nothing to send.
-    documents = [plan.to_dict() for plan in plans] if src is not None else []
-    received = rendezvous.exchange("plans", {"error": error, "plans": documents})
-    raise_errors({rank: one["error"] for rank, one in received.items()})
-    if src is not None:
-        plans = [Plan.from_dict(document) for document in received[src]["plans"]]
-    chosen, error = None, None
+
+    def get() -> list[Plan] | None:
+        if rendezvous.rank != src:
+            received: list[Plan] | None = rendezvous.receive("plans", src)
+            return received
+        found = None
+        try:
+            found = plans()
+        finally:
+            rendezvous.send("plans", found)
+        return found
+
+    return get
+
+
+def _agreed(rendezvous: Rendezvous, get: Callable[[], list[Plan] | None]) -> Plan:
+    """The plan for this rank's device, once all ranks have found theirs and are known to agree.
+
+    Raises:
+        RankError: a rank has none, or ranks differ.
+    """
+    sent: dict[str, Any] = {"error": None}
+    plan = None
     try:
-        chosen = _for_this_device(plans)
-    except PlanError as caught:
-        # The other ranks must end, too, rather than wait for this one in the next exchange.
-        error = str(caught)
-    raise_errors(rendezvous.exchange("choices", error))
-    assert chosen is not None
-    require_one_plan(rendezvous, chosen)
-    return chosen
+        plans = get()
+        if plans is not None:
+            plan, kind, software = _for_this_device(plans)
+            sent |= {
+                "kind": str(asdict(kind)),
+                "job": job_facts(software),
+                "team": {**kind_facts(kind, software), **_plan_facts(plan)},
+            }
+    except UcudnnError as caught:
+        # Sent to all ranks, which raise it together: the others would wait for this one.
+        sent["error"] = str(caught)
+    received = rendezvous.exchange("plan", sent)
+    raise_errors({rank: one["error"] for rank, one in received.items()})
+    require_equal_teams(received)
+    assert plan is not None  # else there was an error, on this rank or on the one that sends
+    return plan
 
 
-def _for_this_device(plans: Iterable[Plan]) -> Plan:
+def _for_this_device(plans: Iterable[Plan]) -> tuple[Plan, Device, Software]:
     made_for = []
     # One plan per kind of device: that of this rank is the one made for its kind.
     for plan in plans:
-        device = open_backend(plan.backend).device()
+        device, software = identify(plan.backend)
         if plan.device == device:
-            return plan
+            return plan, device, software
         made_for.append(f"{plan.device}, not for the {device} of this rank")
     raise PlanError(
         f"the plan was made for {'; another for '.join(made_for)}; tune there, or load a plan made "
         f"for that device"
     )
-
-
-def require_one_plan(rendezvous: Rendezvous, plan: Plan) -> None:
-    """Compare plans, versions and devices over the ranks of a rendezvous.
-
-    Raises:
-        RankError: ranks differ.
-    """
-    # A rank with an error takes part in the exchange all the same, or the others would wait for it.
-    error = None
-    try:
-        _for_this_device([plan])
-    except UcudnnError as caught:
-        error = str(caught)
-    backend = open_backend(plan.backend) if error is None else None
-    # Without a backend only what the plan says is known; the error ends the job anyway.
-    kind = backend.device() if backend else plan.device
-    software = backend.software() if backend else plan.software
-    sent = {
-        "error": error,
-        "kind": str(asdict(kind)),
-        "job": job_facts(software),
-        "team": {**kind_facts(kind, software), **_plan_facts(plan)},
-    }
-    received = rendezvous.exchange("plan", sent)
-    raise_errors({rank: one["error"] for rank, one in received.items()})
-    require_equal_teams(received)
 
 
 def job_facts(software: Software) -> dict[str, str]:
