@@ -154,6 +154,8 @@ def test_max_error_excludes_what_is_less_exact(scripted, monkeypatch):
     assert not is_default(tune_problems([("a", NARROW)], Config()), NARROW)
     exact = tune_problems([("a", NARROW)], Config(max_error=1e-5))
     assert is_default(exact, NARROW)
+    with pytest.raises(PlanError, match="within max_error=1e-09; the most exact one has 1e-07"):
+        tune_problems([("a", NARROW)], Config(max_error=1e-9))
 
 
 @pytest.mark.slow

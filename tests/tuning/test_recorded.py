@@ -14,7 +14,7 @@ import ucudnn
 from ucudnn import cache as caches
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError, UnsupportedError
+from ucudnn.errors import ConfigError, PlanError, UnsupportedError, UntunedWarning
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Role, Software
 from ucudnn.plan import Split, Step
 from ucudnn.problem import Problem
@@ -290,3 +290,35 @@ def test_a_recording_with_gaps_is_planned_by_what_was_timed(tmp_path, default_us
     assert sorted(step.size for step in kernel.split(6).steps) == [1, 1, 4]
     assert kernel.timing.time_ns == kernel.predicted_time_ns == 22_000_000
     assert all(kernel.split(n).size == n for n in range(1, 7))
+
+
+@pytest.mark.parametrize("limit", [None, "8MiB"])
+def test_a_kernel_that_was_looked_at_once_is_replayed_by_that_look(tmp_path, limit):
+    """Tuning looks at torch's own convolution of every kernel, and leaves small ones at that."""
+    folder = record(tmp_path, [entry(FPROP, "torch_default", 2300, 1.5, "screened")])
+    (kernel,) = replay(folder, workspace_limit=limit).kernels
+    assert kernel.is_default
+    assert kernel.timing.time_ns == 2_300_000
+    assert all(kernel.covers(batch) for batch in range(1, 9))
+
+
+def test_a_kernel_that_no_part_of_a_pool_fits_is_not_left_out_for_time(tmp_path):
+    folder = record(tmp_path, [entry(FPROP, "torch_default", 2300, 9)])
+    with pytest.warns(UntunedWarning, match="nothing that was recorded of them fits") as said:
+        replay(folder, total_workspace="8MiB", policy="undivided")
+    assert "time" not in str(said[0].message)
+
+
+def test_what_lost_its_race_is_replayed_where_the_winner_does_not_fit(tmp_path):
+    lost = replace(entry(FPROP, "eng0", 900, 1.5, "screened"), lost_to="eng67_k2=20")
+    folder = record(tmp_path, [entry(FPROP, "eng67_k2=20", 800, 10), lost])
+    assert str(replay(folder, workspace_limit="8MiB").split(FPROP)) == "8 eng0"
+
+
+def test_what_was_run_for_its_workspace_alone_is_said_not_to_be_timed(tmp_path):
+    untimed = replace(entry(FPROP, "eng0", 0, 0, "untimed"), workspace_bytes=3 * MIB // 2)
+    folder = record(tmp_path, [entry(FPROP, "eng67_k2=20", 800, 10), untimed])
+    with pytest.raises(PlanError, match=r"eng0, needs 1.5 MiB and was not timed"):
+        replay(folder, workspace_limit="8MiB")
+    with pytest.raises(PlanError, match=r"fits workspace_limit=1 MiB; the smallest needs 1.5 MiB"):
+        replay(folder, workspace_limit="1MiB")

@@ -183,12 +183,9 @@ def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str 
     Nothing is built, so that every batch of a plan can be asked for.
     """
     refusal = backend.slab_refusal if split.axis == "spatial" else backend.refusal
-    if split.axis == "spatial":
-        parts = (part for part, *_ in _parts(problem, split))
-    else:
-        parts = (problem.with_batch(step.size) for step in split.steps)
-    chunks = zip(parts, (step.algorithm for step in split.steps), strict=True)
-    for part, algorithm in dict.fromkeys(chunks):
+    parts = (part for part, *_ in _parts(problem, split))
+    names = (step.algorithm for step in split.steps)
+    for part, algorithm in dict.fromkeys(zip(parts, names, strict=True)):
         reason = refusal(part, algorithm) if part else None
         if reason is not None:
             return f"{algorithm} does not compute {part}: {reason}"

@@ -30,21 +30,31 @@ class Progress:
     budget_s: float | None = None
 
 
-def warn_of_untuned(left_out: int, total: int, budget_s: float | None) -> None:
+def warn_of_untuned(
+    left_out: int, total: int, budget_s: float | None, is_recorded: bool = False
+) -> None:
     """Warn of kernels that are not in the plan, if there are any.
 
     Args:
         left_out: number of these kernels.
         total: kernels in all.
         budget_s: the time budget in seconds, None without one.
+        is_recorded: a recording was replayed, which takes no time.
     """
     if not left_out:
         return
+    said = f"{left_out} of {total} kernels are not in the plan: "
+    if is_recorded:
+        warn(
+            f"{said}nothing that was recorded of them fits, and torch's own convolution serves "
+            f"them; raise the limit, or measure more on the device",
+            UntunedWarning,
+        )
+        return
     budget = "" if budget_s is None else f" of {budget_s:g} s"
     warn(
-        f"{left_out} of {total} kernels are not in the plan: "
-        f"the time budget{budget} was over before they had a plan, and torch's own convolution, "
-        f"which serves the others, was not run yet or exceeds a workspace limit; give "
+        f"{said}the time budget{budget} was over before they had a plan, and torch's own "
+        f"convolution, which serves the others, was not run yet or exceeds a workspace limit; give "
         f"a larger time_budget_s, or tune again, which goes on from what is in the cache",
         UntunedWarning,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError
 from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
+    from ucudnn.config import Config
     from ucudnn.measurement import Measurement
     from ucudnn.problem import Problem
     from ucudnn.tuning.sources import AbstractSource, Evidence
@@ -22,26 +23,27 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
         evidence: the measurements of what was tried.
         call_overhead_bytes: measured workspace of a whole call minus that of its largest chunk.
     """
-    problem, config, smallest = source.kernel.problem, source.config, _smallest(source, evidence)
-    if config.deterministic and not ran(evidence.everything, deterministic=True):
-        return PlanError(
-            f"no deterministic algorithm computes {problem}; on a GPU "
-            f"torch.use_deterministic_algorithms(True) makes torch's own convolution one"
-        )
+    problem, config = source.kernel.problem, source.config
+    smallest, limit = _smallest(source, evidence), source.bounds.limit
     if smallest is None:
-        return _nothing_ran(problem, evidence)
+        return _nothing_allowed(problem, config, evidence)
     least, what = smallest
     # A limit that suffices must hold the whole call, not only its largest chunk.
     least += call_overhead_bytes
+    if limit is None or least <= limit:
+        return PlanError(
+            f"no plan for {problem} can be made of what was measured: {what}, needs "
+            f"{format_bytes(least)} and was not timed; tune on the device with these settings"
+        )
     more = "" if config.policy == "all" else " or allow more sizes by policy"
     # What the budget leaves a kernel is not a limit of the user's: the caller, who knows what else
     # is allocated then, says what to raise.
     if config.memory_budget is not None and source.bounds.limit != config.limit_bytes:
         return PlanError(f"its smallest plan needs {format_bytes(least)} ({what})", least)
-    limit, total, calls = source.bounds.limit, config.total_bytes, len(source.kernel.layers)
+    total, calls = config.total_bytes, len(source.kernel.layers)
     if total is None or limit == config.limit_bytes:
         return PlanError(
-            f"no plan for {problem} fits workspace_limit={format_bytes(limit or 0)}; the smallest "
+            f"no plan for {problem} fits workspace_limit={format_bytes(limit)}; the smallest "
             f"needs {format_bytes(least)} ({what}); raise the limit{more}",
             least,
         )
@@ -53,7 +55,18 @@ def nothing_fits(source: AbstractSource, evidence: Evidence, call_overhead_bytes
     )
 
 
-def _nothing_ran(problem: Problem, evidence: Evidence) -> PlanError:
+def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> PlanError:
+    ran = list(filter(_ran, evidence.everything))
+    if config.deterministic and ran and not any(one.is_deterministic for one in ran):
+        return PlanError(
+            f"no deterministic algorithm computes {problem}; on a GPU "
+            f"torch.use_deterministic_algorithms(True) makes torch's own convolution one"
+        )
+    if ran and not any(_is_exact(one, config) for one in ran):
+        return PlanError(
+            f"no algorithm computes {problem} within max_error={config.max_error}; the most exact "
+            f"one has {min(one.error or 0.0 for one in ran):.2g}"
+        )
     failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
     # What ran out of memory is no entry.
     if failed or not evidence.everything:
@@ -65,28 +78,27 @@ def _nothing_ran(problem: Problem, evidence: Evidence) -> PlanError:
     )
 
 
-def ran(entries: Iterable[Measurement], deterministic: bool) -> list[Measurement]:
-    """Measurements with a workspace, timed or not.
-
-    Args:
-        entries: of one kernel.
-        deterministic: only those whose result never varies.
-    """
+def _ran(entry: Measurement) -> bool:
     # A candidate over the limit is run once for its workspace, and not timed. It may be the one
     # that a higher limit allows.
-    return [
-        entry
-        for entry in entries
-        if entry.workspace_bytes is not None
-        and entry.status != "failed"
-        and (entry.is_deterministic or not deterministic)
-    ]
+    return entry.workspace_bytes is not None and entry.status != "failed"
+
+
+def _is_exact(entry: Measurement, config: Config) -> bool:
+    return config.max_error is None or (entry.error or 0.0) <= config.max_error
 
 
 def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | None:
     """The least workspace in bytes of any split, and its description; None where nothing ran."""
-    deterministic = bool(source.config.deterministic)
-    known = (ran(entries, deterministic) for entries in evidence.known)
+    config = source.config
+    known = (
+        [
+            one
+            for one in filter(_ran, entries)
+            if _is_exact(one, config) and (one.is_deterministic or not config.deterministic)
+        ]
+        for entries in evidence.known
+    )
     # Slabs may fit where no micro-batch does, as at batch 1.
     found = (table.smallest() for table in source.tables(known, limit=None))
     return min(filter(None, found), default=None, key=_least_bytes)

@@ -192,7 +192,8 @@ class TuningScheduler:
             self.devices.close()
         self._report("")
         self.results.judge_over_limit()
-        warn_of_untuned(len(self.results.left_out), len(self._layers), self._budget.seconds)
+        left_out, is_recorded = len(self.results.left_out), self.devices.is_recorded
+        warn_of_untuned(left_out, len(self._layers), self._budget.seconds, is_recorded)
 
     @property
     def budget_s(self) -> float | None:

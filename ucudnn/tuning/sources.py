@@ -287,7 +287,16 @@ class ReplayedSource(AbstractSource):
             # differs.
             raise miss(self.session, self.kernel.problem)
         usable = tuple(tuple(filter(self._is_usable, entries)) for entries in known)
+        if not self._has_split(usable):
+            # Tuning left this kernel after a first look: what was timed once is all there is.
+            usable = tuple(tuple(filter(self._is_timed, entries)) for entries in known)
         return Evidence(usable, known)
+
+    def _has_split(self, measurements: Iterable[Sequence[Measurement]]) -> bool:
+        """True if chunks of some cut add up to a split within the limit."""
+        limit = self.bounds.chunk_limit
+        found = filter(None, (table.smallest() for table in self.tables(measurements, limit)))
+        return any(limit is None or least <= limit for least, _ in found)
 
     def _recalled(self, cut: Cut) -> tuple[Measurement, ...]:
         found = recall(self.session, cut.axis, cut.sizes)
@@ -295,7 +304,10 @@ class ReplayedSource(AbstractSource):
         return tuple(entry for entry in found if entry.adds_bias == cut.adds_bias)
 
     def _is_usable(self, entry: Measurement) -> bool:
-        if entry.status != "ok" or (self.config.deterministic and not entry.is_deterministic):
+        return entry.status == "ok" and self._is_timed(entry)
+
+    def _is_timed(self, entry: Measurement) -> bool:
+        if entry.time_ns is None or (self.config.deterministic and not entry.is_deterministic):
             return False
         most = self.config.max_error
         # Recordings made by other means may lack errors; one that is not known excludes nothing.
