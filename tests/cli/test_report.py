@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import random
@@ -17,15 +18,17 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Origin, Software
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.races import Curve, LayoutRace, StepMemory, StepRace
+from ucudnn.races import LayoutRace, StepMemory, StepRace
 from ucudnn.reports.html import report, write_report
 from ucudnn.reports.rationale import Alternative, Rationale
-from ucudnn.reports.rows import plan_csv
+from ucudnn.reports.text import plan_csv
 from ucudnn.split import Split, Step
 from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.rationale import rationales
 
 EVIL = "<script>alert(1)</script>"
+# Clears a screen, sets a title, begins a sequence in 8 bits, deletes, shows text backwards.
+CONTROLS = "\x1b[2J\x1b]0;title\x07\x9b31m\x7f\u202egnp"
 MS = 1_000_000
 
 
@@ -308,6 +311,8 @@ def test_the_page_loads_nothing(drawn, mixed):
     page = drawn(mixed)
     assert page.loaded == []
     assert sum(len(script) > 1e6 for script in page.scripts) == 1
+    # plotly's own text, a call of it for each figure, and its setting
+    assert all("Plotly" in script for script in page.scripts)
     for _, _, settings in page.figures.values():
         # plotly's button that uploads a figure
         assert settings["showSendToCloud"] is False
@@ -339,6 +344,34 @@ def test_names_are_text_not_markup(drawn):
         shown = [layout["yaxis"].get("ticktext", []), *(one.get("hovertext", []) for one in data)]
         shown.append([one["name"] for one in data])
         assert not [text for texts in shown for text in texts if "<script" in text]
+
+
+def test_control_characters_of_a_plan_file_reach_no_page_and_no_terminal(drawn, ucudnn, tmp_path):
+    name = f"layer{CONTROLS}"
+    hostile = plan_of(kernel(layers=(name,), algorithms=(f"fft{CONTROLS}",), notes=(name,)))
+    hostile = replace(hostile, origin=Origin(model=name, inputs=(name,), made=name))
+    hostile = replace(hostile, device=replace(hostile.device, name=name))
+    hostile.save(tmp_path / "plan.json")
+    assert drawn(hostile).cells("kernels")[0]["layers"] == (
+        r"layer\x1b[2J\x1b]0;title\x07\x9b31m\x7f\u202egnp"
+    )
+    # plotly's own script has tabs and line ends
+    assert not set(CONTROLS[:1] + "\x07\x9b\x7f\u202e") & set(report(hostile))
+    for words in ([], ["--kernel", "0"], ["--csv"], ["--markdown"]):
+        done = ucudnn("show", tmp_path / "plan.json", *words)
+        assert done.status == 0, done.err
+        assert r"\x1b" in done.out
+        assert all(one.isprintable() or one == "\n" for one in done.out + done.err), words
+    done = ucudnn("compare", tmp_path / "plan.json", tmp_path / "plan.json")
+    assert all(one.isprintable() or one == "\n" for one in done.out + done.err)
+
+
+def test_no_cell_of_the_csv_is_a_formula(mixed):
+    for name in ('=HYPERLINK("http://x")', "+1", "-1", "@sum"):
+        one = replace(mixed.kernels[0], layers=(name,))
+        (row,) = csv.DictReader(plan_csv(replace(mixed, kernels=(one,))).splitlines())
+        assert row["layers"] == f"'{name}"
+        assert row["default_ns"] == "30000000"
 
 
 @pytest.mark.parametrize("count", [0, 1, 200])
@@ -406,32 +439,12 @@ def test_half_a_character_in_a_name_is_written(drawn, tmp_path):
     assert "All kernels" in (tmp_path / "report.html").read_text()
 
 
-def test_the_curve_is_drawn_beside_what_was_timed(drawn):
-    plan = plan_of(kernel(layers=("a", "b")))
-    assert "Curve" not in drawn(plan).figures
-    curve = Curve(((1 << 20, 50 * MS), (4 << 20, 30 * MS)))
-    figure = drawn(replace(plan, curve=curve)).figures["Curve"]
-    line = trace(figure, "least predicted time")
-    # up to torch's own workspace, which is larger than that of any point
-    assert line["x"] == [1 << 20, 4 << 20, 24 << 20]
-    assert line["y"] == [0.05, 0.03, 0.03]
-    assert line["line"]["shape"] == "hv"
-    assert trace(figure, "this plan, timed")["x"] == [3 << 20]
-    assert trace(figure, "torch's own, timed")["y"] == [0.06]
-    assert figure[1]["xaxis"]["title"]["text"] == "workspace of each kernel"
-
-
-def test_the_curve_over_the_memory_of_a_step(drawn):
+def test_the_memory_that_a_budget_leaves_each_kernel(drawn):
     memory = StepMemory(80 << 20, 4 << 20, 0, 0, 1 << 20, 60 << 20, 90 << 20, 70 << 20)
-    curve = Curve(((0, 9 * MS),), ((64 << 20, 9 * MS), (70 << 20, 8 * MS)))
-    page = drawn(replace(plan_of(kernel(live_bytes=62 << 20)), curve=curve, memory=memory))
+    page = drawn(replace(plan_of(kernel(live_bytes=62 << 20)), memory=memory))
     # 80 MiB less what is live
     left = trace(page.figures["Workspaces"], "left by the memory budget")
     assert (left["x"], left["y"]) == ([18 << 20], [0])
-    figure = page.figures["Curve"]
-    assert trace(figure, "least predicted time")["x"] == [64 << 20, 70 << 20, 90 << 20]
-    assert trace(figure, "this plan, timed")["x"] == [70 << 20]
-    assert trace(figure, "torch's own, timed")["x"] == [90 << 20]
     facts = dict(zip(page.facts[::2], page.facts[1::2], strict=True))
     assert facts["memory budget"] == "80 MiB"
     assert page.text.count("of which workspace is 33%") == 1
@@ -455,12 +468,11 @@ def test_what_a_plan_lacks_is_said_with_the_way_to_get_it(drawn, mixed):
     full = replace(
         mixed,
         memory=memory,
-        curve=Curve(((1 << 20, 50 * MS),)),
         layout_race=LayoutRace(reason="it has no tensors of four or five axes"),
     )
     known = [Rationale(front=((0, 9 * MS),))] * 4
     complete = Page(report(full, known)).text
-    for remedy in ("--memory-budget 8GiB", "--curve", "--layout auto", "--cache FOLDER"):
+    for remedy in ("--memory-budget 8GiB", "--layout auto", "--cache FOLDER"):
         assert remedy in lacking
         assert remedy not in complete
 
@@ -501,7 +513,8 @@ def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
     )
     first = Rationale(((0, 40 * MS), (2 << 20, 15 * MS)), rejected, Timing(25 * MS, 0, 1 << 20, 3))
     page = Page(report(mixed, [first, *[Rationale()] * 3]))
-    figure = page.figures["Fronts"]
+    data, layout, _ = page.figures["Fronts"]
+    figure = ([one for one in data if one["visible"]], layout)
     front = trace(figure, "front, predicted")
     assert front["y"] == [0.040, 0.015, 0.015]
     assert front["x"][1] == 2 << 20
@@ -517,6 +530,24 @@ def test_the_front_of_a_kernel_with_what_was_rejected(drawn, mixed):
     assert [row["split"] for row in rows] == ["2x16 onednn", "32 fast", "32 slow", "32 broken"]
     assert [row["time"] for row in rows] == ["20.0 ms", "~9.00 ms", "1.00 s", "-"]
     assert [row["why not"] for row in rows] == ["the plan", *(one.reason for one in rejected)]
+
+
+def test_every_kernel_can_be_chosen_and_is_drawn_alone(drawn, mixed):
+    data, layout, _ = drawn(mixed).figures["Fronts"]
+    (menu,) = layout["updatemenus"]
+    assert [one["label"].split()[0] for one in menu["buttons"]] == ["0", "1", "2", "3"]
+    seen = []
+    for button, one in zip(menu["buttons"], mixed.kernels, strict=True):
+        shown, axes = button["args"]
+        chosen = [number for number, visible in enumerate(shown["visible"]) if visible]
+        seen += chosen
+        points = {data[number]["name"].split(",")[0]: data[number]["y"] for number in chosen}
+        assert points["plan"] == [one.timing.time_ns / 1e9]
+        assert ("torch's default" in points) == (one.default is not None)
+        assert axes["yaxis.range"][1] > points["plan"][0]
+        assert axes["xaxis.range"] != [] != axes["xaxis.tickvals"]
+    assert seen == list(range(len(data)))
+    assert menu["buttons"][0]["args"][0]["visible"] == [one["visible"] for one in data]
 
 
 def test_no_note_is_repeated(drawn):

@@ -13,6 +13,9 @@ from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from ucudnn.system.markup import printable
 
 # See `main`; 130 is what shells report for a process that SIGINT (2) has ended: 128 + 2.
 SAYS_NO, USAGE, ENVIRONMENT, CRASHED, INTERRUPTED = 1, 2, 3, 4, 130
@@ -32,8 +35,17 @@ def _width() -> int | None:
     return None if is_pipe and sys.stderr.isatty() else 160
 
 
-out = Console(width=_width(), **_PLAIN)
-err = Console(stderr=True, **_PLAIN)
+class _Printer(Console):
+    """Prints names as they are written, whatever terminals would do with their characters."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Called for everything that is printed, cells of tables included."""
+        lines = "\n".join(map(printable, text.split("\n")))
+        return super().render_str(lines, **options)
+
+
+out = _Printer(width=_width(), **_PLAIN)
+err = _Printer(stderr=True, **_PLAIN)
 # Seconds between two lines of progress where there is no terminal; CI systems end jobs that are
 # silent for minutes.
 _LINE_S = 10.0
@@ -67,7 +79,7 @@ class _LogHandler(logging.Handler):
 def say(line: str) -> None:
     """Print a line without markup."""
     # With `soft_wrap` the terminal breaks lines, so that a sentence can be copied whole.
-    out.print(line, soft_wrap=True)
+    out.print(printable(line), soft_wrap=True)
 
 
 def say_error(line: str) -> None:

@@ -61,7 +61,7 @@ def show(
         _show_curve(loaded, as_json)
         return
     if any(forms[:3]):
-        from ucudnn.reports.rows import plan_csv, plan_document, plan_markdown
+        from ucudnn.reports.text import plan_csv, plan_document, plan_markdown
 
         # Not through rich, which breaks long lines.
         if as_json:

@@ -1,6 +1,7 @@
-"""Charts of the kernels of a plan, in plotly's terms, as plain values.
+"""Charts of a plan, in plotly's terms, as plain values.
 
-Every number is from the plan, and a predicted time is never drawn like a measured one.
+Every number is from the plan or from the measurements that are handed in, and a predicted time is
+never drawn like a measured one.
 """
 
 from __future__ import annotations
@@ -8,45 +9,66 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import partial
 from html import escape
-from itertools import groupby
+from itertools import accumulate, groupby, product
 from math import ceil, floor, log2, log10
 from typing import Any, NamedTuple
 
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
-from ucudnn.races import Curve
-from ucudnn.reports.curve import curve_traces
+from ucudnn.reports.rationale import Rationale
 from ucudnn.reports.text import counted
+from ucudnn.system.markup import printable
 from ucudnn.units import format_bytes, format_ns
 
-# What a mark stands for: the kernel, and its timing under the default or the plan.
-Timed = Sequence[tuple["Row", Timing]]
-
-COLORS = {"default": "#c4c4c4", "plan": "#64a9e0", "limit": "#d55e00"}
-# For a light page and a dark one: the page decides about the colour of text.
-GRID = {"gridcolor": "rgba(128,128,128,.25)", "zeroline": False}
-HOVER = {"align": "left", "bgcolor": "white", "font": {"color": "#111"}}
-ABOVE = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
+_COLORS = {
+    "default": "#c4c4c4",
+    "plan": "#64a9e0",
+    "limit": "#d55e00",
+    "live": "#a8a8a8",
+    "peak": "#8c8c8c",
+}
+_COLOR_BY_OP = {"fprop": "#56b4e9", "dgrad": "#e69f00", "wgrad": "#009e73"}
 # Grey for torch's default, then Okabe and Ito's, which colour-blind people can tell apart.
 _PALETTE = ("#c4c4c4", *("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00"))
 _PATTERNS = ("", "/", ".", "x", "-", "|", "+", "\\")
-_MOST_SEGMENTS = 16  # a run of more like chunks is one segment: their borders would hide them
+# For a light page and a dark one: the page decides about the colour of text.
+_GRID = {"gridcolor": "rgba(128,128,128,.25)", "zeroline": False}
+_HOVER = {"align": "left", "bgcolor": "white", "font": {"color": "#111"}}
+_ABOVE = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
+_SECONDS = {"tickformat": "~s", "ticksuffix": "s"}
 _BAR = {"type": "bar", "orientation": "h", "textposition": "inside", "textangle": 0}
-plain = partial(escape, quote=False)  # plotly reads some HTML, but shows &quot; as it is
+_MOST_SEGMENTS = 16  # a run of more like chunks is one segment: their borders would hide them
 _SIGNATURE = re.compile(r"conv\dd\((.*)\) at batch \d+")
+# Symbol and colour of each series of marks beside a front, in the order of the legend.
+_LOOKS = {
+    "rejected": ("circle", "#e69f00"),
+    "torch in channels_last": ("square", "#009e73"),
+    "torch's default": ("circle", "#8c8c8c"),
+    "plan": ("diamond", "#0072b2"),
+}
+# A front goes on beyond the largest workspace of its chart by this factor.
+_BEYOND = 4
+# What takes so many times as long as the plan and torch's default would leave others no room.
+_MOST_TIMES = 3
 
 
 class Row(NamedTuple):
-    """One kernel: its position in charts, from the top; its number, name, and name for plotly."""
+    """One kernel: its row in charts, from the top; its number and name; what it is."""
 
     place: int
     number: int
     name: str
-    label: str
     kernel: KernelPlan
-    split: Split
-    calls: int
+
+    @property
+    def calls(self) -> int:
+        """Calls in a step."""
+        return len(self.kernel.layers)
+
+    @property
+    def split(self) -> Split:
+        """The split of the largest planned batch."""
+        return self.kernel.split(self.kernel.problem.batch)
 
 
 class Chart(NamedTuple):
@@ -58,11 +80,19 @@ class Chart(NamedTuple):
     layout: dict[str, Any]
 
 
+# What a mark stands for: the kernel, and its timing under the default or the plan.
+_Timed = Sequence[tuple[Row, Timing]]
+
+
+def plain(text: str) -> str:
+    """Text for plotly, which reads some HTML, but shows &quot; as it is."""
+    return escape(printable(text), quote=False)
+
+
 def charts(plan: Plan) -> tuple[Chart, ...]:
-    """Charts of times, workspaces and splits of the kernels, and of the curve of a plan."""
+    """Charts of times, workspaces and splits of the kernels, and of the memory of a step."""
     rows = rows_of(plan)
-    drawn = [_times(rows), _workspaces(rows, plan), *_splits(rows)]
-    return tuple(drawn if plan.curve is None else [*drawn, _curve(plan, plan.curve)])
+    return (_times(rows), _workspaces(rows, plan), *_splits(rows), *_timeline(plan))
 
 
 def rows_of(plan: Plan) -> list[Row]:
@@ -71,16 +101,14 @@ def rows_of(plan: Plan) -> list[Row]:
     # False sorts before True; the longest time comes first.
     def order(numbered: tuple[int, KernelPlan]) -> tuple[bool, int]:
         kernel = numbered[1]
-        calls, timing = len(kernel.layers), kernel.default or kernel.timing
-        return kernel.default is None, -calls * timing.time_ns
+        timing = kernel.default or kernel.timing
+        return kernel.default is None, -len(kernel.layers) * timing.time_ns
 
-    rows = []
     names = short_names(plan)
-    for place, (index, kernel) in enumerate(sorted(enumerate(plan.kernels), key=order)):
-        split = kernel.split(kernel.problem.batch)
-        name = f"{index}  {names[index]}{' slabs' if split.axis == 'spatial' else ''}"
-        rows.append(Row(place, index, name, plain(name), kernel, split, len(kernel.layers)))
-    return rows
+    return [
+        Row(place, number, f"{number}  {names[number]}", kernel)
+        for place, (number, kernel) in enumerate(sorted(enumerate(plan.kernels), key=order))
+    ]
 
 
 def short_names(plan: Plan) -> list[str]:
@@ -89,11 +117,12 @@ def short_names(plan: Plan) -> list[str]:
     return [
         _SIGNATURE.sub(lambda found: found.group(1).replace(",", ""), str(kernel.problem))
         + (f" N={kernel.problem.batch}" if several else "")
+        + (" slabs" if kernel.split(kernel.problem.batch).axis == "spatial" else "")
         for kernel in plan.kernels
     ]
 
 
-def _arms(rows: Sequence[Row]) -> Iterator[tuple[str, bool, Timed]]:
+def _arms(rows: Sequence[Row]) -> Iterator[tuple[str, bool, _Timed]]:
     """Default and plan, measured times apart from predicted ones; empty series are omitted."""
     defaults = [(row, row.kernel.default) for row in rows if row.kernel.default]
     plans = [(row, row.kernel.timing) for row in rows]
@@ -112,11 +141,10 @@ def _times(rows: Sequence[Row]) -> Chart:
     )
     if any(predicted for _, predicted, _ in _arms(rows)):
         caption += " Hatched and marked ~: predicted from parts, never run as a whole."
-    axis = {"tickformat": "~s", "ticksuffix": "s"}
-    return Chart("Times", caption, traces, _layout(rows, 36, axis) | {"barmode": "group"})
+    return Chart("Times", caption, traces, _by_row(rows, 36, _SECONDS) | {"barmode": "group"})
 
 
-def _bars(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
+def _bars(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
     seconds = [timing.time_ns * row.calls / 1e9 for row, timing in timed]
     trace = {**_BAR, **_series(arm, predicted, timed), "x": seconds, "offsetgroup": arm}
     # A text that its bar is too short for stands beside it.
@@ -124,21 +152,16 @@ def _bars(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
     said = "~{} predicted" if predicted else "{}"
     trace["text"] = [said.format(format_ns(timing.time_ns * row.calls)) for row, timing in timed]
     if predicted:
-        pattern = {
-            "shape": "/",
-            "fgcolor": COLORS[arm],
-            "bgcolor": "rgba(0,0,0,0)",
-            "solidity": 0.15,
-        }
-        return {**trace, "marker": {**trace["marker"], "pattern": pattern}}
+        pattern = {"shape": "/", "fgcolor": _COLORS[arm], "bgcolor": "rgba(0,0,0,0)"}
+        return {**trace, "marker": {**trace["marker"], "pattern": {**pattern, "solidity": 0.15}}}
     # Half, so that a whisker is as long as the range.
     spreads = [timing.spread_ns * row.calls / 2e9 for row, timing in timed]
-    # no time is below zero, however wide the spread
+    # No time is below zero, however wide the spread.
     whiskers = {"array": spreads, "arrayminus": [*map(min, spreads, seconds)], "symmetric": False}
     return {**trace, "error_x": {**whiskers, "type": "data", "thickness": 1, "color": "#777"}}
 
 
-def _series(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
+def _series(arm: str, predicted: bool, timed: _Timed) -> dict[str, Any]:
     """Common settings of the marks of one series in a chart."""
     named = "torch's default" if arm == "default" else "plan"
     return {
@@ -146,7 +169,7 @@ def _series(arm: str, predicted: bool, timed: Timed) -> dict[str, Any]:
         "y": [row.place for row, _ in timed],
         "hovertext": [_details(row, timing, arm) for row, timing in timed],
         "hoverinfo": "text",
-        "marker": {"color": COLORS[arm], "line": {"color": "#555", "width": 1 + predicted}},
+        "marker": {"color": _COLORS[arm], "line": {"color": "#555", "width": 1 + predicted}},
     }
 
 
@@ -171,42 +194,42 @@ def _details(row: Row, timing: Timing, arm: str) -> str:
     return "<br>".join([f"<b>{row.number}  {plain(str(row.kernel.problem))}</b>", *wrapped])
 
 
-def _left_by_budget(rows: Sequence[Row], left: Sequence[int], zero: float) -> dict[str, Any]:
-    mark = {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": COLORS["limit"]}}
-    at = {"x": [size or zero for size in left], "y": [row.place for row in rows]}
-    name = "left by the memory budget"
-    return {"type": "scatter", "mode": "markers", "name": name, **at, "marker": mark}
-
-
 def _workspaces(rows: Sequence[Row], plan: Plan) -> Chart:
     arms, limit = list(_arms(rows)), plan.config.limit_bytes
     sizes = [timing.workspace_bytes for _, _, timed in arms for _, timing in timed]
     left = [] if plan.memory is None else [plan.limit_bytes(row.kernel) or 0 for row in rows]
-    axis, zero = byte_axis([*sizes, *left, *([] if limit is None else [limit])])
+    axis, zero = _byte_axis([*sizes, *left, *([] if limit is None else [limit])])
     traces = [_dots(*arm, zero) for arm in arms]
     if limit is not None:
-        ends = {"x": [limit or zero] * 2, "y": [-0.5, len(rows) - 0.5]}
-        name, line = (
-            f"workspace limit {format_bytes(limit)}",
-            {"color": COLORS["limit"], "dash": "dash"},
-        )
-        traces.append({"type": "scatter", "mode": "lines", "name": name, **ends, "line": line})
+        ends = [limit or zero] * 2, [-0.5, len(rows) - 0.5]
+        traces.append(_limit(f"workspace limit {format_bytes(limit)}", *ends))
     if left:
-        traces.append(_left_by_budget(rows, left, zero))
+        mark = {"symbol": "line-ns", "size": 14, "line": {"width": 2, "color": _COLORS["limit"]}}
+        at = {"x": [size or zero for size in left], "y": [row.place for row in rows]}
+        name = "left by the memory budget"
+        traces.append({"type": "scatter", "mode": "markers", "name": name, **at, "marker": mark})
     caption = "Workspace of one call, on a logarithmic axis; 0 B stands at its left end."
-    return Chart("Workspaces", caption, traces, _layout(rows, 20, axis))
+    return Chart("Workspaces", caption, traces, _by_row(rows, 20, axis))
 
 
-def _dots(arm: str, predicted: bool, timed: Timed, zero: float) -> dict[str, Any]:
+def _dots(arm: str, predicted: bool, timed: _Timed, zero: float) -> dict[str, Any]:
     trace = {"type": "scatter", "mode": "markers", **_series(arm, predicted, timed)}
     trace["x"] = [timing.workspace_bytes or zero for _, timing in timed]
-    # the default's dot is larger, so that it is seen behind an equal one of the plan
+    # The default's dot is larger, so that it is seen behind an equal one of the plan.
     symbol, size = ("circle", 14) if arm == "default" else ("diamond", 8)
     trace["marker"] |= {"symbol": symbol + "-open" * predicted, "size": size}
     return trace
 
 
-def byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
+def _limit(
+    name: str, x: Sequence[float], y: Sequence[float], color: str = _COLORS["limit"]
+) -> dict[str, Any]:
+    line = {"color": color, "dash": "dash"}
+    at = {"x": [*x], "y": [*y], "hoverinfo": "skip"}
+    return {"type": "scatter", "mode": "lines", "name": name, **at, "line": line}
+
+
+def _byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     """A logarithmic axis with ticks at powers of two, and where zero is drawn on it."""
     positive = [size for size in sizes if size] or [1]
     low, high = floor(log2(min(positive))), ceil(log2(max(positive)))
@@ -219,46 +242,6 @@ def byte_axis(sizes: Sequence[int]) -> tuple[dict[str, Any], float]:
     ends = [log10(min(ticks)) - 0.15, log10(2**high) + 0.3]
     axis = {"type": "log", "range": ends}
     return {**axis, "tickvals": list(ticks), "ticktext": list(ticks.values())}, zero
-
-
-def _curve(plan: Plan, curve: Curve) -> Chart:
-    traces = curve_traces(plan, curve)
-    sizes = [size for trace in traces for size in trace["x"]]
-    what = "memory of the whole step" if curve.by_peak else "workspace of each kernel"
-    caption = (
-        f"Least time of all convolutions of a step over the {what}: predicted, from chunks that "
-        "were timed one by one. The marks are whole calls."
-    )
-    ticks = linear_ticks(max(sizes), min(sizes))
-    xaxis = {"title": {"text": what}, "tickvals": ticks, "ticktext": [*map(format_bytes, ticks)]}
-    # Not from zero: what is live all along would be most of the chart.
-    room = (max(sizes) - min(sizes)) * 0.05 or 1
-    xaxis["range"] = [min(sizes) - room, max(sizes) + room]
-    yaxis = {
-        "title": {"text": "time"},
-        "tickformat": "~s",
-        "ticksuffix": "s",
-        "rangemode": "tozero",
-    }
-    return Chart(
-        "Curve",
-        caption,
-        traces,
-        {
-            "height": 420,
-            "margin": {"l": 70, "r": 20, "t": 50, "b": 50},
-            "legend": ABOVE,
-            "hoverlabel": HOVER,
-            "xaxis": {**GRID, **xaxis},
-            "yaxis": {**GRID, **yaxis},
-        },
-    )
-
-
-def linear_ticks(most: int, least: int = 0) -> list[int]:
-    """About ten multiples of a power of two between two numbers of bytes."""
-    step = 2 ** max(0, ceil(log2(max(most - least, 10) / 10)))
-    return list(range(least // step * step, most + step, step))
 
 
 def _splits(every: Sequence[Row]) -> Iterator[Chart]:
@@ -276,14 +259,13 @@ def _splits(every: Sequence[Row]) -> Iterator[Chart]:
     caption = (
         "Chunks of one call at the planned batch, from first to last, coloured by algorithm. The "
         "number is a chunk's size: samples; of slabs, rows (in 3-D planes) of the result, for "
-        "wgrad of the incoming gradient; where these are of some samples at a time, those of the "
-        "first samples. 256x1: so many like chunks."
+        "wgrad of the incoming gradient. 256x1: so many like chunks."
     )
     if len(kept) < len(every):
         others = counted(len(every) - len(kept), "other kernel")
         caption += f" Not drawn: {others} by torch's own convolution, undivided."
     axis = {"range": [0, 1], "tickformat": ".0%"}
-    yield Chart("Splits", caption, traces, _layout(rows, 24, axis) | {"barmode": "overlay"})
+    yield Chart("Splits", caption, traces, _by_row(rows, 24, axis) | {"barmode": "overlay"})
 
 
 def _segments(row: Row) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -309,21 +291,249 @@ def _stripe(algorithm: str, segments: list[dict[str, Any]], number: int) -> dict
     look = {"color": _PALETTE[color], "pattern": pattern, "line": {"color": "white", "width": 1}}
     hover = {"hovertemplate": "%{customdata}<br>%{fullData.name}<extra></extra>"}
     drawn = {field: [segment[field] for segment in segments] for field in segments[0]}
-    # a width of its own for each algorithm would follow how far apart its rows are
+    # A width of its own for each algorithm would follow how far apart its rows are.
     name = {"name": plain(algorithm), "showlegend": True, "width": 0.8}
     return {**_BAR, **hover, **drawn, **name, "marker": look, "insidetextanchor": "middle"}
 
 
-def _layout(rows: Sequence[Row], row_pixels: int, xaxis: dict[str, Any]) -> dict[str, Any]:
-    """Rows below each other, the first on top; the legend above them."""
-    places = {"tickvals": [row.place for row in rows], "ticktext": [row.label for row in rows]}
+def _by_row(rows: Sequence[Row], row_pixels: int, xaxis: dict[str, Any]) -> dict[str, Any]:
+    """Layout with rows below each other, the first on top; the legend above them."""
+    places = {
+        "tickvals": [row.place for row in rows],
+        "ticktext": [plain(row.name) for row in rows],
+    }
     first_on_top = {"range": [len(rows) - 0.5, -0.5], "automargin": True, "ticks": "outside"}
     return {
         "height": 100 + row_pixels * len(rows),
         "margin": {"l": 20, "r": 20, "t": 40, "b": 20},
-        "legend": {**ABOVE, "xref": "container", "yref": "container", "yanchor": "top"},
+        "legend": {**_ABOVE, "xref": "container", "yref": "container", "yanchor": "top"},
         # At the top: with many rows the chart is in a box that scrolls.
-        "xaxis": {**GRID, "side": "top", "automargin": True, "tickangle": 0, **xaxis},
-        "yaxis": {**GRID, **places, **first_on_top, "tickfont": {"size": 11}},
-        "hoverlabel": HOVER,
+        "xaxis": {**_GRID, "side": "top", "automargin": True, "tickangle": 0, **xaxis},
+        "yaxis": {**_GRID, **places, **first_on_top, "tickfont": {"size": 11}},
+        "hoverlabel": _HOVER,
+    }
+
+
+def _over(xaxis: dict[str, Any], yaxis: dict[str, Any]) -> dict[str, Any]:
+    """Layout of one quantity over another."""
+    return {
+        "height": 420,
+        "margin": {"l": 80, "r": 20, "t": 50, "b": 50},
+        "legend": _ABOVE,
+        "hoverlabel": _HOVER,
+        # Without ticks the first label would touch that of the other axis.
+        "xaxis": {**_GRID, "ticks": "outside", "ticklen": 6, **xaxis},
+        "yaxis": {**_GRID, **yaxis},
+    }
+
+
+class _Call(NamedTuple):
+    """A convolution of a step, with the time of all before it, and what is live beside it."""
+
+    number: int
+    kernel: KernelPlan
+    begin_ns: int
+    live_bytes: int
+
+
+def _calls(plan: Plan) -> list[_Call]:
+    """The convolutions of a step in their order; empty where the plan has no memory budget."""
+    known = [] if plan.memory is None else plan.memory.calls
+    # A plan file may name kernels that it does not have.
+    chosen = [
+        (index, plan.kernels[index], live) for index, live in known if index < len(plan.kernels)
+    ]
+    ends = accumulate(kernel.timing.time_ns for _, kernel, _ in chosen)
+    return [
+        _Call(index, kernel, end - kernel.timing.time_ns, live)
+        for (index, kernel, live), end in zip(chosen, ends, strict=True)
+    ]
+
+
+def _timeline(plan: Plan) -> Iterator[Chart]:
+    """Live memory and workspace over the time of the convolutions of a step, where known."""
+    calls = _calls(plan)
+    if not calls or plan.memory is None:
+        return
+    end = (calls[-1].begin_ns + calls[-1].kernel.timing.time_ns) / 1e9
+    levels = [("memory budget", plan.memory.budget_bytes, _COLORS["limit"])]
+    if plan.memory.plan_peak_bytes:
+        levels.append(("peak of the step", plan.memory.plan_peak_bytes, _COLORS["peak"]))
+    traces = [_allocated("live", _COLORS["live"], calls, [call.live_bytes for call in calls])]
+    for op, color in _COLOR_BY_OP.items():
+        chosen = [call for call in calls if call.kernel.problem.op == op]
+        sizes = [call.kernel.timing.workspace_bytes for call in chosen]
+        if chosen:
+            traces.append(_allocated(f"workspace of {op}", color, chosen, sizes))
+    for name, size, color in levels:
+        traces.append(_limit(f"{name} {format_bytes(size)}", [0, end], [size, size], color))
+    most = max(size for _, size, _ in levels)
+    # About ten multiples of a power of two.
+    ticks = range(0, most + 1, 2 ** max(0, ceil(log2(max(most, 10) / 10))))
+    xaxis = {"title": {"text": "time of convolutions"}, **_SECONDS, "range": [0, end]}
+    yaxis = {"title": {"text": "allocated"}, "range": [0, most * 1.05]}
+    yaxis |= {"tickvals": [*ticks], "ticktext": [*map(format_bytes, ticks)]}
+    caption = (
+        "Convolutions of a step by the plan, in their order: memory that is allocated beside the "
+        "workspace of each, and its workspace on top. The time axis adds up the convolutions; "
+        "what runs between them takes no width, and may be what allocates most."
+    )
+    layout = {**_over(xaxis, yaxis), "barmode": "stack", "bargap": 0}
+    yield Chart("Timeline", caption, traces, layout)
+
+
+def _allocated(
+    name: str, color: str, calls: Sequence[_Call], sizes: Sequence[int]
+) -> dict[str, Any]:
+    widths = [call.kernel.timing.time_ns / 1e9 for call in calls]
+    hovers = [
+        f"<b>{call.number}  {plain(str(call.kernel.problem))}</b><br>"
+        f"{format_bytes(call.live_bytes)} live, {format_bytes(call.kernel.timing.workspace_bytes)} "
+        f"of workspace, {format_ns(call.kernel.timing.time_ns)}"
+        for call in calls
+    ]
+    return {
+        "type": "bar",
+        "name": name,
+        "x": [call.begin_ns / 1e9 + width / 2 for call, width in zip(calls, widths, strict=True)],
+        "width": widths,
+        "y": [*sizes],
+        "marker": {"color": color, "line": {"width": 0}},
+        "hovertext": hovers,
+        "hoverinfo": "text",
+    }
+
+
+class _Mark(NamedTuple):
+    """A way to compute a kernel, as a point beside its front."""
+
+    series: str
+    text: str
+    workspace_bytes: int
+    time_ns: int
+    is_measured: bool
+
+
+def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
+    """Time over workspace of one kernel at a time, which is chosen from a list in the chart.
+
+    Args:
+        plan: a plan with at least one kernel.
+        rationales: what else is known of its kernels, in their order.
+    """
+    rows = rows_of(plan)
+    drawn = [_front_of(plan, row, rationales[row.number]) for row in rows]
+    # Traces of all kernels, each with the place of its kernel; those of one are visible at a time.
+    traces = [(place, trace) for place, (own, _) in enumerate(drawn) for trace in own]
+    for place, trace in traces:
+        trace["visible"] = place == 0
+    choice = [
+        {
+            "label": plain(row.name),
+            "method": "update",
+            "args": [
+                {"visible": [place == row.place for place, _ in traces]},
+                {
+                    f"{name}.{key}": value
+                    for name, axis in axes.items()
+                    for key, value in axis.items()
+                },
+            ],
+        }
+        for row, (_, axes) in zip(rows, drawn, strict=True)
+    ]
+    caption = (
+        "Time of one call over its workspace, on a logarithmic axis; 0 B stands at its left end. "
+        "The line is the front: the least sum of chunks that were timed in full, for every limit. "
+        "Filled marks are whole calls, timed; open ones are predicted. What takes more than three "
+        "times as long as the plan and torch's default stands in the table only."
+    )
+    axes = drawn[0][1]
+    xaxis = {"title": {"text": "workspace of one call"}, **axes["xaxis"]}
+    yaxis = {"title": {"text": "time of one call"}, **_SECONDS, **axes["yaxis"]}
+    layout = {**_over(xaxis, yaxis), "height": 500}
+    layout["margin"] = {**layout["margin"], "t": 130}
+    menu = {"buttons": choice, "x": 0, "xanchor": "left", "y": 1.3, "yanchor": "top"}
+    return Chart("Fronts", caption, [one for _, one in traces], {**layout, "updatemenus": [menu]})
+
+
+def _front_of(
+    plan: Plan, row: Row, rationale: Rationale
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Traces of one kernel, and the axes that show them."""
+    marks, limit = _near_marks(row.kernel, rationale), plan.limit_bytes(row.kernel)
+    front = rationale.front
+    sizes = [size for size, _ in front] + [one.workspace_bytes for one in marks]
+    axis, zero = _byte_axis([*sizes, *([] if limit is None else [limit])])
+    most = max([time_ns for _, time_ns in front] + [one.time_ns for one in marks]) * 1.08 / 1e9
+    traces = []
+    if front:
+        # A line cannot end at infinity: the last point holds for any larger workspace.
+        drawn = [*front, (max(*sizes, 1) * _BEYOND, front[-1][1])]
+        hovers = [f"from {format_bytes(size)}: ~{format_ns(time)}" for size, time in drawn]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": "front, predicted",
+                "x": [size or zero for size, _ in drawn],
+                "y": [time_ns / 1e9 for _, time_ns in drawn],
+                "line": {"shape": "hv", "color": _COLORS["plan"]},
+                "marker": {"size": [5] * len(front) + [0]},
+                "hovertext": hovers,
+                "hoverinfo": "text",
+            }
+        )
+    if limit is not None:
+        traces.append(_limit(f"limit {format_bytes(limit)}", [limit or zero] * 2, [0, most]))
+    for series, is_measured in product(_LOOKS, (True, False)):
+        chosen = [one for one in marks if (one.series, one.is_measured) == (series, is_measured)]
+        if chosen:
+            traces.append(_marks(chosen, zero))
+    return traces, {"xaxis": axis, "yaxis": {"range": [0, most]}}
+
+
+def _near_marks(kernel: KernelPlan, rationale: Rationale) -> list[_Mark]:
+    """Alternatives, torch's own convolution and the plan, without what is far slower than both."""
+    marks = [
+        _Mark("rejected", str(one.split), one.workspace_bytes, one.time_ns, one.is_measured)
+        for one in rationale.alternatives
+        if one.time_ns is not None
+        and one.workspace_bytes is not None
+        # It has a mark of its own.
+        and not (one.split.is_default and kernel.default is not None)
+    ]
+    known = kernel.timing.time_ns, kernel.default.time_ns if kernel.default else 0
+    for series, text, timing in (
+        ("torch in channels_last", "undivided", rationale.channels_last),
+        ("torch's default", "undivided", kernel.default),
+        ("plan", str(kernel.split(kernel.problem.batch)), kernel.timing),
+    ):
+        if timing is not None:
+            size, is_measured = timing.workspace_bytes, not timing.is_predicted
+            marks.append(_Mark(series, text, size, timing.time_ns, is_measured))
+    return [one for one in marks if one.time_ns <= _MOST_TIMES * max(known)]
+
+
+def _marks(chosen: Sequence[_Mark], zero: float) -> dict[str, Any]:
+    series, is_measured = chosen[0].series, chosen[0].is_measured
+    symbol, color = _LOOKS[series]
+    about = "" if is_measured else "~"
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": series if is_measured else f"{series}, predicted",
+        "x": [one.workspace_bytes or zero for one in chosen],
+        "y": [one.time_ns / 1e9 for one in chosen],
+        "marker": {
+            "symbol": symbol if is_measured else f"{symbol}-open",
+            "color": color,
+            "size": 12 if series == "plan" else 9,
+        },
+        "hovertext": [
+            f"<b>{series}</b>: {plain(one.text)}<br>{about}{format_ns(one.time_ns)} in "
+            f"{format_bytes(one.workspace_bytes)}"
+            for one in chosen
+        ],
+        "hoverinfo": "text",
     }

@@ -1,54 +1,86 @@
-"""A plan as one HTML file: totals, charts, what was rejected, and tables.
+"""A plan as one HTML page: totals, charts, what was rejected and why, and every kernel.
 
-The file contains plotly's script, so it needs no other file and no network. plotly is optional and
-imported only by `report`; the figures are plain values until then. Every number is from the plan or
-from the measurements that are handed in, and a predicted time is never drawn like a measured one.
+The page contains plotly's script, so it needs no other file and no network. plotly is optional and
+imported only by `report`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from html import escape
-from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ucudnn.errors import UcudnnError
-from ucudnn.plan import Plan
-from ucudnn.reports.charts import Chart, charts, rows_of
-from ucudnn.reports.fronts import front_chart
-from ucudnn.reports.look import FONT, SCRIPT, STYLE
-from ucudnn.reports.rationale import Rationale
-from ucudnn.reports.rows import plan_csv
-from ucudnn.reports.tables import candidates_table, kernels_table, notes_list, static_table
-from ucudnn.reports.text import layout_table, plan_summary, plan_verdict
-from ucudnn.reports.timeline import timeline_chart
-from ucudnn.reports.totals import cards
-from ucudnn.system.files import write
-from ucudnn.units import format_bytes
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from ucudnn.errors import UcudnnError
+from ucudnn.plan import KernelPlan, Plan
+from ucudnn.reports.charts import Chart, charts, fronts_chart, rows_of, short_names
+from ucudnn.reports.rationale import Rationale
+from ucudnn.reports.text import layout_table, plan_csv, plan_summary, plan_table, plan_verdict
+from ucudnn.system.files import write
+from ucudnn.system.markup import printable
+from ucudnn.units import format_bytes, format_ns
 
 # More kernels than this are drawn in a box that scrolls.
 _MOST_ROWS = 18
-_HEADING = re.compile(r'<h2 id="[^"]*">([^<]*)</h2>')
+_HEADING = re.compile(r'<h2 id="([^"]*)">([^<]*)</h2>')
+# A number in a note, not one in a name such as im2col_gemm.
+_NUMBER = re.compile(r"(?<![\w.])\d[\d.,]*\d?(?:e[-+]?\d+)?(?![\w])")
 # How to get what a plan does not have, in its place.
 _MISSING = {
     "Splits": "All kernels are torch's own convolutions, undivided.",
     "Timeline": "What is allocated at each convolution is known of a plan with a memory budget: "
     "ucudnn tune MODEL --memory-budget 8GiB.",
-    "Curve": "The time of the whole network for every size of the memory is known of a plan that "
-    "was tuned with it: ucudnn tune MODEL --curve.",
     "Fronts": "The cache has no measurements of this plan's machine, versions and threads, so that "
     "only the plan and torch's default are known: draw the report where the plan was tuned, or "
     "name the cache: ucudnn report PLAN --cache FOLDER.",
     "Layout": "Steps in channels_last were not compared with this plan: "
     "ucudnn tune MODEL --layout auto plans both.",
 }
+_FONT = "system-ui, sans-serif"
+# A frame that scrolls has a shadow at each end beyond which there is more.
+_STYLE = f"""
+:root {{ color-scheme: light dark; --page: #fff; --text: #1a1a1a; --faint: #5c5c5c; --line: #ddd;
+  --card: #f5f6f8; --mark: #0067a5 }}
+@media (prefers-color-scheme: dark) {{ :root {{ --page: #16181c; --text: #e8e8e8; --faint: #a6a6a6;
+  --line: #3a3d44; --card: #20242a; --mark: #6cb6f0 }} }}
+* {{ box-sizing: border-box }}
+body {{ font: 14px/1.5 {_FONT}; margin: 0 auto; max-width: 1320px;
+  padding: 1.5em 1em 4em; background: var(--page); color: var(--text) }}
+h1 {{ margin: 0; overflow-wrap: anywhere; font-size: clamp(1.3rem, 5vw, 2rem) }}
+h2 {{ margin: 2em 0 .3em }} p {{ margin: .4em 0 }}
+.under {{ color: var(--faint) }} a {{ color: var(--mark) }}
+.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: .8em;
+  margin: 1em 0 }}
+.cards > div {{ background: var(--card); border: 1px solid var(--line); border-radius: 6px;
+  padding: .7em .9em }}
+.cards b {{ display: block; font-size: 1.2em; font-weight: 600 }}
+.cards span {{ color: var(--faint) }}
+ul {{ margin: .4em 0; padding-left: 1.3em }} summary {{ cursor: pointer }}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .1em 1.2em }}
+dt {{ color: var(--faint) }} dd {{ margin: 0; overflow-wrap: anywhere }}
+nav {{ display: flex; flex-wrap: wrap; gap: .2em 1em; margin: 1em 0 }}
+.wide {{ overflow-x: auto }}
+.tall {{ max-height: 36rem; overflow: auto; border: 1px solid var(--line); border-radius: 6px;
+  background: linear-gradient(var(--page) 40%, transparent) top / 100% 3em no-repeat local,
+    linear-gradient(transparent, var(--page) 60%) bottom / 100% 3em no-repeat local,
+    linear-gradient(rgba(0,0,0,.18), transparent) top / 100% 10px no-repeat scroll,
+    linear-gradient(transparent, rgba(0,0,0,.18)) bottom / 100% 10px no-repeat scroll }}
+@media print {{ .tall {{ max-height: none }} }}
+table {{ border-collapse: collapse; font-size: 12px }}
+th, td {{ border-bottom: 1px solid var(--line); padding: .25em .6em; text-align: left;
+  vertical-align: top; min-width: 4em }}
+.tall th {{ position: sticky; top: 0; background: var(--page); white-space: nowrap }}
+td.number, th.number {{ text-align: right; white-space: nowrap;
+  font-variant-numeric: tabular-nums }}
+.js-plotly-plot .main-svg text {{ fill: var(--text) !important }}
+.js-plotly-plot .hoverlayer text, .js-plotly-plot .updatemenu-container text {{
+  fill: #111 !important }}
+.js-plotly-plot .main-svg text.bartext-inside {{ fill: #111 !important }}
+"""
 
 
 def report(
@@ -59,7 +91,7 @@ def report(
     >>> page = report(Plan.load("resnet18.plan.json"))  # doctest: +SKIP
 
     Args:
-        plan: to draw.
+        plan: the plan to draw.
         rationales: what else is known of its kernels, in their order; None: nothing.
         remarks: further sentences for the top.
 
@@ -71,12 +103,14 @@ def report(
     except ImportError as error:
         missing = "plotly, which draws reports, is not installed; run: pip install plotly"
         raise UcudnnError(missing) from error
-    count = len(plan.kernels)
-    known = tuple(rationales or ()) or (Rationale(),) * count
-    if not count:
-        return _page(plan, ["<p>The plan has no kernels.</p>", *_layout(plan)], remarks)
-    figures = _Figures(to_html)
-    return _page(plan, [*_charts(plan, figures), *_why(plan, known, figures)], remarks)
+    known = tuple(rationales or ()) or (Rationale(),) * len(plan.kernels)
+    sections = [*_layout(plan)]
+    if plan.kernels:
+        draw = _drawer(to_html)
+        sections = [*_charts(plan, draw), *sections, _why(plan, known, draw)]
+    else:
+        sections = ["<p>The plan has no kernels.</p>", *sections]
+    return _page(plan, [*sections, *_kernels(plan), *_notes(plan)], remarks)
 
 
 def write_report(
@@ -88,8 +122,8 @@ def write_report(
     """Write the report of a plan; readers see the old file or the new one, never a part.
 
     Args:
-        plan: to draw.
-        path: of the file.
+        plan: the plan to draw.
+        path: name of the file.
         rationales: as for `report`.
         remarks: as for `report`.
 
@@ -97,156 +131,240 @@ def write_report(
         PlanError: the file cannot be written.
         UcudnnError: plotly is not installed.
     """
-    # names from a plan file may hold half a surrogate pair, which UTF-8 cannot
-    text = report(plan, rationales, remarks)
-    write(path, text.encode(errors="xmlcharrefreplace"), "the report")
+    write(path, report(plan, rationales, remarks).encode(), "the report")
 
 
-class _Figures:
-    """Draws figures, with plotly's script in the first one.
+def _text(text: str) -> str:
+    """Text of the page: names come from a plan file, which may hold anything."""
+    return escape(printable(text))
 
-    Args:
-        to_html: plotly's function.
-    """
 
-    def __init__(self, to_html: Callable[..., str]) -> None:
-        self._to_html = to_html
-        self._has_script = False
+def _drawer(to_html: Callable[..., str]) -> Callable[[Chart], str]:
+    """A function that draws charts as HTML, with plotly's script in the first one."""
+    drawn: list[str] = []
 
-    def draw(self, chart: Chart) -> str:
-        """A chart as HTML, transparent: the page has the background."""
-        drawn = self._to_html(
-            {"data": chart.traces, "layout": _transparent(chart)},
-            # plotly 7 shows a button that would send the plan to a server of theirs
+    def draw(chart: Chart) -> str:
+        # Transparent, in the letters of the page.
+        clear = dict.fromkeys(("paper_bgcolor", "plot_bgcolor"), "rgba(0,0,0,0)")
+        figure = to_html(
+            {"data": chart.traces, "layout": {**chart.layout, **clear, "font": {"family": _FONT}}},
+            # plotly 7 shows a button that would send the plan to a server of theirs.
             config={"displaylogo": False, "showSendToCloud": False},
-            include_plotlyjs=not self._has_script,  # once
+            include_plotlyjs=not drawn,
             full_html=False,
             validate=False,  # the figures are ours; the tests validate them
             div_id=chart.name,  # a random one would make each report of a plan another file
         )
-        self._has_script = True
-        return drawn
+        drawn.append(chart.name)
+        return figure
 
-
-def _transparent(chart: Chart) -> dict[str, Any]:
-    clear = "rgba(0,0,0,0)"
-    # In the letters of the page.
-    clear_background = {"paper_bgcolor": clear, "plot_bgcolor": clear}
-    return {**chart.layout, **clear_background, "font": {"family": FONT}}
+    return draw
 
 
 def _section(heading: str, *parts: str) -> str:
-    return "\n".join([f'<h2 id="{_anchor(heading)}">{heading}</h2>', *parts])
-
-
-def _anchor(heading: str) -> str:
     # Charts have their own names as identifiers.
-    return f"to-{heading.lower().replace(' ', '-')}"
-
-
-def _contents(sections: Sequence[str]) -> str:
-    """Links to the sections of the page."""
-    headings = [heading for part in sections for heading in _HEADING.findall(part)]
-    links = (f'<a href="#{_anchor(heading)}">{heading}</a>' for heading in headings)
-    return f"<nav>{' '.join(links)}</nav>"
-
-
-def _download(plan: Plan) -> str:
-    """Link that saves the kernels as CSV; the file is inside the page."""
-    # Half a surrogate pair, which a plan file may hold, has no UTF-8.
-    text = quote(plan_csv(plan).encode(errors="backslashreplace"))
-    return f'<a download="kernels.csv" href="data:text/csv;charset=utf-8,{text}">Save as CSV</a>'
+    anchor = f"to-{heading.lower().replace(' ', '-')}"
+    return "\n".join([f'<h2 id="{anchor}">{heading}</h2>', *parts])
 
 
 def _missing(heading: str) -> str:
     return f'<p class="under">{escape(_MISSING[heading])}</p>'
 
 
-def _charts(plan: Plan, figures: _Figures) -> Iterator[str]:
+def _charts(plan: Plan, draw: Callable[[Chart], str]) -> Iterator[str]:
     """The charts of all kernels and of the step."""
     found = {chart.name: chart for chart in charts(plan)}
-    timeline = timeline_chart(plan)
-    if timeline is not None:
-        found["Timeline"] = timeline
-    by_row = ("Times", "Workspaces", "Splits")
-    for name in (*by_row, "Timeline", "Curve"):
+    for name in ("Times", "Workspaces", "Splits", "Timeline"):
         if name not in found:
             yield _section(name, _missing(name))
             continue
         # A row for each kernel: as much as all other sections together, where there are many.
-        is_tall = name in by_row and len(plan.kernels) > _MOST_ROWS
-        box = f'<div class="{"tall" if is_tall else "chart"}">{figures.draw(found[name])}</div>'
+        is_tall = name != "Timeline" and len(plan.kernels) > _MOST_ROWS
         caption = found[name].caption + " Scroll in the frame to see all." * is_tall
+        box = f'<div class="{"tall" if is_tall else "wide"}">{draw(found[name])}</div>'
         yield _section(name, f"<p>{escape(caption)}</p>", box)
-    yield from _layout(plan)
 
 
 def _layout(plan: Plan) -> Iterator[str]:
     """The contestants of a race of layouts; the verdict at the top has the outcome."""
     if plan.layout_race is not None and plan.layout_race.contestants:
-        yield _section("Layout", static_table(layout_table(plan.layout_race)))
+        table = layout_table(plan.layout_race)
+        yield _section("Layout", f"<p>{_text(str(table.caption))}.</p>", _table("layout", table))
     elif plan.layout_race is None and plan.layout_hint is None:
         yield _section("Layout", _missing("Layout"))
 
 
-def _why(plan: Plan, rationales: Sequence[Rationale], figures: _Figures) -> Iterator[str]:
+def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], str]) -> str:
     """Time over workspace of one kernel at a time, and the candidates of all."""
-    rows = rows_of(plan)
-    drawn = {row.number: front_chart(plan, row, rationales[row.number]) for row in rows}
-    values = {
-        index: {"data": chart.traces, "layout": _transparent(chart)}
-        for index, chart in drawn.items()
-    }
-    # Names come from a plan file: none may end the script.
-    text = json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
-    first = drawn[rows[0].number]
-    options = "".join(f'<option value="{row.number}">{row.label}</option>' for row in rows)
-    chooser = (
-        f'<p class="tools"><label>Kernel <select id="kernel" autocomplete="off">{options}'
-        '<option value="">all</option></select></label></p>'
-    )
-    yield _section(
+    chart, names = fronts_chart(plan, rationales), short_names(plan)
+    table = Table("#", "kernel", "split", "time", "of the plan's", "workspace", "error", "why not")
+    for heading in (0, 3, 4, 5, 6):
+        table.columns[heading].justify = "right"
+    for row in rows_of(plan):
+        for cells in _candidates(row.kernel, rationales[row.number]):
+            table.add_row(str(row.number), names[row.number], *cells)
+    return _section(
         "Why these splits",
         "" if any(one.front for one in rationales) else _missing("Fronts"),
-        chooser,
-        f"<p>{escape(first.caption)}</p>",
-        figures.draw(first),
-        f'<script type="application/json" id="fronts">{text}</script>',
-        "<p>The plan of the kernel and the best of what was rejected, by the cache's measurements. "
-        "~: the sum of chunks, not timed as a call. A heading sorts.</p>",
-        candidates_table(plan, rationales),
+        f"<p>{escape(chart.caption)} The list on top of the chart has the other kernels.</p>",
+        f'<div class="wide">{draw(chart)}</div>',
+        "<p>The plan of each kernel and the best of what was rejected, by the cache's "
+        "measurements. ~: the sum of chunks, not timed as a call.</p>",
+        _table("candidates", table),
     )
 
 
-def _page(plan: Plan, parts: Sequence[str], remarks: Sequence[str]) -> str:
-    title = _title(plan)
-    sentences = [*plan_verdict(plan), *remarks]
-    verdict = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+def _candidates(kernel: KernelPlan, rationale: Rationale) -> Iterator[tuple[str, ...]]:
+    timing, split = kernel.timing, kernel.split(kernel.problem.batch)
+    about = "~" if timing.is_predicted else ""
+    time, size = f"{about}{format_ns(timing.time_ns)}", format_bytes(timing.workspace_bytes)
+    yield str(split), time, "1.00x", size, "-", "the plan"
+    for one in rationale.alternatives:
+        about = "" if one.is_measured else "~"
+        yield (
+            str(one.split),
+            "-" if one.time_ns is None else f"{about}{format_ns(one.time_ns)}",
+            "-" if one.time_ns is None else f"{one.time_ns / timing.time_ns:.2f}x",
+            "-" if one.workspace_bytes is None else format_bytes(one.workspace_bytes),
+            "-" if one.error is None else f"{one.error:.1e}",
+            one.reason,
+        )
+
+
+def _kernels(plan: Plan) -> Iterator[str]:
+    """The columns that a wide terminal shows, with layers, in the plan's order; and as CSV."""
+    table = plan_table(plan, width=200)
+    layers = [", ".join(kernel.layers) for kernel in plan.kernels]
+    # The file is inside the page.
+    saved = f"data:text/csv;charset=utf-8,{quote(plan_csv(plan))}"
+    yield _section(
+        "All kernels",
+        f"<p>Of one call: {_text(str(table.caption))}.</p>",
+        _table("kernels", table, layers=layers),
+        f'<p><a download="kernels.csv" href="{saved}">Save as CSV</a></p>',
+    )
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    """Each note once, with its kernels; notes that differ only in numbers stand together."""
+    kernels_by_note: dict[str, list[int]] = {}
+    for index, kernel in enumerate(plan.kernels):
+        for note in dict.fromkeys(kernel.remarks):
+            kernels_by_note.setdefault(note, []).append(index)
+    notes_by_kind: dict[str, list[str]] = {}
+    for note in kernels_by_note:
+        notes_by_kind.setdefault(_NUMBER.sub("…", note), []).append(note)
+    items = []
+    for kind, notes in notes_by_kind.items():
+        listed = _items(f"{note} ({_named(kernels_by_note[note], plan)})" for note in notes)
+        if len(notes) > 1:
+            count = len({index for note in notes for index in kernels_by_note[note]})
+            said = _text(f"{kind} ({count} kernels)")
+            listed = f"<li><details><summary>{said}</summary><ul>{listed}</ul></details></li>"
+        items.append(listed)
+    if items:
+        yield _section("Notes", f"<ul>{''.join(items)}</ul>")
+
+
+def _items(texts: Iterable[str]) -> str:
+    return "".join(f"<li>{_text(text)}</li>" for text in texts)
+
+
+def _named(indices: Sequence[int], plan: Plan) -> str:
+    if len(indices) == len(plan.kernels) > 1:
+        return "all kernels"
+    word = "kernel" if len(indices) == 1 else "kernels"
+    return f"{word} {', '.join(map(str, indices))}"
+
+
+def _table(name: str, table: Table, **more: Iterable[str]) -> str:
+    """A table for a terminal as HTML, without its title and caption, and with further columns."""
+    heads = [*(column.header for column in table.columns), *more]
+    columns = [*(column.cells for column in table.columns), *more.values()]
+    marks = [' class="number"' if one.justify == "right" else "" for one in table.columns]
+    marks += [""] * len(more)
+
+    def line(tag: str, cells: Iterable[object]) -> str:
+        marked = zip(marks, cells, strict=True)
+        inner = "".join(f"<{tag}{mark}>{_text(str(cell))}</{tag}>" for mark, cell in marked)
+        return f"<tr>{inner}</tr>"
+
+    rows = "\n".join(line("td", cells) for cells in zip(*columns, strict=True))
+    head = line("th", heads)
+    return (
+        f'<div class="tall"><table id="{name}"><thead>{head}</thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>"
+    )
+
+
+def _page(plan: Plan, sections: Sequence[str], remarks: Sequence[str]) -> str:
+    title = _text((plan.origin.model if plan.origin else "") or "ucudnn plan")
     facts = "".join(
-        f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in _facts(plan).items() if value
+        f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in _facts(plan).items() if value
     )
-    notes = notes_list(plan)
-    sections = [*parts, _section("All kernels", kernels_table(plan), f"<p>{_download(plan)}</p>")]
-    sections += [_section("Notes", notes)] if notes else []
+    headings = [found for part in sections for found in _HEADING.findall(part)]
+    links = " ".join(f'<a href="#{anchor}">{heading}</a>' for anchor, heading in headings)
+    verdict = _items([*plan_verdict(plan), *remarks])
     lines = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}: ucudnn plan {plan.hash[:8]}</title>",
-        f"<style>{STYLE}</style>\n</head>\n<body>",
-        f'<h1>{escape(title)}</h1>\n<p class="under">{escape(_subtitle(plan))}</p>',
-        cards(plan),
-        f"<p>{escape(plan_summary(plan))}</p>",
+        f"<title>{title}: ucudnn plan {plan.hash[:8]}</title>",
+        f"<style>{_STYLE}</style>\n</head>\n<body>",
+        f'<h1>{title}</h1>\n<p class="under">{_text(_subtitle(plan))}</p>',
+        _cards(plan),
+        f"<p>{_text(plan_summary(plan))}</p>",
         f"<ul>{verdict}</ul>" if verdict else "",
         f"<details><summary>How and for what it was made</summary><dl>{facts}</dl></details>",
-        _contents(sections),
+        f"<nav>{links}</nav>",
         *sections,
-        f"<script>{SCRIPT}</script>\n</body>\n</html>\n",
+        "</body>\n</html>\n",
     )
     return "\n".join(line for line in lines if line)
 
 
-def _title(plan: Plan) -> str:
-    return (plan.origin.model if plan.origin else "") or "ucudnn plan"
+def _cards(plan: Plan) -> str:
+    """The totals; an arrow leads from torch's own to the plan's."""
+    listed = "".join(
+        f"<div>{name}<b>{_text(value)}</b><span>{_text(note)}</span></div>"
+        for name, value, note in _totals(plan)
+    )
+    key = '<p class="under">torch\'s own → this plan</p>'
+    return f'{key}<div class="cards">{listed}</div>' if listed else ""
+
+
+def _totals(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """Name, value and note of each total: times, workspaces and peaks, as far as they are known."""
+    if not plan.kernels:
+        return
+    race, memory, limit = plan.step_race, plan.memory, plan.config.limit_bytes
+    if race is None or not race.rounds:
+        why = "" if race is None else f" ({race.reason})"
+        yield "Whole step", "not timed", f"the plan was not raced in whole steps{why}"
+    else:
+        times = f"{format_ns(race.torch_ns)} → {format_ns(race.plan_ns)}"
+        ratio = f"{race.ratio:.2f} times as long ({race.low:.2f} to {race.high:.2f})"
+        yield "Whole step", times, ratio
+    known = [(one, one.default, len(one.layers)) for one in plan.kernels if one.default]
+    sizes = [default.workspace_bytes for _, default, _ in known]
+    if known:
+        torchs = sum(default.time_ns * calls for _, default, calls in known)
+        planned = sum(kernel.timing.time_ns * calls for kernel, _, calls in known)
+        about = "~" if any(kernel.timing.is_predicted for kernel, _, _ in known) else ""
+        times = f"{format_ns(torchs)} → {about}{format_ns(planned)}"
+        yield "Convolutions", times, f"{planned / torchs:.2f} times as long, summed up"
+    most = f"{format_bytes(max(sizes))} → " if sizes else ""
+    kept = "no limit" if limit is None else f"limit {format_bytes(limit)}"
+    # With a pool it is the sum over all calls, which nothing of torch's compares with.
+    if plan.config.total_bytes is not None:
+        most, kept = "", f"pool of {format_bytes(plan.config.total_bytes)}"
+    yield "Workspace", f"{most}{format_bytes(plan.workspace_bytes)}", f"at most; {kept}"
+    if memory is not None and memory.plan_peak_bytes:
+        said = f"{format_bytes(memory.torch_peak_bytes)} → {format_bytes(memory.plan_peak_bytes)}"
+        yield "Peak of a step", said, f"budget {format_bytes(memory.budget_bytes)}"
+    changed = sum(not kernel.is_default for kernel in plan.kernels)
+    partial = f", {len(plan.left_out)} left out" if plan.left_out else ""
+    said = f"{changed} of {len(plan.kernels)}"
+    yield "Kernels", said, f"leave torch's convolution{partial}"
 
 
 def _subtitle(plan: Plan) -> str:

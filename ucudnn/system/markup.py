@@ -8,6 +8,19 @@ from html import escape
 from io import StringIO
 
 
+def printable(text: str) -> str:
+    r"""Text whose control characters are written out, so that no terminal or page obeys them.
+
+    >>> print(printable("conv\x1b[2J \u202e"), printable("größe"))
+    conv\x1b[2J \u202e größe
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
+
+
 def html_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table as HTML, whatever the text holds.
 
@@ -23,7 +36,7 @@ def _html_row(cells: Iterable[str], tag: str) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    r"""A table as Markdown.
+    r"""A table as Markdown, whatever the text holds.
 
     >>> print(markdown_table(("a", "b"), [("1|2", "3")]), end="")
     | a | b |
@@ -31,7 +44,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     | 1\|2 | 3 |
     """
     lines = [head, ["---"] * len(head), *rows]
-    text = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
+    text = [" | ".join(printable(cell).replace("|", "\\|") for cell in line) for line in lines]
     text[1] = "|".join(lines[1])
     return "".join(
         f"|{line}|\n" if number == 1 else f"| {line} |\n" for number, line in enumerate(text)
@@ -39,11 +52,18 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def csv_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    r"""A table as CSV.
+    r"""A table as CSV; a text that a spreadsheet would compute gets an apostrophe before it.
 
-    >>> csv_table(("a", "b"), [("x, y", 3)])
-    'a,b\n"x, y",3\n'
+    >>> csv_table(("a", "b"), [("x, y", 3), ("=1+1", None)])
+    'a,b\n"x, y",3\n\'=1+1,\n'
     """
     text = StringIO()
-    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    cells = ([_csv_cell(cell) for cell in row] for row in (head, *rows))
+    csv.writer(text, lineterminator="\n").writerows(cells)
     return text.getvalue()
+
+
+def _csv_cell(cell: object) -> object:
+    if not isinstance(cell, str):
+        return cell
+    return f"'{printable(cell)}" if cell.startswith(("=", "+", "-", "@")) else printable(cell)
