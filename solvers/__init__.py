@@ -8,7 +8,6 @@ from ucudnn.solvers.curve import CurveKernel as CurveKernel
 from ucudnn.solvers.curve import network_curve as network_curve
 from ucudnn.solvers.division import divide as divide
 from ucudnn.solvers.load_balancing import balance as balance
-from ucudnn.solvers.load_balancing import device_times as device_times
 from ucudnn.solvers.reuse import reuse as reuse
 from ucudnn.solvers.table import ReuseTable as ReuseTable
 from ucudnn.solvers.table import WalkEntry as WalkEntry
@@ -20,7 +19,6 @@ __all__ = [
     "ReuseTable",
     "WalkEntry",
     "balance",
-    "device_times",
     "divide",
     "network_curve",
     "reuse",

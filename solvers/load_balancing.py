@@ -10,14 +10,13 @@ bit sets answer exactly. The heterogeneous cluster of the mu-cuDNN paper (Oyama 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import SAFE, Integers, require_int
-from ucudnn.solvers.table import ReuseTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +37,6 @@ class Balance:
         return max(self.times_ns)
 
 
-def device_times(tables: Iterable[ReuseTable], limit: int | None = None) -> list[int | None]:
-    """Times of a device for n = 1..N samples: the sum over its kernels, None if one has none.
-
-    >>> from ucudnn.solvers import Item, reuse
-    >>> device_times([reuse([Item(2, 0, 7, "a")], 4), reuse([Item(1, 0, 1, "a")], 4)])
-    [None, 9, None, 18]
-
-    Args:
-        tables: one per call of a kernel in the model; the same table again for each repetition.
-        limit: workspace limit of this device in bytes; None: no limit.
-
-    Raises:
-        ConfigError: no table, or a limit that is out of range.
-    """
-    solved = list(tables)
-    if not solved:
-        raise ConfigError("tables must not be empty; pass one table per kernel")
-    times: list[int | None] = []
-    # A larger batch has no time for the kernel of the smallest table.
-    for n in range(1, min(table.batch for table in solved) + 1):
-        parts = [table.time_ns(n, limit) for table in solved]
-        known = [part for part in parts if part is not None]
-        times.append(sum(known) if len(known) == len(parts) else None)
-    return times
-
-
 def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
     """Divide a global batch among devices so that the slowest finishes as early as possible.
 
@@ -76,7 +49,7 @@ def balance(times: Sequence[Sequence[int | None]], batch: int) -> Balance:
 
     Args:
         times: for each device its times in ns for 1, 2, ... samples, None for a number that it
-            cannot compute; `device_times` gives them.
+            cannot compute.
         batch: the global batch.
 
     Raises:

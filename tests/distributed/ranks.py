@@ -265,12 +265,6 @@ def restart(folder: Path, rank: int) -> dict[str, Any]:
     return {"met": number}
 
 
-def share(folder: Path, rank: int, times: list[list[int | None]], batch: int) -> dict[str, Any]:
-    """Share a batch."""
-    shares = distributed.share(times[rank], batch + (batch < 0) * rank, timeout_s=60)
-    return {"sizes": shares.sizes, "time_ns": shares.time_ns, "index": shares.index}
-
-
 def main(
     function: str, folder: Path, arguments: dict[str, Any], is_store_in_rank_0: bool = False
 ) -> None:

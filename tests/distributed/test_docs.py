@@ -21,10 +21,10 @@ def test_the_code_in_the_document_calls_what_exists(repository: Path) -> None:
                 keywords = {keyword.arg: None for keyword in node.keywords}
                 inspect.signature(getattr(distributed, name)).bind(*node.args, **keywords)
                 called.add(name)
-    assert {"tune", "share", "step_times"} <= called
+    assert "tune" in called
 
 
 def test_the_document_names_every_function(repository: Path) -> None:
     text = (repository / "docs" / "distributed.md").read_text()
     for name in distributed.__all__:
-        assert name in text or name == "Shares"
+        assert name in text

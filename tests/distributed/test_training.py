@@ -65,7 +65,12 @@ EVEN = [None if n % 2 else 10 * n for n in range(1, 13)]
     ],
 )
 def test_uneven_shares_give_the_gradient_of_the_whole_batch(launch, times, sizes):
-    for one in launch("uneven", len(times), times=times, batch=12).end():
+    said = launch("uneven", len(times), times=times, batch=12).end()
+    # The parts of the ranks follow each other, in whole batches and in smaller ones.
+    for parts in zip(*(one["parts"] for one in said), strict=True):
+        assert [first for first, _ in parts[1:]] == [last for _, last in parts[:-1]]
+        assert (parts[0][0], parts[-1][1]) in ((0, 12), (0, 3))
+    for one in said:
         assert sorted(one["sizes"]) == sorted(sizes)
         assert one["gradient"] < 1e-12
         assert one["weights"] < 1e-12

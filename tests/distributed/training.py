@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -227,32 +228,34 @@ def count_calls() -> list[int]:
 
 
 def uneven(folder: Path, rank: int, times: list[list[int | None]], batch: int) -> dict[str, Any]:
-    """Train with uneven shares and weighted losses in float64; rank 0 checks against one process.
+    """Train on uneven parts by the example, in float64, beside one process with the whole batch.
 
     Every fourth global batch is a smaller one, which some rank may have no sample of.
     """
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "uneven_batches.py"))
     dtype = torch.float64
-    shares = distributed.share(times[rank], batch, timeout_s=100)
+    sizes = example["local_batches"](times[rank], batch)
     model = network(dtype=dtype, norm=False)
     whole = copy.deepcopy(model)
-    one = DistributedDataParallel(planned(model, max(shares.sizes)))
+    one = DistributedDataParallel(planned(model, max(sizes)))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, whole)]
     images, labels = data(batch, dtype)
-    worst = 0.0
+    worst, parts = 0.0, []
     for number in range(STEPS):
         total = 3 if number % 4 == 3 else batch
-        mine = shares.part(total)
-        for m, part, weight in ((one, mine, shares.weight(total)), (whole, slice(total), 1.0)):
-            m.zero_grad()
-            # a rank without a sample takes part with one that counts nothing
-            some = part if part.start != part.stop else slice(1)
-            (weight * cross_entropy(m(images[some]), labels[some])).backward()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        mine = example["part"](sizes, rank, total)
+        parts.append([mine.start, mine.stop])
+        example["backward"](one, images[:total], labels[:total], mine)
+        cross_entropy(whole(images[:total]), labels[:total]).backward()
         for a, b in zip(one.module.parameters(), whole.parameters(), strict=True):
             worst = max(worst, float((a.grad - b.grad).norm() / b.grad.norm()))
         for optimizer in optimizers:
             optimizer.step()
     return {
-        "sizes": list(shares.sizes),
+        "sizes": list(sizes),
+        "parts": parts,
         "gradient": worst,
         "weights": difference(one.module, whole),
         "replicated": is_replicated(one),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucudnn.errors import PlanError
-from ucudnn.solvers import Item, balance, device_times, reuse
+from ucudnn.solvers import balance
 
 TIMES = st.lists(
     st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3
@@ -46,20 +46,3 @@ def test_equal_devices_share_equally() -> None:
 
 def test_a_batch_may_be_too_large_for_one_device_alone() -> None:
     assert balance([[1, 2], [9, 9, 9, 40]], 5).sizes == (2, 3)
-
-
-def test_tables_of_several_devices() -> None:
-    """A large device with room for the fast algorithm, a small one without."""
-    items = [Item(b, 0, 40 * b, "direct") for b in (1, 2, 4, 8)]
-    items += [Item(b, 100 * b, 10 * b + 2, "fft") for b in (1, 2, 4, 8)]
-    tables = [reuse(items, 16), reuse(items, 16)]
-    times = [device_times(tables, 800), device_times(tables, 50)]
-    assert times[0][15] == 2 * 2 * 82
-    assert times[1][15] == 2 * 640
-    shares = balance(times, 16)
-    brute = min(
-        max(time_ns for time_ns in (times[0][n - 1], times[1][15 - n]) if time_ns is not None)
-        for n in range(1, 16)
-    )
-    assert shares.time_ns == min(brute, times[0][15])
-    assert shares.sizes[0] > shares.sizes[1]

@@ -1,4 +1,4 @@
-"""Plans in data-parallel jobs: tuned together, equal on all ranks, and load balancing between them.
+"""Plans in data-parallel jobs: tuned together, and equal on all ranks.
 
 Public functions are in:
 
@@ -7,7 +7,6 @@ Public functions are in:
     agreement.py       check that plan, versions and devices of all ranks agree, or name who differs
     two_level.py       gradients averaged among the ranks of a device first
     counting.py        count samples, by which `ucudnn launch` compares numbers of ranks
-    load_balancing.py  larger local batches for faster ranks, with the gradient of the whole batch
 
 They are built from:
 
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from ucudnn.distributed.agreement import broadcast as broadcast
     from ucudnn.distributed.agreement import load as load
     from ucudnn.distributed.counting import count as count
-    from ucudnn.distributed.load_balancing import Shares as Shares
-    from ucudnn.distributed.load_balancing import share as share
-    from ucudnn.distributed.load_balancing import step_times as step_times
     from ucudnn.distributed.startup import Job as Job
     from ucudnn.distributed.startup import init as init
     from ucudnn.distributed.tuning import tune as tune
@@ -42,15 +38,12 @@ if TYPE_CHECKING:
 # The same names as above: type checkers read the imports, `__getattr__` reads this.
 _MODULE_BY_NAME = {
     "Job": "startup",
-    "Shares": "load_balancing",
     "agree": "agreement",
     "broadcast": "agreement",
     "count": "counting",
     "init": "startup",
     "load": "agreement",
     "reduce_by_device": "two_level",
-    "share": "load_balancing",
-    "step_times": "load_balancing",
     "tune": "tuning",
 }
 __all__ = list(_MODULE_BY_NAME)
