@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ucudnn.solvers._base import Division as Division
 from ucudnn.solvers._base import Item as Item
-from ucudnn.solvers.curve import CurveKernel as CurveKernel
-from ucudnn.solvers.curve import network_curve as network_curve
 from ucudnn.solvers.division import divide as divide
 from ucudnn.solvers.load_balancing import balance as balance
 from ucudnn.solvers.reuse import reuse as reuse
@@ -13,13 +11,11 @@ from ucudnn.solvers.table import ReuseTable as ReuseTable
 from ucudnn.solvers.table import WalkEntry as WalkEntry
 
 __all__ = [
-    "CurveKernel",
     "Division",
     "Item",
     "ReuseTable",
     "WalkEntry",
     "balance",
     "divide",
-    "network_curve",
     "reuse",
 ]

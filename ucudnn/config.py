@@ -68,11 +68,10 @@ _FALLBACKS: dict[str, Any] = {
     "effort": "normal",
     "time_budget_s": None,
     "step_race": True,
-    "curve": False,
 }
 # Fields that say where a process looks and what tuning may cost there, not what a plan is.
 _OF_THE_PROCESS = frozenset(
-    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race", "curve"}
+    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race"}
 )
 _SWITCHES = ("deterministic",)
 
@@ -136,8 +135,6 @@ class Config:
             own convolution. None: the budget of the effort.
         step_race: at the end, time whole training steps with the plan and without it, and give
             kernels that do not pay back to torch.
-        curve: measure every kernel for every workspace limit, too, so that the plan says what the
-            network would take within any memory (`plan.curve`).
 
     Raises:
         ConfigError: a value is not allowed; the message lists the allowed ones.
@@ -160,7 +157,6 @@ class Config:
     effort: Effort = _default("effort", compare=False)
     time_budget_s: float | None = _default("time_budget_s", compare=False)
     step_race: bool = _default("step_race", compare=False)
-    curve: bool = _default("curve", compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -183,7 +179,6 @@ class Config:
                 "effort": settings.choice("effort", self.effort, EFFORT_NAMES),
                 "time_budget_s": settings.positive("time_budget_s", self.time_budget_s),
                 "step_race": settings.switch("step_race", self.step_race),
-                "curve": settings.switch("curve", self.curve),
             }
         except ConfigError as error:
             raise self._with_source(error) from error

@@ -14,7 +14,6 @@ from ucudnn.problem import Problem
 from ucudnn.races import (
     MEMORY_FORMATS,
     Compilation,
-    Curve,
     LayoutHint,
     LayoutRace,
     StepMemory,
@@ -38,14 +37,13 @@ __all__ = [
     "Timing",
 ]
 
-_Outcome = StepRace | LayoutRace | LayoutHint | StepMemory | Curve | Origin | Compilation
+_Outcome = StepRace | LayoutRace | LayoutHint | StepMemory | Origin | Compilation
 # Fields of a plan that only say what whole steps showed; the hash leaves them out.
 _OUTCOMES: dict[str, type[_Outcome]] = {
     "step_race": StepRace,
     "layout_race": LayoutRace,
     "layout_hint": LayoutHint,
     "memory": StepMemory,
-    "curve": Curve,
     "origin": Origin,
     "compilation": Compilation,
 }
@@ -74,7 +72,6 @@ class Plan:
         layout_hint: gain to expect of channels_last, if the settings did not ask for it; None if it
             would change nothing, or if no steps were run.
         memory: memory of a whole step; None if there was no memory budget.
-        curve: time over memory of the network; None if the settings did not ask for it.
         origin: how it came about; None if the plan was put together by hand.
         compilation: how steps of a compiled model were compiled before they judged the plan; None
             if the model was not compiled, or if no steps were run.
@@ -94,7 +91,6 @@ class Plan:
     layout_race: LayoutRace | None = field(default=None, compare=False)
     layout_hint: LayoutHint | None = field(default=None, compare=False)
     memory: StepMemory | None = field(default=None, compare=False)
-    curve: Curve | None = field(default=None, compare=False)
     origin: Origin | None = field(default=None, compare=False)
     compilation: Compilation | None = field(default=None, compare=False)
 

@@ -126,13 +126,6 @@ def _has_budget(values: Values) -> bool:
 # Looked at in this order.
 _CONFLICTS: tuple[tuple[Callable[[Values], bool], str], ...] = (
     (
-        lambda values: values["curve"] and _has_pool(values),
-        (
-            "curve is of kernels that share their workspace, and total_workspace of kernels that "
-            "each own a part; set one of them"
-        ),
-    ),
-    (
         lambda values: _has_budget(values) and _has_pool(values),
         (
             "memory_budget is of convolutions that share their workspace, and total_workspace of "

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ucudnn.plan import Timing as Timing
     from ucudnn.races import Compilation as Compilation
     from ucudnn.races import Contestant as Contestant
-    from ucudnn.races import Curve as Curve
     from ucudnn.races import LayoutHint as LayoutHint
     from ucudnn.races import LayoutRace as LayoutRace
     from ucudnn.races import StepMemory as StepMemory
@@ -60,7 +59,7 @@ _NAMES_BY_MODULE = {
     ),
     "plan": ("KernelPlan", "Timing"),
     "races": (
-        *("Compilation", "Contestant", "Curve", "LayoutHint", "LayoutRace", "StepMemory"),
+        *("Compilation", "Contestant", "LayoutHint", "LayoutRace", "StepMemory"),
         "StepRace",
     ),
     "tuning.advice": ("Advice", "KernelAdvice"),

@@ -92,7 +92,6 @@ ENVIRONMENT = [
     ("UCUDNN_EFFORT", "quick", "effort", "quick"),
     ("UCUDNN_TIME_BUDGET_S", "60", "time_budget_s", 60.0),
     ("UCUDNN_STEP_RACE", "0", "step_race", False),
-    ("UCUDNN_CURVE", "1", "curve", True),
     ("UCUDNN_DEVICE_PROFILE", "h200.json", "device_profile", "h200.json"),
 ]
 

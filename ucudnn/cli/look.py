@@ -42,9 +42,6 @@ def show(
         ),
     ] = None,
     cache: CacheOption = None,
-    curve: Annotated[
-        bool, typer.Option("--curve", help="Time of all convolutions over the memory.")
-    ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one row per kernel.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: JsonOption = False,
@@ -57,9 +54,6 @@ def show(
     if sum(forms) > 1:
         raise ConfigError("--csv, --markdown, --json and --kernel exclude each other; leave one")
     loaded = Plan.load(plan)
-    if curve:
-        _show_curve(loaded, as_json)
-        return
     if any(forms[:3]):
         from ucudnn.reports.text import plan_csv, plan_document, plan_markdown
 
@@ -160,28 +154,6 @@ def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
             one.reason,
         )
     out.print(table)
-
-
-def _show_curve(plan: Plan, as_json: bool) -> None:
-    """Print the curve of a plan.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    from ucudnn.reports.curve import curve_tables
-
-    if plan.curve is None:
-        raise ConfigError(
-            "--curve needs a plan that was tuned with it (`ucudnn tune MODEL --curve`), with time "
-            "enough for all kernels; this one has no curve"
-        )
-    if as_json:
-        print(json.dumps(plan.curve.to_dict()))
-        return
-    for shown in curve_tables(plan, plan.curve):
-        say(shown.heading)
-        out.print(shown.table)
-        say(shown.note)
 
 
 def report(

@@ -198,15 +198,6 @@ CompileOption = Annotated[
         "--compile", help="For a model: judge the plan by whole steps that torch.compile compiled."
     ),
 ]
-# None if neither form is given, so that the config file or the environment decides.
-CurveOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--curve/--no-curve", help="Measure for every memory, for `show --curve`. Default: no."
-    ),
-]
-
-
 # Flags by which every command describes a model: `Recipe` has a field of each name.
 _RECIPE: dict[str, tuple[Any, Any]] = {
     "input": (InputOption, None),

@@ -49,7 +49,6 @@ def tune(
     compiled: options.CompileOption = False,
     deterministic: options.DeterministicOption = None,
     unplanned: options.UnplannedOption = None,
-    curve: options.CurveOption = None,
     remeasure: options.RemeasureOption = False,
     fail_if_noisy: options.FailIfNoisyOption = False,
     fail_if_partial: options.FailIfPartialOption = False,
@@ -68,7 +67,7 @@ def tune(
         "time_budget_s": time_budget,
         "unplanned": unplanned,
     }
-    given |= {"device_profile": device_profile, "total_workspace": total_workspace, "curve": curve}
+    given |= {"device_profile": device_profile, "total_workspace": total_workspace}
     given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort}
     given |= {"deterministic": deterministic}
     of_table = TableFlags(dtype, layout, math)

@@ -7,7 +7,6 @@ from ucudnn.races.layout import MEMORY_FORMATS as MEMORY_FORMATS
 from ucudnn.races.layout import Contestant as Contestant
 from ucudnn.races.layout import LayoutHint as LayoutHint
 from ucudnn.races.layout import LayoutRace as LayoutRace
-from ucudnn.races.memory import Curve as Curve
 from ucudnn.races.memory import StepMemory as StepMemory
 from ucudnn.races.step import LEAST_ROUNDS as LEAST_ROUNDS
 from ucudnn.races.step import TOLERATED as TOLERATED

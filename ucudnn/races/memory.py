@@ -1,10 +1,9 @@
-"""Memory of whole steps: of one step, and the time of a network over its memory."""
+"""Memory of a whole step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 from ucudnn.errors import PlanError
@@ -96,46 +95,3 @@ class StepMemory:
         """Build one from the JSON values of `to_dict`."""
         calls = tuple((kernel, live) for kernel, live in values["calls"])
         return cls(**{**values, "calls": calls})
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """The least predicted time of all convolutions of a step, for every size of the memory.
-
-    >>> Curve(((0, 90), (8, 50))).time_ns(7)
-    90
-
-    Args:
-        by_workspace: (bytes that each kernel may use, ns) of all points that no other one beats.
-        by_peak: (bytes that the whole step may have allocated, ns), where there is a memory budget.
-
-    Raises:
-        PlanError: the points are no pairs of ints, or neither fall nor rise as they must.
-    """
-
-    by_workspace: tuple[tuple[int, int], ...]
-    by_peak: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        # Values may come from a plan file that anybody wrote.
-        for points in (self.by_workspace, self.by_peak):
-            numbers = [number for point in points for number in point]
-            if not all(type(number) is int and 0 <= number < TOO_LARGE for number in numbers):
-                raise PlanError(f"points of a curve must be pairs of ints from 0, got {points}")
-            for one, other in pairwise(points):
-                if not (one[0] < other[0] and one[1] > other[1]):
-                    raise PlanError("along a curve the memory must rise and the time fall")
-
-    def time_ns(self, workspace_bytes: int) -> int | None:
-        """The least time within a workspace limit for every kernel; None where nothing fits."""
-        fitting = [time_ns for size, time_ns in self.by_workspace if size <= workspace_bytes]
-        return min(fitting, default=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Curve:
-        """Build one from the JSON values of `to_dict`."""
-        return cls(**{name: tuple((x, y) for x, y in points) for name, points in values.items()})

@@ -1,4 +1,4 @@
-"""Results of a tuning so far: plans, fronts, and kernels that cannot have a plan."""
+"""Results of a tuning so far: plans, and kernels that cannot have a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError, UntunedWarning, warn
-from ucudnn.tuning.curve import plan_curve
 from ucudnn.tuning.fallback import plan_by_torch
 from ucudnn.tuning.refusals import all_over_limit
 
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Measurement
     from ucudnn.plan import KernelPlan
     from ucudnn.problem import Problem
-    from ucudnn.races import Curve
-    from ucudnn.tuning.fronts import Front
     from ucudnn.tuning.memory_budget import Limits
     from ucudnn.tuning.pool import Pool
 
@@ -26,7 +23,6 @@ class Results:
 
     Attributes:
         plans: the plans that were found.
-        fronts: fronts of time over workspace, if the settings ask for the curve of the network.
         refusals: errors of kernels that have no plan within the memory budget. All kernels are
             tried, to name the worst one.
         over_limit: errors of kernels of which nothing fits the limit of the user. They are named
@@ -55,7 +51,6 @@ class Results:
         self._kernel_of = kernel_of
         self._config = config
         self.plans: dict[Problem, KernelPlan] = {}
-        self.fronts: dict[Problem, Front] = {}
         self.refusals: dict[Problem, PlanError] = {}
         self.over_limit: dict[Problem, PlanError] = {}
         self.pool: Pool | None = None
@@ -64,11 +59,6 @@ class Results:
     def kernels(self) -> tuple[KernelPlan, ...]:
         """The best plan so far of each kernel that has one within the limit."""
         return tuple(filter(None, (self.plans.get(p) or self.by_torch(p) for p in self._layers)))
-
-    @property
-    def curve(self) -> Curve | None:
-        """Time over memory of all kernels; None if not asked for, or if the time was over."""
-        return plan_curve(self.fronts, self._layers, self._limits) if self.fronts else None
 
     @property
     def missing(self) -> list[Problem]:

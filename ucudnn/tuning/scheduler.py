@@ -20,7 +20,6 @@ from ucudnn.errors import PlanError
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import LEAST_RACE_STEPS, Budget
-from ucudnn.tuning.curve import kernel_front
 from ucudnn.tuning.devices import Task, open_devices
 from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS, Effort
@@ -73,10 +72,7 @@ class _Planners:
         self, session: Session, problem: Problem, limit: int | None = None
     ) -> KernelPlanner:
         """Within a limit of its own, or within that of now."""
-        return self.within(session, problem, self._limit_of(problem) if limit is None else limit)
-
-    def within(self, session: Session, problem: Problem, limit: int | None) -> KernelPlanner:
-        """Within exactly this limit, None for any workspace."""
+        limit = self._limit_of(problem) if limit is None else limit
         shares = self._shares
         kernel = Kernel(problem, self._layers[problem], problem in self._biased)
         default = shares.defaults.get(problem)
@@ -218,9 +214,7 @@ class TuningScheduler:
         if pool is not None:
             pool.divide()
         if self._by_share:
-            # The curve has all kernels, however little each of them could gain.
-            if not self._config.curve:
-                self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
+            self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
             self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
         else:
             self.devices.spread(map(self._tune, self._shares.by_geometry()))
@@ -292,11 +286,6 @@ class TuningScheduler:
                 # Races come last: kernels of one geometry may measure what another of them needs.
                 plans = [self._decided(planner) for planner in planners]
                 self.results.plans |= {plan.problem: plan for plan in plans if plan is not None}
-                if self._config.curve:
-                    self.results.fronts |= {
-                        p: kernel_front(partial(self._planners.within, session, p))
-                        for p in problems
-                    }
 
         return task
 

@@ -185,7 +185,6 @@ def _plan(
         if config.is_replayed
         else config,
         backend=backend.name,
-        curve=scheduler.results.curve,
     )
 
 
