@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from ucudnn.axis import BatchAxis
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.tuning.batch_splits import BatchSplits
-from ucudnn.tuning.plan_draft import PlanDraft
+from ucudnn.split import BY_BATCH, DEFAULT_ALGORITHM, KernelPlan, Timing
 from ucudnn.tuning.planner import KernelPlanner
-from ucudnn.tuning.split_table import plan_by
 
 
 def plan_by_torch(
@@ -42,16 +37,24 @@ def plan_by_torch(
         return None
     if limit is not None and entry.workspace_bytes > limit:
         return None
-    spread_ns, samples = entry.spread_ns or 0, len(entry.samples)
-    timing = Timing(entry.time_ns, spread_ns, entry.workspace_bytes, samples)
+    timing = Timing(entry.time_ns, entry.spread_ns or 0, entry.workspace_bytes, len(entry.samples))
     # Its one time also plans the smaller batches that torch computes by the same implementation,
     # where it is an upper bound.
-    table = BatchSplits.of(BatchAxis(problem), (), [entry], kernel_of, limit)
-    # Undivided, by torch's own convolution: what runs without any plan.
-    split = Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),))
-    plan = plan_by([table], PlanDraft(problem, split), layers, timing, timing, (note,))
-    return replace(
-        plan, is_perturbed=entry.is_perturbed, default_is_deterministic=entry.is_deterministic
+    whole = kernel_of(problem, DEFAULT_ALGORITHM)
+    batches = range(1, problem.batch + 1)
+    alike = (kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) == whole for n in batches)
+    return KernelPlan(
+        problem=problem,
+        layers=layers,
+        algorithms=(DEFAULT_ALGORITHM,),
+        alone=tuple(0 if is_alike else BY_BATCH for is_alike in alike),
+        last=((0, -1),) * problem.batch,
+        predicted_time_ns=timing.time_ns,
+        timing=timing,
+        default=timing,
+        notes=(note,),
+        is_perturbed=entry.is_perturbed,
+        default_is_deterministic=entry.is_deterministic,
     )
 
 

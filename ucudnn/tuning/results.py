@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError, UntunedWarning, warn
@@ -50,6 +51,8 @@ class Results:
         self._defaults = defaults
         self._kernel_of = kernel_of
         self._config = config
+        # Asked for again whenever kernels without a plan are counted.
+        self._plan_by_torch = lru_cache(maxsize=None)(plan_by_torch)
         self.plans: dict[Problem, KernelPlan] = {}
         self.refusals: dict[Problem, PlanError] = {}
         self.over_limit: dict[Problem, PlanError] = {}
@@ -99,7 +102,9 @@ class Results:
             limit = self.pool.parts.get(problem, -1)
         entry, layers = self._defaults.get(problem), self._layers[problem]
         deterministic = bool(self._config.deterministic)
-        return plan_by_torch(problem, layers, entry, limit, self._kernel_of, note, deterministic)
+        return self._plan_by_torch(
+            problem, layers, entry, limit, self._kernel_of, note, deterministic
+        )
 
     def leave_to_torch(self, ignored: Iterable[tuple[Problem, str]]) -> None:
         """Plan kernels by torch's own convolution if that is within the limit.
