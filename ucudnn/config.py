@@ -130,7 +130,8 @@ class Config:
             channels_last_3d), and keeps the faster plan; `convert_` then puts the model into the
             plan's layout. It has no effect on layers without a model.
         effort: "quick", "normal" or "thorough": how long to look for how small a gain. The default
-            time budget is 25 steps of the model (5 to 30 s), 100 steps (10 to 45 s), or none.
+            time budget is 25 steps of the model (5 to 30 s), 100 steps (10 to 45 s), or none; on a
+            GPU it is the longest, 30 or 45 s.
         time_budget_s: seconds that tuning may take; kernels that are not finished then run torch's
             own convolution. None: the budget of the effort.
         step_race: at the end, time whole training steps with the plan and without it, and give

@@ -9,6 +9,7 @@ import pytest
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
+from ucudnn.measurement import Device
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import Budget
 from ucudnn.tuning.effort import EFFORTS, Effort
@@ -95,6 +96,17 @@ def test_what_is_reserved_for_steps_stays_so_if_they_fit(
     assert budget.deadline == deadline_s
 
 
+def test_a_default_budget_does_not_count_the_start_of_a_process_to_measure_in(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("ucudnn.tuning.budget.monotonic", lambda: clock[0])
+    for seconds, deadline_s in ((None, 18.0), (10.0, 10.0)):
+        clock[0] = 0.0
+        budget = Budget(seconds)
+        clock[0] = 9.0  # of which starting took eight
+        budget.begin_tuning(10.0, 0.0, started_s=8.0)
+        assert budget.deadline == deadline_s
+
+
 def test_a_default_budget_is_not_used_up():
     budget = Budget(None)
     budget.begin_tuning(100.0, 30)
@@ -139,7 +151,7 @@ def test_kernels_without_a_plan_get_a_second_default_budget(
 ):
     """What is over the limit gets as long again, and only then whatever it takes."""
     answers, seen = iter(budgets), []
-    monkeypatch.setattr(Effort, "budget_s", lambda *_: next(answers))
+    monkeypatch.setattr(Effort, "budget_s", lambda *_, **__: next(answers))
     extend = Budget.extend
     monkeypatch.setattr(
         Budget, "extend", lambda self, seconds: (seen.append(seconds), extend(self, seconds))
@@ -152,11 +164,15 @@ def test_kernels_without_a_plan_get_a_second_default_budget(
 
 def test_the_default_budget_is_told_and_follows_from_the_step(scripted, monkeypatch):
     monkeypatch.setattr("ucudnn.tuning.scheduler.EFFORTS", EFFORTS)
-    per_shape(scripted, {8: 10.0})
+    backend = per_shape(scripted, {8: 10.0})
     events = []
     tune_problems([("layer", problem(8))], Config(), events.append)
     (told,) = {event.budget_s for event in events if event.budget_s is not None}
     assert told == pytest.approx(100 * 0.160)  # 16 samples of 10 ms
+    events.clear()
+    backend.device = lambda: Device("cuda", "scripted")
+    tune_problems([("layer", problem(8))], Config(), events.append)
+    assert {event.budget_s for event in events} == {None, EFFORTS["normal"].most_budget_s}
     events.clear()
     tune_problems([("layer", problem(8))], Config(effort="thorough"), events.append)
     assert {event.budget_s for event in events} == {None}

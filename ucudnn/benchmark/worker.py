@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
+from time import monotonic
 from typing import Any
 
 import torch
@@ -36,12 +37,16 @@ class Worker:
 
     Args:
         backend: of the device; it is pickled.
+
+    Attributes:
+        started_s: seconds that starting children took.
     """
 
     def __init__(self, backend: AbstractBackend) -> None:
         self._backend = backend
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self.started_s = 0.0
 
     def ask(self, axis: AbstractAxis, how: How, method: str, *arguments: Any) -> Any:
         """Call a method of a `LocalBench` of this axis in the child.
@@ -94,6 +99,7 @@ class Worker:
     def _started(self) -> Connection:
         if self._connection is not None:
             return self._connection
+        began = monotonic()
         ours, theirs = Pipe()
         # The child must find the same packages, whatever this process did to `sys.path`. An empty
         # entry there stands for the current folder.
@@ -120,6 +126,7 @@ class Worker:
         except (EOFError, OSError):
             how = self._how_it_ended()
             raise UcudnnError(f"a process to measure in could not start: {how}") from None
+        self.started_s += monotonic() - began
         return ours
 
     def _how_it_ended(self) -> str:

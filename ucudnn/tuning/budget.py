@@ -32,16 +32,22 @@ class Budget:
         self._end = self.deadline = None if seconds is None else self._began + seconds
         self._least_s = self._race_from = 0.0
 
-    def begin_tuning(self, seconds: float | None, reserved_s: float) -> None:
+    def begin_tuning(
+        self, seconds: float | None, reserved_s: float, started_s: float = 0.0
+    ) -> None:
         """Set the budget, now that the time of a step is known, and count progress from now on.
 
         Args:
             seconds: from the creation of this object; None: no limit.
             reserved_s: seconds of these to leave for the race of whole steps; at most half.
+            started_s: seconds in which a process to measure in was started. A default budget does
+                not count them, or it could be over before anything was measured on a GPU.
         """
         # The first runs of torch's own convolutions tell nothing about how fast tuning proceeds.
         self._counts_from = monotonic()
         self.seconds = seconds
+        if self._end is None:
+            self._began += started_s
         if seconds is not None:
             # Half at most, or the race would leave a small budget nothing to measure in.
             self.deadline = self._race_from = self._began + seconds - min(seconds / 2, reserved_s)

@@ -31,7 +31,7 @@ class Effort:
     chunks: Protocol
     wholes: Protocol
 
-    def budget_s(self, step_ns: int) -> float | None:
+    def budget_s(self, step_ns: int, *, on_gpu: bool = False) -> float | None:
         """The default time budget in seconds, for everything that `tune` does.
 
         >>> [EFFORTS["normal"].budget_s(step_ns) for step_ns in (1_000, 400_000_000, 2 * 10**9)]
@@ -39,9 +39,13 @@ class Effort:
 
         Args:
             step_ns: time of a step.
+            on_gpu: whether it is one on a GPU, which says little about tuning: a step is short, and
+                candidates cost milliseconds each on the host. There the budget is the longest.
         """
         if self.budget_steps is None:
             return None
+        if on_gpu:
+            return self.most_budget_s
         budget_s = max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
         return min(budget_s, self.most_budget_s)
 

@@ -196,6 +196,11 @@ class TuningScheduler:
         """Seconds that tuning may take; None: without an end, or not known yet."""
         return self._budget.seconds
 
+    @property
+    def _default_budget_s(self) -> float | None:
+        on_gpu = self.devices.first.backend.device().type == "cuda"
+        return self._effort.budget_s(self._total_ns, on_gpu=on_gpu)
+
     def _begin_tuning(self) -> None:
         """Derive the time budget from the step if none is set, and report it."""
         seconds = self._budget.seconds
@@ -203,8 +208,9 @@ class TuningScheduler:
         self._step_s = _LONGER * self._total_ns / 1e9
         self._planners.step_ns = self._total_ns if self._by_share else 0
         if seconds is None and self._by_share:
-            seconds = self._effort.budget_s(self._total_ns)
-        self._budget.begin_tuning(seconds, self._reserved_steps * self._step_s)
+            seconds = self._default_budget_s
+        reserved_s = self._reserved_steps * self._step_s
+        self._budget.begin_tuning(seconds, reserved_s, self.devices.first.started_s)
         # Sessions were opened when the length of a step was not known.
         self.devices.stop_at(self._budget.deadline)
         self._report()
@@ -234,7 +240,7 @@ class TuningScheduler:
 
     def _tune_missing(self) -> None:
         """Tune kernels that would exceed their limit without a plan."""
-        for extend in self._budget.extensions(self._effort.budget_s(self._total_ns)):
+        for extend in self._budget.extensions(self._default_budget_s):
             if missing := self.results.missing:
                 extend()
                 self._tune_by_gain(missing)

@@ -144,6 +144,11 @@ class Session:
             self.note(known)
         return known.time_ns or 0
 
+    @property
+    def started_s(self) -> float:
+        """Seconds in which processes to measure in were started."""
+        return 0.0 if self._worker is None else self._worker.started_s
+
     def bench(self, axis: AbstractAxis) -> AbstractBench:
         """Bench of a kernel's candidates, in this process or in the session's worker."""
         how = How(self.effort.chunks, self.effort.wholes, self.until, self.race_until)
