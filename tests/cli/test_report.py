@@ -20,11 +20,10 @@ from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.races import LayoutRace, StepMemory, StepRace
 from ucudnn.reports.html import report, write_report
-from ucudnn.reports.rationale import Alternative, Rationale
 from ucudnn.reports.text import plan_csv
 from ucudnn.split import Split, Step
 from ucudnn.tuning.noise import noise_of
-from ucudnn.tuning.rationale import rationales
+from ucudnn.tuning.rationale import Alternative, Rationale, rationales
 
 EVIL = "<script>alert(1)</script>"
 # Clears a screen, sets a title, begins a sequence in 8 bits, deletes, shows text backwards.

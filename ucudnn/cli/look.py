@@ -29,7 +29,7 @@ from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from ucudnn.doctor import Diagnosis
-    from ucudnn.reports.rationale import Rationale
+    from ucudnn.tuning.rationale import Rationale
 
 
 def show(

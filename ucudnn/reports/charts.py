@@ -15,9 +15,9 @@ from math import ceil, floor, log2, log10
 from typing import Any, NamedTuple
 
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
-from ucudnn.reports.rationale import Rationale
 from ucudnn.reports.text import counted
 from ucudnn.system.markup import printable
+from ucudnn.tuning.rationale import Rationale
 from ucudnn.units import format_bytes, format_ns
 
 _COLORS = {

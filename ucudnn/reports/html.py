@@ -18,10 +18,10 @@ from rich.table import Table
 from ucudnn.errors import UcudnnError
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.reports.charts import Chart, charts, fronts_chart, rows_of, short_names
-from ucudnn.reports.rationale import Rationale
 from ucudnn.reports.text import layout_table, plan_csv, plan_summary, plan_table, plan_verdict
 from ucudnn.system.files import write
 from ucudnn.system.markup import printable
+from ucudnn.tuning.rationale import Rationale
 from ucudnn.units import format_bytes, format_ns
 
 # More kernels than this are drawn in a box that scrolls.

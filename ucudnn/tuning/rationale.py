@@ -1,22 +1,68 @@
-"""Reasons for the plan of each kernel, by the measurements of a cache. Pure."""
+"""Reasons for the plan of each kernel: its front, and the best of what was rejected. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ucudnn.axis import BatchAxis, RowAxis
-from ucudnn.measurement import Measurement, Role, Subject
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Timing
+from ucudnn.measurement import Measurement, Role, Subject, positions, role_of
+from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.reports.rationale import Rationale
-from ucudnn.tuning.alternatives import alternatives
+from ucudnn.solvers import Item
 from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.fronts import pareto
+from ucudnn.tuning.items import chunk_items
 from ucudnn.tuning.row_splits import RowSplits
+from ucudnn.units import format_bytes
 
 # Measurements of the plan's machine, by their problem with a batch of 1.
 _Known = dict[Problem, list[Measurement]]
+# Statuses of measurements with a time.
+_TIMED = ("ok", "screened")
+# A ratio of times that is not 1.00 when it is printed.
+_SLOWER = 1.005
+# The positions that a split into chunks of one size has: the whole batch in one, or several.
+_POSITIONS = ({Role.ALONE}, {Role.FIRST, Role.LATER})
+# Alternatives of a kernel that are named.
+_MOST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A way to compute a kernel that its plan does not take.
+
+    Args:
+        split: the steps of a call.
+        time_ns: of the whole call; None where it was not timed.
+        workspace_bytes: of the whole call, or of its largest chunk; None where it is not known.
+        error: the largest relative error (L2) of its chunks against float64; None: not known.
+        is_measured: whether the whole call was timed; else its time is the sum of its chunks'.
+        reason: why it is not the plan.
+    """
+
+    split: Split
+    time_ns: int | None
+    workspace_bytes: int | None
+    error: float | None
+    is_measured: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rationale:
+    """Everything that is known of a kernel beside its plan.
+
+    Args:
+        front: (workspace in bytes, time in ns) of the splits that no other one beats in both, by
+            the sums of their chunks; workspace rises. Empty where no chunks are known.
+        alternatives: the best rejected alternatives, fastest first.
+        channels_last: torch's own convolution of the same sizes in channels_last.
+    """
+
+    front: tuple[tuple[int, int], ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    channels_last: Timing | None = None
 
 
 def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationale, ...]:
@@ -47,8 +93,8 @@ def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationa
 def _rationale(plan: Plan, kernel: KernelPlan, known: _Known) -> Rationale:
     problem = kernel.problem
     own = known.get(problem.with_batch(1), [])
-    rejected = alternatives(plan, kernel, own)
-    return Rationale(_front(problem, known), tuple(rejected), _channels_last(problem, known))
+    rejected = _alternatives(plan, kernel, own)
+    return Rationale(_front(problem, known), rejected, _channels_last(problem, known))
 
 
 def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
@@ -107,3 +153,135 @@ def _timing(entry: Measurement) -> Timing | None:
         return None
     samples = len(entry.samples) or 1
     return Timing(entry.time_ns, entry.spread_ns or 0, entry.workspace_bytes, samples)
+
+
+def _alternatives(
+    plan: Plan, kernel: KernelPlan, known: Sequence[Measurement]
+) -> tuple[Alternative, ...]:
+    """The best rejected alternatives of a kernel, fastest first; those that failed come last."""
+    errors = {
+        (entry.key.problem.batch, entry.key.algorithm): entry.error or 0.0
+        for entry in known
+        if entry.error is not None
+    }
+    varying = {e.key.algorithm for e in known if not e.is_deterministic}
+    found: dict[Split, Alternative] = {}
+    for one in (*_of_plan(kernel), *_raced(known), *_uniform(kernel.problem, known)):
+        # Whole calls come first: a measured time is better than a sum.
+        found.setdefault(one.split, one)
+    found.pop(kernel.split(kernel.problem.batch), None)
+    judged = [
+        replace(one, reason=_reason(one, plan, kernel, varying))
+        for one in (replace(one, error=_error_of(one.split, errors)) for one in found.values())
+    ]
+    judged.sort(key=lambda one: (one.time_ns is None, one.time_ns or one.workspace_bytes or 0))
+    return (*judged, *_failed(known, judged))[:_MOST]
+
+
+def _of_plan(kernel: KernelPlan) -> Iterator[Alternative]:
+    """Torch's own convolution, which the plan was raced against."""
+    if kernel.default is not None:
+        timing = kernel.default
+        split = _undivided(kernel.problem, DEFAULT_ALGORITHM)
+        yield Alternative(split, timing.time_ns, timing.workspace_bytes, None, True, "")
+
+
+def _raced(known: Sequence[Measurement]) -> Iterator[Alternative]:
+    for entry in known:
+        if entry.key.split is not None and entry.status == "ok":
+            size = entry.workspace_bytes
+            yield Alternative(entry.key.split, entry.time_ns, size, None, True, "")
+
+
+def _uniform(problem: Problem, known: Sequence[Measurement]) -> Iterator[Alternative]:
+    """The fastest split of each algorithm into chunks of one size, and that of least workspace."""
+    chunks = [entry for entry in known if entry.key.subject == Subject.CHUNK]
+    timed = [
+        entry for entry in chunks if entry.status in _TIMED and entry.workspace_bytes is not None
+    ]
+    by_algorithm: dict[str, list[Alternative]] = {}
+    for (size, algorithm), items in _uniform_chunks(problem, timed).items():
+        # A remainder would be another chunk, whose time is not known.
+        if problem.batch % size == 0:
+            summed = _summed(problem.batch // size, Step(size, algorithm), items)
+            by_algorithm.setdefault(algorithm, []).append(summed)
+    for listed in by_algorithm.values():
+        yield min(listed, key=lambda one: (one.time_ns or 0, one.workspace_bytes or 0))
+        yield min(listed, key=lambda one: (one.workspace_bytes or 0, one.time_ns or 0))
+    yield from _run_once(problem, chunks)
+
+
+def _uniform_chunks(
+    problem: Problem, measurements: Sequence[Measurement]
+) -> dict[tuple[int, str], dict[Role, Item]]:
+    """Items by size and algorithm, for each position in a split that one needs."""
+    found: dict[tuple[int, str], dict[Role, Item]] = {}
+    for position in Role:
+        for item in chunk_items(problem, measurements, role_of(problem, position)):
+            # The whole batch is one chunk, and any smaller one is followed by others.
+            if (position == Role.ALONE) is (item.batch == problem.batch):
+                found.setdefault((item.batch, item.algorithm), {})[position] = item
+    return {chunk: items for chunk, items in found.items() if set(items) in _POSITIONS}
+
+
+def _summed(count: int, step: Step, items: Mapping[Role, Item]) -> Alternative:
+    """A split into equal chunks, by what its chunks take."""
+    times = [items[position].time_ns for position in positions(count)]
+    workspace = max(item.workspace_bytes for item in items.values())
+    return Alternative(Split("batch", (step,) * count), sum(times), workspace, None, False, "")
+
+
+def _run_once(problem: Problem, chunks: Sequence[Measurement]) -> Iterator[Alternative]:
+    """Algorithms that were run for their workspace, which was too much to go on."""
+    for entry in chunks:
+        if entry.status == "untimed" and entry.key.problem == problem:
+            split = _undivided(problem, entry.key.algorithm)
+            yield Alternative(split, None, entry.workspace_bytes, None, False, "")
+
+
+def _undivided(problem: Problem, algorithm: str) -> Split:
+    return Split("batch", (Step(problem.batch, algorithm),))
+
+
+def _error_of(split: Split, errors: dict[tuple[int, str], float]) -> float | None:
+    """The largest error of the steps of a split, None where one is not known."""
+    steps = {(step.size, step.algorithm) for step in split.steps}
+    if split.axis == "spatial" or not steps <= errors.keys():
+        return None
+    return max(errors[step] for step in steps)
+
+
+def _reason(one: Alternative, plan: Plan, kernel: KernelPlan, varying: set[str]) -> str:
+    """Reason why an alternative is not the plan: the first of these that holds."""
+    limit, most = plan.limit_bytes(kernel), plan.config.max_error
+    ratio = None if one.time_ns is None else one.time_ns / kernel.timing.time_ns
+    names = {step.algorithm for step in one.split.steps}
+    dropped = plan.step_race.dropped if plan.step_race else ()
+    reasons = {
+        f"needs more than the limit of {format_bytes(limit or 0)}": _is_above(
+            one.workspace_bytes, limit
+        ),
+        f"its error is above max_error={most}": _is_above(one.error, most),
+        "may give other bits in every run": plan.config.deterministic and names & varying,
+        "was not timed": ratio is None,
+        f"takes {ratio or 0:.2f} times as long": (ratio or 0) >= _SLOWER,
+        "steps were not faster with the plan of this kernel": str(kernel.problem) in dropped,
+        "its parts add up to less, but it was not raced as a whole call": not one.is_measured,
+        "is not faster beyond the noise": True,
+    }
+    return next(reason for reason, holds in reasons.items() if holds)
+
+
+def _is_above(value: float | None, most: float | None) -> bool:
+    return value is not None and most is not None and value > most
+
+
+def _failed(known: Sequence[Measurement], others: Sequence[Alternative]) -> Iterator[Alternative]:
+    """Each algorithm that failed, once, where nothing else is known of it."""
+    seen = {step.algorithm for one in others for step in one.split.steps}
+    for entry in known:
+        name = entry.key.algorithm
+        if entry.status == "failed" and name not in seen and entry.key.subject == Subject.CHUNK:
+            seen.add(name)
+            split = _undivided(entry.key.problem, name)
+            yield Alternative(split, None, entry.workspace_bytes, entry.error, False, entry.reason)
