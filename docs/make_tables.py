@@ -1,9 +1,9 @@
 """Write the tables of README.md and of pages in docs anew from the results of benchmarks.
 
-    python docs/make_tables.py README.md docs/results.md docs/memory.md
+    python docs/make_tables.py README.md docs/results.md docs/memory.md docs/reference.md
 
 A table stands between the lines `<!-- table NAME -->` and `<!-- end of table -->`. Reads
-benchmarks/results; what stands elsewhere in the page stays.
+benchmarks/results and the table of settings; what stands elsewhere in the page stays.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from make_steps import NAME_BY_NETWORK
 
 from ucudnn.benchmark.statistics import ratio_interval
+from ucudnn.config import SETTINGS
 from ucudnn.races import StepMemory
 from ucudnn.units import format_bytes
 
@@ -252,7 +253,19 @@ def within_budgets() -> list[Row]:
     return rows
 
 
+def settings() -> list[Row]:
+    """The settings, as `ucudnn.config` has them."""
+    rows = []
+    for name, one in SETTINGS.items():
+        default = ", ".join(one.default) if isinstance(one.default, tuple) else one.default
+        more = f" ([more]({one.page}))" if one.page else ""
+        shown = "" if default is None else f"`{str(default).lower()}`"
+        rows.append([f"`{name}`", shown, f"{one.meaning}{more}"])
+    return [["setting", "default", "meaning"], *rows]
+
+
 TABLES: dict[str, Callable[[], list[Row]]] = {
+    "sets": settings,
     "plan": tuned,
     "step": lambda: stepped("training"),
     "pass": lambda: stepped("inference"),

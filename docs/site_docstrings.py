@@ -24,6 +24,11 @@ class Docstrings(griffe.Extension):
         """Called by griffe for each object that it has read."""
         if obj.docstring:
             obj.docstring.value = prepared(obj.docstring.value)
+        if obj.path == "ucudnn.config.Config" and obj.docstring:
+            from ucudnn.config import Config
+
+            # It names every setting, which the source has in a table.
+            obj.docstring.value = prepared(Config.__doc__ or "")
         if obj.is_attribute and obj.path.startswith("ucudnn.config.Config."):
             from ucudnn.config import Config
 

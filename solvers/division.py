@@ -17,7 +17,7 @@ from ucudnn.solvers.auto import Auto
 from ucudnn.solvers.exact import Exact
 from ucudnn.solvers.integer import IntegerProgram
 
-# Their names are `ucudnn.config.SOLVERS`.
+# Their names are `ucudnn.config.Solver`.
 _DIVIDERS: dict[str, AbstractDivider] = {
     "auto": Auto(),
     "exact": Exact(),

@@ -1,16 +1,18 @@
-"""Settings, validated; the only module that reads UCUDNN_* environment variables."""
+"""Settings: one table of them, checked; the only module that reads UCUDNN_* variables."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from inspect import cleandoc
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from ucudnn import settings
-from ucudnn.errors import ConfigError, warn
+from ucudnn.errors import ConfigError, quoted, warn
 from ucudnn.problem import OPS
+from ucudnn.units import parse_bytes
 
 Policy = Literal["undivided", "powers-of-two", "all"]
 Unplanned = Literal["torch", "error"]
@@ -19,13 +21,7 @@ Backend = Literal["auto", "torch_cpu", "cudnn", "recorded"]
 Solver = Literal["auto", "exact", "highs", "cbc"]
 Effort = Literal["quick", "normal", "thorough"]
 Layout = Literal["keep", "auto"]
-# The same at run time, for which type checkers are no help.
 POLICIES: tuple[str, ...] = get_args(Policy)
-UNPLANNED: tuple[str, ...] = get_args(Unplanned)
-BACKENDS: tuple[str, ...] = get_args(Backend)
-SOLVERS: tuple[str, ...] = get_args(Solver)
-EFFORT_NAMES: tuple[str, ...] = get_args(Effort)
-LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 # Facts that `ucudnn launch` tells its ranks, no settings: how many share a device, which is part of
 # the conditions of every measurement, and where they count samples in a trial.
@@ -49,93 +45,232 @@ _MUCUDNN_REFUSED = {
 # Files that an unchanged script is run with: no settings of tuning, and no fields of `Config`.
 _PLAN, _RECORD = "UCUDNN_PLAN", "UCUDNN_RECORD"
 
-# Defaults where the environment sets nothing. A plan file gets the same for fields that it lacks.
-_FALLBACKS: dict[str, Any] = {
-    "workspace_limit": None,
-    "total_workspace": None,
-    "memory_budget": None,
-    "solver": "auto",
-    "policy": "powers-of-two",
-    "ops": OPS,
-    "unplanned": "torch",
-    "deterministic": None,
-    "cache": None,
-    "backend": "auto",
-    "device": None,
-    "device_profile": None,
-    "max_error": None,
-    "layout": "keep",
-    "effort": "normal",
-    "time_budget_s": None,
-    "step_race": True,
+
+class Setting(NamedTuple):
+    """A row of the table of settings, from which `Config`, its variables, flags and docs are made.
+
+    Args:
+        default: value where neither an argument nor the environment gives one.
+        check: makes the value of a name and what was given for it.
+        help: what it sets, in whole sentences, of which the first is what `--help` says.
+        metavar: placeholder of the flag's value; "" for a switch.
+        choices: words allowed; empty if it is no choice.
+        is_of_plan: it is part of what a plan is: False for where a process looks and for what
+            tuning may cost.
+        page: page of the documentation that says more.
+    """
+
+    default: Any
+    check: Callable[[str, Any], Any]
+    help: str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    is_of_plan: bool = True
+    page: str = ""
+
+    @property
+    def summary(self) -> str:
+        """What it sets, in one sentence, with the words that it may be."""
+        words = f": {', '.join(self.choices)}" if self.choices else ""
+        return f"{self.help.partition('. ')[0].removesuffix('.')}{words}."
+
+    @property
+    def meaning(self) -> str:
+        """All that is to be said of it."""
+        return f"{self.summary} {self.help.partition('. ')[2]}".rstrip()
+
+
+def _size(name: str, value: Any) -> int | None:
+    return None if value is None else parse_bytes(value, name)
+
+
+def _choice(name: str, value: Any) -> str:
+    allowed = SETTINGS[name].choices
+    # An array compares with each word by its elements.
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {quoted(value)}")
+    return value
+
+
+def _switch(name: str, value: object) -> bool | None:
+    may_be_none = SETTINGS[name].default is None
+    if may_be_none and value is None:
+        return None
+    # An environment variable is always text.
+    texts = {"1": True, "true": True, "0": False, "false": False}
+    found = texts.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        allowed = "True, False or None" if may_be_none else "True or False"
+        raise ConfigError(f"{name} must be {allowed}, got {quoted(value)}")
+    return found
+
+
+def _passes(name: str, value: Any) -> tuple[str, ...]:
+    ops = value.split(",") if isinstance(value, str) else value
+    is_list = isinstance(ops, (tuple, list)) and bool(ops)
+    if not is_list or not all(isinstance(op, str) and op in OPS for op in ops):
+        raise ConfigError(f"{name} must name some of {', '.join(OPS)}, got {quoted(value)}")
+    # Once each and in one order, so that equal settings are equal and plans hash alike.
+    return tuple(op for op in OPS if op in ops)
+
+
+def _path(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, (str, Path)):
+        what = {"cache": "a folder's path", "device": "a device's name or a profile"}[name]
+        raise ConfigError(f"{name} must be {what} or None, got {quoted(value)}")
+    return None if value is None else str(value)
+
+
+def _positive(name: str, value: object) -> float | None:
+    try:
+        if value is None:
+            return None
+        # True is an int of 1 for Python; nan is refused, because it is not above 0.
+        if isinstance(value, (int, float, str)) and value is not True and float(value) > 0:
+            return float(value)
+    except (ValueError, OverflowError):  # no number, or an int beyond the range of a float
+        pass
+    raise ConfigError(f"{name} must be a number above 0 or None, got {quoted(value)}")
+
+
+# By name, in the order of the documentation; the environment variable is UCUDNN_<NAME>.
+SETTINGS: dict[str, Setting] = {
+    "workspace_limit": Setting(
+        None, _size, "Workspace that each kernel may use, such as 64MiB.", "SIZE"
+    ),
+    "memory_budget": Setting(
+        None,
+        _size,
+        "Memory that a whole step may have allocated, such as 8GiB. Parameters, gradients, "
+        "optimiser state, activations and workspace count; a kernel may use what the step leaves "
+        "when it runs.",
+        "SIZE",
+        page="memory.md",
+    ),
+    "total_workspace": Setting(
+        None,
+        _size,
+        "One pool of which every call owns a part (WD), such as 512MiB. Without it, all kernels "
+        "share one workspace (WR).",
+        "SIZE",
+        page="solvers.md",
+    ),
+    "policy": Setting("powers-of-two", _choice, "Micro-batch sizes.", "NAME", POLICIES),
+    "layout": Setting(
+        "keep",
+        _choice,
+        "Plan a model as it is, or in the faster of its own layout and channels_last.",
+        "NAME",
+        get_args(Layout),
+        page="layout.md",
+    ),
+    "ops": Setting(
+        OPS,
+        _passes,
+        "Passes to plan: some of fprop,dgrad,wgrad. They are forward, the gradients of inputs and "
+        "those of weights.",
+        "NAMES",
+    ),
+    "effort": Setting(
+        "normal",
+        _choice,
+        "How long to look for how small a gain. By default tuning takes at most the time of 25 "
+        "steps (5 to 30 s), of 100 steps (10 to 45 s), or any time; on a GPU 30 s, 45 s, or any.",
+        "NAME",
+        get_args(Effort),
+        is_of_plan=False,
+        page="measuring.md#effort-and-a-time-budget",
+    ),
+    "time_budget_s": Setting(
+        None,
+        _positive,
+        "Seconds that tuning may take. Kernels that are not finished then run torch's own "
+        "convolution.",
+        "SECONDS",
+        is_of_plan=False,
+    ),
+    "unplanned": Setting(
+        "torch",
+        _choice,
+        "What becomes of convolutions without a plan. With torch, they are torch's own, with a "
+        "warning; a plan for another device is not followed, and kernels that nothing fits are "
+        "left out of a plan. With error, each of these, and a plan made with other versions or "
+        "threads, is an error. UCUDNN_UNPLANNED goes before what a plan says.",
+        "NAME",
+        get_args(Unplanned),
+        page="using.md#refuse-what-is-not-planned",
+    ),
+    "deterministic": Setting(
+        None,
+        _switch,
+        "Only algorithms that give the same bits on the same operands in every run. Default: as "
+        "torch.use_deterministic_algorithms says.",
+        page="using.md#deterministic-training",
+    ),
+    "max_error": Setting(
+        None,
+        _positive,
+        "Largest relative error (L2) against float64 that an algorithm may have. Default: as much "
+        "as rounding explains.",
+        "ERROR",
+    ),
+    "step_race": Setting(
+        True,
+        _switch,
+        "Time whole steps of the model at the end, and give kernels that do not pay back to torch.",
+        is_of_plan=False,
+    ),
+    "solver": Setting(
+        "auto",
+        _choice,
+        "Solver that divides the pool.",
+        "NAME",
+        get_args(Solver),
+        page="solvers.md",
+    ),
+    "backend": Setting(
+        "auto",
+        _choice,
+        "Library that computes the convolutions. With auto it is that of this machine's device; "
+        "with recorded, measurements in the cache, or in an exported .csv or .json file, are "
+        "replayed, and nothing runs.",
+        "NAME",
+        get_args(Backend),
+    ),
+    "device": Setting(
+        None,
+        _path,
+        "A device that is not here: for recorded part of its name, for cudnn its profile. A "
+        "profile is a file that `ucudnn doctor` wrote there, or h200, which the package has.",
+        "NAME",
+        is_of_plan=False,
+        page="cudnn.md",
+    ),
+    "cache": Setting(
+        None,
+        _path,
+        "Folder of the measurement cache. Default: the user's cache directory.",
+        "DIR",
+        is_of_plan=False,
+        page="cache.md",
+    ),
 }
-# Fields that say where a process looks and what tuning may cost there, not what a plan is.
-_OF_THE_PROCESS = frozenset(
-    {"cache", "device", "device_profile", "effort", "time_budget_s", "step_race"}
-)
-_SWITCHES = ("deterministic",)
 
 
-def _default(name: str, compare: bool = True) -> Any:
+def _default(name: str) -> Any:
     """A dataclass field whose default comes from UCUDNN_<NAME> when a Config is made."""
-
-    def read() -> Any:
-        return _settings().get(name, _FALLBACKS[name])
-
-    return field(default_factory=read, compare=compare)
+    setting = SETTINGS[name]
+    return field(
+        default_factory=lambda: _settings().get(name, setting.default), compare=setting.is_of_plan
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings of tuning, and of layers whose shapes have no plan.
-
-    Every field defaults to the environment variable UCUDNN_<FIELD> if that is set.
+    """Settings of tuning, and of running a plan; each defaults to the variable UCUDNN_<NAME>.
 
     >>> Config(workspace_limit="64MiB").limit_bytes
     67108864
-
-    Args:
-        workspace_limit: bytes of workspace that each kernel may use, as an int or "64MiB"; None: no
-            limit.
-        total_workspace: bytes of one pool, for kernels that overlap or keep their workspace: every
-            call of every kernel owns a part of it. None: kernels run one after the other and share
-            one workspace.
-        memory_budget: bytes that a whole step may have allocated at any moment: parameters,
-            gradients, optimiser state, activations and workspace together, as an int or "8GiB".
-            The workspace limit of a kernel is the budget minus what the step has allocated when
-            the kernel runs. None: no limit.
-        solver: solver that divides the pool: "auto", "exact", "highs" or "cbc" (by PuLP).
-        policy: micro-batch sizes to try: "undivided", "powers-of-two" or "all".
-        ops: which passes to plan: "fprop" (forward), "dgrad" (gradients of inputs), "wgrad" (of
-            weights).
-        unplanned: what becomes of convolutions that no plan covers. "torch": torch's own
-            convolution computes them, with one warning for each shape; a plan for another device
-            is not followed, with a warning; kernels of which nothing fits the workspace limit are
-            left out of the plan, with a warning. "error": each of these is an error, and so is a
-            plan that was made with other versions or threads, or with an algorithm that is gone.
-            UCUDNN_UNPLANNED goes before what a plan says.
-        cache: folder of the measurement cache; None: the user's cache directory.
-        backend: "auto" (the device's own), "torch_cpu", "cudnn", or "recorded": replay the
-            measurements of a device, which need not be here, from the cache or from a .csv or .json
-            file that was exported from one.
-        device: for "recorded", part of the name of the device; None: the only device in the cache.
-        device_profile: for "cudnn" on a machine without the GPU: the file that `ucudnn doctor`
-            wrote on the GPU, or "h200", which the package has. Plans use the measurements of that
-            GPU in the cache, as far as this cuDNN could run them.
-        deterministic: only algorithms that give the same bits whenever they are run on the same
-            operands; None: as `torch.use_deterministic_algorithms` says when tuning begins.
-        max_error: largest relative error (L2) against float64 that an algorithm may have; None: as
-            much as rounding explains.
-        layout: "keep" plans a model as it is; "auto" plans it in channels_last, too (3-D:
-            channels_last_3d), and keeps the faster plan; `convert_` then puts the model into the
-            plan's layout. It has no effect on layers without a model.
-        effort: "quick", "normal" or "thorough": how long to look for how small a gain. The default
-            time budget is 25 steps of the model (5 to 30 s), 100 steps (10 to 45 s), or none; on a
-            GPU it is the longest, 30 or 45 s.
-        time_budget_s: seconds that tuning may take; kernels that are not finished then run torch's
-            own convolution. None: the budget of the effort.
-        step_race: at the end, time whole training steps with the plan and without it, and give
-            kernels that do not pay back to torch.
 
     Raises:
         ConfigError: a value is not allowed; the message lists the allowed ones.
@@ -148,62 +283,40 @@ class Config:
     policy: Policy = _default("policy")
     ops: tuple[str, ...] = _default("ops")
     unplanned: Unplanned = _default("unplanned")
-    cache: str | None = _default("cache", compare=False)
+    cache: str | None = _default("cache")
     backend: Backend = _default("backend")
-    device: str | None = _default("device", compare=False)
-    device_profile: str | None = _default("device_profile", compare=False)
+    device: str | None = _default("device")
     deterministic: bool | None = _default("deterministic")
     max_error: float | None = _default("max_error")
     layout: Layout = _default("layout")
-    effort: Effort = _default("effort", compare=False)
-    time_budget_s: float | None = _default("time_budget_s", compare=False)
-    step_race: bool = _default("step_race", compare=False)
+    effort: Effort = _default("effort")
+    time_budget_s: float | None = _default("time_budget_s")
+    step_race: bool = _default("step_race")
 
     def __post_init__(self) -> None:
-        try:
-            values = {
-                "workspace_limit": settings.size("workspace_limit", self.workspace_limit),
-                "total_workspace": settings.size("total_workspace", self.total_workspace),
-                "memory_budget": settings.size("memory_budget", self.memory_budget),
-                "solver": settings.choice("solver", self.solver, SOLVERS),
-                "policy": settings.choice("policy", self.policy, POLICIES),
-                "ops": settings.passes(self.ops, OPS),
-                "unplanned": settings.choice("unplanned", self.unplanned, UNPLANNED),
-                "cache": settings.path("cache", self.cache, "a folder's path"),
-                "backend": settings.choice("backend", self.backend, BACKENDS),
-                "device_profile": settings.path(
-                    "device_profile", self.device_profile, "a file's path"
-                ),
-                "deterministic": settings.switch("deterministic", self.deterministic, or_none=True),
-                "max_error": settings.positive("max_error", self.max_error),
-                "layout": settings.choice("layout", self.layout, LAYOUTS),
-                "effort": settings.choice("effort", self.effort, EFFORT_NAMES),
-                "time_budget_s": settings.positive("time_budget_s", self.time_budget_s),
-                "step_race": settings.switch("step_race", self.step_race),
-            }
-        except ConfigError as error:
-            raise self._with_source(error) from error
-        for name, value in values.items():
+        for name, setting in SETTINGS.items():
+            try:
+                value = setting.check(name, getattr(self, name))
+            except ConfigError as error:
+                raise self._with_source(error, name) from error
             # The dataclass is frozen; this replaces what was given by its checked form.
             object.__setattr__(self, name, value)
-        conflict = settings.conflict(values, OPS)
-        if conflict:
-            raise ConfigError(conflict)
-        if self.device is not None and not isinstance(self.device, str):
-            raise ConfigError(f"device must be part of a device's name, got {self.device!r}")
+        if self.memory_budget is not None and self.total_workspace is not None:
+            raise ConfigError(
+                "memory_budget is of convolutions that share their workspace, and total_workspace "
+                "of calls that each own a part; set one of them"
+            )
+        # What no plan covers takes as much workspace as torch likes.
+        if self.memory_budget is not None and self.ops not in (OPS, ("fprop",)):
+            raise ConfigError(
+                f"memory_budget needs a plan for every pass: ops must be {','.join(OPS)}, or fprop "
+                f"for inference, got {','.join(self.ops)}"
+            )
 
-    @property
-    def budget_bytes(self) -> int | None:
-        """The memory budget in bytes, None for none."""
-        assert not isinstance(self.memory_budget, str)
-        return self.memory_budget
-
-    def _with_source(self, error: ConfigError) -> ConfigError:
+    def _with_source(self, error: ConfigError, name: str) -> ConfigError:
         """The error of a field with the variable that its value is from, if it is from one."""
-        # Every message begins with the name of the field.
-        name = str(error).partition(" ")[0]
         given = _settings().get(name)
-        if given is None or given != getattr(self, name, None):
+        if given is None or given is not getattr(self, name):
             return error
         return ConfigError(f"{error}; it is from the environment variable UCUDNN_{name.upper()}")
 
@@ -220,13 +333,10 @@ class Config:
         return self.total_workspace
 
     @property
-    def switches(self) -> tuple[str, ...]:
-        """Names of the demands on a plan that are switched on, for tables.
-
-        >>> Config(deterministic=True).switches
-        ('deterministic',)
-        """
-        return tuple(name.replace("_", "-") for name in _SWITCHES if getattr(self, name))
+    def budget_bytes(self) -> int | None:
+        """The memory budget in bytes, None for none."""
+        assert not isinstance(self.memory_budget, str)
+        return self.memory_budget
 
     @property
     def is_replayed(self) -> bool:
@@ -234,14 +344,15 @@ class Config:
 
         >>> Config(backend="recorded").is_replayed
         True
+        >>> Config(backend="cudnn", device="h200").is_replayed
+        True
         """
-        return self.backend == "recorded" or self.device_profile is not None
+        return self.backend == "recorded" or (self.backend == "cudnn" and self.device is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that describe a plan, as JSON values; without the cache folder."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in _OF_THE_PROCESS:
-            del values[name]
+        values = {name: value for name, value in values.items() if SETTINGS[name].is_of_plan}
         return {**values, "ops": list(self.ops)}
 
     @classmethod
@@ -256,11 +367,15 @@ class Config:
         Raises:
             ConfigError: a field is missing, or is none of a plan.
         """
-        known = {item.name for item in fields(cls)} - _OF_THE_PROCESS
-        if odd := known ^ set(values):
-            raise ConfigError(f"the settings of a plan lack or must not have {min(odd)!r}")
+        if odd := {name for name, one in SETTINGS.items() if one.is_of_plan} ^ set(values):
+            raise ConfigError(f"the settings of a plan lack or must not have {quoted(min(odd))}")
         # Every field is passed, so that no default reads this process's environment.
-        return cls(**{**_FALLBACKS, **values})
+        return cls(**{**{name: one.default for name, one in SETTINGS.items()}, **values})
+
+
+# With `python -OO` there is no docstring.
+Config.__doc__ = cleandoc(Config.__doc__ or "") + "\n\nArgs:\n"
+Config.__doc__ += "\n".join(f"    {name}: {one.meaning}" for name, one in SETTINGS.items())
 
 
 def require_config(config: object) -> Config:
@@ -308,7 +423,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if name in environment:
             raise ConfigError(f"environment variable {name} is not supported: {reason}")
     found = _of_mucudnn(environment)
-    for name in _FALLBACKS:
+    for name in SETTINGS:
         value = environment.get(f"UCUDNN_{name.upper()}")
         if value:  # empty counts as unset, as in a shell
             found[name] = value
@@ -380,7 +495,7 @@ def ranks_per_device() -> int:
     """
     text = os.environ.get(RANKS_PER_DEVICE) or "1"
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {text!r}")
+        raise ConfigError(f"{RANKS_PER_DEVICE} must be a number above 0, got {quoted(text)}")
     return int(text)
 
 
@@ -432,7 +547,7 @@ def _settings() -> dict[str, Any]:
 def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     environment = dict(variables)
     found = read_environment(environment)
-    known = {f"UCUDNN_{name.upper()}" for name in _FALLBACKS} | _MUCUDNN_MAPPED
+    known = {f"UCUDNN_{name.upper()}" for name in SETTINGS} | _MUCUDNN_MAPPED
     known |= {_PLAN, _RECORD}
     for name in environment:
         if name not in known and name not in {RANKS_PER_DEVICE, PROGRESS}:
@@ -446,7 +561,7 @@ def _settings_from(variables: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 def _of_mucudnn(environment: Mapping[str, str]) -> dict[str, Any]:
     """Settings given by variables of mu-cuDNN (2018)."""
     found: dict[str, Any] = {
-        ours: settings.parse_bytes(environment[name], name)
+        ours: parse_bytes(environment[name], name)
         for name, ours in _MUCUDNN_BYTES.items()
         if name in environment
     }
@@ -456,6 +571,6 @@ def _of_mucudnn(environment: Mapping[str, str]) -> dict[str, Any]:
     if policy not in _MUCUDNN_POLICIES:
         raise ConfigError(
             f"UCUDNN_BATCH_SIZE_POLICY must be one of {', '.join(_MUCUDNN_POLICIES)}, got "
-            f"{policy!r}; or set UCUDNN_POLICY to one of {', '.join(POLICIES)}"
+            f"{quoted(policy)}; or set UCUDNN_POLICY to one of {', '.join(POLICIES)}"
         )
     return {**found, "policy": _MUCUDNN_POLICIES[policy]}

@@ -9,21 +9,30 @@ import sys
 import warnings
 from typing import Any
 
-# A damaged file can hold a value of any length, and a message must stay readable.
-_LONGEST_QUOTE = 300
 
-
-def shortened(sentence: str) -> str:
-    """Cut the middle out of a sentence that quotes a long part of a file.
+def shortened(sentence: str, longest: int = 300) -> str:
+    """Cut the middle out of a text that may be of any length, as a damaged file may hold one.
 
     >>> len(shortened("got " + "9" * 5000)), shortened("got 9")
     (300, 'got 9')
     """
-    if len(sentence) <= _LONGEST_QUOTE:
+    if len(sentence) <= longest:
         return sentence
     # 5 characters are the dots and the blanks around them; both ends tell where the text is from.
-    half = (_LONGEST_QUOTE - 5) // 2
+    half = (longest - 5) // 2
     return f"{sentence[: half + 1]} ... {sentence[-half:]}"
+
+
+def quoted(value: object) -> str:
+    """A value as a message quotes it: on one line, without its middle if it is long.
+
+    >>> quoted("64MB"), quoted(10**9999)
+    ("'64MB'", 'an int of 33216 bits')
+    """
+    # Python writes no int of more than 4300 digits.
+    if isinstance(value, int) and value.bit_length() > 9999:
+        return f"an int of {value.bit_length()} bits"
+    return shortened(" ".join(repr(value).split()), 120)
 
 
 class UcudnnError(Exception):

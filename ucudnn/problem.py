@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
-from ucudnn.errors import ProblemError
+from ucudnn.errors import ProblemError, quoted
 from ucudnn.units import TOO_LARGE
 
 # cuDNN's names, in the order of aten: forward, then its mask of gradients (input, weight).
@@ -71,7 +71,9 @@ class Problem:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ProblemError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+                raise ProblemError(
+                    f"{name} must be one of {', '.join(allowed)}, got {quoted(value)}"
+                )
         for name in ("batch", "in_channels", "out_channels", "groups"):
             _require_positive(name, getattr(self, name))
         for name in ("input_size", "kernel_size", "stride", "dilation"):
@@ -86,7 +88,7 @@ class Problem:
             value = getattr(self, name)
             if not isinstance(value, (tuple, list)):
                 raise ProblemError(
-                    f"{name} must be a tuple with one int per spatial axis, got {value!r}"
+                    f"{name} must be a tuple with one int per spatial axis, got {quoted(value)}"
                 )
             # JSON gives lists, which cannot be hashed. A frozen dataclass is written to only this
             # way.
@@ -265,17 +267,17 @@ class Problem:
 
 def _pairs(padding: object, rank: int) -> tuple[tuple[int, int], ...]:
     if not isinstance(padding, (tuple, list)):
-        raise ProblemError(f"padding must be ((begin, end), ...), got {padding!r}")
+        raise ProblemError(f"padding must be ((begin, end), ...), got {quoted(padding)}")
     # Values may come from a file, and be of any type.
     for pair in padding:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise ProblemError(
-                f"padding must be one (begin, end) pair per spatial axis, got {padding!r}"
+                f"padding must be one (begin, end) pair per spatial axis, got {quoted(padding)}"
             )
         for value in pair:
             if type(value) is not int or not 0 <= value < TOO_LARGE:
                 raise ProblemError(
-                    f"padding must hold ints of at least 0 and below 2^63, got {padding!r}"
+                    f"padding must hold ints of at least 0 and below 2^63, got {quoted(padding)}"
                 )
     # No pairs at all stand for the default, as for stride and dilation.
     return tuple((begin, end) for begin, end in padding) or ((0, 0),) * rank
@@ -284,10 +286,10 @@ def _pairs(padding: object, rank: int) -> tuple[tuple[int, int], ...]:
 def _require_positive(name: str, value: object) -> None:
     # `isinstance` would accept True, which as a size is a mistake.
     if type(value) is not int or value < 1:
-        raise ProblemError(f"{name} must be an int of at least 1, got {value!r}")
+        raise ProblemError(f"{name} must be an int of at least 1, got {quoted(value)}")
     # torch, cuDNN and the cache hold sizes in 64 bits.
     if value >= TOO_LARGE:
-        raise ProblemError(f"{name} must be below 2^63, got {value!r}")
+        raise ProblemError(f"{name} must be below 2^63, got {quoted(value)}")
 
 
 def _sizes(sizes: tuple[int, ...], squeeze: bool = False) -> str:

@@ -2,8 +2,46 @@
 
 from __future__ import annotations
 
+import re
+
+from ucudnn.errors import ConfigError, quoted
+
 # Sizes of tensors, and the numbers in a cache, are 64-bit integers.
 TOO_LARGE = 2**63
+
+_BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_BYTES_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: int | str, name: str = "size") -> int:
+    """Read a number of bytes as a person writes it.
+
+    >>> parse_bytes("64MiB")
+    67108864
+    >>> parse_bytes("1.5 KiB")
+    1536
+
+    Args:
+        text: an int (bytes) or a string with unit B, KiB, MiB or GiB (case does not matter).
+        name: what the value is called in the error message.
+
+    Raises:
+        ConfigError: it is not a size, it is negative, or it is at least 2^63 bytes.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and 0 <= text < TOO_LARGE:
+        return text
+    match = _BYTES_PATTERN.fullmatch(text) if isinstance(text, str) else None
+    factor = _BYTES_PER_UNIT.get(match[2].upper()) if match else None
+    # Text that is no size gets the same error as a size that is too large.
+    size = float(match[1]) * factor if match and factor else TOO_LARGE
+    if size >= TOO_LARGE:
+        decimal = match is not None and match[2].upper() in ("KB", "MB", "GB", "K", "M", "G")
+        meant = f"; did you mean {match[1]}{match[2][0].upper()}iB?" if match and decimal else ""
+        raise ConfigError(
+            f"{name} must be a number of bytes such as 8388608, '64MiB' or '1.5GiB', got "
+            f"{quoted(text)}{meant}"
+        )
+    return int(size)
 
 
 def format_bytes(count: int) -> str:

@@ -98,7 +98,16 @@ def test_options_choose_ops_batches_dtype_layout_and_math(
     enumerate_: Enumerate, library: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "some.csv"
-    options = ("--ops", "dgrad", "--batches", "4,2", "--dtype", "float16", "--layout", "nhwc")
+    options = (
+        "--ops",
+        "dgrad",
+        "--batches",
+        "4,2",
+        "--dtype",
+        "float16",
+        "--memory-format",
+        "nhwc",
+    )
     done = enumerate_("-o", output, *options, library=library)
     assert done.returncode == 0, done.stderr
     assert "distinct candidates of 2 problems on NVIDIA H200, by cuDNN 9." in done.stdout

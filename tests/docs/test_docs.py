@@ -131,9 +131,14 @@ def test_the_picture_of_steps_is_what_its_script_draws(repository: Path, tmp_pat
     assert drawn.read_text() == kept.read_text(), "python docs/make_steps.py docs/steps.svg"
 
 
-def test_the_tables_of_results_are_those_of_the_files(repository: Path, tmp_path: Path) -> None:
+TABLES = {"docs/results.md": 7, "docs/memory.md": 2, "docs/reference.md": 1, "README.md": 1}
+
+
+def test_tables_are_those_of_the_files_and_of_the_settings(
+    repository: Path, tmp_path: Path
+) -> None:
     script = repository / "docs" / "make_tables.py"
-    for name, count in (("docs/results.md", 7), ("docs/memory.md", 2), ("README.md", 1)):
+    for name, count in TABLES.items():
         kept, made = repository / name, tmp_path / "made.md"
         made.write_bytes(kept.read_bytes())
         subprocess.run([sys.executable, script, made], check=True, cwd=tmp_path)

@@ -136,8 +136,10 @@ def test_add_a_backend(
     step("Return an `Executable` from `executable`; only its method `alone` must be written.")
     a, b = backend.operands(PROBLEM, PROBLEM.batch)
     result = backend.executable(PROBLEM, "torch_default").alone(a, b)
-    step("Name it in `BACKENDS` of `ucudnn/config.py`, enter it in `backends/registry.py`.")
-    monkeypatch.setattr(config, "BACKENDS", (*config.BACKENDS, "one_way"))
+    step("Name it in `Backend` of `ucudnn/config.py`, enter it in `backends/registry.py`.")
+    known = config.SETTINGS["backend"]
+    named = known._replace(choices=(*known.choices, "one_way"))
+    monkeypatch.setitem(config.SETTINGS, "backend", named)
     entry = registry.Entry("one_way", "cpu", "CPU", lambda: backend)
     monkeypatch.setitem(registry.BACKENDS, "one_way", entry)
     assert open_backend("one_way") is backend
@@ -236,8 +238,10 @@ class Greedy(AbstractDivider):
 def test_add_a_solver(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     step("Subclass `AbstractDivider` in a module of its own in `solvers/`;")
     step("Return `pool.divided(choice, lower_bound_ns, name)` from `divide`:")
-    step("Name it in `SOLVERS` of `ucudnn/config.py` and enter it in `_DIVIDERS`")
-    monkeypatch.setattr(config, "SOLVERS", (*config.SOLVERS, "greedy"))
+    step("Name it in `Solver` of `ucudnn/config.py` and enter it in `_DIVIDERS`")
+    known = config.SETTINGS["solver"]
+    named = known._replace(choices=(*known.choices, "greedy"))
+    monkeypatch.setitem(config.SETTINGS, "solver", named)
     monkeypatch.setitem(division._DIVIDERS, "greedy", Greedy())
     assert Config(solver="greedy").solver == "greedy"
     step("Compare it with `Exhaustive` of `tests/pure/exhaustive.py` on random pools,")

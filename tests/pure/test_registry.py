@@ -11,7 +11,7 @@ from ucudnn.errors import ConfigError
 
 
 def test_a_setting_names_every_backend() -> None:
-    assert set(config.BACKENDS) == {"auto", "recorded", *BACKENDS}
+    assert set(config.SETTINGS["backend"].choices) == {"auto", "recorded", *BACKENDS}
 
 
 def test_an_entry_is_true_of_the_backend_that_it_opens() -> None:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucudnn.errors import ConfigError
-from ucudnn.settings import parse_bytes
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.errors import ConfigError, quoted
+from ucudnn.units import format_bytes, format_ns, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def test_reads_every_number_of_bytes_exactly(count: int) -> None:
 def test_refuses_other_text(text: int | str) -> None:
     with pytest.raises(ConfigError, match="workspace must be a number of bytes such as") as caught:
         parse_bytes(text, "workspace")
-    assert repr(text) in str(caught.value)
+    assert quoted(text) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [-1, True, False, 1.5, None, b"1", [1]])

@@ -207,12 +207,12 @@ def test_a_profile_restricts_a_recording_to_what_cudnn_has(tmp_path, monkeypatch
     monkeypatch.setattr("ucudnn.tuning.replay.list_configurations", listings)
     folder = record(tmp_path, [*alone(), entry(FPROP, "eng1", 5, 0, device=replace(GPU, name="X"))])
     profile = Path(__file__).parents[2] / "benchmarks" / "devices" / "h200.json"
-    config = Config(backend="cudnn", device_profile=profile, cache=folder, workspace_limit="90MiB")
+    config = Config(backend="cudnn", device=profile, cache=folder, workspace_limit="90MiB")
     (kernel,) = tune_problems([("layer", FPROP)], config).kernels
     assert set(asked) == {FPROP.with_batch(n) for n in (1, 2, 4, 8)}
     assert kernel.is_default  # eng0 takes 2.4 ms
     assert set(kernel.algorithms) <= {"torch_default", "eng0"}
-    with pytest.raises(ConfigError, match="set backend='cudnn' or leave it out"):
+    with pytest.raises(ConfigError, match="set one of the two or leave device out"):
         tune_problems([("layer", FPROP)], replace(config, backend="auto"))
 
 
@@ -239,7 +239,7 @@ def test_an_empty_recording(tmp_path):
 
 
 def test_a_device_without_a_recording_is_refused():
-    with pytest.raises(ConfigError, match="device .='H200'. names what backend='recorded' replays"):
+    with pytest.raises(ConfigError, match="device .='H200'. is what backend='recorded' replays"):
         tune_problems([("layer", FPROP)], Config(device="H200"))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
 from ucudnn.cli import options
 from ucudnn.cli.console import bar, out, say
-from ucudnn.cli.options import JsonOption, passes, settings
+from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.cli.targets import Recipe, name_model
 from ucudnn.units import format_bytes, format_ns
 
@@ -19,20 +19,19 @@ if TYPE_CHECKING:
     from ucudnn.tuning.advice import Advice
 
 
+@options.takes_settings(("ops", "backend"))
 @options.takes_model(options.ModelArgument)
 def advise(
     recipe: Recipe,
-    ops: options.OpsOption = None,
+    given: dict[str, Any],
     config_file: options.ConfigFileOption = None,
-    backend: options.BackendOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time a step and its convolutions for at most a minute, and say whether tuning pays.
 
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
-    given = {"ops": passes(ops, recipe.infer), "backend": backend}
-    config = settings(config_file, given)
+    config = settings(config_file, with_passes(given, recipe.infer))
     # These import torch, which takes seconds: not for --help, nor for a setting that is wrong.
     from ucudnn.tuning.advisor import advised, require_live
     from ucudnn.tuning.tuner import device_type

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, quoted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,7 +51,7 @@ def parse_spec(text: str) -> Spec:
     if match is None or dtype not in DTYPES:
         raise ConfigError(
             f"--input must be [NAME=]SHAPE[,SHAPE ...][:DTYPE], such as 64x3x224x224 or "
-            f"timestep=64:int64, with DTYPE one of {', '.join(DTYPES)}; got {text!r}"
+            f"timestep=64:int64, with DTYPE one of {', '.join(DTYPES)}; got {quoted(text)}"
         )
     shapes = (tuple(map(int, shape.split("x"))) for shape in match["shapes"].split(","))
     return Spec(match["name"] or "", tuple(shapes), dtype)

@@ -11,7 +11,7 @@ import typer
 
 from ucudnn.cli.console import SAYS_NO, fail, say, say_error
 from ucudnn.errors import ConfigError, RankError
-from ucudnn.settings import parse_bytes
+from ucudnn.units import parse_bytes
 
 if TYPE_CHECKING:
     from ucudnn.distributed.launching.agent import Launch

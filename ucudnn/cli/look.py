@@ -17,12 +17,12 @@ from ucudnn.cli.options import (
     InferOption,
     InputOption,
     JsonOption,
-    passes,
     settings,
+    with_passes,
 )
 from ucudnn.cli.targets import Recipe, name_model
 from ucudnn.config import Config
-from ucudnn.errors import CacheError, ConfigError
+from ucudnn.errors import CacheError, ConfigError, quoted
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.system.version import own_version
 from ucudnn.units import format_bytes, format_ns
@@ -131,7 +131,7 @@ def _chosen(plan: Plan, wanted: str) -> list[int]:
     if not found:
         raise ConfigError(
             f"--kernel must be a number from 0 to {len(plan.kernels) - 1} or the name of a layer "
-            f"of the plan, got {wanted!r}"
+            f"of the plan, got {quoted(wanted)}"
         )
     return found
 
@@ -263,7 +263,7 @@ def _find_cliffs(recipe: Recipe, output: Path | None, as_json: bool) -> None:
     from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
     from ucudnn.tuning.tuner import device_type, layers_by_problem
 
-    config = settings(None, {"ops": passes(None, recipe.infer)})
+    config = settings(None, with_passes({}, recipe.infer))
     named = name_model(recipe)
     layers = layers_by_problem(named.trace(config.ops, device_type(config)).layers, config)
     with bar("scanning kernels") as update:

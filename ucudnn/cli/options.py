@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -13,19 +13,36 @@ import typer
 
 from ucudnn.cli.console import err, set_verbosity
 from ucudnn.cli.targets import Recipe, read_config
-from ucudnn.config import Config
-from ucudnn.errors import ConfigError, UcudnnError
+from ucudnn.config import SETTINGS, Config
+from ucudnn.errors import ConfigError, UcudnnError, quoted
 
 Command = Callable[..., None]
 # Type and default of each, by name.
 Flags = Mapping[str, tuple[Any, Any]]
 
-# Types of parameters, shared by the commands so that a flag means and says the same in all of them.
-CacheOption = Annotated[
-    str | None, typer.Option("--cache", help="Folder of the measurement cache.", metavar="DIR")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+# Panels of --help, below that of what matters most.
+_MODELS, _TABLES = "More about a model", "For a CSV file of layers"
+_SETTINGS, _OUTPUT = "More settings", "Output and errors"
+# Settings of the first panel.
+_FIRST = (
+    *("workspace_limit", "memory_budget", "policy", "layout", "effort", "time_budget_s", "cache"),
+)
 
+
+def _text(meaning: str, metavar: str, *names: str, panel: str | None = None) -> Any:
+    """Type of an option with a value, None where it is not given."""
+    return Annotated[
+        str | None, typer.Option(*names, help=meaning, metavar=metavar, rich_help_panel=panel)
+    ]
+
+
+def _switch(name: str, meaning: str, panel: str | None = None) -> Any:
+    """Type of an option without a value."""
+    return Annotated[bool, typer.Option(name, help=meaning, rich_help_panel=panel)]
+
+
+# Types of parameters, shared by the commands so that a flag means and says the same in all of them.
+JsonOption = _switch("--json", "Print JSON for machines.", _OUTPUT)
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -39,6 +56,36 @@ ModelOrTableArgument = Annotated[
         metavar="MODEL",
     ),
 ]
+OutputOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write the plan here.", metavar="FILE")
+]
+ConfigFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="JSON file with settings.", metavar="FILE", rich_help_panel=_SETTINGS
+    ),
+]
+# Not in `Config`: a model has its own, only the rows of a CSV may lack them.
+DtypeOption = _text("Without such a column: dtype. Default: float32.", "NAME", panel=_TABLES)
+MemoryFormatOption = _text(
+    "Without a column layout: nchw or nhwc. Default: nchw.", "NAME", panel=_TABLES
+)
+MathOption = _text(
+    "Without such a column, for float32 on a GPU: tf32 or strict. Default: tf32.",
+    "NAME",
+    panel=_TABLES,
+)
+RemeasureOption = _switch("--remeasure", "Take every time anew, whatever the cache has.", _SETTINGS)
+FailIfNoisyOption = _switch(
+    "--fail-if-noisy", "Exit with 1 where times are not to be trusted.", _OUTPUT
+)
+FailIfPartialOption = _switch(
+    "--fail-if-partial", "Exit with 1 where kernels have no plan.", _OUTPUT
+)
+CompileOption = _switch(
+    "--compile", "Judge the plan by whole steps that torch.compile compiled.", _MODELS
+)
+
 InputOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,180 +94,91 @@ InputOption = Annotated[
         metavar="SPEC",
     ),
 ]
-InputsOption = Annotated[
-    str | None,
-    typer.Option(
-        help="For a model, instead of --input: module:callable or file.py:callable that returns or "
-        "yields its inputs: tensors, tuples, or dicts by keyword.",
-        metavar="CALLABLE",
-    ),
-]
-ArgsOption = Annotated[
-    str | None,
-    typer.Option(
-        help="For a model: JSON with the arguments of its callable, an object or a list.",
-        metavar="JSON",
-    ),
-]
-RealOption = Annotated[
-    bool,
-    typer.Option(
-        "--real", help="For a model whose course depends on values: compute a step to trace it."
-    ),
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("-o", "--output", help="Write the plan here.", metavar="FILE")
-]
-WorkspaceLimitOption = Annotated[
-    str | None, typer.Option(help="Workspace each kernel may use, such as 64MiB.", metavar="SIZE")
-]
-TotalWorkspaceOption = Annotated[
-    str | None,
-    typer.Option(help="One pool of which every call owns a part, such as 512MiB.", metavar="SIZE"),
-]
-MemoryBudgetOption = Annotated[
-    str | None,
-    typer.Option(help="Memory that a whole step may have allocated, such as 8GiB.", metavar="SIZE"),
-]
-SolverOption = Annotated[
-    str | None, typer.Option(help="Divides the pool: auto, exact, highs or cbc.", metavar="NAME")
-]
-PolicyOption = Annotated[
-    str | None,
-    typer.Option(help="Micro-batch sizes: undivided, powers-of-two or all.", metavar="NAME"),
-]
-OpsOption = Annotated[
-    str | None,
-    typer.Option(help="Some of fprop,dgrad,wgrad, separated by commas.", metavar="NAMES"),
-]
-# Not in `Config`: a model has its own dtype, only the rows of a CSV lack it.
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        help="For a CSV that has no such column: dtype. Default: float32.", metavar="NAME"
-    ),
-]
-LayoutOption = Annotated[
-    str | None,
-    typer.Option(
-        help="For a CSV that has no such column: nchw or nhwc. For a model: keep, or auto for the "
-        "better of its own layout and channels_last.",
-        metavar="NAME",
-    ),
-]
-ChannelsLastOption = Annotated[
-    bool,
-    typer.Option(
-        "--channels-last", help="For a model: convert it and its inputs to channels-last."
-    ),
-]
-AutocastOption = Annotated[
-    bool,
-    typer.Option(
-        "--autocast",
-        help="For a model: plan what it runs under autocast, in bfloat16 unless --autocast-dtype "
-        "is given.",
-    ),
-]
-AutocastDtypeOption = Annotated[
-    str | None,
-    typer.Option(help="For a model: autocast to bfloat16 or float16.", metavar="NAME"),
-]
-InferOption = Annotated[bool, typer.Option("--infer", help="Plan the forward pass only.")]
-ConfigFileOption = Annotated[
-    Path | None, typer.Option("--config", help="JSON file with settings.", metavar="FILE")
-]
-BackendOption = Annotated[
-    str | None,
-    typer.Option(
-        help="auto, torch_cpu, cudnn; or recorded: what --cache has, run nothing.", metavar="NAME"
-    ),
-]
-DeviceOption = Annotated[
-    str | None, typer.Option(help="For recorded: part of the device's name.", metavar="NAME")
-]
-DeviceProfileOption = Annotated[
-    Path | None,
-    typer.Option(help="For cudnn without its GPU: plan by what --cache has of it.", metavar="FILE"),
-]
-MathOption = Annotated[
-    str | None,
-    typer.Option(
-        help="For a CSV that has no such column, its float32 layers on a GPU: tf32 or strict. "
-        "Default: tf32.",
-        metavar="NAME",
-    ),
-]
-DeterministicOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--deterministic/--no-deterministic",
-        help="Algorithms whose bits never vary alone. Default: as torch is set.",
-    ),
-]
-UnplannedOption = Annotated[
-    str | None,
-    typer.Option(
-        help="What no plan covers: torch (run torch's own and warn) or error.", metavar="NAME"
-    ),
-]
-EffortOption = Annotated[
-    str | None,
-    typer.Option(
-        help="How long to look for how small a gain: quick, normal, thorough.", metavar="NAME"
-    ),
-]
-TimeBudgetOption = Annotated[
-    float | None,
-    typer.Option(help="Seconds; what is not finished by then runs torch's own.", metavar="SECONDS"),
-]
+InferOption = _switch("--infer", "Plan the forward pass only.")
 
-RemeasureOption = Annotated[
-    bool, typer.Option("--remeasure", help="Take every time anew, whatever the cache has.")
-]
-FailIfNoisyOption = Annotated[
-    bool, typer.Option("--fail-if-noisy", help="Exit with 1 where times are not to be trusted.")
-]
-FailIfPartialOption = Annotated[
-    bool, typer.Option("--fail-if-partial", help="Exit with 1 where kernels have no plan.")
-]
-# None if neither form is given, so that the config file or the environment decides.
-StepRaceOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--step-race/--no-step-race", help="End by timing whole steps of the model. Default: yes."
-    ),
-]
-
-CompileOption = Annotated[
-    bool,
-    typer.Option(
-        "--compile", help="For a model: judge the plan by whole steps that torch.compile compiled."
-    ),
-]
 # Flags by which every command describes a model: `Recipe` has a field of each name.
 _RECIPE: dict[str, tuple[Any, Any]] = {
     "input": (InputOption, None),
-    "inputs": (InputsOption, None),
-    "args": (ArgsOption, None),
-    "channels_last": (ChannelsLastOption, False),
-    "autocast": (AutocastOption, False),
-    "autocast_dtype": (AutocastDtypeOption, None),
     "infer": (InferOption, False),
-    "real": (RealOption, False),
+    "channels_last": (
+        _switch("--channels-last", "Convert the model and its inputs to channels-last."),
+        False,
+    ),
+    "autocast": (
+        _switch("--autocast", "Plan what the model runs under autocast, in bfloat16."),
+        False,
+    ),
+    "autocast_dtype": (
+        _text("Autocast to bfloat16 or float16.", "NAME", panel=_MODELS),
+        None,
+    ),
+    "inputs": (
+        _text(
+            "Instead of --input: module:callable or file.py:callable that returns or yields the "
+            "model's inputs: tensors, tuples, or dicts by keyword.",
+            "CALLABLE",
+            panel=_MODELS,
+        ),
+        None,
+    ),
+    "args": (
+        _text(
+            "JSON with the arguments of the model's callable, an object or a list.",
+            "JSON",
+            panel=_MODELS,
+        ),
+        None,
+    ),
+    "real": (
+        _switch("--real", "Compute a step to trace it: its course depends on values.", _MODELS),
+        False,
+    ),
 }
 # Flags of every command.
 _COMMON: dict[str, tuple[Any, Any]] = {
     "verbose": (
-        Annotated[int, typer.Option("-v", "--verbose", count=True, help="Say more; -vv: details.")],
+        Annotated[
+            int,
+            typer.Option(
+                *("-v", "--verbose"),
+                count=True,
+                show_default=False,
+                help="Say more; -vv: details.",
+                rich_help_panel=_OUTPUT,
+            ),
+        ],
         0,
     ),
-    "quiet": (Annotated[bool, typer.Option("-q", "--quiet", help="Show no progress.")], False),
-    "traceback": (
-        Annotated[bool, typer.Option("--traceback", help="Of an error, show where it is from.")],
+    "quiet": (
+        Annotated[
+            bool, typer.Option("-q", "--quiet", help="Show no progress.", rich_help_panel=_OUTPUT)
+        ],
         False,
     ),
+    "traceback": (_switch("--traceback", "Of an error, show where it is from.", _OUTPUT), False),
 }
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting.
+
+    >>> flag_of("time_budget_s")
+    '--time-budget'
+    """
+    return f"--{name.removesuffix('_s').replace('_', '-')}"
+
+
+def _of_setting(name: str) -> tuple[Any, Any]:
+    """The flag of a setting; None if it is not given, so that file and environment decide."""
+    setting, flag = SETTINGS[name], flag_of(name)
+    panel = None if name in _FIRST else _SETTINGS
+    if setting.metavar:
+        return _text(setting.summary, setting.metavar, flag, panel=panel), None
+    both = typer.Option(f"{flag}/--no-{flag[2:]}", help=setting.summary, rich_help_panel=panel)
+    return Annotated[bool | None, both], None
+
+
+CacheOption = _of_setting("cache")[0]
 
 
 def takes_model(argument: Any) -> Callable[[Command], Command]:
@@ -234,9 +192,30 @@ def takes_model(argument: Any) -> Callable[[Command], Command]:
         def call(**values: Any) -> None:
             described = {name: values.pop(name) for name in ("model", *_RECIPE)}
             described["input"] = tuple(described["input"] or ())
-            command(Recipe(**described), **values)
+            command(recipe=Recipe(**described), **values)
 
-        return _with_flags(command, call, {"model": (argument, Parameter.empty)}, _RECIPE)
+        flags = {"model": (argument, Parameter.empty), **_RECIPE, **_own(command, "recipe")}
+        return _with_flags(command, call, flags)
+
+    return changed
+
+
+def takes_settings(names: Iterable[str]) -> Callable[[Command], Command]:
+    """Give a command with a parameter `given` the flags of settings: their values by name.
+
+    Args:
+        names: names of the settings.
+    """
+    wanted = list(names)
+
+    def changed(command: Command) -> Command:
+        def call(**values: Any) -> None:
+            given = {name: values.pop(name) for name in wanted}
+            given = {name: value for name, value in given.items() if value is not None}
+            command(given=given, **values)
+
+        flags = {**_own(command, "given"), **{name: _of_setting(name) for name in wanted}}
+        return _with_flags(command, call, flags)
 
     return changed
 
@@ -256,18 +235,21 @@ def common(command: Command) -> Command:
                 err.print("".join(format_exception(error)), soft_wrap=True)
             raise
 
-    return _with_flags(command, call, {}, _COMMON)
+    return _with_flags(command, call, {**_own(command), **_COMMON})
 
 
-def _with_flags(command: Command, call: Command, first: Flags, last: Flags) -> Command:
-    """`call` with the name and flags of a command, and more; typer reads a function's signature."""
+def _own(command: Command, *without: str) -> dict[str, tuple[Any, Any]]:
+    """The parameters of a command as flags."""
     hints = get_type_hints(command, include_extras=True)
-    own = {
+    return {
         name: (hints[name], parameter.default)
         for name, parameter in signature(command).parameters.items()
-        if name != "recipe"
+        if name not in without
     }
-    flags = {**first, **own, **last}
+
+
+def _with_flags(command: Command, call: Command, flags: Flags) -> Command:
+    """`call` with the name of a command and with flags; typer reads a function's signature."""
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__annotations__ = {name: hint for name, (hint, _) in flags.items()}
     call.__signature__ = Signature(  # type: ignore[attr-defined]
@@ -279,21 +261,33 @@ def _with_flags(command: Command, call: Command, first: Flags, last: Flags) -> C
     return call
 
 
-def settings(file: Path | None, given: dict[str, Any]) -> Config:
-    """Settings from a file or the environment, overridden by flags."""
-    # A flag that was not given must not hide the value of the file.
-    flags = {name: value for name, value in given.items() if value is not None}
-    return replace(read_config(file) if file else Config(), **flags)
+def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
+    """Settings from a file or the environment, overridden by flags.
+
+    Raises:
+        ConfigError: a value is not allowed; the message names the flag, if it is from one.
+    """
+    config = read_config(file) if file else Config()
+    try:
+        return replace(config, **given)
+    except ConfigError as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in given:
+            raise
+        raise ConfigError(f"{flag_of(name)} {rest}") from error
 
 
-def passes(ops: str | None, infer: bool) -> str | None:
-    """The passes to plan by --ops and --infer.
+def with_passes(given: Mapping[str, Any], infer: bool) -> dict[str, Any]:
+    """Settings with the passes to plan by --ops and --infer.
 
     Raises:
         ConfigError: they contradict each other.
     """
-    if infer and ops not in (None, "fprop"):
+    if not infer:
+        return dict(given)
+    if given.get("ops", "fprop") != "fprop":
         raise ConfigError(
-            f"--infer plans the forward pass only, and --ops is {ops!r}; leave one out"
+            f"--infer plans the forward pass only, and --ops is {quoted(given['ops'])}; leave one "
+            f"out"
         )
-    return "fprop" if infer else ops
+    return {**given, "ops": "fprop"}

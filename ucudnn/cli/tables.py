@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -12,12 +13,11 @@ import typer
 
 from ucudnn.cli import options
 from ucudnn.cli.console import bar, say
-from ucudnn.cli.options import JsonOption, passes, settings
+from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.cli.targets import Recipe, name_model
-from ucudnn.config import LAYOUTS
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, quoted
 from ucudnn.layer_table import as_calls, counted, format_rows, read_rows
-from ucudnn.problem import LAYOUTS as TABLE_LAYOUTS
+from ucudnn.problem import LAYOUTS
 from ucudnn.system.files import write
 
 if TYPE_CHECKING:
@@ -29,33 +29,32 @@ class TableFlags(NamedTuple):
 
     Args:
         dtype: of all layers.
-        layout: of all layers; for a model, in what layout to plan it.
+        memory_format: layout of all layers, nchw or nhwc.
         math: of all float32 layers.
     """
 
     dtype: str | None
-    layout: str | None
+    memory_format: str | None
     math: str | None
 
     def require_right(self, recipe: Recipe) -> None:
         """Refuse flags that have no effect on what is named.
 
         Raises:
-            ConfigError: there is one, or `layout` has a value that it cannot have there.
+            ConfigError: there is one, or `memory_format` is no layout.
         """
         if recipe.is_table:
             recipe.require_table()
-        for name, value in (("dtype", self.dtype), ("math", self.math)):
+        for name, value in zip(self._fields, self, strict=True):
             if value is not None and not recipe.is_table:
                 raise ConfigError(
-                    f"--{name} is for a table of layers, and {recipe.model} is a model, which has "
-                    f"its own; leave it out"
+                    f"--{name.replace('_', '-')} is for a table of layers, and {recipe.model} is a "
+                    f"model, which has its own; leave it out"
                 )
-        allowed = TABLE_LAYOUTS if recipe.is_table else LAYOUTS
-        if self.layout is not None and self.layout not in allowed:
-            what = "the layers of a CSV" if recipe.is_table else "a model"
+        if self.memory_format not in (None, *LAYOUTS):
             raise ConfigError(
-                f"--layout must be one of {', '.join(allowed)} for {what}, got {self.layout!r}"
+                f"--memory-format must be one of {', '.join(LAYOUTS)}, got "
+                f"{quoted(self.memory_format)}"
             )
 
 
@@ -85,16 +84,17 @@ def read_traced(path: str, flags: TableFlags, ops: tuple[str, ...], device_type:
     return Traced(as_calls(rows), frozenset(row.problem for row in rows if row.has_bias))
 
 
+@options.takes_settings(("ops",))
 @options.takes_model(options.ModelArgument)
 def trace(
     recipe: Recipe,
+    given: dict[str, Any],
     output: Annotated[
         Path | None,
         typer.Option(
             "-o", "--output", help="CSV file to write; default: print it.", metavar="FILE"
         ),
     ] = None,
-    ops: options.OpsOption = None,
     device: Annotated[
         str, typer.Option(help="Layouts and TF32 as on cpu or cuda.", metavar="cpu|cuda")
     ] = "cpu",
@@ -103,7 +103,7 @@ def trace(
 
     Example: ucudnn trace examples/models.py:resnet18 --input 32x3x224x224 -o layers.csv
     """
-    text = format_rows(counted(*_traced(recipe, ops, device)))
+    text = format_rows(counted(*_traced(recipe, given, device)))
     if output is None:
         # Not through rich, which breaks long lines.
         print(text, end="")
@@ -112,21 +112,23 @@ def trace(
     say(f"{len(text.splitlines()) - 1} rows; written to {output}")
 
 
-def _traced(recipe: Recipe, ops: str | None, device: str) -> Traced:
+def _traced(recipe: Recipe, given: Mapping[str, Any], device: str) -> Traced:
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
+        raise ConfigError(f"--device must be cpu or cuda, got {quoted(device)}")
     if recipe.is_table:
         raise ConfigError(f"MODEL must be a model, and {recipe.model} is a table of layers already")
-    wanted = settings(None, {"ops": passes(ops, recipe.infer)}).ops
+    wanted = settings(None, with_passes(given, recipe.infer)).ops
     traced = name_model(recipe).trace(wanted, device)
     if not traced.layers:
         raise ConfigError(f"{recipe.model} computes no convolution on these inputs")
     return traced
 
 
+@options.takes_settings(("ops",))
 @options.takes_model(options.ModelOrTableArgument)
 def enumerate_(
     recipe: Recipe,
+    given: dict[str, Any],
     device_profile: Annotated[
         Path,
         typer.Option(
@@ -137,12 +139,8 @@ def enumerate_(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="CSV file to write.", metavar="FILE")
     ],
-    ops: options.OpsOption = None,
     dtype: options.DtypeOption = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="For a CSV that has no such column: nchw or nhwc.", metavar="NAME"),
-    ] = None,
+    memory_format: options.MemoryFormatOption = None,
     math: options.MathOption = None,
     batches: Annotated[
         str | None,
@@ -155,22 +153,20 @@ def enumerate_(
     Example: ucudnn enumerate benchmarks/layers/resnet50_n256.csv
     --device-profile h200 -o candidates.csv
     """
-    flags = TableFlags(dtype, layout, math)
+    flags = TableFlags(dtype, memory_format, math)
     flags.require_right(recipe)
-    if layout is not None and not recipe.is_table:
-        raise ConfigError("--layout is for a table of layers; --channels-last lays out a model")
     # Imports the cuDNN backend, for which --help need not wait.
     from ucudnn.backends.cudnn.enumeration import enumerate_candidates, parse_batches
     from ucudnn.backends.cudnn.profile import DeviceProfile
 
     start = time.monotonic()
     # Through `Config`, which checks the names and has the default.
-    wanted = settings(None, {"ops": passes(ops, recipe.infer)}).ops
+    wanted = settings(None, with_passes(given, recipe.infer)).ops
     # The table and the profile are read first, so that a typing error is found at once.
     rows = read_rows(recipe.model, wanted, *flags, has_tf32=True) if recipe.is_table else ()
     sizes = None if batches is None else parse_batches(batches)
     profile = DeviceProfile.load(device_profile)
-    traced = () if recipe.is_table else dict.fromkeys(_traced(recipe, ops, "cuda").layers)
+    traced = () if recipe.is_table else dict.fromkeys(_traced(recipe, given, "cuda").layers)
     layers = [*((row.name, row.problem) for row in rows), *traced]
     with bar("asking cuDNN") as update:
         found = enumerate_candidates(layers, profile, output, sizes, update)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucudnn.cli.inputs import examples_of, fill, make_examples, parse_spec
-from ucudnn.config import Config
-from ucudnn.errors import ConfigError
+from ucudnn.config import SETTINGS, Config
+from ucudnn.errors import ConfigError, quoted
 from ucudnn.system.files import parse_json
 
 if TYPE_CHECKING:
@@ -34,9 +33,8 @@ def read_config(path: Path) -> Config:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config must be a JSON file with settings: {path}: {error}") from error
     # Names are checked here, because the dataclass would raise a TypeError that names no file.
-    known = {item.name for item in fields(Config)}
-    if not isinstance(values, dict) or not set(values) <= known:
-        raise ConfigError(f"{path} must hold an object with some of {', '.join(sorted(known))}")
+    if not isinstance(values, dict) or not set(values) <= set(SETTINGS):
+        raise ConfigError(f"{path} must hold an object with some of {', '.join(SETTINGS)}")
     # Fields that the file lacks take the environment's values.
     return Config(**values)
 
@@ -134,7 +132,7 @@ def name_model(recipe: Recipe) -> NamedModel:
     if recipe.autocast_dtype not in (None, *AUTOCAST_DTYPES):
         raise ConfigError(
             f"--autocast-dtype must be one of {', '.join(AUTOCAST_DTYPES)}, got "
-            f"{recipe.autocast_dtype!r}"
+            f"{quoted(recipe.autocast_dtype)}"
         )
     if bool(recipe.input) == (recipe.inputs is not None):
         raise ConfigError(
@@ -196,12 +194,12 @@ def _parsed_arguments(text: str | None) -> tuple[list[Any], dict[str, Any]]:
     try:
         values = parse_json(text) if text is not None else {}
     except ValueError as error:
-        raise ConfigError(f"--args must be JSON, got {text!r}: {error}") from error
+        raise ConfigError(f"--args must be JSON, got {quoted(text)}: {error}") from error
     if isinstance(values, dict):
         return [], values
     if isinstance(values, list):
         return values, {}
-    raise ConfigError(f"--args must be a JSON object or list, got {text!r}")
+    raise ConfigError(f"--args must be a JSON object or list, got {quoted(text)}")
 
 
 def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +219,7 @@ def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
     if not name or not attribute:
         raise ConfigError(
             f"{what} must be module:callable or file.py:callable, or a .csv of layers where the "
-            f"command takes one; got {spec!r}"
+            f"command takes one; got {quoted(spec)}"
         )
     path, folder = Path(name), Path()
     if path.suffix == ".py":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,10 @@ import typer
 
 from ucudnn.cli import options
 from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, out, progress, say, say_error
-from ucudnn.cli.options import CacheOption, JsonOption, passes, settings
+from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.cli.tables import TableFlags, read_traced
 from ucudnn.cli.targets import NamedModel, Recipe, name_model
-from ucudnn.config import Config
+from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, TuningInterruptedError
 from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
@@ -26,56 +26,30 @@ if TYPE_CHECKING:
     from ucudnn.tuning.progress import Progress
 
 
+@options.takes_settings(SETTINGS)
 @options.takes_model(options.ModelOrTableArgument)
 def tune(
     recipe: Recipe,
+    given: dict[str, Any],
     output: options.OutputOption = None,
-    workspace_limit: options.WorkspaceLimitOption = None,
-    total_workspace: options.TotalWorkspaceOption = None,
-    memory_budget: options.MemoryBudgetOption = None,
-    solver: options.SolverOption = None,
-    policy: options.PolicyOption = None,
-    ops: options.OpsOption = None,
-    dtype: options.DtypeOption = None,
-    layout: options.LayoutOption = None,
     config_file: options.ConfigFileOption = None,
-    backend: options.BackendOption = None,
-    device: options.DeviceOption = None,
-    device_profile: options.DeviceProfileOption = None,
-    math: options.MathOption = None,
-    effort: options.EffortOption = None,
-    time_budget: options.TimeBudgetOption = None,
-    step_race: options.StepRaceOption = None,
     compiled: options.CompileOption = False,
-    deterministic: options.DeterministicOption = None,
-    unplanned: options.UnplannedOption = None,
+    dtype: options.DtypeOption = None,
+    memory_format: options.MemoryFormatOption = None,
+    math: options.MathOption = None,
     remeasure: options.RemeasureOption = False,
     fail_if_noisy: options.FailIfNoisyOption = False,
     fail_if_partial: options.FailIfPartialOption = False,
-    cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure convolutions on this machine, or replay measurements, and write a plan.
 
     Example: ucudnn tune examples/models.py:resnet18 --input 32x3x224x224 -o resnet18.plan.json
     """
-    # Settings by name, None where a flag was not given.
-    given: dict[str, Any] = {"workspace_limit": workspace_limit, "policy": policy, "cache": cache}
-    given |= {
-        "backend": backend,
-        "device": device,
-        "time_budget_s": time_budget,
-        "unplanned": unplanned,
-    }
-    given |= {"device_profile": device_profile, "total_workspace": total_workspace}
-    given |= {"memory_budget": memory_budget, "solver": solver, "effort": effort}
-    given |= {"deterministic": deterministic}
-    of_table = TableFlags(dtype, layout, math)
+    of_table = TableFlags(dtype, memory_format, math)
     of_table.require_right(recipe)
-    given |= {"ops": passes(ops, recipe.infer), "layout": None if recipe.is_table else layout}
-    given |= {"step_race": step_race}
-    config = settings(config_file, given)
-    _require_sense(config, solver, output, has_steps=not (recipe.is_table and step_race))
+    config = settings(config_file, with_passes(given, recipe.infer))
+    _require_sense(recipe, config, given, output)
     if compiled:
         _require_steps(recipe, config)
     traced, named = _traced(recipe, of_table, config, compiled)
@@ -85,7 +59,7 @@ def tune(
 
 
 def _require_sense(
-    config: Config, solver: str | None, output: Path | None, has_steps: bool
+    recipe: Recipe, config: Config, given: Mapping[str, Any], output: Path | None
 ) -> None:
     """Refuse what would have no effect, or be lost.
 
@@ -93,9 +67,14 @@ def _require_sense(
         ConfigError: a flag is one of these.
     """
     # Only as a flag: a file or the environment may be for models, too.
-    if not has_steps:
+    if recipe.is_table and given.get("step_race"):
         raise ConfigError("--step-race runs steps of a model, and a table has none; leave it out")
-    if solver is not None and config.total_workspace is None:
+    if recipe.is_table and "layout" in given:
+        raise ConfigError(
+            "--layout is decided by steps of a model, and a table has none; --memory-format, or a "
+            "column layout, says how its layers lie in memory"
+        )
+    if "solver" in given and config.total_workspace is None:
         raise ConfigError("--solver divides --total-workspace, which is not given; give it, too")
     # Now, because a plan that cannot be written after minutes of measuring would be lost.
     if output is not None and (output.is_dir() or not output.parent.is_dir()):

@@ -387,7 +387,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "pool": "" if total is None else f"{format_bytes(total)}, every call owns its part",
         "policy": plan.config.policy,
         "ops": ", ".join(plan.config.ops),
-        "demands": ", ".join(plan.config.switches),
+        "demands": "deterministic" if plan.config.deterministic else "",
         "tuning": "" if plan.origin is None else str(plan.origin),
         "plan": plan.hash,
     }

@@ -107,7 +107,7 @@ def _limits(plan: Plan) -> str:
     if plan.memory is not None:
         said += f", memory budget {format_bytes(plan.memory.budget_bytes)}"
     pool = [] if total is None else [f"pool of {format_bytes(total)}"]
-    return ", ".join([said, *pool, *plan.config.switches])
+    return ", ".join([said, *pool, *(["deterministic"] if plan.config.deterministic else [])])
 
 
 def _cells(timing: Timing | None, instead: str | None, wide: bool) -> tuple[str, ...]:

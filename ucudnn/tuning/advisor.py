@@ -134,7 +134,7 @@ def require_live(config: Config) -> None:
     if config.is_replayed:
         raise ConfigError(
             "advice is about this machine, and the settings name a recording; leave out "
-            "backend='recorded' and device_profile"
+            "backend='recorded' and device"
         )
 
 

@@ -126,7 +126,7 @@ class MemoryBudget:
         if config.is_replayed:
             raise ConfigError(
                 "memory_budget is of a step that is run here, and the settings name a recording; "
-                "leave out backend='recorded' and device_profile, or set workspace_limit instead"
+                "leave out backend='recorded' and device, or set workspace_limit instead"
             )
         if is_compiled(model):
             raise ConfigError(

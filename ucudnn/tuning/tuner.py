@@ -20,7 +20,7 @@ from ucudnn.backends.registry import backend_entry
 from ucudnn.benchmark.protocol import PROTOCOL
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Backend, Config, require_config
-from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, warn
+from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, quoted, warn
 from ucudnn.execution.validity import require_real
 from ucudnn.measurement import Origin
 from ucudnn.plan import Plan
@@ -179,9 +179,7 @@ def _plan(
         software=backend.software(),
         conditions=backend.conditions(),
         # A plan from a recording is for the backend that runs it, not for the one that replays.
-        config=replace(
-            config, backend=cast(Backend, backend.name), device=None, device_profile=None
-        )
+        config=replace(config, backend=cast(Backend, backend.name), device=None)
         if config.is_replayed
         else config,
         backend=backend.name,
@@ -212,19 +210,15 @@ def _open_cache(config: Config) -> AbstractContextManager[AbstractCache]:
 
 
 def _open_backend(config: Config, cache: AbstractCache) -> AbstractBackend:
-    if config.device_profile is not None:
-        # A setting that would have no effect is refused, here and below.
-        if config.backend != "cudnn":
-            raise ConfigError(
-                f"device_profile (={config.device_profile!r}) describes a GPU to backend='cudnn', "
-                f"and backend is {config.backend!r}; set backend='cudnn' or leave it out"
-            )
-        return recorded_by_profile(cache, config.device_profile)
     if config.backend == "recorded":
         return RecordedBackend(cache, config.device)
-    if config.device is not None:
+    if config.device is None:
+        return open_backend(config.backend)
+    # A setting that would have no effect is refused.
+    if config.backend != "cudnn":
         raise ConfigError(
-            f"device (={config.device!r}) names what backend='recorded' replays, and backend is "
-            f"{config.backend!r}; set backend='recorded' or leave device out"
+            f"device (={quoted(config.device)}) is what backend='recorded' replays, or a GPU's "
+            f"profile for backend='cudnn', and backend is {config.backend!r}; set one of the two "
+            f"or leave device out"
         )
-    return open_backend(config.backend)
+    return recorded_by_profile(cache, config.device)
