@@ -354,6 +354,25 @@ def test_running_out_of_memory_is_not_remembered(scripted, monkeypatch):
     assert plan.kernels[0].is_default
 
 
+@pytest.mark.parametrize("good_runs", range(2, 12))
+def test_running_out_of_memory_later_is_not_remembered_either(scripted, good_runs):
+    """In the rounds of chunks, or in the race of whole calls."""
+    backend = scripted(torch_default=linear(2.0, 0.0), fast=linear(1.0, 0.0))
+    works, left = backend.costs["fast"], [good_runs]
+
+    def exhausted(size):
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED (4004)")
+        return works(size)
+
+    backend.costs["fast"] = exhausted
+    assert tune(policy="undivided")[0].kernels[0].is_default
+    backend.costs["fast"] = works
+    plan, _ = tune(policy="undivided")
+    assert plan.kernels[0].algorithms[0] == "fast"
+
+
 def test_what_the_whole_needs_alone_is_not_guessed_from_what_chunks_need(scripted):
     """Written into a larger result a chunk needs its own result beside; alone it does not."""
     backend = scripted(torch_default=linear(2.0, 2.0), lean=linear(1.0, 0.0))

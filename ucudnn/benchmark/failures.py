@@ -8,8 +8,12 @@ import torch
 
 from ucudnn.measurement import FailureKind
 
-# torch's CPU allocator and CUDA raise a plain RuntimeError, whose text alone says what it is.
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+# torch's CPU allocator, CUDA and cuDNN (4003 and 4004) raise a plain RuntimeError, whose text alone
+# says what it is.
+_OUT_OF_MEMORY = (
+    *("can't allocate memory", "not enough memory", "out of memory"),
+    *("HOST_ALLOCATION_FAILED", "DEVICE_ALLOCATION_FAILED"),
+)
 
 
 class Failure(NamedTuple):

@@ -100,6 +100,9 @@ class Worker:
         if self._connection is not None:
             return self._connection
         began = monotonic()
+        # What torch's allocator keeps here without using it is no memory for the child.
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         ours, theirs = Pipe()
         # The child must find the same packages, whatever this process did to `sys.path`. An empty
         # entry there stands for the current folder.

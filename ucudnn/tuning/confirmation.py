@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ucudnn.benchmark.rounds import WORTHWHILE_GAIN
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.errors import UnsupportedError
-from ucudnn.measurement import Candidate, Measurement, MeasurementKey, Subject
+from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Subject
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Timing
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ def race(
     facts = _facts(session, problem, splits)
     wholes = measurer.bench.whole(splits, has_bias)
     facts = [replace(fact, adds_bias=has_bias) for fact in facts]
-    found = [session.keep(_measured(*entry)) for entry in zip(keys, wholes, facts, strict=True)]
+    found = [_measured(*entry) for entry in zip(keys, wholes, facts, strict=True)]
+    for entry in found:
+        # Of which there may be more at another time.
+        if entry.failure != FailureKind.OUT_OF_MEMORY:
+            session.keep(entry)
     # Tuning that is interrupted from here on keeps this race.
     session.flush()
     finalists = _finalists(splits, found)

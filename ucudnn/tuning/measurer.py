@@ -193,6 +193,10 @@ class KernelMeasurer:
         entry = self._records.by_arm[arm]
         if result.failure:
             kind, reason = result.failure
+            # Of which there may be more at another time.
+            if kind == FailureKind.OUT_OF_MEMORY:
+                self._records.skipped.add(arm)
+                return
             self._records.keep(arm, Measurement(entry.key, "failed", reason=reason, failure=kind))
             return
         lost_to = ""
@@ -221,7 +225,6 @@ class KernelMeasurer:
             look = self.bench.look(arm, limit)
         except RuntimeError as error:
             kind, reason = failure_of(error)
-            # Of which there may be more at another time.
             if kind == FailureKind.OUT_OF_MEMORY:
                 self._records.skipped.add(arm)
                 return

@@ -90,6 +90,8 @@ class KernelRecords:
         entry = self.by_arm.get(arm)
         if entry is None or entry.status != "screened" or self.has_lost(arm, entry):
             return False
+        if arm in self.skipped:
+            return False
         return self.is_allowed(arm, entry)
 
     def has_lost(self, arm: Arm, entry: Measurement) -> bool:

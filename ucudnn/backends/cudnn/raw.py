@@ -39,6 +39,11 @@ def empty_raw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
         return torch.empty(shape, dtype=dtype, device=device)
     # Without CuPy's pool: memory that a pool keeps could not be allocated by torch.
     with cupy.cuda.Device(device.index), cupy.cuda.using_allocator(None):
-        # bytes, because CuPy has no bfloat16
-        owner = cupy.empty(prod(shape) * dtype.itemsize, dtype=cupy.uint8)
+        size = prod(shape) * dtype.itemsize  # bytes, because CuPy has no bfloat16
+        try:
+            owner = cupy.empty(size, dtype=cupy.uint8)
+        except (RuntimeError, MemoryError):
+            # Blocks that torch's allocator keeps and nothing uses are given back to torch alone.
+            torch.cuda.empty_cache()
+            owner = cupy.empty(size, dtype=cupy.uint8)
     return torch.utils.dlpack.from_dlpack(owner).view(dtype).view(shape)
