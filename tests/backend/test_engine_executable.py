@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
 from ucudnn.backends.cudnn.graph import View
@@ -397,6 +398,62 @@ def test_the_fused_pattern_computes_a_convolution_without_a_bias(backend, exact,
     executable = EngineExecutable(runtime, problem, "bias_eng0")
     executable.alone_biased(x, w, torch.ones(8))
     assert relative_error(executable.alone(x, w), exact(problem, x, w)) < 1e-6
+
+
+class _Zeros(TorchDispatchMode):
+    """Notes the sizes of zeros that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "new_zeros" in str(function):
+            self.made.append(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_call_without_a_bias_reads_zeros_of_its_own(backend, runtime):
+    """Those of another call may be written by another stream, or belong to a CUDA graph."""
+    problem = Problem("fprop", 3, 4, 8, (9, 6), (3, 3))
+    x, w = backend.operands(problem, 3)
+    executable = EngineExecutable(runtime, problem, "bias_eng0")
+    for _ in range(2):
+        with _Zeros() as zeros:
+            executable.alone(x, w)
+        assert zeros.made == [[8]]
+
+
+class _Precision(TorchDispatchMode):
+    """Notes the setting of TF32 at each convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "convolution" in str(function):
+            self.found.append(torch.backends.cudnn.conv.fp32_precision)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("setting", ["tf32", "ieee", "none"])
+@pytest.mark.parametrize("math", ["tf32", "strict"])
+def test_the_default_computes_in_the_math_of_the_problem(backend, op, math, setting):
+    """A table may ask for float32 without TF32 in a process that allows it."""
+    settings = torch.backends.cudnn.conv
+    before = settings.fp32_precision
+    problem = Problem(op, 3, 4, 8, (9, 6), (3, 3), math=math)
+    a, b = backend.operands(replace(problem, math="strict"), 3)
+    settings.fp32_precision = setting
+    try:
+        with _Precision() as seen:
+            DefaultExecutable(problem).alone(a, b)
+        assert settings.fp32_precision == setting
+    finally:
+        settings.fp32_precision = before
+    assert {one == "tf32" for one in seen.found} == {math == "tf32"}
 
 
 def test_a_bias_of_another_dtype_is_refused(backend, runtime):

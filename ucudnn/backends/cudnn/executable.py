@@ -29,6 +29,7 @@ _MOST_PACKS = 256
 # be more in between. Chunks are written as a sixteenth, so that only a million and more becomes an
 # infinity; full precision then begins at 2**-10 instead of 2**-14.
 FLOAT16_HEADROOM = 16.0
+_cudnn: Any = torch.backends.cudnn  # a module that is replaced by an object when it is imported
 # aten's output mask: gradients of x, w and bias
 _DGRAD, _WGRAD = [True, False, False], [False, True, False]
 
@@ -86,8 +87,6 @@ class EngineExecutable(Executable):
         self._problem = problem
         self._identity = identity
         self._adds_bias = parse_identity(identity)[2]
-        # The fused engine always reads a bias; without one it is given zeros, made once.
-        self._zeros: Tensor | None = None
         self._built: dict[Hashable, _Built | None] = {}
 
     def alone(self, a: Tensor, b: Tensor) -> Tensor:
@@ -169,9 +168,10 @@ class EngineExecutable(Executable):
 
     def _usable_bias(self, like: Tensor, bias: Tensor | None) -> Tensor:
         """A contiguous, aligned bias on the operands' device; zeros if there is none."""
+        # Made anew for each call: zeros that were kept could be read by a stream that does not wait
+        # for the one that wrote them, or be memory of a CUDA graph in whose capture they were made.
         if bias is None:
-            assert self._zeros is not None
-            return self._zeros
+            return like.new_zeros(self._problem.out_channels)
         if (bias.device, bias.dtype) != (like.device, like.dtype):
             raise RefusedError(
                 f"the bias must be {like.dtype} on {like.device} as the operands of "
@@ -184,8 +184,6 @@ class EngineExecutable(Executable):
         """A plan for tensors of these strides and alignments; None if cuDNN needs copies."""
         problem = self._problem.with_batch(a.shape[0])
         _require_one_kind(problem, (a, b, out))
-        if self._adds_bias and (self._zeros is None or self._zeros.device != a.device):
-            self._zeros = a.new_zeros(problem.out_channels)  # now: a graph may be captured later
         tensors = _as_xwy(problem, a, b, out)
         views = Views(*(_view(tensor, problem.layout) for tensor in tensors))
         device = a.get_device()
@@ -294,7 +292,7 @@ def _view(tensor: Tensor, layout: str) -> View:
 
 
 class DefaultExecutable(Executable):
-    """torch's own convolution, with the engine that it picks."""
+    """torch's own convolution, with the engine that it picks, in the problem's float32 math."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -317,6 +315,18 @@ class DefaultExecutable(Executable):
         return self._compute(a, b, bias)
 
     def _compute(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        problem, precision = self._problem, _cudnn.conv
+        if problem.dtype != "float32" or aten.tf32_allowed() == (problem.math == "tf32"):
+            return self._torchs(a, b, bias)
+        # Only where it is measured: a layer's problem has the math that torch uses when it runs.
+        before = precision.fp32_precision
+        precision.fp32_precision = "tf32" if problem.math == "tf32" else "ieee"
+        try:
+            return self._torchs(a, b, bias)
+        finally:
+            precision.fp32_precision = before
+
+    def _torchs(self, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         problem = self._problem
         if problem.op == "fprop":
             return aten.convolution(a, b, bias, *self._geometry)
