@@ -9,21 +9,27 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ucudnn.backends.tensors import CHANNELS_LAST_BY_RANK, problem_of, uses_channels_last
+from ucudnn.backends.tensors import (
+    CHANNELS_LAST_BY_RANK,
+    problem_of,
+    strides_of,
+    uses_channels_last,
+)
 from ucudnn.errors import ConfigError, warn
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.randomness import same_random_states
@@ -36,7 +42,6 @@ _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 # Their fake kernels forget channels-last, which the real ones keep (torch 2.13).
 _PADS = (torch.ops.aten.reflection_pad3d.default, torch.ops.aten.replication_pad3d.default)
-# Its fake kernel gives an axis of one element another stride, by which torch picks a layout.
 _VIEW = torch.ops.aten.view.default
 # Attributes of `nn.Module` that hold its hooks; torch has no public name for all of them.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -242,8 +247,9 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _PADS:
             return result.contiguous(memory_format=suggest_memory_format(args[0]))
-        if func is _VIEW and 1 in result.shape:
-            return result.as_strided(result.shape, _strides_of_view(args[0], result.shape))
+        is_simple = func is _VIEW or torch.Tag.pointwise in func.tags
+        if is_simple and isinstance(result, FakeTensor) and 1 in result.shape:
+            return result.as_strided(result.shape, _real_strides(func, args, kwargs, result))
         return result
 
     def _problem(self, which: str, x: Tensor, w: Tensor, geometry: list[Any]) -> Problem | None:
@@ -277,10 +283,32 @@ class _Recorder(TorchDispatchMode):
                 self.layers.append((name, problem))
 
 
-def _strides_of_view(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    # Outside the modes, which would take these calls for the model's; without memory.
+def _real_strides(func: Any, args: Any, kwargs: Any, fake: Tensor) -> tuple[int, ...]:
+    """Strides of a result as torch's own kernels give them.
+
+    Fake ones may give an axis of one element another stride. By that torch picks the layout of
+    what comes later: of a single sample, or of images of one pixel.
+    """
+    if func._schema.is_mutable:
+        return fake.stride()
+    operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    # So torch computes elementwise, and its kernels without memory do not know of it. A number in
+    # the place of a tensor is one of another shape.
+    is_alike = len(operands) == sum(str(one.type) == "Tensor" for one in func._schema.arguments)
+    if is_alike and all(one.shape == fake.shape and one.is_contiguous() for one in operands):
+        return strides_of(fake.shape, is_channels_last=False)
+
+    def without_memory(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    # Outside the modes, which would take this call for the model's.
     with _disable_current_modes():
-        return torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
+        args, kwargs = tree_map_only(Tensor, without_memory, (args, kwargs or {}))
+        try:
+            found: Tensor = func(*args, **kwargs)
+        except NotImplementedError:  # then the fake one came from a real kernel
+            found = fake
+    return found.stride()
 
 
 @contextmanager

@@ -480,3 +480,38 @@ def test_an_unplanned_layout_obeys_the_settings(plan_last):
         pytest.raises(ucudnn.PlanError, match="has no plan"),
     ):
         model(x)
+
+
+class Attention(nn.Module):
+    """Attention over pixels with a residual, as in the UNets of diffusion models."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.mix = nn.Linear(8, 8)
+        self.norm = nn.GroupNorm(2, 8)
+        self.last = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x):
+        x = self.first(x)
+        pixels = x.flatten(2).transpose(1, 2)
+        mixed = self.mix(pixels).softmax(1).transpose(-1, -2).reshape(x.shape)
+        x = self.last(nn.functional.silu(self.norm((mixed + x) / 1.5)))
+        x = nn.functional.silu((x + mixed) / 1.5)
+        return self.up(nn.functional.interpolate(x, scale_factor=2.0))
+
+
+@pytest.mark.parametrize("size", [8, 4, 2])
+@pytest.mark.parametrize(("planned_for", "batch"), [(1, 1), (3, 3), (3, 2), (3, 1)])
+def test_an_axis_of_one_element_is_no_other_layout(planned_for, batch, size, plan_by_hand):
+    model = Attention()
+    truth = copy.deepcopy(model).double()
+    example = torch.empty(planned_for, 3, size, size)
+    ucudnn.convert_(model, plan_by_hand(model, example, config=Config(unplanned="error")))
+    x = torch.randn(batch, 3, size, size)
+    model(x).square().sum().backward()
+    truth(x.double()).square().sum().backward()
+    for ours, other in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), other.grad, rtol=1e-3, atol=1e-4)

@@ -95,7 +95,7 @@ class Runner(AbstractRunner):
         here = x.device.type
         found = {which: problem_of(which, x, w, *geometry) for which in OPS}
         problems = {
-            which: self._as_planned(problem, x)
+            which: self._as_planned(problem, x, w)
             for which, problem in found.items()
             if problem is not None and which in self.config.ops
         }
@@ -109,16 +109,22 @@ class Runner(AbstractRunner):
             return {}
         return problems
 
-    def _as_planned(self, problem: Problem, x: Tensor) -> Problem:
-        """The channels-last problem if the plan has it and the input fits that layout, too.
+    def _as_planned(self, problem: Problem, x: Tensor, w: Tensor) -> Problem:
+        """The problem in the other layout if the plan has only that, and it fits x and w, too.
 
-        The strides of a single sample are ambiguous: torch may treat it as channels first, although
-        it treats larger batches of the same layer as channels-last.
+        Torch derives a layout from strides, and those of an axis of one element say nothing: images
+        of one pixel are in both layouts. A single sample may lose its layout on the way, where
+        larger batches keep it; converting it is part of the planned call.
         """
-        last = replace(problem, layout="nhwc") if problem.rank > 1 else problem
-        if self.plan is None or self.plan.covers(problem) or not self.plan.covers(last):
+        if self.plan is None or problem.rank == 1 or self.plan.covers(problem):
             return problem
-        return last if x.is_contiguous(memory_format=memory_format(last)) else problem
+        other = replace(problem, layout="nchw" if problem.layout == "nhwc" else "nhwc")
+        # A filter in channels_last is on purpose.
+        is_meant = other.layout == "nchw" and not w.is_contiguous()
+        if is_meant or not self.plan.covers(other):
+            return problem
+        is_lost = problem.batch == 1 and self.plan.memory_format == "keep"
+        return other if is_lost or x.is_contiguous(memory_format=memory_format(other)) else problem
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
         """Look up the call that computes a pass, and keep it for later calls."""
