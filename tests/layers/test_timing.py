@@ -12,10 +12,9 @@ from ucudnn.execution.execute import build
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.timing import KernelTimer
-from ucudnn.plan import Plan
-from ucudnn.split import Split, Step, Timing
+from ucudnn.plan import BY_BATCH, KernelPlan, Plan
+from ucudnn.split import Timing
 from ucudnn.tracing import trace_layers
-from ucudnn.tuning.cliffs.remedies import remedied_kernel
 from ucudnn.tuning.tuner import layers_by_problem
 
 
@@ -43,8 +42,8 @@ def gradients(model, x):
 def halved(layers):
     """A plan that computes the two samples of each kernel one by one."""
     backend, timing = open_backend("auto"), Timing(1, 0, 0, 1)
-    split = Split("batch", (Step(1, "torch_default"),) * 2)
-    kernels = tuple(remedied_kernel(p, layers[p], split, timing, timing) for p in layers)
+    steps = ("torch_default",), (0, BY_BATCH), ((1, 0),) * 2, 1, timing, timing
+    kernels = tuple(KernelPlan(p, layers[p], *steps) for p in layers)
     place = (backend.device(), backend.software(), backend.conditions())
     return Plan(kernels, *place, Config(), backend.name)
 

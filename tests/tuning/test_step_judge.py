@@ -18,11 +18,9 @@ from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.plan import BY_BATCH, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.races import StepRace
-from ucudnn.split import Split, Step
-from ucudnn.tuning.cliffs.remedies import remedied_kernel
 from ucudnn.tuning.judging import judged
 from ucudnn.tuning.step_judge import StepJudge, StepMeter
 
@@ -423,9 +421,11 @@ def test_what_was_looked_up_for_a_plan_stays_between_the_steps_of_a_race():
 
 def halved(model, x):
     """A plan that computes the two samples of every kernel one by one."""
-    backend, split = open_backend("torch_cpu"), Split("batch", (Step(1, "torch_default"),) * 2)
-    problems = dict.fromkeys(ucudnn.trace(model, x))
-    kernels = tuple(remedied_kernel(one, ("",), split, TIMING, TIMING) for one in problems)
+    backend, problems = open_backend("torch_cpu"), dict.fromkeys(ucudnn.trace(model, x))
+    kernels = tuple(
+        KernelPlan(one, ("",), ("torch_default",), (0, BY_BATCH), ((1, 0),) * 2, 1, TIMING, TIMING)
+        for one in problems
+    )
     place = (backend.device(), backend.software(), backend.conditions())
     return Plan(kernels, *place, Config(), "torch_cpu")
 

@@ -7,23 +7,6 @@ from math import comb
 from statistics import median
 
 
-def midmean_ns(samples: Sequence[int]) -> int:
-    """Mean of the middle half of some times.
-
-    Outliers do not count, and where times have two modes it does not jump from one to the other as
-    the median does.
-
-    >>> midmean_ns([4, 1, 3, 900, 2, 1, 4, 2])
-    3
-
-    Args:
-        samples: in ns, at least one.
-    """
-    cut = len(samples) // 4
-    kept = sorted(samples)[cut : len(samples) - cut]
-    return round(sum(kept) / len(kept))
-
-
 def median_ns(samples: Sequence[int]) -> int:
     """The median of times in ns, rounded to an integer of at least 1.
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from ucudnn.cli.console import bar, out, say
+from ucudnn.cli.console import out, say
 from ucudnn.cli.options import (
     CacheOption,
-    InferOption,
-    InputOption,
     JsonOption,
-    settings,
-    with_passes,
 )
-from ucudnn.cli.targets import Recipe, name_model
 from ucudnn.config import Config
 from ucudnn.errors import CacheError, ConfigError, quoted
 from ucudnn.plan import KernelPlan, Plan
@@ -194,32 +188,13 @@ def doctor(
     save_device_profile: Annotated[
         Path | None, typer.Option(help="Write the GPU's profile here and end.", metavar="FILE")
     ] = None,
-    cliffs: Annotated[
-        str | None,
-        typer.Option(help="Scan this model, module:callable, for cliffs.", metavar="MODEL"),
-    ] = None,
-    input: InputOption = None,
-    infer: InferOption = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", help="Write what --cliffs proposes here, as a plan.", metavar="FILE"
-        ),
-    ] = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what tuning depends on here: device, versions, threads, malloc, cache; or find cliffs.
+    """Print what tuning depends on here: device, versions, threads, malloc, cache.
 
-    Example: ucudnn doctor --cliffs examples/models.py:resnet18 --input 32x3x224x224
+    Example: ucudnn doctor
     """
-    if cliffs is not None:
-        _find_cliffs(Recipe(cliffs, tuple(input or ()), infer=infer), output, as_json)
-        return
-    if input or infer or output:
-        raise ConfigError(
-            "--input, --infer and --output are of the model of --cliffs, which is not given"
-        )
     # Under another name, because this function has the module's.
     from ucudnn import doctor as room
 
@@ -254,34 +229,3 @@ def _print_doctor(found: Diagnosis) -> None:
         say(f"{name:>15}  {value}")
     for sentence in found.advice or ("Nothing to advise.",):
         say(sentence)
-
-
-def _find_cliffs(recipe: Recipe, output: Path | None, as_json: bool) -> None:
-    """Scan the convolutions of a model's step."""
-    from ucudnn.backends import open_backend
-    from ucudnn.cli.timed_steps import times_in_processes
-    from ucudnn.tuning.cliffs import find_cliffs, large_blocks_stay
-    from ucudnn.tuning.tuner import device_type, layers_by_problem
-
-    config = settings(None, with_passes({}, recipe.infer))
-    named = name_model(recipe)
-    layers = layers_by_problem(named.trace(config.ops, device_type(config)).layers, config)
-    with bar("scanning kernels") as update:
-        backend = open_backend(config.backend)
-        time_steps = partial(
-            times_in_processes,
-            recipe,
-            config.backend,
-            on_round=lambda done, most: update(done, most, "timing whole steps"),
-        )
-        found = find_cliffs(layers, backend, large_blocks_stay, update, time_steps)
-    if output is not None and found.plan is not None:
-        found.plan.save(output)
-    if as_json:
-        # Not through rich, which breaks long lines.
-        print(json.dumps(found.to_dict()))
-        return
-    for sentence in found.sentences():
-        say(sentence)
-    if output is not None and found.plan is not None:
-        say(f"wrote the plan of {len(found.plan.kernels)} kernels to {output}")
