@@ -67,6 +67,20 @@ def test_a_slow_algorithm_runs_small_chunks_alone(costed):
     assert any("crawl is ruled out: it takes at least" in note for note in kernel.notes)
 
 
+@pytest.mark.parametrize("whole_ms", [0.9, 1.1, 8.0])
+def test_what_a_race_has_timed_is_not_said_to_be_ruled_out(costed, whole_ms):
+    """Torch's own convolution is slow for one sample, and may win as a whole."""
+    backend = costed(torch_default=linear(8.0), crawl=linear(9.0), fast=linear(1.0))
+    is_timed = iter([False])
+    backend.costs["torch_default"] = lambda size: linear(
+        whole_ms if size == 64 and next(is_timed, True) else 8.0
+    )(size)
+    kernel = tune(workspace_limit="1GiB")
+    assert kernel.is_default == (whole_ms < 1)
+    said = [note for note in kernel.notes if "is ruled out" in note]
+    assert [note.split()[0] for note in said] == ["crawl"]
+
+
 def test_a_fixed_cost_that_large_chunks_share_rules_nothing_out(costed):
     """20 times slower for one sample, twice as fast for all 64."""
     costs = {"torch_default": linear(1.0), "spectral": linear(0.1, fixed_ms=19.0)}

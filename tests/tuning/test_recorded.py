@@ -85,7 +85,7 @@ def test_a_replay_makes_the_plan_that_the_device_made_and_runs_nothing(tmp_path,
     made = ucudnn.tune(model(), inputs, config)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     monkeypatch.setattr(
-        "ucudnn.backends.torch_cpu.TorchCpuBackend.executable",
+        "ucudnn.backends.torch_cpu.backend.TorchCpuBackend.executable",
         lambda *_: pytest.fail("a replay ran something"),
     )
     config = Config(workspace_limit="200KiB", cache=folder, backend="recorded")

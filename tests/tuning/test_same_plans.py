@@ -39,7 +39,8 @@ def kernels(path):
 def decided(layers, path, **settings):
     """Per kernel: workspace, predicted time and the split of every batch; or what was refused."""
     try:
-        plan = tune_problems(layers, Config(backend="recorded", cache=str(path), **settings))
+        config = Config(backend="recorded", cache=str(path), unplanned="error", **settings)
+        plan = tune_problems(layers, config)
     except PlanError as error:
         return f"smallest: {error.smallest_bytes} bytes"
     return {

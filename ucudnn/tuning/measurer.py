@@ -166,8 +166,16 @@ class KernelMeasurer:
             f"no split along {self._axis} is faster by more than "
             f"{self.outlook().gap:.1%} if the assumptions of lazy measuring hold"
         )
-        ruled_out = self._elimination.reasons().values()
-        return f"timed {timed} of {len(options)} candidates", *ruled_out, gap
+        return f"timed {timed} of {len(options)} candidates", gap
+
+    @property
+    def ruled_out(self) -> list[tuple[str, str]]:
+        """Algorithms that need not be measured further, each with a sentence."""
+        arms_by_curve = self._listed.arms_by_curve
+        return [
+            (arms_by_curve[curve][0].algorithm, sentence)
+            for curve, sentence in self._elimination.reasons().items()
+        ]
 
     def _measure(self, arms: Sequence[Arm]) -> None:
         """Run each new candidate once, then race those that can still win."""

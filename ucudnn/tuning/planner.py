@@ -118,12 +118,16 @@ class KernelPlanner:
     ) -> KernelPlan:
         own = next((entry for entry in finalists if entry.split.is_default), None)
         default = None if own is None else own.timing
-        described = (*(self._default_notes() if default else ()), *evidence.notes)
         layers = self._source.kernel.layers
-        draft = PlanDraft(self.problem, winner.split)
-        plan = plan_by(tables, draft, layers, winner.timing, default, described)
+        plan = plan_by(
+            tables, PlanDraft(self.problem, winner.split), layers, winner.timing, default
+        )
+        # A race says more than the first look by which an algorithm was left out of the chunks.
+        raced = {*plan.algorithms, *([DEFAULT_ALGORITHM] if default else [])}
+        ruled_out = [said for name, said in evidence.ruled_out if name not in raced]
         return replace(
             plan,
+            notes=(*(self._default_notes() if default else ()), *evidence.notes, *ruled_out),
             is_perturbed=any(finalist.is_perturbed for finalist in finalists),
             default_is_deterministic=own is None or own.is_deterministic,
         )

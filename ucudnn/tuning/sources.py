@@ -65,11 +65,13 @@ class Evidence:
         usable: chunks that a split may consist of.
         known: these, and those that failed, were eliminated or do not fit.
         notes: notes for the plan, such as the remaining gap.
+        ruled_out: algorithms that were not measured further, each with a sentence.
     """
 
     usable: tuple[tuple[Measurement, ...], ...]
     known: tuple[tuple[Measurement, ...], ...]
     notes: tuple[str, ...] = ()
+    ruled_out: tuple[tuple[str, str], ...] = ()
 
     @property
     def everything(self) -> tuple[Measurement, ...]:
@@ -234,6 +236,7 @@ class LiveSource(AbstractSource):
             tuple(tuple(one.usable) for one in measurers),
             tuple(tuple(one.measurements) for one in measurers),
             tuple(chain.from_iterable(one.certificate() for one in working)),
+            tuple(chain.from_iterable(one.ruled_out for one in working)),
         )
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
