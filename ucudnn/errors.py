@@ -138,7 +138,9 @@ class MismatchWarning(UcudnnWarning):
 
 
 # Their frames are not where a user can change anything.
-_NOT_THE_USERS = frozenset({"ucudnn", "torch", "contextlib", "concurrent", "threading"})
+_NOT_THE_USERS = frozenset(
+    {"ucudnn", "torch", "typing_extensions", "contextlib", "concurrent", "threading"}
+)
 
 
 def warn(sentence: str, category: type[UcudnnWarning] = UcudnnWarning) -> None:

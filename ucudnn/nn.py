@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ucudnn.config import Config
+from ucudnn.errors import warn
 from ucudnn.execution.autograd import Geometry, convolution
 from ucudnn.execution.runner import Layer, Runner
 from ucudnn.execution.untraced import untraced
@@ -45,6 +46,15 @@ class AbstractPlanned(_Convolution):
             kwargs["device"] = device
         super().__init__(*args, **kwargs)
         follow(self, Runner(None, config))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # With this attribute torch's quantisation, eager and by FX, begins with each layer.
+        if name == "qconfig" and value is not None:
+            warn(
+                "torch.ao.quantization looks layers up by their type and leaves those that follow "
+                "a plan as they are; call ucudnn.revert_(model) before it"
+            )
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """torch's own, and what the layer follows."""
