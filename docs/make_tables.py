@@ -19,7 +19,7 @@ from make_steps import NAME_BY_NETWORK
 
 from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.config import SETTINGS
-from ucudnn.races import StepMemory
+from ucudnn.outcomes import StepMemory
 from ucudnn.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -29,7 +29,7 @@ from ucudnn.backends.torch_cpu.allocator import (
     set_mmap_threshold,
 )
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
-from ucudnn.races import TOLERATED
+from ucudnn.outcomes import TOLERATED
 from ucudnn.reports.text import layout_table, plan_summary, plan_table, plan_verdict
 from ucudnn.tuning.progress import Progress
 from ucudnn.units import format_bytes, format_ns

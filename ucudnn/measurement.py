@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -360,72 +359,3 @@ class Measurement:
         # Files and other ranks hold the texts. Members pass quickly: caches have a million entries.
         if self.failure is not None and type(self.failure) is not FailureKind:
             object.__setattr__(self, "failure", _member(FailureKind, "failure", self.failure))
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """How a plan came about, for whoever finds its file; no part of what it decides.
-
-    >>> Origin.from_dict(Origin("net.py:net").to_dict()).model
-    'net.py:net'
-
-    Args:
-        model: its class, or its name on the command line; "" where layers were tuned without one.
-        inputs: shapes and dtypes, such as "8x3x224x224 float32".
-        made: date and time in UTC, as 2026-01-31T12:00:00Z.
-        ucudnn: version of this package.
-        protocol: number of the way in which times were taken.
-        effort: setting.
-        budget: seconds that tuning might take, "" without an end.
-        seconds: that it took, rounded.
-        load: of the machine at the end: processes that were ready to run, on average of a minute.
-        left_out: kernels without a plan, because the time was over before they had one.
-        over_limit: kernels without a plan, because nothing fits the workspace limit.
-
-    Raises:
-        UcudnnError: a value of another type.
-    """
-
-    model: str = ""
-    inputs: tuple[str, ...] = ()
-    made: str = ""
-    ucudnn: str = ""
-    protocol: int = 0
-    effort: str = ""
-    budget: str = ""
-    seconds: int = 0
-    load: str = ""
-    left_out: tuple[str, ...] = ()
-    over_limit: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            given = getattr(self, item.name)
-            if item.type == "int":
-                _require_count(item.name, given)
-            elif item.type != "str":
-                # JSON has lists.
-                if not isinstance(given, (tuple, list)) or not all(map(_is_text, given)):
-                    raise UcudnnError(f"{item.name} must hold strings, got {given!r}")
-                object.__setattr__(self, item.name, tuple(given))
-            elif not _is_text(given):
-                raise UcudnnError(f"{item.name} must be a str, got {given!r}")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Origin:
-        """Read it from the JSON values of `to_dict`."""
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        about = [self.model, *(f"on {text}" for text in self.inputs), f"made {self.made}"]
-        with_what = f"ucudnn {self.ucudnn}, protocol {self.protocol}, effort {self.effort}"
-        took = f"tuned in {self.seconds} s" + (f" of {self.budget} s" if self.budget else "")
-        return ", ".join(filter(None, [*about, with_what, took, f"load {self.load}"]))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)

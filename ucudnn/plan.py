@@ -9,16 +9,17 @@ from typing import Any
 
 from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Conditions, Device, Origin, Software
-from ucudnn.problem import Problem
-from ucudnn.races import (
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.outcomes import (
     MEMORY_FORMATS,
     Compilation,
     LayoutHint,
     LayoutRace,
+    Origin,
     StepMemory,
     StepRace,
 )
+from ucudnn.problem import Problem
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.system import documents
 from ucudnn.system.files import write

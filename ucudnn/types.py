@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from ucudnn.measurement import FailureKind as FailureKind
     from ucudnn.measurement import Measurement as Measurement
     from ucudnn.measurement import MeasurementKey as MeasurementKey
-    from ucudnn.measurement import Origin as Origin
     from ucudnn.measurement import Role as Role
     from ucudnn.measurement import Software as Software
     from ucudnn.measurement import Subject as Subject
+    from ucudnn.outcomes import Compilation as Compilation
+    from ucudnn.outcomes import Contestant as Contestant
+    from ucudnn.outcomes import LayoutHint as LayoutHint
+    from ucudnn.outcomes import LayoutRace as LayoutRace
+    from ucudnn.outcomes import Origin as Origin
+    from ucudnn.outcomes import StepMemory as StepMemory
+    from ucudnn.outcomes import StepRace as StepRace
     from ucudnn.plan import KernelPlan as KernelPlan
     from ucudnn.plan import Timing as Timing
-    from ucudnn.races import Compilation as Compilation
-    from ucudnn.races import Contestant as Contestant
-    from ucudnn.races import LayoutHint as LayoutHint
-    from ucudnn.races import LayoutRace as LayoutRace
-    from ucudnn.races import StepMemory as StepMemory
-    from ucudnn.races import StepRace as StepRace
     from ucudnn.tuning.advice import Advice as Advice
     from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
     from ucudnn.tuning.noise import Noise as Noise
@@ -55,13 +55,13 @@ _NAMES_BY_MODULE = {
     "layer_table": ("Row",),
     "measurement": (
         *("Candidate", "Conditions", "Device", "FailureKind", "Measurement", "MeasurementKey"),
-        *("Origin", "Role", "Software", "Subject"),
+        *("Role", "Software", "Subject"),
     ),
-    "plan": ("KernelPlan", "Timing"),
-    "races": (
-        *("Compilation", "Contestant", "LayoutHint", "LayoutRace", "StepMemory"),
+    "outcomes": (
+        *("Compilation", "Contestant", "LayoutHint", "LayoutRace", "Origin", "StepMemory"),
         "StepRace",
     ),
+    "plan": ("KernelPlan", "Timing"),
     "tuning.advice": ("Advice", "KernelAdvice"),
     "tuning.noise": ("Noise",),
     "tuning.progress": ("Progress",),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ucudnn.races import StepMemory
+from ucudnn.outcomes import StepMemory
 
 MIB = 1 << 20
 

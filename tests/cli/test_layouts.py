@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from ucudnn.outcomes import Contestant, LayoutRace
 from ucudnn.plan import Plan
-from ucudnn.races import Contestant, LayoutRace
 from ucudnn.reports.html import report
 
 pytestmark = [

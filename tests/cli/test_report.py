@@ -15,10 +15,10 @@ import pytest
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
-from ucudnn.measurement import Conditions, Device, Origin, Software
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.outcomes import LayoutRace, Origin, StepMemory, StepRace
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.races import LayoutRace, StepMemory, StepRace
 from ucudnn.reports.html import report, write_report
 from ucudnn.reports.text import plan_csv
 from ucudnn.split import Split, Step

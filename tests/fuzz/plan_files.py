@@ -16,9 +16,9 @@ from rich.console import Console
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.outcomes import Contestant, LayoutRace, StepRace
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.races import Contestant, LayoutRace, StepRace
 from ucudnn.reports.comparison import compare
 from ucudnn.reports.text import (
     comparison_summary,

@@ -20,7 +20,8 @@ from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.config import Config
 from ucudnn.errors import UnplannedWarning
 from ucudnn.execution import override as dispatch
-from ucudnn.measurement import Device, Origin
+from ucudnn.measurement import Device
+from ucudnn.outcomes import Origin
 
 
 @pytest.fixture(autouse=True)

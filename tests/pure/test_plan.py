@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, PlanFileError
-from ucudnn.measurement import Conditions, Device, Origin, Software
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.outcomes import Origin
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.system.documents import sha256_of

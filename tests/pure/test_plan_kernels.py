@@ -10,9 +10,9 @@ import pytest
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.outcomes import StepRace
 from ucudnn.plan import BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.races import StepRace
 
 TIMING = Timing(time_ns=900, spread_ns=9, workspace_bytes=4096, samples=7)
 DEFAULT = Timing(time_ns=1000, spread_ns=11, workspace_bytes=8192, samples=7)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ucudnn.errors import PlanError
-from ucudnn.races import TOLERATED, StepRace
+from ucudnn.outcomes import TOLERATED, StepRace
 
 RACE = StepRace(110_000, 100_000, 0.91, 0.9, 0.92, 5)
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from ucudnn import cache as caches
 from ucudnn.cli import app, console
 from ucudnn.config import Config
+from ucudnn.outcomes import StepRace
 from ucudnn.problem import Problem
-from ucudnn.races import StepRace
 from ucudnn.tuning.rationale import rationales
 from ucudnn.tuning.tuner import tune_problems
 

@@ -11,7 +11,8 @@ from ucudnn.check import check
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, UnsupportedError
 from ucudnn.execution.validity import require_real
-from ucudnn.measurement import Device, Origin
+from ucudnn.measurement import Device
+from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning.tuner import tune_problems

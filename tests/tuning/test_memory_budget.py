@@ -23,9 +23,9 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
+from ucudnn.outcomes import StepMemory
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.races import StepMemory
 from ucudnn.tuning import memory_budget
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.memory_budget import Limits

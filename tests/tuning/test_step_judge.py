@@ -18,9 +18,9 @@ from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.outcomes import StepRace
 from ucudnn.plan import BY_BATCH, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.races import StepRace
 from ucudnn.tuning.judging import judged
 from ucudnn.tuning.step_judge import StepJudge, StepMeter
 

@@ -10,8 +10,7 @@ from ucudnn.config import Config
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.races import StepTimes
-from ucudnn.tuning.step_rounds import raced_inside
+from ucudnn.tuning.step_rounds import StepTimes, raced_inside
 
 
 def kernel(size, batch=8, layout="nchw"):

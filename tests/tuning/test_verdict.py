@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ucudnn.config import Config
 from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.outcomes import Contestant, LayoutRace, StepRace
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.races import Contestant, LayoutRace, StepRace
 from ucudnn.reports.text import larger_limits, plan_verdict
 
 MIB, MS = 1 << 20, 1_000_000

@@ -18,7 +18,7 @@ from ucudnn.cli.tables import TableFlags, read_traced
 from ucudnn.cli.targets import NamedModel, Recipe, name_model
 from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, TuningInterruptedError
-from ucudnn.measurement import Origin
+from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 
 if TYPE_CHECKING:

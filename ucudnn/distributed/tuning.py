@@ -24,7 +24,8 @@ from ucudnn.config import Config, require_config
 from ucudnn.distributed.agreement import job_facts, kind_facts, raise_errors, require_equal_teams
 from ucudnn.distributed.rendezvous import Group, Rendezvous
 from ucudnn.errors import ConfigError, PlanError, UcudnnError, UcudnnWarning, UnsupportedError
-from ucudnn.measurement import Origin, Role
+from ucudnn.measurement import Role
+from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import Traced, trace_layers

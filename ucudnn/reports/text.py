@@ -9,8 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from ucudnn.outcomes import LayoutRace
 from ucudnn.plan import KernelPlan, Plan, Timing
-from ucudnn.races import LayoutRace
 from ucudnn.reports.comparison import Comparison
 from ucudnn.system.markup import csv_table, markdown_table
 from ucudnn.units import format_bytes, format_ns

@@ -8,9 +8,9 @@ from math import ceil
 from typing import Any
 
 from ucudnn.measurement import Device
+from ucudnn.outcomes import TOLERATED
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
-from ucudnn.races import TOLERATED
 from ucudnn.units import format_bytes, format_ns
 
 # A kernel lies on a cliff, far slower than convolutions of similar shapes, where torch takes this

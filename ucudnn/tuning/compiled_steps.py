@@ -12,9 +12,9 @@ from ucudnn.execution.compiling import is_compiled, replays_graphs
 from ucudnn.execution.override import Installation
 from ucudnn.execution.stepping import STEP_ERRORS, Steps
 from ucudnn.execution.watching import Watcher
+from ucudnn.outcomes import Compilation
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.races import Compilation
 
 
 def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilation | None:

@@ -22,9 +22,9 @@ from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
 from ucudnn.execution.timing import KernelTimer
+from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepRace
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.races import Compilation, LayoutHint, LayoutRace, StepRace
 from ucudnn.tuning.budget import LEAST_RACE_STEPS
 from ucudnn.tuning.compiled_steps import compile_steps, with_relaid
 from ucudnn.tuning.effort import EFFORTS

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
+from ucudnn.outcomes import TOLERATED, Contestant, LayoutRace
 from ucudnn.plan import Plan
-from ucudnn.races import TOLERATED, Contestant, LayoutRace
 from ucudnn.tuning.step_judge import has_default
 from ucudnn.tuning.step_rounds import CONFIDENCE, raced_of, tells
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from ucudnn.outcomes import StepRace
 from ucudnn.plan import Plan
-from ucudnn.races import StepRace
 from ucudnn.tuning.layout import entrants, is_decided, outcome
 from ucudnn.tuning.step_judge import Step, StepJudge, StepMeter, replaceable
 from ucudnn.tuning.step_rounds import race, raced_inside, steps_ns

@@ -16,9 +16,9 @@ from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps
+from ucudnn.outcomes import StepMemory
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.races import StepMemory
 from ucudnn.tracing import Traced
 from ucudnn.tuning.step_profile import Held, StepProfile, StepProfiler
 from ucudnn.units import format_bytes

@@ -15,9 +15,8 @@ from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.execution.compiling import original_of
 from ucudnn.execution.layout import memory_format_of, why_not_channels_last
 from ucudnn.execution.stepping import tensors_of
-from ucudnn.measurement import Origin
+from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
-from ucudnn.races import LayoutRace
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import (
     HINT_STEPS,

@@ -14,10 +14,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 
+from ucudnn.outcomes import LEAST_ROUNDS, StepRace
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
-from ucudnn.races import LEAST_ROUNDS, StepRace, StepTimes
-from ucudnn.tuning.step_rounds import Raced, Samples, race, raced_inside, raced_of, steps_ns, tells
+from ucudnn.tuning.step_rounds import (
+    Raced,
+    Samples,
+    StepTimes,
+    race,
+    raced_inside,
+    raced_of,
+    steps_ns,
+    tells,
+)
 
 # Steps that a race of two takes at least: each warms up, and one round. Peaks warm up, too.
 LEAST_STEPS = 4

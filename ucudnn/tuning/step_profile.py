@@ -17,9 +17,9 @@ from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import Steps, gradient_mode, undisturbed
 from ucudnn.execution.watching import WatchedCall, Watcher
+from ucudnn.outcomes import StepMemory
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.races import StepMemory
 
 
 @dataclass(frozen=True, slots=True)

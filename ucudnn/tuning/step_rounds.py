@@ -7,14 +7,14 @@ than in the time of the whole step, whose noise may be larger than all of its co
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
+from ucudnn.outcomes import LEAST_ROUNDS, TOLERATED, StepRace
 from ucudnn.plan import KernelPlan, Plan
 from ucudnn.problem import Problem
-from ucudnn.races import LEAST_ROUNDS, TOLERATED, StepRace, StepTimes
 
 # Rounds of one race. Steps are long, so there are few: the 95 % interval of up to seven pairs
 # reaches from the smallest ratio to the largest, and one perturbed round can hide a difference.
@@ -24,6 +24,21 @@ _MOST_ROUNDS = 7
 CONFIDENCE = 0.75
 
 _Times = TypeVar("_Times")
+
+
+class StepTimes(NamedTuple):
+    """Times of a step, or means of several.
+
+    Args:
+        step_ns: of the step; on a GPU it has to wait for each kernel that is timed, which takes
+            time, too.
+        kernels_ns: of each kernel that was timed, all of its calls in the step together.
+    """
+
+    step_ns: int
+    kernels_ns: Mapping[Problem, int]
+
+
 Samples = Sequence[Sequence[StepTimes]]
 
 

@@ -22,7 +22,7 @@ from ucudnn.cache import AbstractCache
 from ucudnn.config import Backend, Config, require_config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, quoted, warn
 from ucudnn.execution.validity import require_real
-from ucudnn.measurement import Origin
+from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
