@@ -53,8 +53,7 @@ COLON_LIST = $(subst $(NOTHING) $(NOTHING),:,$(1))
 # Per environment: extras of the package, and tools beside it.
 EXTRAS.venv :=
 EXTRAS.venv-test := [test,report]
-# MPICH's mpiexec, and mpi4py, which finds its library and that of an Open MPI of the system.
-TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist mpich mpi4py
+TOOLS.venv-test := mypy ruff import-linter pytest-cov pytest-xdist
 EXTRAS.venv-bare :=
 TOOLS.venv-bare := pytest pytest-xdist hypothesis
 

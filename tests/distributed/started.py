@@ -17,14 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ucudnn import distributed
+
 
 def main(folder: Path, what: str) -> None:
     """Train a small network in float64 on parts of one batch."""
-    if what == "mpi4py":
-        from mpi4py import MPI  # noqa: F401 - it loads an MPI library, as a user's script may
-    # After it, as in scripts that import everything at their top.
-    from ucudnn import distributed
-
     torch.set_num_threads(1)
     job = distributed.init(timeout_s=100)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -11,7 +11,6 @@ Public functions are in:
 They are built from:
 
     launching/           several ranks for each GPU, or for the cores of a CPU
-    launchers.py         variables of torchrun, Open MPI, MPICH and Slurm
     rendezvous.py        the ranks at one point of the program, and all-gathers between them
 
 All communication goes through the store of torch.distributed's default process group, whatever
