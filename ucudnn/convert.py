@@ -330,14 +330,14 @@ def _planned_otherwise(
 def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
     """Let convolutions of this process follow a plan: modules, functional calls, compiled graphs.
 
-    Acts from the call until the context ends or `close` is called, in all threads, including
-    autograd's. If several plans are installed for one kind of device, only the last one acts.
-    Convolutions that are not in the plan are computed by torch. A CUDA graph keeps the kernels that
-    it captured. No model is changed: if the plan is for channels_last (`plan.memory_format`) and a
-    model is not in that layout, one warning says so. From the first installation until the process
-    ends, torch's convolutions take some microseconds more. The first installation must not happen
-    while another thread computes convolutions. For a compiled model, tune the compiled model: its
-    plan is judged by compiled steps.
+    Acts inside a `with` statement, in all threads, including autograd's. If several plans are
+    installed for one kind of device, only the last one acts. Convolutions that are not in the plan
+    are computed by torch. A CUDA graph keeps the kernels that it captured. No model is changed: if
+    the plan is for channels_last (`plan.memory_format`) and a model is not in that layout, one
+    warning says so. From the first installation until the process ends, torch's convolutions take
+    some microseconds more. The first installation must not happen while another thread computes
+    convolutions. For a compiled model, tune the compiled model: its plan is judged by compiled
+    steps.
 
     >>> import tempfile, torch, ucudnn
     >>> layer, x = torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9)
@@ -383,10 +383,10 @@ def follow_startup(files: Startup) -> None:
         if files.plan is not None:
             plan = Plan.load(files.plan)
             runner = Runner(plan, settings_here(plan.config), is_checked=False)
-            _started.append(Installation(plan.device.type, runner))
+            _started.append(Installation(plan.device.type, runner).__enter__())
         return
     recorder = Recorder()
     kinds = [kind for kind in ("cpu", "cuda") if kind == "cpu" or torch.version.cuda]
-    _started.extend(Installation(kind, recorder) for kind in kinds)
+    _started.extend(Installation(kind, recorder).__enter__() for kind in kinds)
     os.register_at_fork(after_in_child=recorder.clear)
     atexit.register(recorder.save, files.record)

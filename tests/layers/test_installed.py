@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -138,9 +138,10 @@ def test_the_last_installed_acts_alone_and_any_may_close_first(plan_by_hand, com
                 bool([model(x), computed.copy(), computed.clear()][1]) for model in (first, second)
             ]
 
-    outer = ucudnn.installed(plans[0])
+    outer, inner = ExitStack(), ExitStack()
+    outer.enter_context(ucudnn.installed(plans[0]))
     assert used() == [True, False]
-    inner = ucudnn.installed(plans[1])
+    inner.enter_context(ucudnn.installed(plans[1]))
     assert used() == [False, True]
     outer.close()
     assert used() == [False, True]
@@ -148,8 +149,19 @@ def test_the_last_installed_acts_alone_and_any_may_close_first(plan_by_hand, com
         assert used() == [True, False]
     assert used() == [False, True]
     inner.close()
-    inner.close()
     assert used() == [False, False]
+
+
+def test_a_plan_acts_inside_with_only(plan_by_hand, computed):
+    model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
+    context = ucudnn.installed(plan_by_hand(model, x))
+    expected = model(x)
+    assert not computed
+    for times in (1, 2):
+        with context:
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+        assert len(computed) == times
+    assert torch.equal(model(x), expected)
 
 
 def test_an_exception_restores_torchs_operators(plan_by_hand):

@@ -127,7 +127,7 @@ def test_check_says_what_varies_by_now(here, monkeypatch):
     assert "exact of fprop conv2d" in found.said
     monkeypatch.setattr("ucudnn.execution.runner.open_backend", lambda _: here)
     with pytest.warns(UserWarning, match="the plan is deterministic, and exact of fprop"):
-        ucudnn.installed(plan).close()
+        ucudnn.installed(plan)
 
 
 def test_it_is_in_the_file_where_it_was_decided(here, tmp_path):

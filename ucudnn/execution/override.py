@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 from torch.library import Library
@@ -13,7 +13,6 @@ from ucudnn.backends import aten
 from ucudnn.backends.registry import entry_for_device
 from ucudnn.execution.autograd import Geometry
 from ucudnn.execution.untraced import untraced
-from ucudnn.system.closing import AbstractClosable
 from ucudnn.system.forking import ForkSafeLock
 
 # Guards the lists of open plans: threads may install and close plans at the same time.
@@ -59,8 +58,8 @@ class Everything:
         return True
 
 
-class Installation(AbstractClosable):
-    """Handle of `ucudnn.installed`: convolutions of this process follow a plan until it closes.
+class Installation:
+    """Context of `ucudnn.installed`: convolutions of this process follow a plan inside it.
 
     Args:
         device_type: the kind of device whose convolutions follow it, "cpu" or "cuda".
@@ -71,11 +70,14 @@ class Installation(AbstractClosable):
     def __init__(self, device_type: str, runner: StandIn) -> None:
         self.runner = runner
         self._override = _overrides.setdefault(device_type, _Override(device_type))
-        self._override.add(self)
 
     @untraced
-    def close(self) -> None:
-        """Stop following the plan; closing twice does nothing."""
+    def __enter__(self) -> Self:
+        self._override.add(self)
+        return self
+
+    @untraced
+    def __exit__(self, *exception: object) -> None:
         self._override.remove(self)
 
 
@@ -104,8 +106,6 @@ class _Override:
 
     def remove(self, installation: Installation) -> None:
         with _lock:
-            if installation not in self._open:
-                return
             self._open.remove(installation)
             self._runner = self._open[-1].runner if self._open else None
 
