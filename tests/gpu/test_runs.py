@@ -128,6 +128,28 @@ def test_a_call_can_be_captured_and_replayed(backend, exact, tolerance, op):
     assert relative_error(call(a, b), exact(problem, a, b)) < 2 * tolerance(problem)
 
 
+@pytest.mark.hardware("an allocator that has an end")
+@pytest.mark.parametrize("op", OPS)
+def test_a_call_that_finds_no_memory_leaves_the_next_one_as_it_is(backend, exact, tolerance, op):
+    problem = replace(LAYER, op=op)
+    a, b = backend.operands(problem, 10)
+    call = chunked(backend, problem)
+    call(a, b)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    most = torch.cuda.memory_reserved() + (32 << 20)
+    torch.cuda.set_per_process_memory_fraction(most / total)
+    kept = []
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            while len(kept) < 10_000:
+                kept.append(call(a, b))
+    finally:
+        kept.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert relative_error(call(a, b), exact(problem, a, b)) < 2 * tolerance(problem)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_threads_share_an_executable(backend, exact, tolerance, op):
     problem = replace(LAYER, op=op)

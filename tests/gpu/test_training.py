@@ -148,3 +148,16 @@ def test_a_captured_training_step(backend, model, inputs):
     graph.replay()
     torch.cuda.synchronize()
     assert_alike(found, expected, 1e-5)
+
+
+@pytest.mark.hardware("graphs")
+def test_a_compiled_step_that_replays_graphs_follows_the_plan(backend, model, inputs):
+    """Calls of the plan are captured: nothing that they keep may be memory of the graphs."""
+    plan = split_plan(backend, trace_layers(model, inputs).layers)
+    expected = step(model, inputs)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    with ucudnn.installed(plan):
+        for _ in range(4):  # warms up, captures and replays
+            torch.compiler.cudagraph_mark_step_begin()
+            found = step(compiled, inputs)
+        assert_alike(found, expected, 3e-3)
