@@ -82,7 +82,7 @@ def _canaries(plan: Plan, backend: AbstractBackend, count: int) -> Iterator[Find
         yield Finding("canary", None, f"not timed: {reason}")
         return
     # An empty cache in memory: every canary is timed anew, and nothing outlives the check.
-    session = Session(backend, MemoryCache(), isolated=backend.in_worker)
+    session = Session(backend, MemoryCache())
     try:
         # The caller's autograd and autocast must not change what is timed.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):

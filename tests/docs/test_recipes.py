@@ -145,9 +145,9 @@ def test_add_a_backend(
     assert open_backend("one_way") is backend
     step("Compare each candidate with float64, as `tests/backend` does.")
     torch.testing.assert_close(result.double(), exact(PROBLEM, a, b), rtol=1e-5, atol=1e-5)
-    step("Tune a problem by it: `tune_problems(layers, backends=[MyBackend()])`.")
+    step("Tune a problem by it: `tune_problems(layers, backend=MyBackend())`.")
     runs = backend.runs
-    plan = tune_problems([("layer", PROBLEM)], backends=[backend])
+    plan = tune_problems([("layer", PROBLEM)], backend=backend)
     assert plan.split(PROBLEM).is_default
     assert backend.runs > runs
     assert tune_problems([("layer", PROBLEM)], Config(backend="one_way")).backend == "one_way"
@@ -278,6 +278,6 @@ def test_add_a_cache(step: Step) -> None:
         law(lambda cache=cache: cache)
     step("Hand it to the tuner: `tune_problems(layers, measurements=MyCache())`.")
     cache = Counting()
-    tune_problems([("layer", PROBLEM)], measurements=cache, backends=[OneWay()])
+    tune_problems([("layer", PROBLEM)], measurements=cache, backend=OneWay())
     assert cache.lookups
     assert len(cache)

@@ -111,7 +111,7 @@ def test_a_recording_is_replayed_without_what_varies(here, tmp_path):
     with caches.open(config.cache, "r") as cache:
         recorded = RecordedBackend(cache)
         plans = [
-            tune_problems(LAYERS, replace(config, deterministic=flag), None, cache, [recorded])
+            tune_problems(LAYERS, replace(config, deterministic=flag), None, cache, recorded)
             for flag in (False, True)
         ]
     assert [algorithms(plan) for plan in plans] == [{"atomic"}, {"exact"}]

@@ -14,7 +14,7 @@ from ucudnn.backends import open_backend
 from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, UcudnnError, WrongResultWarning
+from ucudnn.errors import UcudnnError, WrongResultWarning
 from ucudnn.measurement import FailureKind, Role
 from ucudnn.problem import Problem
 from ucudnn.tuning.tuner import tune_problems
@@ -51,7 +51,7 @@ def test_wrong_results_disqualify_loudly(hostile, op, policy):
     backend.in_worker = False
     problem = replace(FPROP, op=op)
     with pytest.warns(WrongResultWarning, match="disqualified") as caught:
-        plan = tune_problems([("layer", problem)], Config(policy=policy), backends=[backend])
+        plan = tune_problems([("layer", problem)], Config(policy=policy), backend=backend)
     assert {step.algorithm for step in plan.split(problem).steps} == {"torch_default"}
     said = " ".join(str(warning.message) for warning in caught)
     assert "wrong is disqualified for" in said
@@ -75,7 +75,7 @@ def test_every_algorithm_of_the_cpu_passes():
 @pytest.mark.process
 def test_one_that_hangs_and_some_that_end_the_process_are_failed_and_the_rest_goes_on(hostile):
     backend = hostile.HostileBackend("hangs", "kills", "exits", "raises", "right")
-    plan = tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    plan = tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     assert plan.split(FPROP).size == 4
     found = failures()
     assert found == {
@@ -100,7 +100,7 @@ def test_a_fault_that_spoils_the_device_ends_its_process_and_blames_nobody_else(
     """As on a GPU, where CUDA refuses everything after a kernel has faulted."""
     faulty = {"faults", "faults_in_cudnn", "faults_later"}
     backend = hostile.HostileBackend("fine", *faulty, "good")
-    tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     found = failures()
     assert set(found) == faulty
     assert set(kinds().values()) == {FailureKind.CRASH}
@@ -110,7 +110,7 @@ def test_a_fault_that_spoils_the_device_ends_its_process_and_blames_nobody_else(
 def test_the_state_of_the_device_is_kept_with_the_times(hostile):
     backend = hostile.HostileBackend("fine")
     backend.in_worker = False
-    tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     with caches.open(mode="r") as cache:
         timed = [entry for entry in cache if entry.status == "ok"]
     assert timed
@@ -123,7 +123,7 @@ def test_a_lack_of_memory_alone_is_not_remembered(hostile, in_worker):
     """Also of an error that mentions memory and came from another process."""
     backend = hostile.HostileBackend("hungry", "forgetful")
     backend.in_worker = in_worker
-    tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     assert failures() == {"forgetful": "could not create a memory object"}
     assert kinds() == {"forgetful": FailureKind.ERROR}
 
@@ -131,7 +131,7 @@ def test_a_lack_of_memory_alone_is_not_remembered(hostile, in_worker):
 @pytest.mark.process
 def test_one_that_fails_between_rounds_is_failed_and_the_others_are_timed(hostile):
     backend = hostile.HostileBackend("kills_later", "tires", "right")
-    tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
     found = failures()
     assert found["kills_later"] == "it ended its process by SIGKILL"
     assert found["tires"] == "once too often"
@@ -142,13 +142,13 @@ def test_one_that_fails_between_rounds_is_failed_and_the_others_are_timed(hostil
 @pytest.mark.process
 def test_a_second_tune_starts_no_process(hostile, monkeypatch):
     backend = hostile.HostileBackend("kills", "right")
-    first = tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+    first = tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)
 
     def refuse(*_, **__):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("ucudnn.benchmark.worker.subprocess.Popen", refuse)
-    assert tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend]) == first
+    assert tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend) == first
 
 
 @pytest.mark.process
@@ -167,29 +167,8 @@ def test_a_process_that_ends_between_two_questions_is_no_candidates_fault(hostil
         worker.close()
 
 
-@pytest.mark.process
-def test_two_devices_share_the_kernels_and_the_plan_is_that_of_one(hostile):
-    problems = [FPROP.with_batch(4), Problem("fprop", 4, 3, 7, (9, 9), (3, 3))]
-    layers = [(str(number), problem) for number, problem in enumerate(problems)]
-    devices = [hostile.HostileBackend(), hostile.HostileBackend()]
-    events = []
-    plan = tune_problems(layers, Config(**CONFIG), events.append, backends=devices)
-    assert [kernel.problem for kernel in plan.kernels] == problems
-    measured = events[-1].measured
-    assert measured > 0
-    again = tune_problems(layers, Config(**CONFIG), events.append, backends=devices[:1])
-    assert events[-1].measured == 0
-    assert again.hash == plan.hash
-
-
-def test_a_device_of_another_kind_is_refused(hostile):
-    devices = [hostile.HostileBackend(), hostile.HostileBackend(device="other")]
-    with pytest.raises(ConfigError, match="of one kind .* scripted, 1 cores and other, 1 cores"):
-        tune_problems([("layer", FPROP)], Config(**CONFIG), backends=devices)
-
-
 def test_a_worker_that_cannot_start_says_so(hostile, monkeypatch):
     monkeypatch.setattr("ucudnn.benchmark.worker._PROGRAM", "import sys; sys.exit(5)")
     backend = hostile.HostileBackend()
     with pytest.raises(UcudnnError, match="could not start: it ended .* exit status 5"):
-        tune_problems([("layer", FPROP)], Config(**CONFIG), backends=[backend])
+        tune_problems([("layer", FPROP)], Config(**CONFIG), backend=backend)

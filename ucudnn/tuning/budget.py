@@ -101,10 +101,6 @@ class Budget:
         """True after the deadline."""
         return self.deadline is not None and monotonic() >= self.deadline
 
-    def end(self) -> None:
-        """End the budget now, so that nothing more is begun."""
-        self.deadline = 0.0
-
     def keep_for(self, count: int) -> None:
         """Keep half of the time that is left for so many kernels, which get equal parts of it.
 

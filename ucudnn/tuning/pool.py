@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -12,22 +11,11 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import Budget
-from ucudnn.tuning.devices import Devices, Task
 from ucudnn.tuning.division import Choices, divided
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner, survey
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.step_shares import StepShares
-
-
-class PlannerFactory(Protocol):
-    """Makes the planner of a kernel."""
-
-    def __call__(
-        self, session: Session, problem: Problem, limit: int | None = None
-    ) -> KernelPlanner:
-        """Make a planner, within a limit or within the kernel's part of the pool."""
-        ...
 
 
 class Pool:
@@ -37,9 +25,9 @@ class Pool:
         config: the settings.
         layers_by_problem: the names of the layers that run each kernel.
         limits: workspace that each kernel may use.
-        devices: the devices that measure.
+        session: of the device that measures.
         shares: times and workspaces of torch's own convolutions.
-        planner_of: makes planners.
+        planner_of: makes the planner of a kernel, within a limit in bytes or its part of the pool.
         budget: the time for everything.
         on_work: called with the kernel that is being measured.
     """
@@ -49,9 +37,9 @@ class Pool:
         config: Config,
         layers_by_problem: Mapping[Problem, tuple[str, ...]],
         limits: Limits,
-        devices: Devices,
+        session: Session,
         shares: StepShares,
-        planner_of: PlannerFactory,
+        planner_of: Callable[[Problem, int | None], KernelPlanner],
         budget: Budget,
         on_work: Callable[[Problem], None],
     ) -> None:
@@ -60,7 +48,7 @@ class Pool:
         self._limits = limits
         self._config = config
         self._layers = layers_by_problem
-        self._devices = devices
+        self._session = session
         self._shares = shares
         self._planner_of = planner_of
         self._budget = budget
@@ -82,8 +70,9 @@ class Pool:
         # whoever interrupts tuning gets a plan within the pool.
         self.parts = self.parts or self._parts_of_defaults()
         while True:
-            before = self._devices.measured
-            self._devices.spread(map(self._survey, self._shares.by_geometry()))
+            before = self._session.measured
+            for problems in self._shares.by_geometry():
+                self._survey(problems)
             try:
                 self.parts = divided(self._choices, self._total_bytes, self._config.solver)
             except PlanError:
@@ -91,12 +80,13 @@ class Pool:
                 if self._budget.is_over:
                     return
                 # Otherwise more was measured in this pass, and the next may show splits that fit.
-                if self._devices.measured == before:
+                if self._session.measured == before:
                     raise
                 continue
-            self._devices.spread(map(self._measure, self._shares.by_geometry()))
+            for problems in self._shares.by_geometry():
+                self._measure(problems)
             # The same measurements divide the pool in the same way: it is final.
-            if self._devices.measured == before or self._budget.is_over:
+            if self._session.measured == before or self._budget.is_over:
                 return
 
     def refuse(self, problem: Problem, error: PlanError) -> None:
@@ -143,41 +133,31 @@ class Pool:
         limit = self._limits.of(problem)
         return part if limit is None else min(limit, part)
 
-    def _survey(self, problems: Sequence[Problem]) -> Task:
+    def _survey(self, problems: Sequence[Problem]) -> None:
         """Measure the front of time over workspace of each kernel."""
+        for problem in problems:
+            self._on_work(problem)
+            # Autocast would cast the operands to another dtype than that of the problem.
+            with torch.autocast("cpu", enabled=False):
+                self._choices[problem] = self._choices_of(problem)
 
-        def task(session: Session) -> None:
-            for problem in problems:
-                self._on_work(problem)
-                # Autocast would cast the operands to another dtype than that of the problem. It is
-                # a setting of each thread.
-                with torch.autocast("cpu", enabled=False):
-                    self._choices[problem] = self._choices_of(session, problem)
-
-        return task
-
-    def _choices_of(self, session: Session, problem: Problem) -> Choices:
+    def _choices_of(self, problem: Problem) -> Choices:
         calls, most = len(self._layers[problem]), self._most(problem)
-        planner_at = partial(self._planner_of, session, problem)
-        front = survey(planner_at, most)
+        front = survey(partial(self._planner_of, problem), most)
         surplus = self._surplus.get(problem, 0)
         fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
         if front and not fitting:
             raise self._learned[problem]
         return Choices(calls, most, fitting, surplus)
 
-    def _measure(self, problems: Sequence[Problem]) -> Task:
+    def _measure(self, problems: Sequence[Problem]) -> None:
         """Measure kernels within the parts that they got."""
-
-        def task(session: Session) -> None:
-            planners = [self._planner_of(session, p) for p in problems if p in self.parts]
-            with torch.autocast("cpu", enabled=False):
-                measure(session, planners)
-                for planner in planners:
-                    planner.evidence()
-                    planner.release()
-
-        return task
+        planners = [self._planner_of(p, self.parts[p]) for p in problems if p in self.parts]
+        with torch.autocast("cpu", enabled=False):
+            measure(self._session, planners)
+            for planner in planners:
+                planner.evidence()
+                planner.release()
 
 
 def measure(session: Session, planners: Sequence[KernelPlanner]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import monotonic
@@ -38,9 +37,7 @@ class Session:
         on_run: called after each measurement, new or found in the cache, to show progress.
         until: the `time.monotonic` at which to stop measuring chunks; None: no limit.
         race_until: the `time.monotonic` at which to stop timing whole calls; None: no limit.
-        isolated: measure in a process of its own.
         effort: how precisely times are taken, and which gains are too small to look for.
-        lock: held while the cache is used, where several sessions share it.
         remeasure: measure everything anew, even if it is known.
     """
 
@@ -49,9 +46,7 @@ class Session:
     on_run: Callable[[], None] = lambda: None
     until: float | None = None
     race_until: float | None = None
-    isolated: bool = False
     effort: Effort = EFFORTS["thorough"]
-    lock: AbstractContextManager[object] = field(default_factory=nullcontext)
     remeasure: bool = False
     measured: int = 0
     reused: int = 0
@@ -62,7 +57,7 @@ class Session:
     def __post_init__(self) -> None:
         self._device, self._software = self.backend.device(), self.backend.software()
         self._conditions = self.backend.conditions()
-        self._worker = Worker(self.backend) if self.isolated else None
+        self._worker = Worker(self.backend) if self.backend.in_worker else None
         # Decided once, so that all of a session's perturbed measurements are recalled, or none is.
         self.is_busy = self.backend.state().load > 0
         self._kernel = lru_cache(maxsize=None)(self._find_kernel)
@@ -157,6 +152,15 @@ class Session:
         return LocalBench(self.backend, axis, how=how)
 
     @property
+    def is_recorded(self) -> bool:
+        """True if a recording is replayed instead of measuring."""
+        return isinstance(self.backend, RecordedBackend)
+
+    def stop_at(self, deadline: float | None) -> None:
+        """Measure nothing after a `time.monotonic`, None for no limit."""
+        self.until = self.race_until = deadline
+
+    @property
     def is_over(self) -> bool:
         """True after the time for measuring chunks."""
         return self.until is not None and monotonic() >= self.until
@@ -175,11 +179,9 @@ class Session:
         # Not written yet: the newest there is.
         if key in self._fresh:
             return self._fresh[key]
-        with self.lock:
-            known = self.cache.get(key)
-        is_recorded = isinstance(self.backend, RecordedBackend)
+        known = self.cache.get(key)
         # What this session took itself is not taken again.
-        if known is None or key in self._taken or is_recorded:
+        if known is None or key in self._taken or self.is_recorded:
             return known
         is_stale = self.remeasure or (known.is_perturbed and not self.is_busy)
         return None if is_stale else known
@@ -203,7 +205,7 @@ class Session:
 
     def state(self) -> DeviceState:
         """Conditions that perturb times now; results of a worker have those of the worker."""
-        return DeviceState() if self.isolated else self.backend.state()
+        return self.backend.state() if self._worker is None else DeviceState()
 
     def note(self, measurement: Measurement) -> None:
         """Keep a measurement that is not of a candidate, without counting it."""
@@ -215,8 +217,7 @@ class Session:
         Measurements from a busy machine never replace measurements from a quiet one.
         """
         if self._fresh:
-            with self.lock:
-                self.cache.put([entry for entry in self._fresh.values() if self._counts(entry)])
+            self.cache.put([entry for entry in self._fresh.values() if self._counts(entry)])
         self._fresh = {}
 
     def _counts(self, entry: Measurement) -> bool:

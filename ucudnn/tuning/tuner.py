@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -48,7 +48,7 @@ def tune_problems(
     config: Config | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     measurements: AbstractCache | None = None,
-    backends: Sequence[AbstractBackend] | None = None,
+    backend: AbstractBackend | None = None,
     biased: Collection[Problem] = (),
     is_whole_step: bool = True,
     reserved_steps: int = 0,
@@ -63,8 +63,7 @@ def tune_problems(
         config: the settings; default: `Config()`.
         on_progress: called after every measurement.
         measurements: an open cache to use, which stays open; None: the cache of the config.
-        backends: one per device, all of one kind. Each measures some of the kernels in a process of
-            its own. None: the device of the config.
+        backend: of the device; None: that of the config.
         biased: problems to whose result a layer adds a bias, which is timed with them.
         is_whole_step: the problems are all convolutions of a training step. Then each is measured
             as carefully as its part of the step is worth, within the default time budget of the
@@ -74,7 +73,7 @@ def tune_problems(
         limits: workspace that each kernel may use; None: the limit of the settings.
 
     Raises:
-        ConfigError: there is no problem to plan, or the devices are of several kinds.
+        ConfigError: there is no problem to plan.
         PlanError: no plan of some problem fits the workspace limit.
         BusyError: workspace must be measured, and torch's profiler is in use.
         TuningInterruptedError: on Ctrl-C, with the plan so far.
@@ -84,19 +83,28 @@ def tune_problems(
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
-        devices = list(backends) if backends else [_open_backend(config, cache)]
-        how = (on_progress, biased, is_whole_step, reserved_steps, remeasure)
-        scheduler = TuningScheduler(devices, cache, config, by_problem, limits, *how)
-        if scheduler.devices.is_busy:
+        scheduler = TuningScheduler(
+            backend or _open_backend(config, cache),
+            cache,
+            config,
+            by_problem,
+            limits,
+            on_progress=on_progress,
+            biased=biased,
+            is_whole_step=is_whole_step,
+            reserved_steps=reserved_steps,
+            remeasure=remeasure,
+        )
+        if scheduler.session.is_busy:
             warn(_BUSY, NoiseWarning)
         try:
             scheduler.run()
         # Whoever interrupts tuning gets what it has found so far.
         except KeyboardInterrupt:
-            raise TuningInterruptedError(_plan(scheduler, devices[0], config, began)) from None
-    measured = scheduler.devices.measured
-    _log.info("measured %d candidates, reused %d", measured, scheduler.devices.reused)
-    plan = _plan(scheduler, devices[0], config, began)
+            raise TuningInterruptedError(_plan(scheduler, config, began)) from None
+    measured = scheduler.session.measured
+    _log.info("measured %d candidates, reused %d", measured, scheduler.session.reused)
+    plan = _plan(scheduler, config, began)
     # A plan wholly from the cache is not warned of again.
     if measured:
         _warn_of_noise(plan)
@@ -157,10 +165,9 @@ def layers_by_problem(
     return {problem: tuple(found) for problem, found in names.items()}
 
 
-def _plan(
-    scheduler: TuningScheduler, backend: AbstractBackend, config: Config, began: float
-) -> Plan:
+def _plan(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
     budget_s, kernels = scheduler.budget_s, scheduler.results.kernels
+    backend = scheduler.session.backend
     require_real(kernels, backend)
     return Plan(
         kernels=kernels,
