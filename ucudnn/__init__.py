@@ -84,7 +84,14 @@ def _autoload() -> None:
             "ucudnn before torch; import torch first"
         )
         return
-    import_module("ucudnn.convert").follow_startup(files)
+    errors = import_module("ucudnn.errors")
+    try:
+        import_module("ucudnn.convert").follow_startup(files)
+    except errors.UcudnnError as error:
+        # As an exception it would stand far above torch's advice to disable its extensions.
+        if import_module("ucudnn.config").is_strict():
+            sys.exit(f"ucudnn: {error}")
+        errors.warn(f"torch's own convolutions run, without UCUDNN_PLAN: {error}")
 
 
 def _own_modules() -> list[ModuleType]:

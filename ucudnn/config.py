@@ -410,6 +410,15 @@ def settings_here(config: Config) -> Config:
     return config if given is None else replace(config, unplanned=given)
 
 
+def is_strict() -> bool:
+    """True if UCUDNN_UNPLANNED asks for errors, whatever the other variables say.
+
+    >>> is_strict()
+    False
+    """
+    return os.environ.get("UCUDNN_UNPLANNED") == "error"
+
+
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Settings given by UCUDNN_* variables, by field name.
 

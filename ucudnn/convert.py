@@ -6,6 +6,7 @@ import atexit
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import Finalize, register_after_fork
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -390,3 +391,7 @@ def follow_startup(files: Startup) -> None:
     _started.extend(Installation(kind, recorder).__enter__() for kind in kinds)
     os.register_at_fork(after_in_child=recorder.clear)
     atexit.register(recorder.save, files.record)
+    # Forked processes of multiprocessing end without handlers at exit, but by its finalizers.
+    register_after_fork(
+        recorder, lambda one: Finalize(None, one.save, (files.record,), exitpriority=0)
+    )

@@ -215,8 +215,13 @@ def test_a_plan_that_is_not_there_or_for_another_device(run: Run, train: Path, p
     assert missing.returncode == 2
     assert missing.stderr.startswith("ucudnn: cannot read the plan none.json")
     by_variable = run(train, UCUDNN_PLAN="none.json")
-    assert by_variable.returncode == 1
-    assert "PlanFileError: cannot read the plan none.json" in by_variable.stderr
+    assert by_variable.returncode == 0
+    assert "torch's own convolutions run, without UCUDNN_PLAN: cannot read" in by_variable.stderr
+    assert "auto-loading" not in by_variable.stderr
+    strict = run(train, UCUDNN_PLAN="none.json", UCUDNN_UNPLANNED="error")
+    assert strict.returncode == 1
+    (sentence,) = strict.stderr.splitlines()
+    assert sentence.startswith("ucudnn: cannot read the plan none.json")
     document = json.loads(plan.read_text())
     document["device"]["name"] = "another processor"
     del document["checksum"]
@@ -266,6 +271,42 @@ def test_what_a_script_computes_is_recorded(run: Run, train: Path) -> None:
     } - ({"__pycache__"} if not (train.parent / "__pycache__").exists() else set())
 
 
+SAVES_LATE = """
+import atexit, pickle, threading, time
+class Net: pass
+def save(who):
+    print(who, len(pickle.dumps(Net())) > 0)
+def wait():
+    threading.main_thread().join()
+    save("thread")
+threading.Thread(target=wait).start()
+atexit.register(save, "at exit")
+"""
+
+
+@pytest.mark.parametrize("how", [("-m", "late"), ("late.py",), ("folder",)], ids=str)
+def test_a_module_stays_main_until_the_process_ends(run: Run, train: Path, how: tuple[str]) -> None:
+    train.with_name("late.py").write_text(SAVES_LATE)
+    train.with_name("folder").mkdir()
+    (train.with_name("folder") / "__main__.py").write_text(SAVES_LATE)
+    done = run("-m", "ucudnn", "record", "--", *how)
+    assert sorted(done.stdout.splitlines()) == ["at exit True", "thread True"], done.stderr
+
+
+def test_forked_workers_are_recorded(run: Run, train: Path) -> None:
+    train.write_text(
+        "import multiprocessing, torch\n"
+        "def work(): torch.nn.Conv2d(3, 4, 1)(torch.ones(2, 3, 5, 5))\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "workers = [context.Process(target=work) for _ in range(2)]\n"
+        "for worker in workers: worker.start()\n"
+        "for worker in workers: worker.join()\n"
+        "work()\n"
+    )
+    done = run("-m", "ucudnn", "record", "--", train)
+    assert "recorded 3 calls of 1 convolutions" in done.stderr
+
+
 def test_ranks_add_to_one_table_also_where_one_fails(run: Run, train: Path) -> None:
     train.write_text(TRAIN + "import os\nif os.environ['RANK'] == '1': raise ValueError('late')\n")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -293,6 +334,7 @@ def test_bad_calls(run: Run, train: Path, plan: Path) -> None:
         (("record", "--outptu", train), "a script that exists, or -m MODULE, got '--outptu'"),
         (("run", "--", train), "--plan is needed"),
         (("run", "--plan", plan, "--", "-m"), "the name of a module"),
+        (("run", "--plan", plan, "--", "torchrun", train), "or -m torch.distributed.run, got"),
         (("record", "-o", "nowhere/layers.csv", "--", train), "a folder that exists"),
     ):
         done = run("-m", "ucudnn", *words)

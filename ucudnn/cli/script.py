@@ -22,7 +22,7 @@ import typer
 
 from ucudnn.cli.console import say_error
 from ucudnn.config import Startup, set_startup, startup
-from ucudnn.errors import ConfigError, UcudnnError
+from ucudnn.errors import ConfigError, UcudnnError, quoted
 from ucudnn.layer_table import read_rows
 from ucudnn.plan import Plan
 
@@ -97,8 +97,9 @@ def _checked(words: list[str]) -> list[str]:
         raise ConfigError("-m must be followed by the name of a module")
     # A folder or an archive with a __main__.py is a script for Python.
     if words[0] != "-m" and not Path(words[0]).exists():
+        hint = "-m torch.distributed.run" if words[0] == "torchrun" else "-m MODULE"
         raise ConfigError(
-            f"after the options comes a script that exists, or -m MODULE, got {words[0]!r}"
+            f"after the options comes a script that exists, or {hint}, got {quoted(words[0])}"
         )
     return words
 
@@ -145,19 +146,31 @@ def execute(call: ScriptCall) -> None:
 def _run(words: list[str]) -> None:
     if words[0] == "-m":
         _set_first_path(os.getcwd())
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        sys.argv = ["-m", *words[2:]]
+        _run_as_main(words[1])
         return
     sys.argv = list(words)
     if Path(words[0]).is_file() and not zipfile.is_zipfile(words[0]):
         _run_file(Path(words[0]))
     else:
-        runpy.run_path(words[0], run_name="__main__")
+        # A folder or an archive: Python imports its __main__.py.
+        sys.path.insert(0, words[0])
+        _run_as_main("__main__", is_named=False)
+
+
+def _run_as_main(name: str, is_named: bool = True) -> None:
+    """Run a module as `python -m` does.
+
+    `runpy.run_module` would take `__main__` away after the module's last line. Threads that still
+    run, and handlers at exit, find their classes there.
+    """
+    sys.modules["__main__"] = ModuleType("__main__")
+    # What Python itself calls; it sets the first argument to the module's path if it is named.
+    runpy._run_module_as_main(name, alter_argv=is_named)  # type: ignore[attr-defined]
 
 
 def _run_file(path: Path) -> None:
-    # `runpy` would give the script the absolute path as its name, and take `__main__` away at the
-    # end, which threads and processes that still run may need.
+    # `runpy` would give the script the absolute path as its name, and take `__main__` away.
     _set_first_path(str(path.resolve().parent))
     name = str(path.absolute())
     loader = SourceFileLoader("__main__", name)
