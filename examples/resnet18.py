@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import ucudnn
 from ucudnn.backends import open_backend
-from ucudnn.backends.torch_cpu.allocator import (
+from ucudnn.backends.torch_cpu.machine import (
     GLIBC_MMAP_THRESHOLD,
     LARGE_MMAP_THRESHOLD,
     describe_allocator,

@@ -16,7 +16,7 @@ from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Handle
 from ucudnn.backends.cudnn.driverless import has_driver
 from ucudnn.backends.cudnn.library import find_library
 from ucudnn.backends.cudnn.profile import DeviceProfile
-from ucudnn.backends.torch_cpu.allocator import LARGE_THRESHOLD_TUNABLES
+from ucudnn.backends.torch_cpu.machine import LARGE_THRESHOLD_TUNABLES
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.units import format_ns

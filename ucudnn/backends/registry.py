@@ -107,9 +107,9 @@ def identify(name: str = "auto") -> tuple[Device, Software]:
     """
     entry = backend_entry(name)
     if entry.name == "torch_cpu":
-        from ucudnn.backends.torch_cpu import identity
+        from ucudnn.backends.torch_cpu import machine
 
-        return identity.cpu_device(), identity.cpu_software()
+        return machine.cpu_device(), machine.cpu_software()
     backend = entry.open()
     return backend.device(), backend.software()
 

@@ -10,7 +10,7 @@ from typing import Self
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
 from ucudnn.backends.recorded import RecordedBackend
-from ucudnn.backends.torch_cpu.allocator import give_back_free_blocks
+from ucudnn.backends.torch_cpu.machine import give_back_free_blocks
 from ucudnn.config import Config
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem

@@ -19,9 +19,8 @@ from ucudnn.backends._base import (
     Roofline,
     Span,
 )
-from ucudnn.backends.torch_cpu import identity
+from ucudnn.backends.torch_cpu import machine
 from ucudnn.backends.torch_cpu._base import ONEDNN_KERNELS, empty
-from ucudnn.backends.torch_cpu.allocator import describe_allocator
 from ucudnn.backends.torch_cpu.aten import (
     OneDnn,
     OneDnnNhwc,
@@ -33,9 +32,8 @@ from ucudnn.backends.torch_cpu.aten import (
 from ucudnn.backends.torch_cpu.diagonal import DiagonalGemm
 from ucudnn.backends.torch_cpu.fft import Fft
 from ucudnn.backends.torch_cpu.gemm import Gemm, Im2colGemm
-from ucudnn.backends.torch_cpu.load import LoadMeter
+from ucudnn.backends.torch_cpu.machine import LoadMeter, describe_allocator, roofline
 from ucudnn.backends.torch_cpu.phases import Phases
-from ucudnn.backends.torch_cpu.speed import roofline
 from ucudnn.backends.torch_cpu.workspace import (
     allocated_peak_bytes,
     allocated_spans,
@@ -84,11 +82,11 @@ class TorchCpuBackend(AbstractBackend):
 
     def device(self) -> Device:
         """The processor of this machine."""
-        return identity.cpu_device()
+        return machine.cpu_device()
 
     def software(self) -> Software:
         """Versions of torch and oneDNN."""
-        return identity.cpu_software()
+        return machine.cpu_software()
 
     def conditions(self) -> Conditions:
         """The threads and the malloc of this process, and how many ranks share the processor."""
@@ -216,11 +214,11 @@ class TorchCpuBackend(AbstractBackend):
 
     def cache_bytes(self) -> int:
         """Size of the last-level cache that this process can use."""
-        return identity.usable_cache_bytes()
+        return machine.usable_cache_bytes()
 
     def memory_bytes(self) -> int:
         """Half of the memory that is available now."""
-        return identity.available_memory_bytes() // 2
+        return machine.available_memory_bytes() // 2
 
 
 def _normal(problem: Problem, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

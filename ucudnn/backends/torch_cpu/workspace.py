@@ -21,7 +21,7 @@ from torch.autograd.profiler import profile, record_function
 
 from ucudnn.backends._base import Span
 from ucudnn.backends.torch_cpu._base import COLUMN_KERNELS, ONEDNN_KERNELS
-from ucudnn.backends.torch_cpu.instructions import has_instructions
+from ucudnn.backends.torch_cpu.machine import has_instructions
 from ucudnn.errors import BusyError
 from ucudnn.problem import OPS, Problem
 

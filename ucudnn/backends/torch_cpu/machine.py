@@ -1,0 +1,332 @@
+"""This machine: its processor's name and instructions, memory, load, speed, and malloc."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ucudnn.backends._base import Roofline
+from ucudnn.backends.tensors import torch_dtype
+from ucudnn.measurement import Device, Software
+from ucudnn.problem import Problem
+from ucudnn.system.forking import ForkSafeLock
+
+_CPUINFO = Path("/proc/cpuinfo")
+# Limit, use and statistics of this container's memory, versions 2 and 1.
+_CONTROL_GROUPS = (
+    tuple(f"sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat")),
+    tuple(
+        f"sys/fs/cgroup/memory/memory.{name}"
+        for name in ("limit_in_bytes", "usage_in_bytes", "stat")
+    ),
+)
+# Buffers of a benchmark are made larger than the cache: an overstated size costs memory and time.
+_MOST_CACHE_BYTES = 64 << 20
+_DEFAULT_CACHE_BYTES = 32 << 20  # a large last-level cache; too large only costs memory
+# Names of the same architecture on Linux and on Windows.
+_X86 = ("x86_64", "AMD64")
+# Values of ONEDNN_MAX_CPU_ISA, oldest first.
+_BELOW_AVX2 = ("SSE41", "AVX")
+_BELOW_BFLOAT16 = (*_BELOW_AVX2, "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+# The kernel's counters advance in steps of 10 ms, too coarse for a shorter interval.
+_LEAST_S = 0.2
+# An average over more than this says nothing of the present; a short one is taken instead.
+_MOST_S = 10.0
+# Processors that others may use, beyond those that this process leaves idle, without a note.
+_TOLERATED = 0.25
+# By how much a convolution may come closer to the peak than the product and the copy below do.
+MARGIN = 1.25
+# Columns, and rows per thread, of a product. Among many short runs some are not interrupted; in a
+# long one less of this thread's time goes into waiting for others that are.
+_PRODUCTS = ((512, 256), (1024, 1024))
+_MOST_ROWS = 1 << 14
+# A cache saves at most its size in each pass, and no algorithm makes more passes over its operands
+# and temporaries than these.
+_PASSES = 16
+_BUDGET_NS = 40_000_000
+_measuring = ForkSafeLock()
+LARGE_THRESHOLD_TUNABLES = (
+    "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
+)
+_GLIBC = "glibc"
+# Allocators that users preload instead of glibc's; each has settings of its own.
+_REPLACEMENTS = ("tcmalloc", "jemalloc", "mimalloc")
+
+
+def cpu_device() -> Device:
+    """The processor: its model, the vector instructions that torch and oneDNN use, its cores."""
+    isa, limit = torch.backends.cpu.get_cpu_capability(), onednn_isa_limit()
+    return Device(
+        type="cpu",
+        name=_cpu_name(),
+        isa=f"{isa} (oneDNN: {limit})" if limit else isa,
+        cores=os.cpu_count() or 1,
+    )
+
+
+def cpu_software() -> Software:
+    """Versions of torch and of the oneDNN inside it."""
+    # torch has no function for the version; its build summary names it, still by oneDNN's old name.
+    match = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
+    return Software(torch=torch.__version__, onednn=match[1] if match else "")
+
+
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache of the first processor; 32 MiB if the system does not tell."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
+        if match:
+            sizes.append(int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]])
+    return max(sizes) or _DEFAULT_CACHE_BYTES
+
+
+def usable_cache_bytes() -> int:
+    """Size of the last-level cache, at most 64 MiB.
+
+    Virtual machines report the cache of the whole processor, which they share with others.
+    """
+    return min(last_level_cache_bytes(), _MOST_CACHE_BYTES)
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be allocated without swapping and within a container's limit.
+
+    Args:
+        root: where proc and sys are mounted.
+    """
+    meminfo = root / "proc/meminfo"
+    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    free = [int(match[1]) << 10 if match else physical]
+    for limit, used, statistics in _CONTROL_GROUPS:
+        if (root / limit).exists() and (root / used).exists():
+            text = (root / limit).read_text().strip()  # "max" where there is none
+            if text.isdigit():
+                in_use = int((root / used).read_text()) - _idle_bytes(root / statistics)
+                free.append(max(int(text) - in_use, 0))
+    return min(free)
+
+
+def _idle_bytes(path: Path) -> int:
+    """Bytes of cached files in a container's memory, which the system drops when needed."""
+    text = path.read_text() if path.exists() else ""
+    match = re.search(r"^(?:total_)?inactive_file (\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def _cpu_name() -> str:
+    match = None
+    if _CPUINFO.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", _CPUINFO.read_text(), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def onednn_isa_limit() -> str:
+    """The newest instruction set that the environment allows oneDNN to use; "" for no limit.
+
+    oneDNN reads the variable itself, and torch has no function that returns the result.
+    """
+    # The second name is that of releases when oneDNN was called DNNL.
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    return "" if limit.upper() in ("ALL", "DEFAULT") else limit.upper()
+
+
+def has_instructions(dtype: str) -> bool:
+    """True if convolutions and matrix products in a dtype need no such fallback here.
+
+    Args:
+        dtype: of a problem. Half precision counts only with AVX-512, where it was checked.
+    """
+    if dtype == "float16":
+        return _avx512() and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if dtype == "bfloat16":
+        return _avx512_bf16() and onednn_isa_limit() not in _BELOW_BFLOAT16
+    # Without AVX2 the fallback is taken in float32 and float64, too.
+    return platform.machine() not in _X86 or (_avx2() and onednn_isa_limit() not in _BELOW_AVX2)
+
+
+def product_dtype(problem: Problem) -> torch.dtype:
+    """The dtype in which matrices are multiplied for a problem.
+
+    It is float32 instead of a half precision for which the processor has no instructions. torch
+    would multiply element by element, or convert in memory that its allocator does not see.
+    """
+    is_half = problem.bytes_per_element == 2
+    return (
+        torch.float32 if is_half and not has_instructions(problem.dtype) else torch_dtype(problem)
+    )
+
+
+def _avx2() -> bool:
+    return bool(torch.cpu._is_avx2_supported())
+
+
+def _avx512() -> bool:
+    return bool(torch.cpu._is_avx512_supported())
+
+
+def _avx512_bf16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+class _Reading(NamedTuple):
+    clock_s: float
+    machine_s: float  # processor time of everybody, and what a hypervisor gave to other machines
+    own_s: float
+
+
+class LoadMeter:
+    """Measures how many processors other processes have used since the last call.
+
+    >>> LoadMeter(Path("no/such/file")).load()
+    0.0
+
+    Args:
+        path: file of the system's counters; if there is none, the load is reported as 0.
+    """
+
+    def __init__(self, path: Path = Path("/proc/stat")) -> None:
+        self._path = path
+        self._lock = ForkSafeLock()
+        self._last = self._read()
+        self._others = 0.0
+
+    def others(self) -> float:
+        """Average number of processors that other processes used recently."""
+        with self._lock:
+            now, last = self._read(), self._last
+            if now is not None and last is not None and now.clock_s - last.clock_s > _MOST_S:
+                time.sleep(_LEAST_S)
+                now, last = self._read(), now
+            if now is None or last is None or now.clock_s - last.clock_s < _LEAST_S:
+                return self._others
+            elapsed_s = now.clock_s - last.clock_s
+            spent_s = (now.machine_s - last.machine_s) - (now.own_s - last.own_s)
+            self._last, self._others = now, max(0.0, spent_s / elapsed_s)
+            return self._others
+
+    def load(self) -> float:
+        """Processors that others use, if they take some that this process needs; else 0."""
+        others = self.others()
+        left = (os.cpu_count() or 1) - torch.get_num_threads()
+        return round(others, 1) if others > max(0, left) + _TOLERATED else 0.0
+
+    def _read(self) -> _Reading | None:
+        try:
+            line = self._path.read_text(encoding="ascii").partition("\n")[0]
+            numbers = [int(text) for text in line.split()[1:9]]
+            # The first line of /proc/stat sums up all processors, in clock ticks, see proc_stat(5).
+            user, nice, system, _idle, _waiting, interrupts, soft, stolen = numbers
+        except (OSError, ValueError):
+            return None
+        ticks = user + nice + system + interrupts + soft + stolen
+        times = os.times()
+        own_s = times.user + times.system + times.children_user + times.children_system
+        return _Reading(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own_s)
+
+
+def roofline(dtype: str) -> Roofline:
+    """Peak rates of this process with its present threads, `MARGIN` times the best measured.
+
+    Args:
+        dtype: of a problem. Half precision is at least as fast as float32, which it may be
+            computed in.
+    """
+    threads = torch.get_num_threads()
+    with _measuring:
+        operations = _operations_per_s(dtype, threads)
+        if dtype in ("float16", "bfloat16"):
+            operations = max(operations, _operations_per_s("float32", threads))
+        cached = _PASSES * usable_cache_bytes()
+        return Roofline(MARGIN * operations, MARGIN * _bytes_per_s(threads), cached)
+
+
+@lru_cache
+def _operations_per_s(dtype: str, threads: int) -> float:
+    """Operations per second of the faster of two matrix products."""
+    best = 0.0
+    for side, rows_per_thread in _PRODUCTS:
+        rows = min(rows_per_thread * threads, _MOST_ROWS)
+        square = torch.ones(side, side, dtype=getattr(torch, dtype), device="cpu")
+        left, product = square.new_ones(rows, side), square.new_empty(rows, side)
+        best_ns = _shortest_ns(partial(torch.mm, left, square, out=product))
+        best = max(best, 2e9 * rows * side**2 / best_ns)
+        if best_ns > _BUDGET_NS:  # a dtype that the processor has no instructions for
+            break
+    return best
+
+
+@lru_cache
+def _bytes_per_s(threads: int) -> float:
+    """Bytes read and written by a copy between tensors that exceed the caches together."""
+    del threads  # part of the key
+    size = usable_cache_bytes()
+    source, target = (torch.ones(size, dtype=torch.uint8, device="cpu") for _ in range(2))
+    return 2e9 * size / _shortest_ns(partial(target.copy_, source))
+
+
+def _shortest_ns(run: Callable[[], object]) -> int:
+    """The shortest processor time of this thread, which does an equal part of the work.
+
+    Other processes on the machine affect it much less than elapsed time.
+    """
+    times: list[int] = []
+    while sum(times) < _BUDGET_NS:
+        before_ns = time.thread_time_ns()
+        run()
+        times.append(max(1, time.thread_time_ns() - before_ns))
+    return min(times)
+
+
+def describe_allocator() -> str:
+    """Name the malloc of this process, and its mmap threshold if one was set.
+
+    Returns:
+        "glibc", "glibc,mmap_threshold=1073741824", "tcmalloc", "jemalloc", "mimalloc" or "system".
+    """
+    name, threshold = _allocator(), _threshold_of_environment()
+    return name if name != _GLIBC or threshold is None else f"{name},mmap_threshold={threshold}"
+
+
+def _allocator() -> str:
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text(errors="replace") if maps.exists() else ""
+    for name in _REPLACEMENTS:
+        if f"lib{name}" in loaded:
+            return name
+    # Other C libraries, such as musl's, do not have this function.
+    return _GLIBC if hasattr(_c_library(), "gnu_get_libc_version") else "system"
+
+
+def give_back_free_blocks() -> None:
+    """Let glibc's malloc return the blocks that are free to the system.
+
+    >>> give_back_free_blocks()
+    """
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _threshold_of_environment() -> int | None:
+    for setting in os.environ.get("GLIBC_TUNABLES", "").split(":"):
+        name, _, value = setting.partition("=")
+        if name == "glibc.malloc.mmap_threshold" and value.isdigit():
+            return int(value)
+    value = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    return int(value) if value.isdigit() else None
+
+
+def _c_library() -> ctypes.CDLL:
+    # None stands for the process itself, where the C library is already loaded.
+    return ctypes.CDLL(None)
