@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,3 +212,19 @@ class AbstractDivider(ABC):
             PlanError: the solver ended without a proven answer.
             ConfigError: the solver is not installed.
         """
+
+
+def undominated(points: Sequence[tuple[int, int]]) -> list[int]:
+    """Indices of the points that no other point dominates, by ascending workspace.
+
+    >>> undominated([(8, 5), (0, 9), (8, 7), (16, 5)])
+    [1, 0]
+
+    If points are equal, the first is kept.
+    """
+    kept: list[int] = []
+    # By workspace, then time: a point is dominated unless it is faster than all before it.
+    for index in sorted(range(len(points)), key=lambda i: (*points[i], i)):
+        if not kept or points[index][1] < points[kept[-1]][1]:
+            kept.append(index)
+    return kept

@@ -9,13 +9,78 @@ that run at the same time need it; for kernels of one stream sharing one workspa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import AbstractDivider, Division, Pool
-from ucudnn.solvers.auto import Auto
 from ucudnn.solvers.exact import Exact
 from ucudnn.solvers.integer import IntegerProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The solver that is used, and the reason.
+
+    Args:
+        solver: "exact" or "highs".
+        reason: one sentence.
+    """
+
+    solver: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Auto(AbstractDivider):
+    """Divides a pool with the solver that this table names.
+
+    | instance | solver | why |
+    |---|---|---|
+    | `exact` proves its division | exact | it does so for every known network, faster than HiGHS |
+    | it had to drop states, HiGHS proves one | highs | branch and bound closes some such gaps | |
+    HiGHS proves none in time, or is missing | exact | its division still has a certified gap |
+
+    >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
+    >>> print(Auto().choose(pool).reason)
+    exact proves its division of 2 kernels optimal
+
+    Args:
+        time_limit_s: seconds for HiGHS.
+        state_limit: as for `Exact`.
+    """
+
+    time_limit_s: float = 10.0
+    state_limit: int = 1 << 18
+
+    def divide(self, pool: Pool) -> Division:
+        """Divide one pool among the kernels that overlap."""
+        return self._decide(pool)[1]
+
+    def choose(self, pool: Pool) -> Choice:
+        """The solver that `divide` takes for this pool, and the reason; it solves the pool."""
+        return self._decide(pool)[0]
+
+    def _decide(self, pool: Pool) -> tuple[Choice, Division]:
+        kernels = f"{len(pool.fronts)} kernels"
+        own = Exact(self.state_limit).divide(pool)
+        # A proven division cannot be improved, so HiGHS is asked only where a gap is left.
+        if own.is_optimal:
+            return Choice("exact", f"exact proves its division of {kernels} optimal"), own
+        gap = f"exact leaves a gap of {own.gap_ns} ns for {kernels}"
+        try:
+            other = IntegerProgram("highs", self.time_limit_s).divide(pool)
+        # Both are expected: HiGHS is optional, and may prove nothing within its time limit.
+        except (ConfigError, PlanError) as error:
+            return Choice("exact", f"{gap}, and HiGHS closes none of it: {error}"), own
+        # Both bound the same pool from below, so the higher bound holds for either division.
+        bound = max(own.lower_bound_ns, other.lower_bound_ns)
+        if other.time_ns <= own.time_ns:
+            other = replace(other, lower_bound_ns=bound)
+            return Choice("highs", f"{gap}, HiGHS one of {other.gap_ns} ns"), other
+        own = replace(own, lower_bound_ns=bound)
+        return Choice("exact", f"{gap}, and HiGHS's division is slower"), own
+
 
 # Their names are `ucudnn.config.Solver`.
 _DIVIDERS: dict[str, AbstractDivider] = {

@@ -16,8 +16,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from ucudnn.solvers._base import SAFE, Integers, Pool
-from ucudnn.solvers.front import Point, undominated
+from ucudnn.solvers._base import SAFE, Integers, Pool, undominated
 
 # Binary digits of the price where numbers outgrow 64 bits and are Python's.
 _DIGITS = 40
@@ -176,7 +175,7 @@ def _steps(choices: Choices) -> Iterator[tuple[float, int, int, int, int, int]]:
             yield saved / extra, kernel, places[a], places[b], saved, extra
 
 
-def _hull(points: Sequence[Point]) -> list[int]:
+def _hull(points: Sequence[tuple[int, int]]) -> list[int]:
     """Indices of the lower convex hull of points with ascending x and descending y."""
     hull: list[int] = []
     for index, (x, y) in enumerate(points):

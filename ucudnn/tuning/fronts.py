@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ucudnn.solvers.front import undominated
+from ucudnn.solvers._base import undominated
 
 
 class Point(NamedTuple):
