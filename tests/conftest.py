@@ -87,7 +87,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             starts_ranks = {"launch", "torchrun"} & set(getattr(item, "fixturenames", ()))
             if folder == "distributed" and starts_ranks and not item.get_closest_marker("process"):
                 item.add_marker("nightly")
-            if folder in MARKS_BY_FOLDER:
+            # A nightly folder may hold a few tests for each push, marked as slow.
+            is_pushed = folder == "models" and item.get_closest_marker("slow")
+            if folder in MARKS_BY_FOLDER and not is_pushed:
                 item.add_marker(MARKS_BY_FOLDER[folder])
 
 

@@ -194,7 +194,7 @@ class Runner(AbstractRunner):
             )
         elif other_layout or Layer.of(problem) not in self._layers:
             return  # said already, or of a layer that the plan was not made for
-        elif str(problem) in self.plan.left_out:
+        elif _is_left_out(problem, self.plan):
             self._warn(
                 problem,
                 f"{problem} was left out of the plan, because the time was over or nothing fits "
@@ -223,6 +223,13 @@ class Runner(AbstractRunner):
                 "channels_last_3d)",
                 MismatchWarning,
             )
+
+
+def _is_left_out(problem: Problem, plan: Plan) -> bool:
+    """True if tuning left a kernel without a plan, at this batch and at any other."""
+    # The plan names kernels at their largest batch.
+    kernel = str(problem).removesuffix(str(problem.batch))
+    return any(name.startswith(kernel) for name in plan.left_out)
 
 
 def is_followed(plan: Plan, config: Config) -> bool:

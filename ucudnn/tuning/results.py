@@ -28,6 +28,7 @@ class Results:
             tried, to name the worst one.
         over_limit: errors of kernels of which nothing fits the limit of the user. They are named
             together at the end, so that the limit can be raised once.
+        unfinished: kernels left to torch of which the time did not suffice for smaller batches.
         pool: the pool that the kernels divide; None: there is none.
 
     Args:
@@ -56,12 +57,14 @@ class Results:
         self.plans: dict[Problem, KernelPlan] = {}
         self.refusals: dict[Problem, PlanError] = {}
         self.over_limit: dict[Problem, PlanError] = {}
+        self.unfinished: set[Problem] = set()
         self.pool: Pool | None = None
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """The best plan so far of each kernel that has one within the limit."""
-        return tuple(filter(None, (self.plans.get(p) or self.by_torch(p) for p in self._layers)))
+        finished = (p for p in self._layers if p not in self.unfinished)
+        return tuple(filter(None, (self.plans.get(p) or self.by_torch(p) for p in finished)))
 
     @property
     def missing(self) -> list[Problem]:

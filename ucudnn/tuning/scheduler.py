@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 
 import torch
 
@@ -209,13 +210,19 @@ class TuningScheduler:
                 return
             self._report(problems[0])
             self._allot(problems)
+            began = monotonic()
             parts = None if self.results.pool is None else self.results.pool.parts
             planners = [self.planner(p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
                 measure(self.session, planners)
                 # Races come last: kernels of one geometry may measure what another of them needs.
-                plans = [self._decided(planner) for planner in planners]
-                self.results.plans |= {plan.problem: plan for plan in plans if plan is not None}
+                plans = [plan for plan in map(self._decided, planners) if plan is not None]
+                if self._budget.deadline is not None:
+                    # Smaller batches may take as long as the largest, even where its time is over.
+                    least = 2 * monotonic() - began
+                    self.session.stop_at(max(self._budget.deadline, least))
+                for plan in plans:
+                    self.results.plans[plan.problem] = self._completed(plan)
 
     def _allot(self, problems: Sequence[Problem]) -> None:
         """Give a group its part of the remaining time."""
@@ -241,6 +248,18 @@ class TuningScheduler:
         """Plan the smaller batches that the plan of a kernel leaves out."""
         if not plan.uncovered():
             return
+        with torch.autocast("cpu", enabled=False):
+            completed = self._completed(plan)
+        self.results.plans[plan.problem] = completed
+        # Of torch's own convolution nothing is known at some batch, and no plan is lost.
+        if self.session.is_over and completed.is_default and completed.uncovered():
+            self.results.unfinished.add(plan.problem)
+
+    def _completed(self, plan: KernelPlan) -> KernelPlan:
+        """The plan of a kernel with its smaller batches, as far as anything fits."""
+        # A recording has what it has.
+        if self.session.is_recorded:
+            return plan
         limit_at = partial(self.results.limit_at, plan.problem)
 
         def planner_at(batch: int) -> KernelPlanner:
@@ -249,10 +268,7 @@ class TuningScheduler:
             return self._planner(plan.problem, batch, bounds, None)
 
         deterministic = bool(self._config.deterministic)
-        with torch.autocast("cpu", enabled=False):
-            self.results.plans[plan.problem] = with_every_batch(
-                plan, limit_at, self.session.kernel_of, planner_at, deterministic
-            )
+        return with_every_batch(plan, limit_at, self.session.kernel_of, planner_at, deterministic)
 
     def planner(self, problem: Problem, limit: int | None = None) -> KernelPlanner:
         """The planner of a kernel, within a limit of its own or within that of now."""

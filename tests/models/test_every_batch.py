@@ -1,0 +1,160 @@
+"""Saved plans at every batch up to the planned one: each is real, and nothing is left to torch."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ucudnn
+from ucudnn.check import check
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def resnet18() -> nn.Module:
+    return runpy.run_path(str(EXAMPLES / "models.py"))["resnet18"](10)
+
+
+def autoencoder() -> nn.Module:
+    """Strides, dilation, a transposed convolution, and a filter that is not square."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 5, 2, 2),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, padding=2, dilation=2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(16, 8, 4, 2, 1),
+        nn.ReLU(),
+        nn.Conv2d(8, 3, (3, 1), padding="same"),
+    )
+
+
+def monai(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        networks = pytest.importorskip("monai.networks.nets", reason="the extra `test` brings it")
+        return getattr(networks, name)(in_channels=1, out_channels=2, **settings)
+
+    return make
+
+
+def transformers(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        library = pytest.importorskip("transformers", reason="the extra `test` brings it")
+        made = getattr(library, name)
+        return made(made.config_class(**settings))
+
+    return make
+
+
+class Network(NamedTuple):
+    """How to make a network, and what its steps need.
+
+    Args:
+        make: makes it.
+        shape: of the largest batch.
+        memory: a budget that excludes some of torch's own convolutions.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    memory: str
+
+
+SPEECH: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "conv_dim": (8, 8),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+    "apply_spec_augment": False,
+}
+RESIDUAL: dict[str, Any] = {"channels": (16, 32, 64, 128), "strides": (2, 2, 2)}
+NETWORKS = {
+    "unet_3d": Network(
+        monai("UNet", spatial_dims=3, num_res_units=2, **RESIDUAL), (4, 1, 32, 32, 32), "100MiB"
+    ),
+    "resnet18": Network(resnet18, (6, 3, 64, 64), "150MiB"),
+    "autoencoder": Network(autoencoder, (9, 3, 48, 48), "8MiB"),
+    "attention_unet_3d": Network(
+        monai("AttentionUnet", spatial_dims=3, channels=(4, 8), strides=(2,)),
+        (3, 1, 16, 16, 16),
+        "10MiB",
+    ),
+    "basic_unet": Network(
+        monai("BasicUNet", spatial_dims=2, features=(8, 8, 16, 16, 32, 8)), (6, 1, 64, 64), "50MiB"
+    ),
+    "mobilenet": Network(
+        transformers("MobileNetV2Model", depth_multiplier=0.25), (5, 3, 32, 32), "10MiB"
+    ),
+    "convnext": Network(
+        transformers("ConvNextV2Model", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+        (7, 3, 32, 32),
+        "10MiB",
+    ),
+    "wav2vec": Network(transformers("Wav2Vec2Model", **SPEECH), (3, 800), "10MiB"),
+}
+SETTINGS: dict[str, Callable[[Network], dict[str, Any]]] = {
+    "default": lambda _: {},
+    "short time": lambda _: {"time_budget_s": 4},
+    "memory budget": lambda network: {"memory_budget": network.memory},
+    "limit and short time": lambda _: {"time_budget_s": 4, "workspace_limit": "1MiB"},
+}
+# Of the rest each takes half a minute.
+EACH_PUSH = {
+    ("unet_3d", "short time"),
+    ("unet_3d", "limit and short time"),
+    ("autoencoder", "default"),
+    ("wav2vec", "memory budget"),
+}
+
+
+def cases() -> Iterator[Any]:
+    for name in NETWORKS:
+        for setting in SETTINGS:
+            marks = [pytest.mark.slow] if (name, setting) in EACH_PUSH else []
+            yield pytest.param(name, setting, marks=marks)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:::transformers",
+    "ignore:::monai",
+    # The time may not suffice for all kernels.
+    "ignore::ucudnn.errors.UntunedWarning",
+    "ignore:.* was left out of the plan",
+)
+@pytest.mark.parametrize(("name", "setting"), list(cases()))
+def test_a_saved_plan_computes_every_batch(name: str, setting: str, tmp_path: Path) -> None:
+    network = NETWORKS[name]
+    torch.manual_seed(0)
+    # In a batch of one sample some statistics of a BatchNorm would be of one element.
+    model, x = network.make().eval(), torch.randn(network.shape)
+    ucudnn.tune(model, x, ucudnn.Config(**SETTINGS[setting](network))).save(tmp_path / "plan.json")
+    plan = ucudnn.Plan.load(tmp_path / "plan.json")
+    for kernel in plan.kernels:
+        assert not kernel.uncovered(), kernel.problem
+    assert not [found for found in check(plan, canaries=0) if found.is_true is False]
+    if setting in ("default", "memory budget"):
+        assert not plan.left_out
+        plan = replace(plan, config=replace(plan.config, unplanned="error"))
+    with ucudnn.installed(plan):
+        for batch in range(1, len(x) + 1):
+            outputs = tensors_in(model(x[:batch]))
+            sum(y.square().mean() for y in outputs).backward()
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The differentiable tensors of an output, which may be a tuple or a mapping."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    values = value.values() if isinstance(value, dict) else value
+    return [tensor for one in values if one is not None for tensor in tensors_in(one)]
