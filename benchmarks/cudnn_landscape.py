@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ucudnn.backends.cudnn.deviceless import Listing, list_configurations
 from ucudnn.backends.cudnn.graph import Views, views_of
+from ucudnn.backends.cudnn.offline import Listing, list_configurations
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.layer_table import read_layers
 from ucudnn.problem import OPS, Problem

@@ -12,9 +12,8 @@ import torch
 
 from ucudnn import cache as cache_room
 from ucudnn.backends import open_backend
-from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Handle
-from ucudnn.backends.cudnn.driverless import has_driver
-from ucudnn.backends.cudnn.library import find_library
+from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Handle, find_library
+from ucudnn.backends.cudnn.offline import has_driver
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.torch_cpu.machine import LARGE_THRESHOLD_TUNABLES
 from ucudnn.errors import UnsupportedError

@@ -15,13 +15,13 @@ from typing import Any
 
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.constants import Attribute, Kind, Type
-from ucudnn.backends.cudnn.driverless import has_driver, load_stubs
 from ucudnn.backends.cudnn.engine import (
     Configuration,
     build,
     configurations,
 )
 from ucudnn.backends.cudnn.graph import Target, View, Views, views_of
+from ucudnn.backends.cudnn.offline import has_driver, load_stubs
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import UcudnnError, UnsupportedError
 from ucudnn.problem import Problem

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401 - what stubs must never meet
 
-from ucudnn.backends.cudnn.deviceless import list_configurations
-from ucudnn.backends.cudnn.driverless import build_stubs, load_stubs
+from ucudnn.backends.cudnn.offline import build_stubs, list_configurations, load_stubs
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
@@ -62,7 +61,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_several_processes_may_build_at_once(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from ucudnn.backends.cudnn.driverless import build_stubs\n"
+        "from ucudnn.backends.cudnn.offline import build_stubs\n"
         "print(build_stubs(Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

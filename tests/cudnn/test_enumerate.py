@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ucudnn.backends.cudnn.library import find_library
+from ucudnn.backends.cudnn.api import find_library
 from ucudnn.errors import UnsupportedError
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ucudnn.backends.cudnn import library as room
-from ucudnn.backends.cudnn.api import Cudnn
-from ucudnn.backends.cudnn.library import find_library
+from ucudnn.backends.cudnn import api as room
+from ucudnn.backends.cudnn.api import Cudnn, find_library
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import UnsupportedError
 
@@ -69,7 +68,7 @@ def test_what_is_loaded_comes_first(compiled, tmp_path: Path, monkeypatch) -> No
     """A process never holds two: the one that torch has loaded is the one."""
     program = (
         "import ctypes, sys\n"
-        "from ucudnn.backends.cudnn.library import find_library\n"
+        "from ucudnn.backends.cudnn.api import find_library\n"
         "ctypes.CDLL(sys.argv[1])\n"
         "sys.path[:0] = [sys.argv[2]]\n"
         "print(find_library())"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ucudnn import cache as cache_room
 from ucudnn.axis import AbstractAxis
-from ucudnn.backends.cudnn.deviceless import list_configurations
+from ucudnn.backends.cudnn.offline import list_configurations
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache, MemoryCache

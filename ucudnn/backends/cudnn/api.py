@@ -1,4 +1,4 @@
-"""libcudnn's graph API as Python objects: descriptors, handles, errors; no decisions.
+"""libcudnn and its graph API as Python objects: descriptors, handles, errors.
 
 Every number comes from `constants`. Every status other than success becomes a `CudnnError`. ctypes
 releases the interpreter lock during each call.
@@ -10,6 +10,7 @@ import ctypes
 import os
 import sys
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from pathlib import Path
 from typing import Self
 
 from ucudnn.backends.cudnn.constants import Attribute, DataType, Kind, Type
@@ -18,6 +19,10 @@ from ucudnn.system.closing import AbstractClosable
 
 # cuDNN cuts its last error message off at the size of the buffer that it is given.
 _MESSAGE_BYTES = 4096
+# The major version is part of the name: cuDNN keeps its C interface within one.
+_FILE = "libcudnn.so.9"
+# Where the nvidia-cudnn wheels put it, and torch wheels that bring their own.
+_WHEEL_FOLDERS = ("nvidia/cudnn/lib", "torch/lib")
 
 
 class CudnnError(UcudnnError):
@@ -44,6 +49,46 @@ class CudnnError(UcudnnError):
     # By default an exception is pickled with its message alone, which does not suffice to make it.
     def __reduce__(self) -> tuple[type[CudnnError], tuple[int, str, str, str]]:
         return type(self), (self.status, self.name, self.detail, self.doing)
+
+
+def find_library() -> Path:
+    """Find the libcudnn that torch has loaded or would load, without loading it.
+
+    It is the file that this process has mapped. If there is none and no CUDA build of torch is
+    loaded, it is the one of the nvidia-cudnn wheel beside torch, or of the environment's library
+    folder.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    mapped = _mapped_library()
+    if mapped is not None:
+        return mapped
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is not None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} carries cuDNN inside itself, where nothing else can call "
+            f"it; install a torch that depends on the nvidia-cudnn wheel"
+        )
+    folders = [Path(entry or os.curdir, folder) for entry in sys.path for folder in _WHEEL_FOLDERS]
+    for folder in (*folders, Path(sys.prefix, "lib")):
+        if (folder / _FILE).is_file():
+            return (folder / _FILE).resolve()
+    raise UnsupportedError(
+        f"no {_FILE} is installed here; install torch for CUDA, or cuDNN alone: "
+        f"pip install --no-deps nvidia-cudnn-cu13"
+    )
+
+
+def _mapped_library() -> Path | None:
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        for line in maps.read_text(errors="replace").splitlines():
+            # A line of /proc/self/maps ends in the absolute path of the file, if it has one.
+            path = line.partition("/")[2]
+            if path.rpartition("/")[2].startswith(_FILE):
+                return Path("/", path)
+    return None
 
 
 class Cudnn:

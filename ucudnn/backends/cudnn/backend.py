@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ucudnn.backends._base import AbstractBackend, DeviceState, Executable, Span
-from ucudnn.backends.cudnn import identity
-from ucudnn.backends.cudnn.api import Cudnn
+from ucudnn.backends.cudnn import gpu
+from ucudnn.backends.cudnn.api import Cudnn, find_library
 from ucudnn.backends.cudnn.engine import parse_identity
 from ucudnn.backends.cudnn.executable import DefaultExecutable, EngineExecutable
+from ucudnn.backends.cudnn.gpu import empty_raw
 from ucudnn.backends.cudnn.graph import views_of
-from ucudnn.backends.cudnn.library import find_library
-from ucudnn.backends.cudnn.raw import empty_raw
 from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.backends.torch_cpu.padding import padded
@@ -106,11 +105,11 @@ class CudnnBackend(AbstractBackend):
 
     def device(self) -> Device:
         """The GPU that was current when the backend was opened."""
-        return identity.cuda_device(self._index)
+        return gpu.cuda_device(self._index)
 
     def software(self) -> Software:
         """Versions of torch, cuDNN, CUDA and the driver."""
-        return identity.cuda_software(self.runtime.cudnn.version_text)
+        return gpu.cuda_software(self.runtime.cudnn.version_text)
 
     def conditions(self) -> Conditions:
         """The allocator of torch, and the ranks that share the GPU, by MPS or by turns."""
@@ -133,7 +132,7 @@ class CudnnBackend(AbstractBackend):
 
     def state(self) -> DeviceState:
         """Clock, heat, throttling and other processes now, as notes."""
-        return DeviceState(notes=identity.gpu_state(self._index).notes)
+        return DeviceState(notes=gpu.gpu_state(self._index).notes)
 
     def algorithms(self) -> tuple[str, ...]:
         """torch's own only: engines are enumerated for each problem."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucudnn.backends.cudnn.deviceless import Listing, list_configurations
-from ucudnn.backends.cudnn.library import find_library
+from ucudnn.backends.cudnn.api import find_library
+from ucudnn.backends.cudnn.offline import Listing, list_configurations
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import ConfigError
 from ucudnn.problem import Problem

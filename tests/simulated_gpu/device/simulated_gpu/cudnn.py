@@ -14,7 +14,7 @@ import torch
 from simulated_gpu import cuda, faults, tensors
 
 from ucudnn.backends import aten
-from ucudnn.backends.cudnn import api, driverless, raw, runtime
+from ucudnn.backends.cudnn import api, gpu, offline, runtime
 from ucudnn.backends.cudnn.graph import Target, View, Views
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.registry import BACKENDS
@@ -26,7 +26,7 @@ _FAILED = (5003, "CUDNN_STATUS_EXECUTION_FAILED_CUDART", "simulated", "finalize 
 
 def load(stubs: Path, library: str | None) -> None:
     """Load the stub of the driver, and cuDNN where torch brings none."""
-    folder = driverless.build_stubs(stubs)
+    folder = offline.build_stubs(stubs)
     names = ["libcuda.so.1"]
     if library is not None:
         names += [path.name for path in folder.glob("libcublasLt*")]
@@ -84,7 +84,7 @@ def install(profile: str) -> None:
     device = DeviceProfile.parse(text, "of the simulated GPU")
     runtime.Handle = api.Handle = _Handle  # type: ignore[misc]
     DeviceProfile.text_of_handle = staticmethod(lambda *_: text)  # type: ignore[method-assign]
-    raw._cupy = lambda: None  # type: ignore[assignment]
+    gpu._cupy = lambda: None  # type: ignore[assignment]
     descriptors: dict[str, Any] = {}
 
     def target(self: runtime.Runtime, index: int) -> Target:
