@@ -392,7 +392,7 @@ def measure() -> None:
 def again() -> None:
     """Tune ResNet-50 twice at a small size: the second time everything is in the cache."""
     import ucudnn
-    from ucudnn.cli.targets import load_model
+    from ucudnn.cli.models import load_model
 
     model = load_model(str(Path(__file__).parents[1] / "examples" / "models.py:resnet50"))
     inputs = torch.empty(4, 3, 64, 64)

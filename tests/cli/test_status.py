@@ -15,7 +15,7 @@ import laws
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn.cli import targets
+from ucudnn.cli import models
 from ucudnn.errors import TuningInterruptedError
 from ucudnn.plan import Plan
 
@@ -222,7 +222,7 @@ def environment_of_cache(at: Setting) -> None:
 
 
 def bug_in_tune(at: Setting) -> None:
-    at.patch.setattr(targets, "load_model", lambda *_: 1 / 0)
+    at.patch.setattr(models, "load_model", lambda *_: 1 / 0)
     for command in ("tune", "trace", "advise"):
         assert at.status(command, *at.net) == 4, command
 

@@ -90,12 +90,12 @@ def test_a_table_of_layers(ucudnn, table, tmp_path):
 def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
     from rich.console import Console
 
-    from ucudnn.cli import console, look
+    from ucudnn.cli import console, plans
 
     output = tmp_path / "plan.json"
     ucudnn("tune", table(), "--policy", "undivided", "-o", output)
     narrow = Console(width=80)
-    monkeypatch.setattr(look, "out", narrow)
+    monkeypatch.setattr(plans, "out", narrow)
     monkeypatch.setattr(console, "out", narrow)
     shown = ucudnn("show", output).out
     splits = [kernel.split(8).steps[0].algorithm for kernel in Plan.load(output).kernels]
@@ -105,7 +105,7 @@ def test_a_narrow_terminal_hides_no_split(ucudnn, table, tmp_path, monkeypatch):
     assert shown.count("±") + shown.count("1 run") >= len(splits) + 1
     for width in (60, 40):
         least = Console(width=width)
-        monkeypatch.setattr(look, "out", least)
+        monkeypatch.setattr(plans, "out", least)
         monkeypatch.setattr(console, "out", least)
         shown = ucudnn("show", output).out
         table = shown[: shown.index("kernels leave")]

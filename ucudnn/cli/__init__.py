@@ -13,9 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ucudnn.cli import cache, look, script, tables
-from ucudnn.cli.advise import advise
-from ucudnn.cli.check import check, compare
+from ucudnn.cli import cache, machine, plans, scripts, tables
 from ucudnn.cli.console import (
     CRASHED,
     ENVIRONMENT,
@@ -77,16 +75,16 @@ def _before(context: typer.Context, version: VersionOption = False) -> None:
 
 
 app.command()(common(tune))
-app.command()(common(advise))
+app.command()(common(machine.advise))
 app.command()(common(tables.trace))
 app.command("enumerate")(common(tables.enumerate_))
-app.command(context_settings=script.SETTINGS)(script.run)
-app.command(context_settings=script.SETTINGS)(script.record)
-app.command()(common(look.show))
-app.command()(common(look.report))
-app.command()(common(look.doctor))
-app.command()(common(check))
-app.command()(common(compare))
+app.command(context_settings=scripts.SETTINGS)(scripts.run)
+app.command(context_settings=scripts.SETTINGS)(scripts.record)
+app.command()(common(plans.show))
+app.command()(common(plans.report))
+app.command()(common(machine.doctor))
+app.command()(common(plans.check))
+app.command()(common(plans.compare))
 # What follows the script's name are the script's options.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(cache.app, name="cache")
@@ -102,10 +100,10 @@ def main() -> None:
     call = _command()
     # Outside of everything that the commands changed in this process, and of any exception.
     if call is not None:
-        script.execute(call)
+        scripts.execute(call)
 
 
-def _command() -> script.ScriptCall | None:
+def _command() -> scripts.ScriptCall | None:
     """Run a command; returns the script that it asks to run, if it does."""
     with _printable_names():
         try:
@@ -113,7 +111,7 @@ def _command() -> script.ScriptCall | None:
             with warnings.catch_warnings(), _OwnErrors():
                 warnings.showwarning = show_warning
                 app()
-        except script.ScriptCall as call:
+        except scripts.ScriptCall as call:
             return call
         except InterruptedCommandError as error:
             fail(str(error), INTERRUPTED)

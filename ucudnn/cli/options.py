@@ -12,9 +12,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from ucudnn.cli.console import err, set_verbosity
-from ucudnn.cli.targets import Recipe, read_config
+from ucudnn.cli.models import Recipe
 from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, UcudnnError, quoted
+from ucudnn.system.files import parse_json
 
 Command = Callable[..., None]
 # Type and default of each, by name.
@@ -261,13 +262,30 @@ def _with_flags(command: Command, call: Command, flags: Flags) -> Command:
     return call
 
 
+def _read_config(path: Path) -> Config:
+    """Read settings from a JSON file whose names are the fields of `Config`.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config must be a JSON file with settings: {path}: {error}") from error
+    # Names are checked here, because the dataclass would raise a TypeError that names no file.
+    if not isinstance(values, dict) or not set(values) <= set(SETTINGS):
+        raise ConfigError(f"{path} must hold an object with some of {', '.join(SETTINGS)}")
+    # Fields that the file lacks take the environment's values.
+    return Config(**values)
+
+
 def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
     """Settings from a file or the environment, overridden by flags.
 
     Raises:
         ConfigError: a value is not allowed; the message names the flag, if it is from one.
     """
-    config = read_config(file) if file else Config()
+    config = _read_config(file) if file else Config()
     try:
         return replace(config, **given)
     except ConfigError as error:

@@ -13,8 +13,8 @@ import typer
 
 from ucudnn.cli import options
 from ucudnn.cli.console import bar, say
+from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
-from ucudnn.cli.targets import Recipe, name_model
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.layer_table import as_calls, counted, format_rows, read_rows
 from ucudnn.problem import LAYOUTS

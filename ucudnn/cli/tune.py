@@ -13,9 +13,9 @@ import typer
 
 from ucudnn.cli import options
 from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, out, progress, say, say_error
+from ucudnn.cli.models import NamedModel, Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
 from ucudnn.cli.tables import TableFlags, read_traced
-from ucudnn.cli.targets import NamedModel, Recipe, name_model
 from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, TuningInterruptedError
 from ucudnn.outcomes import Origin

@@ -1,20 +1,26 @@
-"""`ucudnn advise`: where a training step's time and memory go, and a recommendation."""
+"""`ucudnn advise` and `doctor`: a model's step as torch runs it, and facts of this machine."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich import box
 from rich.table import Table
 
 from ucudnn.cli import options
 from ucudnn.cli.console import bar, out, say
-from ucudnn.cli.options import JsonOption, settings, with_passes
-from ucudnn.cli.targets import Recipe, name_model
+from ucudnn.cli.models import Recipe, name_model
+from ucudnn.cli.options import CacheOption, JsonOption, settings, with_passes
+from ucudnn.config import Config
+from ucudnn.system.version import own_version
 from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
+    from ucudnn.doctor import Diagnosis
     from ucudnn.plan import Timing
     from ucudnn.tuning.advice import Advice
 
@@ -88,3 +94,50 @@ def _cells(timing: Timing | None) -> tuple[str, str]:
     if timing is None:
         return "-", "-"
     return format_ns(timing.time_ns), format_bytes(timing.workspace_bytes)
+
+
+def doctor(
+    save_device_profile: Annotated[
+        Path | None, typer.Option(help="Write the GPU's profile here and end.", metavar="FILE")
+    ] = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what tuning depends on here: device, versions, threads, malloc, cache.
+
+    Example: ucudnn doctor
+    """
+    # Under another name, because this function has the module's.
+    from ucudnn import doctor as room
+
+    if save_device_profile is not None:
+        profile = room.save_device_profile(save_device_profile)
+        say(f"wrote the profile of {profile.name} to {save_device_profile}")
+        return
+    # Without the flag `Config` asks the environment.
+    found = room.diagnose(cache or Config().cache)
+    if as_json:
+        # A property, which `asdict` leaves out.
+        print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": own_version()}))
+        return
+    _print_doctor(found)
+
+
+def _print_doctor(found: Diagnosis) -> None:
+    rows = {
+        "ucudnn": own_version(),
+        "device": str(found.device),
+        "torch": found.software.torch,
+        "oneDNN": found.software.onednn or "not in this torch",
+        "cuDNN": found.cudnn,
+        "threads": str(found.conditions.threads),
+        "malloc": found.conditions.allocator,
+        "filling 64 MiB": f"{format_ns(found.fresh_ns)} freshly allocated, "
+        f"{format_ns(found.reused_ns)} in use",
+        "load": f"{found.load:.1f}",
+        "cache": found.cache_path + ("" if found.cache_writable else " (read-only)"),
+    }
+    for name, value in rows.items():
+        say(f"{name:>15}  {value}")
+    for sentence in found.advice or ("Nothing to advise.",):
+        say(sentence)

@@ -1,8 +1,10 @@
-"""`ucudnn show`, `report`, `doctor`: plans, and facts of this machine."""
+"""`ucudnn show`, `report`, `check`, `compare`: a plan by itself, here, and beside another."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,20 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ucudnn.cli.console import out, say
-from ucudnn.cli.options import (
-    CacheOption,
-    JsonOption,
-)
+from ucudnn.cli.console import SAYS_NO, bar, out, say
+from ucudnn.cli.options import CacheOption, JsonOption
 from ucudnn.config import Config
 from ucudnn.errors import CacheError, ConfigError, quoted
 from ucudnn.plan import KernelPlan, Plan
-from ucudnn.system.version import own_version
 from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from ucudnn.doctor import Diagnosis
     from ucudnn.tuning.rationale import Rationale
+
+# By `Finding.is_true`, which is None for what was not looked at.
+_WORDS = {True: "ok", False: "NO", None: "skipped"}
 
 
 def show(
@@ -184,48 +184,62 @@ def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
         return rationales(plan, ())
 
 
-def doctor(
-    save_device_profile: Annotated[
-        Path | None, typer.Option(help="Write the GPU's profile here and end.", metavar="FILE")
-    ] = None,
-    cache: CacheOption = None,
+def check(
+    plan: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    canaries: Annotated[
+        int,
+        typer.Option(
+            help="So many kernels are timed again, those that save most.", metavar="COUNT"
+        ),
+    ] = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what tuning depends on here: device, versions, threads, malloc, cache.
+    """Check whether a plan still holds on this machine; exit status 1 if not.
 
-    Example: ucudnn doctor
+    Example: ucudnn check resnet18.plan.json
     """
-    # Under another name, because this function has the module's.
-    from ucudnn import doctor as room
+    loaded = Plan.load(plan)
+    # It imports torch, for which a wrong path need not wait.
+    from ucudnn.check import check as check_plan
 
-    if save_device_profile is not None:
-        profile = room.save_device_profile(save_device_profile)
-        say(f"wrote the profile of {profile.name} to {save_device_profile}")
-        return
-    # Without the flag `Config` asks the environment.
-    found = room.diagnose(cache or Config().cache)
+    # One finding each for device, versions, conditions and build, then the canaries. That on
+    # determinism, which few plans have, takes no time of its own.
+    numbers = itertools.count(1)
+    with bar("checking") as update:
+        findings = check_plan(loaded, canaries, lambda _: update(next(numbers), 4 + canaries))
+    # What was not looked at is no reason to say no.
+    is_true = all(finding.is_true is not False for finding in findings)
     if as_json:
-        # A property, which `asdict` leaves out.
-        print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": own_version()}))
-        return
-    _print_doctor(found)
+        document = {"is_true": is_true, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(document))
+    else:
+        for finding in findings:
+            say(f"{_WORDS[finding.is_true]:>7}  {finding.about}: {finding.said}")
+        say("The plan is valid here." if is_true else "The plan is not valid here any more.")
+    sys.exit(0 if is_true else SAYS_NO)
 
 
-def _print_doctor(found: Diagnosis) -> None:
-    rows = {
-        "ucudnn": own_version(),
-        "device": str(found.device),
-        "torch": found.software.torch,
-        "oneDNN": found.software.onednn or "not in this torch",
-        "cuDNN": found.cudnn,
-        "threads": str(found.conditions.threads),
-        "malloc": found.conditions.allocator,
-        "filling 64 MiB": f"{format_ns(found.fresh_ns)} freshly allocated, "
-        f"{format_ns(found.reused_ns)} in use",
-        "load": f"{found.load:.1f}",
-        "cache": found.cache_path + ("" if found.cache_writable else " (read-only)"),
-    }
-    for name, value in rows.items():
-        say(f"{name:>15}  {value}")
-    for sentence in found.advice or ("Nothing to advise.",):
-        say(sentence)
+def compare(
+    one: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    other: Annotated[Path, typer.Argument(help="Another one.", metavar="PLAN")],
+    as_json: JsonOption = False,
+) -> None:
+    """Print the differences of two plans, kernel by kernel; exit status 1 if they differ.
+
+    Example: ucudnn compare before.plan.json after.plan.json
+    """
+    from ucudnn.reports.comparison import compare as compare_plans
+    from ucudnn.reports.text import comparison_summary, comparison_table
+
+    found = compare_plans(Plan.load(one), Plan.load(other))
+    names = (str(one), str(other))
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        for difference in found.differences:
+            say(f"{difference.name}: {difference.one} | {difference.other}")
+        if found.changed:
+            out.print(comparison_table(found, names))
+        for sentence in comparison_summary(found, names):
+            say(sentence)
+    sys.exit(0 if found.is_same else SAYS_NO)
