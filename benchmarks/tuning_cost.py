@@ -44,11 +44,11 @@ from ucudnn.execution.execute import bind
 from ucudnn.measurement import Measurement, Role
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
-from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.confirmation import race
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.progress import Progress
 from ucudnn.tuning.session import Session
+from ucudnn.tuning.splits import BatchSplits
 from ucudnn.tuning.tuner import tune_problems
 from ucudnn.units import format_ns
 

@@ -14,7 +14,7 @@ from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.refusals import nothing_fits
 from ucudnn.tuning.replay import predict
-from ucudnn.tuning.split_table import AbstractSplitTable, plan_by
+from ucudnn.tuning.splits import AbstractSplitTable, plan_by
 
 if TYPE_CHECKING:
     from ucudnn.errors import PlanError

@@ -19,7 +19,7 @@ from ucudnn.plan import DEFAULT_ALGORITHM, Split, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.confirmation import Finalist
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.split_table import AbstractSplitTable, known_chunks
+from ucudnn.tuning.splits import AbstractSplitTable, known_chunks
 
 # Fields of a key that a plan needs in many values. A miss of a whole kernel says in which of the
 # other fields the nearest entry differs.

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from ucudnn.benchmark.bench import Arm
 from ucudnn.measurement import Measurement, Role
 from ucudnn.solvers.lazy import Option, Outlook, outlook
-from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.records import KernelRecords, interval_of
-from ucudnn.tuning.split_table import CHUNK_NS, WORTHWHILE_NS
+from ucudnn.tuning.splits import CHUNK_NS, WORTHWHILE_NS, BatchSplits
 
 if TYPE_CHECKING:
     from ucudnn.tuning.candidates import KernelCandidates

@@ -16,13 +16,11 @@ from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split
 from ucudnn.system.forking import cached_property
-from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.confirmation import Finalist, race, recall_race
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.replay import miss, recall
-from ucudnn.tuning.row_splits import RowSplits
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.split_table import AbstractSplitTable
+from ucudnn.tuning.splits import AbstractSplitTable, BatchSplits, RowSplits
 
 
 @dataclass(frozen=True, slots=True)

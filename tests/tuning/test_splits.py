@@ -17,14 +17,14 @@ from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import slabs
 from ucudnn.solvers import Item, WalkEntry
 from ucudnn.solvers.reuse import reuse_by_position
-from ucudnn.tuning.batch_splits import BatchSplits
 from ucudnn.tuning.plan_draft import PlanDraft, end_of
 from ucudnn.tuning.replay import predict
-from ucudnn.tuning.row_splits import RowSplits
-from ucudnn.tuning.split_table import (
+from ucudnn.tuning.splits import (
     CHUNK_NS,
     WORTHWHILE_NS,
     AbstractSplitTable,
+    BatchSplits,
+    RowSplits,
     known_chunks,
     plan_by,
 )

@@ -1,0 +1,414 @@
+"""Splits of one kernel along its batch or its rows, by the chunks that were timed. Pure."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from ucudnn.axis import AbstractAxis, axis_of
+from ucudnn.measurement import Measurement, Role, positions, role_of
+from ucudnn.plan import KernelPlan, Timing
+from ucudnn.slabs import slabs
+from ucudnn.solvers import Item, WalkEntry
+from ucudnn.solvers.reuse import reuse_by_position
+from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.system.forking import cached_property
+from ucudnn.tuning.fronts import Front, Point, pareto
+from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bounded
+from ucudnn.tuning.plan_draft import PlanDraft, Walk, end_of
+
+# On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
+# A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
+WORTHWHILE_NS = 10 * 20_000
+# Penalties per chunk in ns, each of which gives one candidate split: 0 for times as measured, 2 ms
+# for a busy machine, on which threads wait for each other at the end of a chunk, and 1 s, so that
+# only the number of chunks counts.
+CHUNK_NS = (0, 2_000_000, 1_000_000_000)
+
+# Items by the position of their chunk in a split.
+Items = Mapping[str, Sequence[Item]]
+
+
+class AbstractSplitTable(ABC):
+    """Splits of one kernel into chunks of one kind, by the measurements of such chunks.
+
+    Law: every split that it offers computes the whole, by chunks that fit the limit. The first one
+    is the fastest of all whose chunks were timed and are worth their launch.
+    """
+
+    @classmethod
+    @abstractmethod
+    def of(
+        cls,
+        axis: AbstractAxis,
+        sizes: Iterable[int],
+        measurements: Sequence[Measurement],
+        kernel_of: KernelOf,
+        limit: int | None,
+    ) -> Self:
+        """Collect the measurements of one kind of chunks.
+
+        Args:
+            axis: of the kernel, along which it is split.
+            sizes: of the chunks that a split may have, timed or not.
+            measurements: of such chunks, and perhaps of others.
+            kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+            limit: workspace in bytes that a split may use, None for any.
+        """
+
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """True where there is nothing to plan with."""
+
+    @abstractmethod
+    def splits(self) -> list[Split]:
+        """Splits of the largest batch worth timing as wholes, the fastest as measured first."""
+
+    @abstractmethod
+    def front(self) -> Front:
+        """Front of time over workspace of the splits of the largest batch, whatever the limit."""
+
+    @abstractmethod
+    def chunks(self, split: Split) -> tuple[Item, ...] | None:
+        """The fastest measurement of each step in its position.
+
+        Args:
+            split: of any table of the kernel.
+
+        Returns:
+            None where one has none.
+        """
+
+    @abstractmethod
+    def smallest(self) -> tuple[int, str] | None:
+        """The least workspace in bytes of any split, and its description; None without any."""
+
+    @abstractmethod
+    def fill(self, draft: PlanDraft) -> None:
+        """Add what is known of each batch to a plan in the making."""
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredSplits(AbstractSplitTable):
+    """A split table of the chunks that were timed along one axis.
+
+    Args:
+        axis: of the kernel, along which it is split.
+        items: what was timed, by the position of the chunk in a split.
+        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        limit: workspace in bytes that a split may use, None for any.
+    """
+
+    axis: AbstractAxis
+    items: Items
+    kernel_of: KernelOf
+    limit: int | None
+
+    def front(self) -> Front:
+        """The front of what is worthwhile, and of anything where that does not fit."""
+        points: list[Point] = []
+        for choice in (worthwhile(self.items), self.items):
+            # From there on a split of longer chunks exists, which is taken though it may be slower.
+            below = points[0].workspace_bytes if points else None
+            table = reuse_by_position(choice, self.axis.extent)
+            points += [
+                Point(workspace, time_ns, below)
+                for workspace, time_ns in (table.front(self.axis.extent) if table else ())
+                if below is None or workspace < below
+            ]
+        return pareto(points)
+
+    def chunks(self, split: Split) -> tuple[Item, ...] | None:
+        """The fastest measurement of each step."""
+        if axis_of(self.axis.problem, split) != self.axis:
+            return None
+        found = []
+        for position, step in zip(positions(len(split.steps)), split.steps, strict=True):
+            # The last slab may have fewer rows than it was measured with; it counts as a full one.
+            chunk = self.axis.size_of(step), step.algorithm
+            items = self.items[position]
+            fitting = [item for item in items if (item.batch, item.algorithm) == chunk]
+            if not fitting:
+                return None
+            found.append(min(fitting, key=_time_ns))
+        return tuple(found)
+
+    def smallest_steps(self) -> tuple[int, tuple[Step, ...]] | None:
+        """The least workspace in bytes of any split, and its steps; None without any split."""
+        extent = self.axis.extent
+        table = reuse_by_position(self.items, extent)
+        least = table.smallest_bytes(extent) if table else None
+        return None if table is None or least is None else (least, table.split(extent, least))
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSplits(MeasuredSplits):
+    """Splits of every batch from 1 to N into micro-batches.
+
+    Args:
+        axis: the samples of the kernel at the largest batch.
+        items: as in `MeasuredSplits`.
+        kernel_of: as in `MeasuredSplits`.
+        limit: as in `MeasuredSplits`.
+        sizes: chunks that a split may have, timed or not: a smaller batch may need them.
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        axis: AbstractAxis,
+        sizes: Iterable[int],
+        measurements: Sequence[Measurement],
+        kernel_of: KernelOf,
+        limit: int | None,
+    ) -> BatchSplits:
+        """Collect the measurements of micro-batches."""
+        items = items_by_role(axis.problem, measurements, kernel_of)
+        return cls(axis, items, kernel_of, limit, tuple(sizes))
+
+    @property
+    def is_empty(self) -> bool:
+        """True where no micro-batch was timed."""
+        return not any(self.items.values())
+
+    def splits(self) -> list[Split]:
+        """Splits of the largest batch worth timing as wholes, the fastest as measured first."""
+        splits = [split for split in map(end_of, self._walks) if split is not None]
+        batch, limit = self.axis.extent, self.limit
+        # The solver favours chunks with lucky samples, so the best undivided call is raced, too.
+        undivided = [
+            item
+            for item in self.items[Role.ALONE]
+            if item.batch == batch and (limit is None or item.workspace_bytes <= limit)
+        ]
+        if undivided:
+            splits.append(Split("batch", (Step(batch, min(undivided, key=_cost).algorithm),)))
+        return list(dict.fromkeys(splits))
+
+    def smallest(self) -> tuple[int, str] | None:
+        """The least workspace in bytes of any split, and the chunk that begins it."""
+        found = self.smallest_steps()
+        if found is None:
+            return None
+        least, (first, *_) = found
+        return least, f"micro-batch {first.size}, {first.algorithm}"
+
+    def fill(self, draft: PlanDraft) -> None:
+        """Add undivided calls like the winner's, and a walk for all other batches.
+
+        Where torch's default wins it is the plan of smaller batches, too, whose splits were not
+        timed as whole calls, unless another implementation would run for them.
+        """
+        winner = draft.winner
+        if winner.axis == self.axis.name and len(winner.steps) == 1:
+            alike = self._like_default() if winner.is_default else [self.axis.extent]
+            draft.compute_as_winner(alike)
+        draft.follow(self._walks)
+
+    def uncovered(self) -> list[int]:
+        """The batches that nothing timed computes within the limit, the smallest first."""
+        walk = _walk_all(self._bounded, self.axis.extent, self.limit)
+        return [n for n, entry in enumerate(walk, start=1) if entry == WalkEntry(None, None)]
+
+    @cached_property
+    def _bounded(self) -> Items:
+        return with_bounded(self.axis.problem, self.items, self.kernel_of, self.sizes)
+
+    @cached_property
+    def _walks(self) -> tuple[Walk, ...]:
+        """For each penalty of `CHUNK_NS` the fastest splits of all batches."""
+        batch, limit = self.axis.extent, self.limit
+        # Smaller batches may use sizes that were not timed, at the times of larger ones. The
+        # largest batch is raced, and its prediction must rest on timed chunks alone.
+        return tuple(
+            _with_end_of(
+                _walk_all(self._bounded, batch, limit, launch_ns),
+                _walk_all(self.items, batch, limit, launch_ns),
+            )
+            for launch_ns in CHUNK_NS
+        )
+
+    def _like_default(self) -> list[int]:
+        """The batches at which torch's default runs the kernel that it runs at the largest."""
+        problem = self.axis.problem
+        whole = self.kernel_of(problem, DEFAULT_ALGORITHM)
+        # torch picks an implementation by batch: that its choice won at N says nothing about
+        # others.
+        return [
+            n
+            for n in range(1, problem.batch + 1)
+            if self.kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) == whole
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class RowSplits(MeasuredSplits):
+    """Splits of the largest batch into slabs, which may serve smaller batches, too.
+
+    Args:
+        axis: the rows of the kernel.
+        items: as in `MeasuredSplits`.
+        kernel_of: as in `MeasuredSplits`.
+        limit: as in `MeasuredSplits`.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        axis: AbstractAxis,
+        sizes: Iterable[int],
+        measurements: Sequence[Measurement],
+        kernel_of: KernelOf,
+        limit: int | None,
+    ) -> RowSplits:
+        """Collect the measurements of slabs."""
+        size_by_part = {axis.part(size): size for size in sizes}
+        first, later = (
+            chunk_items(axis.problem, measurements, role_of(axis.problem, position), size_by_part)
+            for position in (Role.FIRST, Role.LATER)
+        )
+        # No slab runs alone: the undivided call is a split along the batch.
+        return cls(axis, {Role.ALONE: (), Role.FIRST: first, Role.LATER: later}, kernel_of, limit)
+
+    @property
+    def is_empty(self) -> bool:
+        """True where no slabs within the limit add up to all rows."""
+        return not self.splits()
+
+    def splits(self) -> list[Split]:
+        """Splits worth timing as wholes: the fastest as measured, and with fewer, larger slabs."""
+        # Slabs that are too short for what their calls cost only where no others fit.
+        return self._splits(worthwhile(self.items)) or self._splits(self.items)
+
+    def _splits(self, items: Items) -> list[Split]:
+        extent, found = self.axis.extent, []
+        for launch_ns in CHUNK_NS:
+            table = reuse_by_position(items, extent, launch_ns)
+            if table is not None and table.time_ns(extent, self.limit) is not None:
+                found.append(self.axis.split(table.split(extent, self.limit)))
+        # Several penalties often lead to the same split.
+        return list(dict.fromkeys(found))
+
+    def smallest(self) -> tuple[int, str] | None:
+        """The least workspace in bytes of any split, and the split."""
+        found = self.smallest_steps()
+        return None if found is None else (found[0], str(self.axis.split(found[1])))
+
+    def fill(self, draft: PlanDraft) -> None:
+        """Add the batches that the winner's slabs compute, where slabs have won."""
+        if self.chunks(draft.winner) is not None:
+            draft.compute_as_winner(self._batches_of(draft.winner))
+
+    def _batches_of(self, split: Split) -> list[int]:
+        """The batches at which every slab runs the kernel that it was measured with."""
+        problem = self.axis.problem
+        entries = slabs(problem, [step.size for step in split.steps])
+        parts = {
+            (entry.problem, step.algorithm)
+            for entry, step in zip(entries, split.steps, strict=True)
+            if entry.problem is not None
+        }
+        # Another batch may be computed by another implementation, whose workspace is not known.
+        return [
+            n
+            for n in range(1, problem.batch + 1)
+            if all(
+                self.kernel_of(part.with_batch(n), algorithm) == self.kernel_of(part, algorithm)
+                for part, algorithm in parts
+            )
+        ]
+
+
+def plan_by(
+    tables: Sequence[AbstractSplitTable],
+    draft: PlanDraft,
+    layers: tuple[str, ...],
+    timing: Timing,
+    default: Timing | None,
+    notes: tuple[str, ...] = (),
+) -> KernelPlan:
+    """The plan for every batch, with the winner of the finals at the largest.
+
+    Args:
+        tables: all of the kernel.
+        draft: with the winner, and nothing else yet.
+        layers: names of the layers that run it.
+        timing: of the winner.
+        default: of torch's default.
+        notes: what else is known.
+    """
+    # Smaller batches follow the table in which the winner was found; the others serve batches that
+    # it has no split for.
+    for table in sorted(tables, key=lambda table: draft.winner not in table.splits()):
+        table.fill(draft)
+    # Torch's default takes part in a race even if it was not timed as a chunk.
+    chunks = known_chunks(tables, draft.winner)
+    predicted = timing.time_ns if chunks is None else sum(item.time_ns for item in chunks)
+    return draft.kernel_plan(layers, predicted, timing, default, notes)
+
+
+def known_chunks(tables: Sequence[AbstractSplitTable], split: Split) -> tuple[Item, ...] | None:
+    """The fastest measurement of each step of a split in the first table that has them all.
+
+    Args:
+        tables: all of the kernel.
+        split: of the kernel.
+    """
+    found = (table.chunks(split) for table in tables)
+    return next((chunks for chunks in found if chunks is not None), None)
+
+
+def worthwhile(items: Items) -> Items:
+    """Items without chunks that are too short for what their calls cost."""
+    return {
+        # What runs alone has no alternative with fewer calls.
+        position: [
+            item for item in group if position == Role.ALONE or item.time_ns >= WORTHWHILE_NS
+        ]
+        for position, group in items.items()
+    }
+
+
+def _time_ns(item: Item) -> int:
+    return item.time_ns
+
+
+def _walk_all(
+    items: Items, batch: int, limit: int | None, launch_ns: int = 0
+) -> tuple[WalkEntry, ...]:
+    """The fastest split of every batch; of short chunks only where nothing else fits."""
+    tables = (reuse_by_position(choice, batch, launch_ns) for choice in (worthwhile(items), items))
+    found = [table.walk(limit) for table in tables if table is not None]
+    merged = []
+    for entries in zip(*found, strict=True):
+        chosen = next((entry for entry in entries if entry.alone or entry.last), entries[0])
+        # A back-pointer leads from n to n - last.batch and goes on with the entry there: even where
+        # n is best computed alone, larger batches may need its chain.
+        last = next((entry.last for entry in entries if entry.last), None)
+        merged.append(WalkEntry(chosen.alone, last))
+    return tuple(merged) or (WalkEntry(None, None),) * batch
+
+
+def _with_end_of(
+    walk: tuple[WalkEntry, ...], timed: tuple[WalkEntry, ...]
+) -> tuple[WalkEntry, ...]:
+    """The entries of `walk`, with the largest batch split as in `timed`, by timed chunks alone."""
+    merged, n = list(walk), len(walk)
+    if timed[n - 1].alone:
+        # Nothing leads through the largest batch, so a back-pointer that is not followed may stay.
+        merged[n - 1] = WalkEntry(timed[n - 1].alone, walk[n - 1].last)
+        return tuple(merged)
+    # Replace every back-pointer on the way down, so that the chain from N holds timed chunks alone.
+    while n and (last := timed[n - 1].last) is not None:
+        merged[n - 1] = WalkEntry(None if n == len(walk) else walk[n - 1].alone, last)
+        n -= last.batch
+    return tuple(merged)
+
+
+def _cost(item: Item) -> tuple[int, int, int]:
+    return item.time_ns, item.workspace_bytes, item.rank
