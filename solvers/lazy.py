@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ucudnn.measurement import Role, positions
-from ucudnn.solvers._base import Item
+from ucudnn.solvers._base import Item, undominated
 from ucudnn.solvers.reuse import reuse_by_position
 
 # Least factor of the time per sample from one doubling between timed sizes ("economy" above), as a
@@ -145,6 +145,44 @@ def outlook(
             chosen = _middle(option, curves[option.curve])
             found.setdefault((chosen.curve, chosen.batch), chosen)
     return Outlook(time_ns, bound_ns, tuple(found.values()))
+
+
+def bound_front(
+    options: Iterable[Option], batch: int, *, tolerance: float = 0.0, least_ns: int = 0
+) -> list[tuple[int, int]]:
+    """For each workspace in bytes a lower bound in ns of every split of a batch within it.
+
+    >>> timed = Option(8, "gemm", "gemm", (Role.ALONE,), Interval(9, 9, 9), is_timed=True)
+    >>> bound_front([timed, Option(16, "gemm", "gemm", (Role.ALONE,))], batch=16)
+    [(0, 9)]
+
+    Args:
+        options: all chunks, with the least workspace that they may need.
+        batch: the batch to split.
+        tolerance: as for `outlook`.
+        least_ns: as for `outlook`.
+    """
+    items: dict[str, list[Item]] = {name: [] for name in Role}
+    bounds = _lower_bounds(_by_curve(tuple(options)).values(), tolerance, least_ns)
+    for option, time_ns in bounds.items():
+        for name in option.lists:
+            items[name].append(
+                Item(option.batch, option.workspace_bytes, time_ns, option.algorithm, option.rank)
+            )
+    table = reuse_by_position({name: _undominated(some) for name, some in items.items()}, batch)
+    return [] if table is None else table.front(batch)
+
+
+def _undominated(items: Sequence[Item]) -> list[Item]:
+    """The items that no other one of their size beats in time and workspace."""
+    by_size: dict[int, list[Item]] = {}
+    for item in items:
+        by_size.setdefault(item.batch, []).append(item)
+    return [
+        group[place]
+        for group in by_size.values()
+        for place in undominated([(item.workspace_bytes, item.time_ns) for item in group])
+    ]
 
 
 def _lower_bounds(

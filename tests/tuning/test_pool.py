@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
 from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning import progress
+from ucudnn.tuning import effort, progress
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
@@ -231,23 +232,114 @@ def test_ctrl_c_leaves_torchs_own_convolutions_where_the_pool_holds_them(scripte
         assert len(caught.value.plan.kernels) == kernels
 
 
-@pytest.mark.slow
-def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkeypatch):
-    ticks = itertools.count()
-    for module in ("tuning.budget", "tuning.session"):
-        monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: float(next(ticks)))
-    sizes = set()
-    for budget in (*range(1, 40, 6), *range(40, 400, 90)):
-        scripted(torch_default=cost(4, 1), fast=cost(1, 2))
-        config = Config(
-            total_workspace="9MiB", time_budget_s=budget, cache=f"{Config().cache}-{budget}"
-        )
+class Clock:
+    """Seconds of a scripted backend, whose kernels alone take time, for all of tuning."""
+
+    def __init__(self, monkeypatch):
+        self.backend = None
+        self._calls = itertools.count()
+        for module in ("tuning.budget", "tuning.session", "tuning.pool"):
+            monkeypatch.setattr(f"ucudnn.{module}.monotonic", self)
+
+    def __call__(self) -> float:
+        return self.backend.clock / 1e9 + next(self._calls) * 1e-7
+
+
+@pytest.fixture
+def timed(scripted, monkeypatch):
+    """Tune by some costs within a time budget in seconds; None: the default one."""
+    clock = Clock(monkeypatch)
+
+    def tune(costs, seconds, total, **settings):
+        clock.backend = scripted(**costs)
+        cache = f"{Config().cache}-{seconds}-{total}"
+        config = Config(total_workspace=total, time_budget_s=seconds, cache=cache, **settings)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", progress.UntunedWarning)
-            plan = tune_problems(LAYERS, config)
-        assert plan.workspace_bytes <= 9 * MIB
-        sizes.add(len(plan.kernels))
-    assert {0, 3} <= sizes
+            events: list[progress.Progress] = []
+            plan = tune_problems(LAYERS, config, events.append)
+        return plan, events, clock.backend.clock / 1e9
+
+    return tune
+
+
+LEAN = {"torch_default": cost(4, 0.25), "fast": cost(1, 2, 2), "faster": cost(0.5, 3, 3)}
+HUNGRY = {"torch_default": cost(4, 2), "fast": cost(1, 1), "lean": cost(9, 0.5)}
+
+
+@pytest.mark.parametrize("seconds", [0.13, 0.2, 0.5, 1, 3, 30])
+def test_one_look_per_kernel_is_enough_for_a_plan_within_the_pool(timed, seconds):
+    """Torch's own convolutions fit together, and take 96 ms with the first runs of all three."""
+    plan, _, used = timed(LEAN, seconds, 8 * MIB)
+    assert len(plan.kernels) == 3
+    assert plan.workspace_bytes <= 8 * MIB
+    assert time_of(plan) <= 4 * N * 4 * MS  # what torch takes
+    assert used <= seconds + 0.2  # but for a round of whole calls
+    for kernel in plan.kernels:
+        assert all(kernel.split(n).size == n for n in range(1, N + 1))
+
+
+@pytest.mark.parametrize("seconds", [0.4, 0.5, 1, 3, 30])
+def test_small_chunks_are_found_where_torchs_own_do_not_fit_together(timed, seconds):
+    plan, _, used = timed(HUNGRY, seconds, 9 * MIB)
+    assert len(plan.kernels) == 3
+    assert plan.workspace_bytes <= 9 * MIB
+    assert used <= seconds + 0.2
+
+
+@pytest.mark.parametrize("costs", [LEAN, HUNGRY], ids=["lean", "hungry"])
+def test_more_time_is_never_slower_and_ends_at_the_best_division(timed, costs):
+    total = 17 * MIB
+    plans = [timed(costs, s, total)[0] for s in (0.4, 0.6, 0.8, 1.2, 2, 4, 8, 60, None)]
+    times = [time_of(plan) for plan in plans]
+    assert times == sorted(times, reverse=True)
+    assert all(plan.workspace_bytes <= total for plan in plans)
+    best = best_division(best_times(costs), total)
+    assert best <= times[-1] <= 1.02 * best
+
+
+def test_progress_tells_the_best_division_so_far(timed):
+    _, events, _ = timed(LEAN, 3, 17 * MIB)
+    told = [event.division_ns for event in events if event.division_ns is not None]
+    assert told == sorted(told, reverse=True)
+    assert len(set(told)) > 2
+    assert [event.done for event in events][-1] == 3
+    assert all(event.seconds_left is not None for event in events if event.budget_s)
+
+
+def test_without_a_budget_a_pool_has_the_default_one(timed, monkeypatch):
+    efforts = {"normal": replace(effort.EFFORTS["normal"], least_budget_s=1.0, most_budget_s=1.0)}
+    monkeypatch.setattr("ucudnn.tuning.scheduler.EFFORTS", efforts)
+    plan, events, used = timed(HUNGRY, None, 17 * MIB)
+    assert events[-1].budget_s == 1.0
+    assert used < 1.2
+    assert len(plan.kernels) == 3
+
+
+def test_smaller_batches_stay_within_the_parts(timed):
+    total = 9 * MIB
+    for seconds in (0.5, 30):
+        plan, _, _ = timed(HUNGRY, seconds, total)
+        for n in range(1, N + 1):
+            needs = 0
+            for kernel in plan.kernels:
+                steps = kernel.split(n).steps
+                most = max(HUNGRY[step.algorithm](step.size)[1] for step in steps)
+                needs += most * len(kernel.layers)
+            assert needs <= total
+
+
+@pytest.mark.parametrize("budget", [*range(1, 40, 6), *range(40, 400, 90)])
+def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkeypatch, budget):
+    """Every look at the clock takes a second."""
+    ticks = itertools.count()
+    for module in ("tuning.budget", "tuning.session", "tuning.pool"):
+        monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: float(next(ticks)))
+    scripted(torch_default=cost(4, 1), fast=cost(1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", progress.UntunedWarning)
+        plan = tune_problems(LAYERS, Config(total_workspace="9MiB", time_budget_s=budget))
+    assert plan.workspace_bytes <= 9 * MIB
 
 
 def test_a_pool_is_part_of_what_a_plan_is(scripted, tmp_path):

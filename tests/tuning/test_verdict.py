@@ -48,6 +48,15 @@ def test_limits_that_would_cost_less_where_this_one_costs_much():
     assert larger_limits(plan_of(kernel(4, 50, 8, 59), kernel(8, 50, 64, 59))) == []
 
 
+def test_plan_verdict_names_the_price_of_a_pool():
+    plan = plan_of(kernel(4, 50, 8, 74), kernel(8, 50, 64, 56))
+    plan = replace(plan, config=Config(total_workspace="6MiB"))
+    slower, price = plan_verdict(plan)
+    assert slower.endswith("where torch's own convolution exceeds its part of the pool.")
+    assert "a pool of 6 MiB" in price
+    assert price.endswith("together need 72 MiB.")
+
+
 def test_the_race_of_steps_is_part_of_it():
     race = StepRace(reason="step_race is off")
     said = plan_verdict(replace(plan_of(kernel(4, 10, 8, 10)), step_race=race))

@@ -217,9 +217,21 @@ def _kernel_verdict(plan: Plan) -> list[str]:
         sentences.append(f"Faster kernels: {len(faster)}, by {format_ns(sum(faster))} in all.")
     if slower:
         limit = "the workspace limit" if plan.memory is None else "what the memory budget leaves it"
+        if plan.config.total_bytes is not None:
+            limit = "its part of the pool"
         sentences.append(
             f"Slower kernels: {len(slower)}, by {format_ns(-sum(slower))} in all, where torch's "
             f"own convolution exceeds {limit}."
+        )
+    if slower and plan.config.total_bytes is not None:
+        needs = sum(
+            kernel.default.workspace_bytes * len(kernel.layers)
+            for kernel in plan.kernels
+            if kernel.default
+        )
+        sentences.append(
+            f"That is the price of a pool of {format_bytes(plan.config.total_bytes)}: all of "
+            f"torch's own convolutions together need {format_bytes(needs)}."
         )
     return sentences
 
@@ -274,8 +286,9 @@ def larger_limits(plan: Plan) -> list[tuple[float, int]]:
     Args:
         plan: with the default and the plan of every kernel, each measured.
     """
-    # What a memory budget leaves differs from kernel to kernel: no one limit stands for it.
-    if plan.memory is not None:
+    # What a memory budget leaves, or a pool, differs from kernel to kernel: no one limit stands for
+    # it.
+    if plan.memory is not None or plan.config.total_bytes is not None:
         return []
     # Where torch cannot compute the problem there is nothing to compare with.
     known = [(kernel, kernel.default) for kernel in plan.kernels if kernel.default]

@@ -127,16 +127,15 @@ class Budget:
         session.until = session.race_until - _RACING * own_s
 
     def seconds_left(self, done_ns: int, total_ns: int) -> float | None:
-        """Estimated seconds until the end; None before the first kernel is finished.
+        """Estimated seconds until the end, or at most; None if nothing tells.
 
         Args:
             done_ns: time of torch's own convolution in the kernels that are finished.
             total_ns: time of torch's own convolution in all kernels.
         """
+        most_s = None if self.deadline is None else max(0.0, self.deadline - monotonic())
         if not done_ns:
-            return None
+            return most_s
         # Tuning a kernel is taken to last in proportion to the time of torch's own convolution.
         left_s = (monotonic() - self._counts_from) * (total_ns - done_ns) / done_ns
-        if self.deadline is None:
-            return left_s
-        return min(left_s, max(0.0, self.deadline - monotonic()))
+        return left_s if most_s is None else min(left_s, most_s)

@@ -94,6 +94,18 @@ class KernelMeasurer:
         """Complete measurements of candidates that fit and are exact enough."""
         return self._records.usable
 
+    @property
+    def timed(self) -> list[Measurement]:
+        """What is known now of candidates that fit and are exact enough, timed in full or once."""
+        self._records.recall()
+        entries = self._records.by_size()
+        return [one for arm, one in entries if one.time_ns and self._records.is_allowed(arm, one)]
+
+    def hoped_front(self) -> list[tuple[int, int]]:
+        """For each workspace a lower bound of the time of every split within it."""
+        self._records.recall()
+        return self._requests.hoped_front()
+
     def look_at_default(self) -> Measurement | None:
         """First measurement of torch's own convolution of the whole batch; None if it fails.
 
@@ -119,6 +131,15 @@ class KernelMeasurer:
         first = replace(known, key=kept_as)
         self._session.note(first)
         return first
+
+    def look_at_chunks(self, most: int) -> None:
+        """Run torch's own convolution once for the largest chunks of at most so many samples."""
+        self._records.recall()
+        size = max((size for size in self._listed.sizes if size <= most), default=None)
+        for arm in self._listed.by_arm:
+            is_wanted = arm.algorithm == DEFAULT_ALGORITHM and bool(self._listed.lists(arm))
+            if arm.size == size and is_wanted and arm not in self._records.by_arm:
+                self._look_at(arm, self._limit)
 
     def step(self) -> bool:
         """Measure what is wanted next; False if nothing is wanted or the time is over."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucudnn.axis import axis_of
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step
 from ucudnn.tuning.confirmation import Finalist, choose
-from ucudnn.tuning.fronts import Front, pareto
+from ucudnn.tuning.fronts import Front
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.refusals import nothing_fits
@@ -48,6 +48,10 @@ class KernelPlanner:
         """Torch's own convolution of the whole batch, run at least once; None if it fails."""
         return self._source.look_at_default()
 
+    def look_at_chunks(self, most: int) -> None:
+        """Run torch's own convolution once for the largest chunks of at most so many samples."""
+        self._source.look_at_chunks(most)
+
     def step(self) -> bool:
         """Measure the micro-batches that the solver asks for next; False if it asks for none."""
         return self._source.step()
@@ -64,15 +68,17 @@ class KernelPlanner:
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
         self._source.release()
 
-    def front(self) -> Front:
-        """Front of the splits by the measurements at this limit.
+    def known_front(self) -> Front:
+        """Front of the splits by what is known now; nothing is measured.
 
         Raises:
             PlanError: the recording has nothing of this kernel.
         """
-        # Splits along all axes compete for the same workspace, so they share one front.
-        tables = self._tables(self.evidence())
-        return pareto(point for table in tables for point in table.front())
+        return self._source.known_front()
+
+    def hoped_front(self) -> Front:
+        """For each workspace a lower bound of the time of every split; nothing is measured."""
+        return self._source.hoped_front()
 
     def decide(self) -> KernelPlan | None:
         """The plan, by a race of whole calls; None if the time ran out before there was one.
@@ -238,44 +244,3 @@ class KernelPlanner:
         if call_overhead_bytes is None:
             call_overhead_bytes = self._call_overhead_bytes
         return nothing_fits(self._source, evidence, call_overhead_bytes)
-
-
-def survey(planner_at: Callable[[int], KernelPlanner], most: int) -> Front:
-    """Measure the front of a kernel's splits, from the limit `most` downwards.
-
-    The limits decrease: each is at least a twentieth below the previous one, and below the
-    workspace of the best split for that one. So each point is the best split for some limit.
-
-    Args:
-        planner_at: makes the planner of the kernel for a limit in bytes.
-        most: the largest limit.
-
-    Returns:
-        The points of the front; empty if nothing could be measured in time.
-
-    Raises:
-        PlanError: nothing fits `most`.
-    """
-    front: Front = ()
-    limit, needs = most, most + 1
-    while limit >= 0:
-        planner = planner_at(limit)
-        found = planner.front()
-        planner.release()
-        # A later, lower limit may have measured what is better under an earlier one, too.
-        front = pareto((*front, *found))
-        fitting = [point.workspace_bytes for point in found if point.workspace_bytes <= limit]
-        if not fitting:
-            # Then this was the highest limit that excludes the last split: nothing needs less.
-            if limit == needs - 1:
-                break
-            # A split may need more than 19/20 of the last limit and yet less than the last split.
-            limit = needs - 1
-            continue
-        needs = max(fitting)
-        limit = min(needs - 1, limit * 19 // 20)
-    within = tuple(point for point in front if point.workspace_bytes <= most)
-    if not within:
-        # Raises the error that names the smallest workspace, unless the time was over.
-        planner_at(most).require_split()
-    return within

@@ -1,25 +1,156 @@
-"""Divide one pool of workspace among the kernels, by the measured front of each."""
+"""Divide one pool of workspace among the kernels of a model, better the longer it may take.
+
+If kernels own parts of a pool, their workspaces add up, so they cannot be planned one by one. The
+front of time over workspace of each kernel is known as far as its chunks were timed, and an integer
+program chooses one point of each. This is the WD method of mu-cuDNN (Oyama et al., CLUSTER 2018,
+section III), made lazy: the same program on lower bounds of the fronts names what to measure next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
 
 import torch
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
+from ucudnn.solvers import divide
 from ucudnn.tuning.budget import Budget
-from ucudnn.tuning.division import Choices, divided
+from ucudnn.tuning.fronts import Front, Point, pareto
 from ucudnn.tuning.memory_budget import Limits
-from ucudnn.tuning.planner import KernelPlanner, survey
+from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.step_shares import StepShares
+from ucudnn.units import format_bytes
+
+# A division that is this close to what is hoped for is close enough.
+_TOLERANCE = 0.005
+# Of the time for a pool, this fraction is for dividing it; the rest is for races of whole calls.
+_DIVIDING = 0.6
+# A kernel is measured for as long as so many calls by torch take, and at least for so many seconds,
+# before the pool is divided anew. A larger budget changes nothing of that: it only goes on longer.
+_TURN_CALLS = 10
+_TURN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Options of a kernel in a division of a pool.
+
+    Args:
+        calls: number of calls of the kernel in a step.
+        most: largest part in bytes that one call may own.
+        front: points of one call that fit, including the surplus.
+        surplus: measured workspace of a whole call minus that of its chunks, in bytes.
+    """
+
+    calls: int
+    most: int
+    front: Front
+    surplus: int = 0
+
+    @property
+    def points(self) -> list[tuple[int, int]]:
+        """(Workspace in bytes, time in ns) of one call."""
+        return [(point.workspace_bytes + self.surplus, point.time_ns) for point in self.front]
+
+    def time_within(self, part: int) -> int | None:
+        """Least time in ns of a call within so many bytes; None where nothing fits."""
+        return min((time_ns for size, time_ns in self.points if size <= part), default=None)
+
+    @property
+    def least(self) -> int:
+        """Bytes that all calls need at least."""
+        return self.calls * self.points[0][0]
+
+    def part(self, size: int, left: int) -> int:
+        """Bytes of the pool that a call owns.
+
+        Args:
+            size: workspace that the division gave the call.
+            left: bytes of the pool that the division did not use, per call.
+        """
+        point = max(
+            (point for point in self.front if point.workspace_bytes + self.surplus <= size),
+            key=_workspace_bytes,
+        )
+        least = point.workspace_bytes + self.surplus
+        left += size - least
+        # From `below` on the kernel would take another, slower split, of longer chunks.
+        if point.below is not None:
+            left = min(left, point.below - 1 - point.workspace_bytes)
+        return min(least + left, self.most)
+
+
+def _workspace_bytes(point: Point) -> int:
+    return point.workspace_bytes
+
+
+def require_solver(solver: str) -> None:
+    """Refuse a solver that is not installed, before anything is measured for it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    # The smallest possible division: a solver's package is imported only when it solves.
+    divide([[(0, 1)]], 0, solver)
+
+
+def divided(
+    choices: Mapping[Problem, Choices], total_bytes: int, solver: str
+) -> dict[Problem, int]:
+    """Workspace of each call of each kernel that minimises the total time.
+
+    >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
+    >>> fronts = (Point(0, 9), Point(4, 8)), (Point(0, 9), Point(6, 2))
+    >>> choices = {slow: Choices(2, 4, fronts[0]), fast: Choices(1, 6, fronts[1])}
+    >>> list(divided(choices, 8, "auto").values())  # 2 bytes are left over, for three calls
+    [0, 6]
+
+    Args:
+        choices: of each kernel; a kernel without choices gets no workspace.
+        total_bytes: size of the pool.
+        solver: as `ucudnn.solvers.divide` takes it.
+
+    Raises:
+        PlanError: the pool is too small.
+    """
+    # A front is empty where the time ended before anything of the kernel was measured.
+    named = {problem: one for problem, one in choices.items() if one.front}
+    if not named:
+        return {}
+    fronts = [
+        [(one.calls * size, one.calls * time_ns) for size, time_ns in one.points]
+        for one in named.values()
+    ]
+    try:
+        division = divide(fronts, total_bytes, solver)
+    except PlanError as error:
+        # Anything but a pool that is too small is reported as the solver says it.
+        if error.smallest_bytes is None:
+            raise
+        raise PlanError(
+            f"no plans of these {len(named)} kernels fit total_workspace="
+            f"{format_bytes(total_bytes)} together; the smallest need "
+            f"{format_bytes(error.smallest_bytes)}; raise it, or set workspace_limit instead if "
+            f"the kernels run one after the other",
+            error.smallest_bytes,
+        ) from error
+    # Every call gets an equal part of what is left over: as a whole it may need more than its
+    # chunks, of which the front was made.
+    calls = sum(one.calls for one in named.values())
+    left = (total_bytes - division.workspace_bytes) // calls
+    return {
+        problem: one.part(front[place][0] // one.calls, left)
+        for (problem, one), front, place in zip(named.items(), fronts, division.choice, strict=True)
+    }
 
 
 class Pool:
-    """Divides one pool of workspace, again and again until nothing new is measured.
+    """Divides one pool of workspace, again whenever something was measured.
 
     Args:
         config: the settings.
@@ -53,57 +184,70 @@ class Pool:
         self._planner_of = planner_of
         self._budget = budget
         self._on_work = on_work
-        self._choices: dict[Problem, Choices] = {}
+        # By what was timed, and by lower bounds of what was not.
+        self._known: dict[Problem, Choices] = {}
+        self._hoped: dict[Problem, Front] = {}
+        # Limits in bytes at which nothing is left to measure.
+        self._settled: dict[Problem, set[int]] = {}
+        self._turns_s: dict[Problem, float] = {}
         self.parts: dict[Problem, int] = {}
         # Bytes that a call was seen to need beyond its chunks, and the error that showed it.
         self._surplus: dict[Problem, int] = {}
         self._refusals: dict[Problem, PlanError] = {}
         self._learned: dict[Problem, PlanError] = {}
 
+    @property
+    def time_ns(self) -> int | None:
+        """Sum of the measured times of all calls in the division so far; None if some have none."""
+        if len(self.parts) < len(self._layers):
+            return None
+        return sum(map(self._time_ns, self.parts))
+
     def divide(self) -> None:
         """Find each kernel's part of the pool, in bytes per call.
 
-        A kernel may need more measurements within its part, and these may make another division
-        better. With the same cache, a second run begins with the final division.
+        From the first moment at which each kernel has a split, and they fit the pool together,
+        there is a division. It improves until no other can be better, or the time is over.
+
+        Raises:
+            PlanError: the pool is too small.
         """
-        # At first every call owns what torch's own convolution needs, where the pool holds that: so
-        # whoever interrupts tuning gets a plan within the pool.
-        self.parts = self.parts or self._parts_of_defaults()
-        while True:
-            before = self._session.measured
-            for problems in self._shares.by_geometry():
-                self._survey(problems)
-            try:
-                self.parts = divided(self._choices, self._total_bytes, self._config.solver)
-            except PlanError:
-                # Fronts are incomplete then, and torch's own convolutions keep the parts they had.
-                if self._budget.is_over:
+        deadline = self._budget.deadline
+        now = monotonic()
+        until = None if deadline is None else now + _DIVIDING * max(0.0, deadline - now)
+        try:
+            # A pass that measures nothing has seen all there is to see with these measurements, and
+            # so has the first pass of a second tune.
+            while True:
+                before = self._session.measured
+                self._settled = {problem: set() for problem in self._layers}
+                self._survey(self._problems)
+                if not self._is_divided() or _is_over(until):
                     return
-                # Otherwise more was measured in this pass, and the next may show splits that fit.
-                if self._session.measured == before:
-                    raise
-                continue
-            for problems in self._shares.by_geometry():
-                self._measure(problems)
-            # The same measurements divide the pool in the same way: it is final.
-            if self._session.measured == before or self._budget.is_over:
-                return
+                self._improve(until)
+                if self._session.measured == before or _is_over(until):
+                    return
+        finally:
+            self._session.flush()
+            self._session.stop_at(deadline)
 
     def refuse(self, problem: Problem, error: PlanError) -> None:
         """Record that a kernel has no plan within its part."""
         self._refusals[problem] = error
 
     def learn(self) -> bool:
-        """Record the workspace of calls beyond their chunks, if it exceeded their parts.
+        """Record what planning the kernels showed.
+
+        That is workspace of calls beyond their chunks, and times of chunks within the parts.
 
         Returns:
-            True if there were such calls, so that the pool must be divided anew.
+            True if the pool must be divided anew, or would be divided better.
 
         Raises:
             PlanError: a kernel has no plan within its part for another reason.
         """
         for problem, error in self._refusals.items():
-            one = self._choices[problem]
+            one = self._known[problem]
             # The front's first point is what the chunks of one call need, the error says what all
             # calls of the kernel do.
             surplus = (error.smallest_bytes or 0) // one.calls - one.front[0].workspace_bytes
@@ -111,20 +255,24 @@ class Pool:
             if surplus <= self._surplus.get(problem, 0):
                 raise error
             self._surplus[problem], self._learned[problem] = surplus, error
-        is_news = bool(self._refusals)
-        self._refusals.clear()
-        return is_news
+        if self._refusals:
+            self._refusals.clear()
+            return True
+        parts = self.parts
+        self._survey(self._problems)
+        better_ns = self.time_ns
+        self.parts = parts
+        now_ns = self.time_ns
+        return bool(better_ns and now_ns and better_ns < (1 - _TOLERANCE) * now_ns)
 
-    def _parts_of_defaults(self) -> dict[Problem, int]:
-        """Workspace of torch's own convolutions, where the pool holds all of them."""
-        needs, calls = dict[Problem, int](), self._layers
-        for problem, entry in self._shares.defaults.items():
-            limit = self._limits.of(problem)
-            most = self._total_bytes if limit is None else limit
-            if entry.workspace_bytes is not None and entry.workspace_bytes <= most:
-                needs[problem] = entry.workspace_bytes
-        total = sum(size * len(calls[problem]) for problem, size in needs.items())
-        return needs if total <= self._total_bytes else {}
+    @property
+    def _problems(self) -> list[Problem]:
+        """The kernels, those that take longest first."""
+        return [problem for group in self._shares.by_geometry() for problem in group]
+
+    def _time_ns(self, problem: Problem) -> int:
+        one = self._known[problem]
+        return one.calls * (one.time_within(self.parts[problem]) or 0)
 
     def _most(self, problem: Problem) -> int:
         """The largest part that a call of a kernel may own."""
@@ -133,31 +281,207 @@ class Pool:
         limit = self._limits.of(problem)
         return part if limit is None else min(limit, part)
 
-    def _survey(self, problems: Sequence[Problem]) -> None:
-        """Measure the front of time over workspace of each kernel."""
+    def _survey(self, problems: Iterable[Problem]) -> None:
+        """Find what is known of some kernels, and divide the pool by it."""
         for problem in problems:
-            self._on_work(problem)
-            # Autocast would cast the operands to another dtype than that of the problem.
-            with torch.autocast("cpu", enabled=False):
-                self._choices[problem] = self._choices_of(problem)
+            planners = self._surveyors(problem)
+            front = pareto(point for planner in planners for point in planner.known_front())
+            self._known[problem] = self._choices(problem, front)
+            self._hoped.pop(problem, None)
+        known = {problem: one for problem, one in self._known.items() if one.front}
+        # Where not all fit, those that need least have a plan at least.
+        while sum(one.least for one in known.values()) > self._total_bytes:
+            del known[max(known, key=lambda problem: known[problem].least)]
+        self.parts = divided(known, self._total_bytes, self._config.solver)
 
-    def _choices_of(self, problem: Problem) -> Choices:
+    def _surveyors(self, problem: Problem) -> list[KernelPlanner]:
+        """Planners that together know all splits of a kernel; they measure nothing."""
+        most = self._most(problem)
+        planners = [self._planner_of(problem, most)]
+        default = self._shares.defaults.get(problem)
+        # Slabs are tried only where torch's own convolution exceeds the limit.
+        below = most if default is None else (default.workspace_bytes or 0) - 1
+        if 0 <= below < most:
+            planners.append(self._planner_of(problem, below))
+        return planners
+
+    def _choices(self, problem: Problem, front: Front) -> Choices:
         calls, most = len(self._layers[problem]), self._most(problem)
-        front = survey(partial(self._planner_of, problem), most)
         surplus = self._surplus.get(problem, 0)
         fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
-        if front and not fitting:
-            raise self._learned[problem]
         return Choices(calls, most, fitting, surplus)
 
-    def _measure(self, problems: Sequence[Problem]) -> None:
-        """Measure kernels within the parts that they got."""
-        planners = [self._planner_of(p, self.parts[p]) for p in problems if p in self.parts]
-        with torch.autocast("cpu", enabled=False):
-            measure(self._session, planners)
-            for planner in planners:
-                planner.evidence()
+    def _is_divided(self) -> bool:
+        """Measure until each kernel has a split, and they fit together; False if time is over.
+
+        Raises:
+            PlanError: nothing more can be measured, and they do not.
+        """
+        last = self._budget.last_moment
+        self._look_at_chunks(last)
+        for problem in self._problems:
+            if not self._known[problem].front and not _is_over(last):
+                self._look_for(problem, self._most(problem), last)
+            if not self._known[problem].front and not _is_over(last):
+                self._refuse(problem)
+        known = {problem: one for problem, one in self._known.items() if one.front}
+        while len(self.parts) < len(known) and not _is_over(last):
+            unseen = [
+                problem
+                for problem, one in known.items()
+                if one.least and _below(one) not in self._settled[problem]
+            ]
+            if not unseen:
+                divided(known, self._total_bytes, self._config.solver)
+            problem = max(unseen, key=lambda problem: self._known[problem].least)
+            self._look_for(problem, _below(self._known[problem]), last)
+            known |= {problem: self._known[problem] for problem in known}
+        return len(self.parts) == len(known)
+
+    def _look_at_chunks(self, until: float | None) -> None:
+        """Look at torch's own convolutions of as much smaller batches as the pool is too small.
+
+        Of all that fits, they are expected to lose least.
+        """
+        needs = [
+            (entry.workspace_bytes or 0) * len(self._layers[problem])
+            for problem, entry in self._shares.defaults.items()
+        ]
+        share = self._total_bytes / max(1, *needs, sum(needs))
+        most = max(problem.batch for problem in self._layers)
+        while len(self.parts) < len(self._layers) and share * most >= 1:
+            for problem in self._problems:
+                if _is_over(until):
+                    return
+                self._on_work(problem)
+                planner = self._planner_of(problem, self._most(problem))
+                with torch.autocast("cpu", enabled=False):
+                    planner.look_at_chunks(int(share * problem.batch))
                 planner.release()
+            self._survey(self._problems)
+            share /= 2
+
+    def _refuse(self, problem: Problem) -> None:
+        """Raise the error of a kernel of which nothing fits the pool."""
+        if problem in self._learned:
+            raise self._learned[problem]
+        self._session.stop_at(None)
+        self._planner_of(problem, self._most(problem)).require_split()
+
+    def _look_for(self, problem: Problem, limit: int, until: float | None) -> None:
+        """Measure until something fits a limit."""
+        session = self._session
+        # What is wanted is any split, and not the best one.
+        session.until, session.race_until = 0.0, until
+        planner = self._planner_of(problem, limit)
+        self._on_work(problem)
+        with torch.autocast("cpu", enabled=False):
+            while self._known[problem].time_within(limit) is None and planner.step():
+                self._survey(self._like(problem))
+            if self._known[problem].time_within(limit) is None:
+                planner.evidence()
+                self._survey(self._like(problem))
+        planner.release()
+        if self._known[problem].time_within(limit) is None and not _is_over(until):
+            self._settled[problem].add(limit)
+
+    def _like(self, problem: Problem) -> Sequence[Problem]:
+        """The kernels that share measurements with a kernel, and itself."""
+        groups = self._shares.by_geometry()
+        return next(group for group in groups if problem in group)
+
+    def _improve(self, until: float | None) -> None:
+        """Measure what could improve the division most, as long as there is such a kernel."""
+        while not _is_over(until):
+            aim = self._aim()
+            if aim is None:
+                break
+            self._measure(*aim, until)
+        # Plans are made within the parts, and may need more than the division did.
+        for problem in self._problems:
+            part = self.parts.get(problem)
+            if part is not None and part not in self._settled[problem] and not _is_over(until):
+                self._measure(problem, part, until)
+
+    def _measure(self, problem: Problem, limit: int, until: float | None) -> None:
+        """Measure a kernel within a limit, for a turn."""
+        session, turn_s = self._session, self._turn_s(problem)
+        end = monotonic() + turn_s
+        end = end if until is None else min(until, end)
+        session.until = session.race_until = end
+        planner = self._planner_of(problem, limit)
+        self._on_work(problem)
+        # Autocast would cast the operands to another dtype than that of the problem.
+        with torch.autocast("cpu", enabled=False):
+            planner.evidence()
+            planner.release()
+            if _is_over(end):
+                # One that is too short to measure anything would be taken again and again.
+                self._turns_s[problem] = 2 * turn_s
+            else:
+                self._settled[problem].add(limit)
+            self._survey(self._like(problem))
+
+    def _turn_s(self, problem: Problem) -> float:
+        """Seconds of a kernel's next turn."""
+        if problem in self._turns_s:
+            return self._turns_s[problem]
+        default = self._shares.defaults.get(problem)
+        call_s = (default.time_ns or 0) / 1e9 if default is not None else 0.0
+        return max(_TURN_S, _TURN_CALLS * call_s)
+
+    def _aim(self) -> tuple[Problem, int] | None:
+        """A kernel and the limit in bytes within which it could improve the division most.
+
+        Returns:
+            None if the division is as good as is hoped for.
+        """
+        hoped = {problem: self._hoped_choices(problem) for problem in self.parts}
+        parts = divided(hoped, self._total_bytes, self._config.solver)
+        gains, total = dict[Problem, int](), 0
+        for problem, part in parts.items():
+            best, hope = self._known[problem], hoped[problem].time_within(part) or 0
+            sure = best.time_within(part)
+            slowest = best.points[0][1]
+            total += best.calls * hope
+            if part not in self._settled[problem]:
+                gain = best.calls * ((slowest if sure is None else sure) - hope)
+                gains[problem] = max(0, gain)
+        if total >= (1 - _TOLERANCE) * (self.time_ns or 0) or not any(gains.values()):
+            return None
+        problem = max(gains, key=lambda problem: gains[problem])
+        return problem, parts[problem]
+
+    def _hoped_choices(self, problem: Problem) -> Choices:
+        """Lower bounds of a kernel's times, where nothing better is known."""
+        if problem not in self._hoped:
+            planners = self._surveyors(problem)
+            self._hoped[problem] = pareto(p for one in planners for p in one.hoped_front())
+        known, points = self._known[problem], list(self._known[problem].front)
+        # What was measured at a limit is the best at each smaller one, too.
+        best = {_reach(limit): known.time_within(limit) for limit in self._settled[problem]}
+        for point in self._hoped[problem]:
+            starts = [point.workspace_bytes, *(1 + reach - known.surplus for reach in best)]
+            for size in starts:
+                within = [best[reach] for reach in best if reach >= size + known.surplus]
+                if size >= point.workspace_bytes and None not in within:
+                    times = (time_ns for time_ns in within if time_ns is not None)
+                    points.append(Point(size, max(point.time_ns, *times, 0)))
+        return self._choices(problem, pareto(points))
+
+
+def _reach(limit: int) -> int:
+    """The largest limit in bytes at which nothing more is looked for than at another."""
+    return limit + limit // 20
+
+
+def _below(one: Choices) -> int:
+    """The largest limit in bytes that excludes all that is known of a kernel."""
+    return one.points[0][0] - 1
+
+
+def _is_over(until: float | None) -> bool:
+    return until is not None and monotonic() >= until
 
 
 def measure(session: Session, planners: Sequence[KernelPlanner]) -> None:

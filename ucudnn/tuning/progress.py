@@ -13,12 +13,14 @@ class Progress:
 
     Args:
         kernel: the kernel that is tuned now.
-        done: kernels finished.
+        done: kernels finished; if kernels divide a pool, those that have a part of it so far.
         total: kernels in all.
         measured: candidates timed so far.
         reused: candidates found in the cache so far.
         seconds_left: estimated; None before the first kernel is finished.
         budget_s: the time budget in seconds; None: there is none, or it is not known yet.
+        division_ns: time of the convolutions of a step by the best division of a pool so far, as
+            measured; None: there is none.
     """
 
     kernel: str
@@ -28,6 +30,7 @@ class Progress:
     reused: int
     seconds_left: float | None = None
     budget_s: float | None = None
+    division_ns: int | None = None
 
 
 def warn_of_untuned(

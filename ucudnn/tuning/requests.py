@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ucudnn.benchmark.bench import Arm
 from ucudnn.measurement import Measurement, Role
-from ucudnn.solvers.lazy import Option, Outlook, outlook
+from ucudnn.solvers.lazy import Option, Outlook, bound_front, outlook
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.records import KernelRecords, interval_of
 from ucudnn.tuning.splits import CHUNK_NS, WORTHWHILE_NS, BatchSplits
@@ -84,6 +84,13 @@ class Requests:
             found = ask(options)
         return found
 
+    def hoped_front(self) -> list[tuple[int, int]]:
+        """For each workspace a lower bound of the time of every split within it."""
+        # What is too slow at the largest limit may be the best at a smaller one.
+        self._elimination.is_active = False
+        options = self._options(at_any_limit=True)
+        return bound_front(options, self._listed.axis.extent, tolerance=self._tolerance)
+
     def _wanted_by_smaller_batches(self) -> list[Arm]:
         """Chunks to time for the first batch that has no split yet and could have one."""
         # Slabs have all samples of the call, whatever the batch is.
@@ -106,8 +113,12 @@ class Requests:
                 return _arms(missing)
         return []
 
-    def _options(self) -> Iterator[Option]:
-        """Chunks that the solver may choose among, and measured ones that bound their times."""
+    def _options(self, at_any_limit: bool = False) -> Iterator[Option]:
+        """Chunks that the solver may choose among, and measured ones that bound their times.
+
+        Args:
+            at_any_limit: also those that may matter only at a smaller limit.
+        """
         ruled_out = self._elimination.reasons()
         for arm in self._listed.by_arm:
             entry = self._records.by_arm.get(arm)
@@ -119,8 +130,21 @@ class Requests:
                 is_out = True
             if not is_out:
                 option = self._option(arm, entry, self._listed.curves[arm] not in ruled_out)
+                if at_any_limit:
+                    option = self._at_any_limit(arm, entry, option)
                 if option.lists or option.interval is not None:
                     yield option
+
+    def _at_any_limit(self, arm: Arm, entry: Measurement | None, option: Option) -> Option:
+        """The same, where a rival or an unknown workspace rules it out at the largest limit."""
+        if entry is not None and self._records.has_lost(arm, entry):
+            return replace(option, lists=self._listed.lists(arm), is_timed=True)
+        workspaces = self._records.workspaces
+        if entry is not None or workspaces.expected(arm) is not None or not workspaces.may_fit(arm):
+            return option
+        cost = self._listed.cost(arm.size, arm.algorithm)
+        least = 0 if cost is None else cost.workspace_bytes
+        return replace(option, lists=self._listed.lists(arm), workspace_bytes=least)
 
     def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> Option:
         """An arm as an option of the solver; without positions if it may not be part of a split."""

@@ -22,12 +22,11 @@ from ucudnn.measurement import Measurement
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import LEAST_RACE_STEPS, Budget
-from ucudnn.tuning.division import require_solver
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.fallback import with_every_batch
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
-from ucudnn.tuning.pool import Pool, measure
+from ucudnn.tuning.pool import Pool, measure, require_solver
 from ucudnn.tuning.progress import Progress, warn_of_untuned
 from ucudnn.tuning.results import Results
 from ucudnn.tuning.session import Session
@@ -82,10 +81,8 @@ class TuningScheduler:
         self._effort = EFFORTS[config.effort]
         self._reserved_steps = reserved_steps
         self._budget = Budget(config.time_budget_s)
-        # In a pool every kernel's front decides on the parts of all, and what is recorded costs no
-        # time: neither is measured by the kernel's share of the step.
-        is_recorded = isinstance(backend, RecordedBackend)
-        self._by_share = is_whole_step and not has_pool and not is_recorded
+        # What is recorded costs no time, and is not measured by the kernel's share of the step.
+        self._by_share = is_whole_step and not isinstance(backend, RecordedBackend)
         # Without shares no kernel is too small, and no roofline may rule anything out.
         effort = self._effort if self._by_share else replace(self._effort, ignored_share=0)
         deadline = self._budget.deadline
@@ -166,17 +163,12 @@ class TuningScheduler:
         self._report()
 
     def _tune_all(self) -> None:
-        pool = self.results.pool
-        if pool is not None:
-            pool.divide()
-        if self._by_share:
+        if self.results.pool is not None:
+            self._tune_within(self.results.pool)
+        elif self._by_share:
             self.results.leave_to_torch(self._shares.ignored(self._total_ns, self._effort))
             self._tune_by_gain([one for one in self._layers if one not in self.results.plans])
         else:
-            self._tune_each(self._shares.by_geometry())
-        # Whole calls showed that they need more than their chunks.
-        while pool is not None and pool.learn():
-            pool.divide()
             self._tune_each(self._shares.by_geometry())
         self._tune_missing()
         self.results.require_plans()
@@ -188,6 +180,22 @@ class TuningScheduler:
             self.session.stop_at(self._budget.last_moment)
             for plan in self.results.kernels:
                 self._complete(plan)
+
+    def _tune_within(self, pool: Pool) -> None:
+        """Divide a pool, and plan kernels within their parts of it."""
+        while True:
+            before = dict(pool.parts)
+            pool.divide()
+            # Plans that were made for larger parts would exceed the pool.
+            self.results.plans = {
+                problem: plan
+                for problem, plan in self.results.plans.items()
+                if before.get(problem, -1) <= pool.parts.get(problem, -1)
+            }
+            self._tune_by_gain(pool.parts)
+            # Whole calls may need more than their chunks, and other splits turn out faster.
+            if not pool.learn():
+                return
 
     def _tune_missing(self) -> None:
         """Tune kernels that would exceed their limit without a plan."""
@@ -206,11 +214,13 @@ class TuningScheduler:
     def _tune_each(self, groups: Iterable[Sequence[Problem]]) -> None:
         """Measure and plan kernels, one geometry after the other."""
         for problems in groups:
-            if self._budget.is_over:
+            # Within a pool there is a plan by what was measured.
+            if self._budget.is_over and self.results.pool is None:
                 return
             self._report(problems[0])
             self._allot(problems)
             began = monotonic()
+            # A kernel that has no part of the pool cannot be planned.
             parts = None if self.results.pool is None else self.results.pool.parts
             planners = [self.planner(p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
@@ -300,15 +310,16 @@ class TuningScheduler:
         if at_work is not None:
             self._at_work = str(at_work)
         if self._on_progress is not None:
-            done_ns = self._shares.cost_ns(self.results.plans)
+            plans, pool = self.results.plans, self.results.pool
             self._on_progress(
                 Progress(
                     self._at_work,
-                    len(self.results.plans),
+                    len(plans if pool is None else pool.parts),
                     len(self._layers),
                     self.session.measured,
                     self.session.reused,
-                    self._budget.seconds_left(done_ns, self._total_ns),
+                    self._budget.seconds_left(self._shares.cost_ns(plans), self._total_ns),
                     self._budget.seconds,
+                    None if pool is None else pool.time_ns,
                 )
             )

@@ -17,6 +17,7 @@ from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.confirmation import Finalist, race, recall_race
+from ucudnn.tuning.fronts import Front, Point, pareto
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.replay import miss, recall
 from ucudnn.tuning.session import Session
@@ -138,6 +139,23 @@ class AbstractSource(ABC):
         # excludes the whole.
         return limit is not None and (workspace is None or workspace > limit)
 
+    @abstractmethod
+    def known_front(self) -> Front:
+        """Front of the splits by what is known now; nothing is measured.
+
+        Raises:
+            PlanError: a recording has nothing of this kernel.
+        """
+
+    @abstractmethod
+    def hoped_front(self) -> Front:
+        """For each workspace a lower bound of the time of every split; nothing is measured."""
+
+    def _front(self, measurements: Iterable[Sequence[Measurement]]) -> Front:
+        # Splits along all axes compete for the same workspace, so they share one front.
+        tables = self.tables(measurements, self.bounds.chunk_limit)
+        return pareto(point for table in tables for point in table.front())
+
     def tables(
         self, measurements: Iterable[Sequence[Measurement]], limit: int | None
     ) -> list[AbstractSplitTable]:
@@ -159,6 +177,10 @@ class AbstractSource(ABC):
     @abstractmethod
     def look_at_default(self) -> Measurement | None:
         """Torch's own convolution of the whole batch, run at least once; None if it fails."""
+
+    @abstractmethod
+    def look_at_chunks(self, most: int) -> None:
+        """Run torch's own convolution once for the largest chunks of at most so many samples."""
 
     @abstractmethod
     def step(self) -> bool:
@@ -205,6 +227,18 @@ class LiveSource(AbstractSource):
             )
         return self._measurer_by_cut[cut]
 
+    def known_front(self) -> Front:
+        """Front of the splits of all chunks that were timed, in full or once."""
+        return self._front(self._measurer(cut).timed for cut in self.cuts)
+
+    def hoped_front(self) -> Front:
+        """For each workspace a lower bound of the time of every split."""
+        return pareto(
+            Point(workspace, time_ns)
+            for cut in self.cuts
+            for workspace, time_ns in self._measurer(cut).hoped_front()
+        )
+
     def _working(self) -> list[KernelMeasurer]:
         """The measurers that have something to measure, and the first one."""
         # The first one is always there: it knows torch's own convolution.
@@ -214,6 +248,10 @@ class LiveSource(AbstractSource):
     def look_at_default(self) -> Measurement | None:
         """Torch's own convolution of the whole batch, run at least once; None if it fails."""
         return self._measurer(self.cuts[0]).look_at_default()
+
+    def look_at_chunks(self, most: int) -> None:
+        """Run torch's own convolution once for the largest chunks of at most so many samples."""
+        self._measurer(self.cuts[0]).look_at_chunks(most)
 
     def step(self) -> bool:
         """Measure the micro-batches that the solver asks for next; False if it asks for none."""
@@ -230,8 +268,10 @@ class LiveSource(AbstractSource):
                 pass
             self.session.flush()
         measurers = [self._measurer(cut) for cut in self.cuts]
+        # A pool was divided by everything that was timed, and there is no time to do it better.
+        is_rough = self.config.total_bytes is not None and self.session.is_over
         return Evidence(
-            tuple(tuple(one.usable) for one in measurers),
+            tuple(tuple(one.timed if is_rough else one.usable) for one in measurers),
             tuple(tuple(one.measurements) for one in measurers),
             tuple(chain.from_iterable(one.certificate() for one in working)),
             tuple(chain.from_iterable(one.ruled_out for one in working)),
@@ -272,6 +312,9 @@ class ReplayedSource(AbstractSource):
         known = (entry for entry in whole if entry.key.algorithm == DEFAULT_ALGORITHM)
         return next(known, None)
 
+    def look_at_chunks(self, most: int) -> None:
+        """Do nothing: a recording measures nothing."""
+
     def step(self) -> bool:
         """False: a recording measures nothing."""
         return False
@@ -298,6 +341,18 @@ class ReplayedSource(AbstractSource):
         limit = self.bounds.chunk_limit
         found = filter(None, (table.smallest() for table in self.tables(measurements, limit)))
         return any(limit is None or least <= limit for least, _ in found)
+
+    def known_front(self) -> Front:
+        """Front of the splits that were recorded.
+
+        Raises:
+            PlanError: the recording has nothing of this kernel.
+        """
+        return self._front(self.evidence().usable)
+
+    def hoped_front(self) -> Front:
+        """The same, as nothing more can be measured."""
+        return self.known_front()
 
     def _recalled(self, cut: Cut) -> tuple[Measurement, ...]:
         found = recall(self.session, cut.axis, cut.sizes)
