@@ -6,10 +6,8 @@ and with multiprocessing's spawn a script without a guard would run twice.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from time import monotonic
@@ -26,6 +24,7 @@ from ucudnn.config import environment_without_startup
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import FailureKind
 from ucudnn.split import Split
+from ucudnn.system.children import start_python
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
 # The first answer waits for the imports and, on a GPU, for the context.
@@ -104,18 +103,13 @@ class Worker:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         ours, theirs = Pipe()
-        # The child must find the same packages, whatever this process did to `sys.path`. An empty
-        # entry there stands for the current folder.
-        environment = {
-            **environment_without_startup(),
-            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
-        }
-        self._child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
+        self._child = start_python(
+            _PROGRAM,
+            str(theirs.fileno()),
+            environment=environment_without_startup(),
             # What libraries print there is not output of the user's program.
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env=environment,
         )
         # With its only other end in the child, the pipe reports when the child has ended.
         theirs.close()

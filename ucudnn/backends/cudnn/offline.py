@@ -30,9 +30,9 @@ from ucudnn.backends.cudnn.graph import Target, View, Views
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import UcudnnError, UnsupportedError
 from ucudnn.problem import Problem
+from ucudnn.system.children import start_python
 
-# By name, because `__name__` is "__main__" in the child.
-_MODULE = "ucudnn.backends.cudnn.offline"
+_PROGRAM = "from ucudnn.backends.cudnn.offline import main; main()"
 _DRIVER = "libcuda.so.1"
 # Frameworks that would call the stub as if it were the driver.
 _USERS_OF_A_DRIVER = ("torch", "cupy", "jax", "tensorflow")
@@ -91,18 +91,10 @@ def list_configurations(
 
 def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Start the child, send it a request and yield its answers."""
-    # The child finds the same packages as this process; "" in sys.path is the current folder.
-    paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     # A file, not a pipe: a child that writes more than a pipe holds would wait for a reader.
     with tempfile.TemporaryFile("w+") as said:
-        child = subprocess.Popen(  # noqa: S603 - our own module, with paths of ours
-            # -P: otherwise `-m` puts the current folder first in sys.path.
-            [sys.executable, "-P", "-m", _MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env={**os.environ, "PYTHONPATH": paths},
-            text=True,
+        child = start_python(
+            _PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
         )
         with child:
             try:
@@ -285,7 +277,3 @@ def _compile(stub: _Stub, source: str, folder: Path) -> None:
             f"{compiler} could not build {stub.file}, which stands in for the NVIDIA driver: "
             f"{done.stderr.strip() or f'exit status {done.returncode}'}"
         )
-
-
-if __name__ == "__main__":
-    main()
