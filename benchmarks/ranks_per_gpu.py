@@ -26,9 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 import ucudnn
-from ucudnn.distributed.launching.agent import Launch
-from ucudnn.distributed.launching.placement import list_gpus
-from ucudnn.distributed.launching.search import CANDIDATES, TrialTimes, find_ranks, measure_ranks
+from ucudnn.distributed.counting import CANDIDATES, TrialTimes, find_ranks, measure_ranks
+from ucudnn.distributed.launching import Launch, list_gpus
 
 TRAINING = Path(__file__).with_name("ranks_training.py")
 

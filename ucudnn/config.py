@@ -508,9 +508,7 @@ def ranks_per_device() -> int:
     return int(text)
 
 
-def rank_variables(
-    ranks_per_device: int, limit_bytes: int | None = None, progress: str | None = None
-) -> dict[str, str]:
+def rank_variables(ranks_per_device: int, limit_bytes: int | None = None) -> dict[str, str]:
     """Variables that a launched rank gets from `ucudnn launch`.
 
     >>> rank_variables(2, limit_bytes=1024)
@@ -519,11 +517,9 @@ def rank_variables(
     Args:
         ranks_per_device: number of ranks that share its device.
         limit_bytes: its workspace limit, where the script sets none.
-        progress: folder where it counts samples.
     """
-    optional = {"UCUDNN_WORKSPACE_LIMIT": limit_bytes, PROGRESS: progress}
-    given = {name: str(value) for name, value in optional.items() if value is not None}
-    return {RANKS_PER_DEVICE: str(ranks_per_device), **given}
+    limit = {} if limit_bytes is None else {"UCUDNN_WORKSPACE_LIMIT": str(limit_bytes)}
+    return {RANKS_PER_DEVICE: str(ranks_per_device), **limit}
 
 
 def progress_folder() -> str | None:

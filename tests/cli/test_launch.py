@@ -7,9 +7,9 @@ import os
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from ucudnn.distributed.launching import agent, search
-from ucudnn.distributed.launching.agent import Launch
-from ucudnn.distributed.launching.search import Found
+from ucudnn.distributed import counting, launching
+from ucudnn.distributed.counting import Found
+from ucudnn.distributed.launching import Launch
 from ucudnn.errors import RankError
 
 
@@ -18,7 +18,7 @@ def launched(monkeypatch):
     """Scripts and settings that would have been launched."""
     calls = []
     monkeypatch.setattr(
-        agent, "launch", lambda script, settings, _: calls.append((script, settings))
+        launching, "launch", lambda script, settings, _: calls.append((script, settings))
     )
     return calls
 
@@ -56,7 +56,7 @@ def test_what_is_not_allowed_is_refused_in_a_sentence(ucudnn, launched, words, s
 
 def test_auto_launches_what_was_found(ucudnn, launched, monkeypatch):
     found = Found(4, {1: (10.0, 11.0), 4: (20.0, 21.0)})
-    monkeypatch.setattr(search, "find_ranks", lambda *_: found)
+    monkeypatch.setattr(counting, "find_ranks", lambda *_: found)
     done = ucudnn("launch", "--ranks-per-gpu", "auto", "--", "train.py")
     assert done.status == 0, done.err
     assert "4 rank(s) per device: 20, 21 samples/s" in done.out
@@ -70,13 +70,13 @@ def test_how_ranks_end_is_the_exit_status(ucudnn, monkeypatch, error, status):
     def launch(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(agent, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     assert ucudnn("launch", "--", "train.py").status == status
 
 
 def test_ranks_follow_the_plan_of_the_environment(ucudnn, monkeypatch):
     seen = []
     monkeypatch.setenv("UCUDNN_PLAN", "net.plan.json")
-    monkeypatch.setattr(agent, "launch", lambda *_: seen.append(os.environ.get("UCUDNN_PLAN")))
+    monkeypatch.setattr(launching, "launch", lambda *_: seen.append(os.environ.get("UCUDNN_PLAN")))
     assert ucudnn("launch", "--", "train.py").status == 0
     assert seen == ["net.plan.json"]

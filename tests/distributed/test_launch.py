@@ -1,4 +1,4 @@
-"""`ucudnn launch`: places, a clean end however it ends, and MPS by a program that stands in."""
+"""`ucudnn launch`: ranks by torchrun, MPS by a program that stands in, the number of ranks."""
 
 from __future__ import annotations
 
@@ -6,32 +6,22 @@ import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ucudnn import config
 from ucudnn.backends import open_backend
-from ucudnn.distributed import counting
-from ucudnn.distributed.affinity import cores
-from ucudnn.distributed.counting import count, read_counts
-from ucudnn.distributed.launching import search, utilization
-from ucudnn.distributed.launching.agent import Launch, launch
-from ucudnn.distributed.launching.placement import place
+from ucudnn.distributed.counting import find_ranks, search
+from ucudnn.distributed.launching import Launch, launch, mps_daemon
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.solvers import divide
-from ucudnn.system import mps
-from ucudnn.system.mps import MpsDaemon
 
 pytestmark = pytest.mark.nightly
 STARTED = Path(__file__).with_name("started.py")
@@ -39,7 +29,7 @@ PATIENCE_S = 240
 CLI = [sys.executable, "-m", "ucudnn", "launch"]
 # A program that calls `launch` with arguments that the command line has not.
 PROGRAM = (
-    "import sys; from ucudnn.distributed.launching.agent import Launch, launch; "
+    "import sys; from ucudnn.distributed.launching import Launch, launch; "
     "launch(sys.argv[2:], eval(sys.argv[1]), print)"
 )
 # Runs a script and ends at once: threads of gloo may abort a normal exit (pytorch#179291).
@@ -48,26 +38,22 @@ ENDING = (
     "sys.path.insert(0, os.path.dirname(sys.argv[0])); "
     "runpy.run_path(sys.argv[0], run_name='__main__'); sys.stdout.flush(); os._exit(0)"
 )
-# A rank that says who it is, has a child, and goes on until it is stopped.
+# A rank that says who it is, and goes on until it is stopped.
 FOREVER = """
-import json, os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, sys, time
 folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
 rank = os.environ["RANK"]
 if "stubborn" in how:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen(["sleep", "600"])
-said = {"pids": [os.getpid(), child.pid], "environment": dict(os.environ)}
 new = folder / f"{rank}.new"
-new.write_text(json.dumps(said))
+new.write_text(json.dumps({"pid": os.getpid(), "environment": dict(os.environ)}))
 new.rename(folder / f"{rank}.json")
 while "die" in how and len(list(folder.glob("*.json"))) < 2:
     time.sleep(0.01)
 if "die" in how and rank == "1":
     sys.exit(7)
-if "end" in how:
-    child.kill()
-    sys.exit(0)
-time.sleep(600)
+if "end" not in how:
+    time.sleep(600)
 """
 
 
@@ -94,13 +80,10 @@ class Launched:
         return self.process.returncode, output
 
     def is_clean(self, said: list[dict[str, Any]]) -> bool:
-        """Whether no rank, no child of one, no guard and no file is left, after a moment."""
-        pids = [pid for one in said for pid in one["pids"]]
-        wait_until(lambda: not any(map(is_running, pids)), "a rank or its child is left")
-        folders = self.folder.glob("ucudnn-launch-*")
-        wait_until(lambda: not list(folders), "the job's folder is left")
-        wait_until(lambda: not processes_with(str(self.folder)), "a process of the job is left")
-        return True
+        """Whether no rank and no file is left, after a moment."""
+        pids = [one["pid"] for one in said]
+        wait_until(lambda: not any(map(is_running, pids)), "a rank is left")
+        return not list(self.folder.glob("ucudnn-*"))
 
 
 def wait_until(condition: Any, otherwise: str = "it did not happen") -> None:
@@ -116,19 +99,6 @@ def is_running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def processes_with(text: str) -> list[str]:
-    """Command lines of processes that contain a text."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if text in command and is_running(int(path.parent.name)):
-            found.append(command)
-    return found
 
 
 @pytest.fixture
@@ -165,23 +135,19 @@ def forever(tmp_path: Path) -> list[str]:
     return [str(path), str(tmp_path)]
 
 
-def test_ranks_get_disjoint_cores_and_the_weights_of_torchrun(begin, tmp_path):
-    if len(cores()) < 2:
-        pytest.skip("ranks cannot have cores of their own: there is one")
-    job = begin([*CLI, "--ranks-per-gpu", "2", "--", str(STARTED), str(tmp_path), "by device"])
+def test_ranks_divide_the_threads_and_get_the_weights_of_torchrun(begin, tmp_path):
+    threads = str(len(os.sched_getaffinity(0)))
+    words = [*CLI, "--ranks-per-gpu", "2", "--torchrun", "--max-restarts=1", "--"]
+    job = begin([*words, str(STARTED), str(tmp_path), "by device"])
     status, output = job.end()
     assert status == 0, output
     said = job.said(2)
-    assert not set(said[0]["cpus"]) & set(said[1]["cpus"])
-    assert sorted(said[0]["cpus"] + said[1]["cpus"]) == sorted(os.sched_getaffinity(0))
-    assert [one["threads"] for one in said] == [str(len(cores()) // 2)] * 2
+    assert all(1 <= int(one["threads"]) <= max(1, int(threads) // 2) for one in said)
     assert [one["ranks per device"] for one in said] == [2, 2]
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     alone = begin([*words, str(STARTED), str(tmp_path)])
     assert alone.end()[0] == 0
-    # One device, so one level: the same sums.
     assert {one["weights"] for one in [*said, *alone.said(2)]} == {said[0]["weights"]}
-    assert not list(tmp_path.glob("ucudnn-*"))
 
 
 def test_two_ranks_lose_what_one_rank_with_the_whole_batch_loses(begin, tmp_path, repository):
@@ -207,20 +173,18 @@ def test_two_ranks_lose_what_one_rank_with_the_whole_batch_loses(begin, tmp_path
 
 
 @pytest.mark.parametrize("how", ["", "stubborn"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_nothing_is_left_when_the_launcher_gets_a_signal(begin, forever, number, how):
-    job = begin(
-        [*CLI, "--ranks-per-gpu=2", "--", *forever, how], TORCH_ELASTIC_SHUTDOWN_TIMEOUT="3"
-    )
+def test_no_rank_is_left_when_the_launcher_is_to_end(begin, forever, how):
+    words = [*CLI, "--ranks-per-gpu=2", "--", *forever, how]
+    job = begin(words, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="3")
     said = job.said(2)
-    assert all(is_running(pid) for one in said for pid in one["pids"])
-    job.process.send_signal(number)
+    assert all(is_running(one["pid"]) for one in said)
+    job.process.send_signal(signal.SIGTERM)
     status, output = job.end()
-    assert status == (143 if number == signal.SIGTERM else -signal.SIGKILL), output
+    assert status == 143, output
     assert job.is_clean(said)
 
 
-def test_nothing_is_left_when_a_rank_dies(begin, forever):
+def test_no_rank_is_left_when_one_dies(begin, forever):
     job = begin([*CLI, "--ranks-per-gpu=2", "--", *forever, "die"])
     said = job.said(2)
     status, output = job.end()
@@ -229,31 +193,12 @@ def test_nothing_is_left_when_a_rank_dies(begin, forever):
     assert job.is_clean(said)
 
 
-def test_nothing_is_left_when_ranks_cannot_start(begin, tmp_path):
-    job = begin([*CLI, "--ranks-per-gpu=2", "--", str(tmp_path / "no.py")])
-    status, output = job.end()
-    assert status == 1
-    assert "No such file" in output
-    assert job.is_clean([])
-
-
-def test_a_launcher_that_is_killed_before_a_rank_registers(tmp_path, package):
-    """The rank finds that the guard has cleaned up, and does not become the script."""
-    program = package / "system" / "launched.py"
-    words = [sys.executable, str(program), str(tmp_path / "gone"), "-c", "print('ran')"]
-    ended = subprocess.run(words, capture_output=True, check=False, text=True)
-    assert ended.returncode == 1
-    assert "the launcher has ended" in ended.stderr
-    assert not ended.stdout
-
-
 def test_restarts_are_torchruns(begin, tmp_path):
     words = ["--ranks-per-gpu=2", "--torchrun", "--max-restarts=1"]
     job = begin([*CLI, *words, "--", str(STARTED), str(tmp_path), "die once"])
     status, output = job.end()
     assert status == 0, output
     assert [one["attempt"] for one in job.said(2)] == ["1", "1"]
-    assert not list(tmp_path.glob("ucudnn-*"))
 
 
 # --- MPS, by a program that stands in for NVIDIA's
@@ -277,13 +222,14 @@ if mode == "hang":
 if command == ["-d"]:
     if mode == "refuse":
         sys.exit("Cannot create a daemon: operation not permitted")
+    if mode == "mute":
+        sys.exit()
     words = [sys.executable, "-c", "import time; time.sleep(600)", "nvidia-cuda-mps-control -d"]
     daemon = subprocess.Popen(words, start_new_session=True)  # it keeps our output open
     pid.write_text(str(daemon.pid))
-    (pipes.parent / "mps-log" / "control.log").write_text("[ERROR] no server\\n")
 elif mode == "mute" or not lives():
     sys.exit("Cannot find MPS control daemon process")
-elif command == ["quit"] and mode != "stubborn":
+elif command[0].startswith("quit"):
     os.kill(int(pid.read_text()), signal.SIGTERM)
 """
 
@@ -301,88 +247,54 @@ def control(tmp_path: Path):
     return write
 
 
-def daemons(tmp_path: Path) -> list[int]:
-    """Daemons of the program that stands in, which are running."""
-    return [
-        int(path.read_text())
-        for path in tmp_path.rglob("*.pid")
-        if is_running(int(path.read_text()))
-    ]
+def settings(control: Path, mode: str = "require") -> str:
+    return repr(Launch(2, mode, 60, str(control), gpus=("GPU-a", "GPU-b")))
 
 
-def settings(control: Path, mode: str = "require", percent: int = 60) -> str:
-    return repr(Launch(2, mode, percent, str(control), gpus=("GPU-a", "GPU-b"))).replace(
-        "torchrun_options=()", "torchrun_options=('--standalone',)"
-    )
-
-
-def test_mps_is_started_asked_used_and_stopped(begin, control, forever, tmp_path):
+def test_mps_is_started_asked_used_and_stopped(begin, control, forever):
     path, log = control()
     job = begin([sys.executable, "-c", PROGRAM, settings(path), *forever, "end"])
     status, output = job.end()
     assert status == 0, output
     said = job.said(4)
-    for rank, one in enumerate(said):
+    for one in said:
         environment = one["environment"]
-        pipes = Path(environment["CUDA_MPS_PIPE_DIRECTORY"])
-        assert pipes.parent.name.startswith("ucudnn-launch-")
         assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "60"
-        # Neighbours share a GPU, which each of them sees alone, as number 0.
-        assert environment["CUDA_VISIBLE_DEVICES"] == ("GPU-a", "GPU-b")[rank // 2]
-        assert environment["LOCAL_RANK"] == "0"
+        assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
         assert environment[config.RANKS_PER_DEVICE] == "2"
-        assert not pipes.exists()
-    commands = log.read_text().split("\n")
-    assert commands[0].split() == ["-d", "GPU-a,GPU-b"]
-    assert commands[1].split()[0] == "get_server_list"
-    assert [line.split()[0] for line in commands if line][-1] == "quit"
-    assert not daemons(tmp_path)
+        assert not Path(environment["CUDA_MPS_PIPE_DIRECTORY"]).exists()
+    commands = [line.split() for line in log.read_text().splitlines()]
+    assert commands[0] == ["-d", "GPU-a,GPU-b"]
+    assert commands[1][0] == "get_server_list"
+    assert commands[-1][0] == "quit"
     assert job.is_clean(said)
-    assert "2 rank(s) for each of 2 GPU(s), each with up to 60 % of it by MPS" in output
+    assert "each rank may use up to 60 % of its GPU by MPS" in output
 
 
-@pytest.mark.parametrize("mode", ["", "stubborn"])
-def test_no_daemon_is_left_when_the_launcher_is_killed(begin, control, forever, tmp_path, mode):
-    path, log = control(mode)
+def test_mps_ends_with_a_launcher_that_is_to_end(begin, control, forever):
+    path, log = control()
     job = begin([sys.executable, "-c", PROGRAM, settings(path), *forever, ""])
     said = job.said(4)
-    (daemon,) = daemons(tmp_path)
-    job.process.kill()
+    job.process.send_signal(signal.SIGTERM)
+    job.end()
     assert job.is_clean(said)
-    wait_until(lambda: not is_running(daemon), "the daemon is left")
-    assert log.read_text().split("\n")[-2].split() == ["quit"]
+    assert log.read_text().splitlines()[-1].startswith("quit")
 
 
 @pytest.mark.parametrize(
     ("mode", "sentence"),
     [
         ("refuse", "-d is not allowed to start here: Cannot create a daemon: operation not"),
-        ("mute", r"started a daemon that does not answer: \[ERROR\] no server"),
+        ("mute", "started a daemon that does not answer"),
         ("hang", "-d is not allowed to start here: it did not end"),
     ],
 )
-def test_mps_that_is_not_to_be_had_is_refused_with_a_sentence(
-    control, monkeypatch, tmp_path, mode, sentence
-):
-    monkeypatch.setattr(mps, "_ANSWER_S", 1.0)
-    path, _ = control(mode)
-    daemon = MpsDaemon(tmp_path, ["GPU-a"], control=str(path))
-    with pytest.raises(UnsupportedError, match=sentence):
-        daemon.start()
-    assert not daemon.is_alive()
-    daemon.stop()
-    assert not daemons(tmp_path)
-
-
-def test_a_daemon_that_died_does_not_live_because_its_folder_does(control, tmp_path):
-    path, _ = control()
-    daemon = MpsDaemon(tmp_path, ["GPU-a"], control=str(path))
-    daemon.start()
-    assert daemon.is_alive()
-    assert stat.S_IMODE(daemon.pipes.stat().st_mode) == 0o700
-    assert daemon.stop()
-    assert daemon.pipes.is_dir()
-    assert not daemon.is_alive()
+def test_mps_that_is_not_to_be_had_is_refused_with_a_sentence(control, mode, sentence):
+    path, log = control(mode)
+    with pytest.raises(UnsupportedError, match=sentence), mps_daemon(str(path), answer_s=1):
+        pass
+    # Whatever it has started is told to end.
+    assert log.read_text().splitlines()[-1].startswith("quit")
 
 
 def test_without_the_control_program_ranks_take_turns_or_mps_is_refused(begin, forever, tmp_path):
@@ -396,7 +308,6 @@ def test_without_the_control_program_ranks_take_turns_or_mps_is_refused(begin, f
     status, output = job.end()
     assert status == 1
     assert "missing is not on the PATH" in output
-    assert not list(tmp_path.glob("ucudnn-launch-*"))
 
 
 def test_mps_needs_a_gpu():
@@ -405,25 +316,6 @@ def test_mps_needs_a_gpu():
 
 
 # --- what each rank gets
-
-CORES = st.lists(st.integers(1, 2), min_size=1, max_size=64)
-
-
-@given(CORES, st.integers(1, 8))
-def test_ranks_of_a_processor_have_cores_of_their_own_where_there_are_enough(widths, ranks):
-    numbers = iter(range(sum(widths)))
-    machine = [[next(numbers) for _ in range(width)] for width in widths]
-    places = place(ranks, [], machine)
-    assert len(places) == ranks
-    used = [set(one.cpus) for one in places]
-    assert set().union(*used) == set(range(sum(widths)))
-    if ranks <= len(machine):
-        assert sum(map(len, used)) == sum(widths)  # disjoint
-        for cpus in used:
-            # Whole cores, at least as many as the rank has threads.
-            mine = [core for core in machine if set(core) <= cpus]
-            assert {cpu for core in mine for cpu in core} == cpus
-            assert len(mine) >= int(places[0].environment["OMP_NUM_THREADS"])
 
 
 @given(
@@ -441,12 +333,6 @@ def test_equal_parts_are_best_for_the_slowest_rank(points, ranks, budget):
     divided = divide([front] * ranks, budget)
     slowest = max(front[choice][1] for choice in divided.choice)
     assert equal <= slowest
-
-
-def test_the_workspace_of_a_device_is_divided():
-    (one, *_) = place(4, [], [[0]], device_workspace=(64 << 20) + 3)
-    assert one.environment["UCUDNN_WORKSPACE_LIMIT"] == str(16 << 20)
-    assert "UCUDNN_WORKSPACE_LIMIT" not in place(4, [], [[0]])[0].environment
 
 
 def test_ranks_per_device_are_conditions_of_a_measurement(monkeypatch):
@@ -472,45 +358,6 @@ def test_ranks_per_device_are_conditions_of_a_measurement(monkeypatch):
 def test_settings_that_are_not_allowed_are_refused(values, sentence):
     with pytest.raises(ConfigError, match=sentence):
         Launch(**values)
-
-
-# --- how busy a GPU is
-
-
-@pytest.mark.parametrize(
-    ("percents", "ranks", "sentence"),
-    [
-        ([0, 0, 40, *[98] * 10], 1, "busy 98 % of the time with 1 rank: more ranks can hardly pay"),
-        ([55] * 12, 2, "busy 55 % of the time with 2 ranks: try more, by --ranks-per-gpu auto"),
-        ([98] * 4, 1, None),  # too short to tell
-        (None, 1, None),  # NVML does not know the GPU
-    ],
-)
-def test_the_launcher_tells_whether_sharing_can_pay(monkeypatch, percents, ranks, sentence):
-    left = list(percents or [])
-    empty = threading.Event()
-
-    def used(board: object) -> SimpleNamespace:
-        if not left:
-            empty.set()
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-        return SimpleNamespace(gpu=left.pop(0))
-
-    def board(gpu: str) -> str:
-        if percents is None:
-            empty.set()
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return gpu
-
-    monkeypatch.setattr(utilization, "_INTERVAL_S", 0.001)
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", board)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", used)
-    said: list[str] = []
-    with utilization.Sampler(["GPU-a"], ranks, said.append) as sampler:
-        assert empty.wait(60)
-        sampler.conclude()
-    assert said == ([f"GPU-a was {sentence}"] if sentence else [])
 
 
 # --- the number of ranks
@@ -546,13 +393,13 @@ class Speeds:
 )
 def test_the_number_of_ranks_with_most_samples_per_second_is_found(speeds, chosen, asked):
     measure = Speeds(**speeds)
-    assert search.search(measure, rounds=3).ranks_per_device == chosen
+    assert search(measure, rounds=3).ranks_per_device == chosen
     assert asked is None or measure.asked == asked
 
 
 def test_a_script_that_does_not_run_is_told():
     with pytest.raises(UnsupportedError, match="or does not call ucudnn.distributed.count"):
-        search.search(lambda _: None)
+        search(lambda _: None)
 
 
 # Its speed depends on the number of ranks alone, not on the machine: each rank waits.
@@ -588,21 +435,6 @@ def test_auto_finds_and_uses_the_number(begin, tmp_path):
     assert not list(tmp_path.glob("ucudnn-*"))
 
 
-def test_ranks_count_where_a_trial_reads(monkeypatch, tmp_path):
-    count(5)  # outside of a trial it does nothing
-    monkeypatch.setenv(config.PROGRESS, str(tmp_path))
-    for rank in (0, 12):
-        monkeypatch.setenv("RANK", str(rank))
-        counting._counter.cache_clear()  # as in another process
-        for _ in range(rank + 1):
-            count(8)
-    (tmp_path / "3").touch()  # one that has only begun
-    assert {rank: one.samples for rank, one in read_counts(tmp_path).items()} == {0: 8, 12: 13 * 8}
-    with pytest.raises(ConfigError, match="must not be negative, got -1"):
-        count(-1)
-    counting._counter.cache_clear()
-
-
 def test_auto_is_for_one_host():
     with pytest.raises(ConfigError, match="found on one host"):
-        search.find_ranks(["train.py"], Launch(torchrun_options=("--nnodes=2",)))
+        find_ranks(["train.py"], Launch(torchrun_options=("--nnodes=2",)))

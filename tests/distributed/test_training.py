@@ -85,20 +85,16 @@ def test_synchronized_batch_norm_leaves_our_layers_and_needs_a_gpu(launch):
     assert one["steps"] == "a SyncBatchNorm computes with all ranks"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "devices", "through"),
-    [(2, 1, "gloo"), (2, 1, "memory"), (4, 2, "gloo"), (4, 2, "memory"), (4, 2, "auto")],
-)
-def test_gradients_in_two_levels_are_those_of_ddp(launch, ranks, devices, through):
-    for one in launch("two_levels", ranks, devices=devices, through=through).end():
+@pytest.mark.parametrize(("ranks", "devices"), [(2, 1), (3, 1), (4, 2)])
+def test_gradients_in_two_levels_are_those_of_ddp(launch, ranks, devices):
+    for one in launch("two_levels", ranks, devices=devices).end():
         # The sums are in another order, but every replica has the same.
         assert one["weights"] < 1e-11
         assert one["replicated"]
-        used = "_reduce_in_memory" if through == "memory" else "_reduce_by_gloo"
-        assert one["reduced"] == [used]
+        assert one["reduced"]
 
 
 def test_ranks_that_share_no_device_are_reduced_as_always(launch):
-    for one in launch("two_levels", 2, devices=2, through="memory").end():
+    for one in launch("two_levels", 2, devices=2).end():
         assert one["weights"] == 0
-        assert one["reduced"] == []
+        assert not one["reduced"]

@@ -275,7 +275,7 @@ def synchronized_batch_norm(folder: Path, rank: int) -> dict[str, Any]:
     return {"sentence": sentence, "kinds": kinds, "norm": type(model[1]).__name__, "steps": reason}
 
 
-def two_levels(folder: Path, rank: int, devices: int, through: str) -> dict[str, Any]:
+def two_levels(folder: Path, rank: int, devices: int) -> dict[str, Any]:
     """Train with gradients averaged in two levels, and by DDP alone, in float64.
 
     Ranks share a device as if by `ucudnn launch`, with several devices on this host.
@@ -289,16 +289,7 @@ def two_levels(folder: Path, rank: int, devices: int, through: str) -> dict[str,
     two_level._device = lambda: str(rank * devices // ranks)
     model = network(dtype=torch.float64, norm=False)
     both = [DistributedDataParallel(copy.deepcopy(model)) for _ in range(2)]
-    distributed.reduce_by_device(both[0], through)
-    reduced: list[str] = []
-    for name in ("_reduce_by_gloo", "_reduce_in_memory"):
-        function = getattr(two_level, name)
-
-        def noted(*arguments: Any, name: str = name, function: Any = function) -> None:
-            reduced.append(name)
-            function(*arguments)
-
-        setattr(two_level, name, noted)
+    is_reduced = distributed.reduce_by_device(both[0])
     images, labels = data(ranks * BATCH, torch.float64)
     mine = slice(rank * BATCH, (rank + 1) * BATCH)
     for one in both:
@@ -310,5 +301,5 @@ def two_levels(folder: Path, rank: int, devices: int, through: str) -> dict[str,
     return {
         "weights": difference(both[0].module, both[1].module),
         "replicated": is_replicated(both[0]),
-        "reduced": sorted(set(reduced)),
+        "reduced": is_reduced,
     }

@@ -14,7 +14,7 @@ from ucudnn.errors import ConfigError, RankError
 from ucudnn.units import parse_bytes
 
 if TYPE_CHECKING:
-    from ucudnn.distributed.launching.agent import Launch
+    from ucudnn.distributed.launching import Launch
 
 
 def launch(
@@ -45,7 +45,7 @@ def launch(
     # torch is imported only now that the command line is read.
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from ucudnn.distributed.launching.agent import Launch, launch
+    from ucudnn.distributed.launching import Launch, launch
 
     is_auto = ranks_per_gpu == "auto"
     if not is_auto and not ranks_per_gpu.isdecimal():
@@ -72,7 +72,7 @@ def launch(
 
 def _search(script: list[str], settings: Launch, seconds: float, rounds: int) -> Launch:
     """The settings with the fastest number of ranks."""
-    from ucudnn.distributed.launching.search import TrialTimes, find_ranks
+    from ucudnn.distributed.counting import TrialTimes, find_ranks
 
     found = find_ranks(script, settings, TrialTimes(measure_s=seconds), rounds, say_error)
     for ranks, rates in found.rates.items():

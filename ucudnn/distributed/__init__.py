@@ -1,17 +1,12 @@
 """Plans in data-parallel jobs: tuned together, and equal on all ranks.
 
-Public functions are in:
-
-    startup.py         join the job, whichever of torchrun, MPI and Slurm started this rank
-    tuning.py          tune in all ranks, each of which measures a part
-    agreement.py       check that plan, versions and devices of all ranks agree, or name who differs
-    two_level.py       gradients averaged among the ranks of a device first
-    counting.py        count samples, by which `ucudnn launch` compares numbers of ranks
-
-They are built from:
-
-    launching/           several ranks for each GPU, or for the cores of a CPU
-    rendezvous.py        the ranks at one point of the program, and all-gathers between them
+    startup.py     join the job, whichever of torchrun, MPI and Slurm started this rank
+    tuning.py      tune in all ranks, each of which measures a part
+    agreement.py   check that plan, versions and devices of all ranks agree, or name who differs
+    rendezvous.py  the ranks at one point of the program, and all-gathers between them
+    launching.py   start several ranks for each GPU, or for the processor
+    counting.py    count samples, and find the number of ranks with most per second
+    two_level.py   gradients averaged among the ranks of a device first
 
 All communication goes through the store of torch.distributed's default process group, whatever
 launched the ranks. Names are resolved at their first use (PEP 562): loading a plan loads no tuner.

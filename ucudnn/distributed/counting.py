@@ -1,49 +1,35 @@
-"""Samples that a rank has computed, counted for whoever measures the speed of the job."""
+"""Samples that ranks compute, counted, and the number of ranks per device with most per second."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
+import tempfile
 import time
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucudnn import config
-from ucudnn.errors import ConfigError
+from ucudnn.errors import ConfigError, UnsupportedError
 
-# One write of a fixed length replaces the last one whole.
-_FORMAT = "{samples:20d} {clock_ns:20d}\n"
+if TYPE_CHECKING:
+    from ucudnn.distributed.launching import Launch, Say
 
-
-class Count(NamedTuple):
-    """Samples that a rank has computed until some moment.
-
-    Args:
-        samples: their number.
-        clock_ns: the moment, on the clock of the host.
-    """
-
-    samples: int
-    clock_ns: int
-
-
-class _Counter:
-    """A file with the count of this rank."""
-
-    def __init__(self, folder: str) -> None:
-        path = Path(folder) / os.environ.get("RANK", "0")
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        self._samples = 0
-
-    def add(self, samples: int) -> None:
-        self._samples += samples
-        text = _FORMAT.format(samples=self._samples, clock_ns=time.monotonic_ns())
-        os.pwrite(self._file, text.encode(), 0)
-
-
-@cache
-def _counter(folder: str) -> _Counter:
-    return _Counter(folder)
+CANDIDATES = (1, 2, 4)
+# More ranks need more memory, so they must gain more than this.
+_TIE = 0.03
+# Where the first trial of a number falls this far behind the best, larger ones are not tried.
+_HOPELESS = 0.7
+# Time in which ranks end after SIGTERM; torchrun's agent itself gives them 30 s.
+_END_S = 60.0
+# By folder of a trial.
+_samples: Counter[str] = Counter()
 
 
 def count(samples: int) -> None:
@@ -63,19 +49,204 @@ def count(samples: int) -> None:
         raise ConfigError(f"samples must not be negative, got {samples}")
     folder = config.progress_folder()
     if folder is not None:
-        _counter(folder).add(samples)
+        _samples[folder] += samples
+        path = Path(folder) / os.environ.get("RANK", "0")
+        new = path.with_suffix(".new")
+        new.write_text(f"{_samples[folder]} {time.monotonic_ns()}")
+        new.rename(path)
 
 
-def read_counts(folder: Path) -> dict[int, Count]:
-    """The counts of all ranks that have counted, by rank.
+class _Count(NamedTuple):
+    samples: int
+    clock_ns: int
+
+
+def _counts(folder: Path) -> dict[str, _Count]:
+    """Samples of each rank until a moment on the host's clock."""
+    paths = [path for path in folder.iterdir() if not path.suffix]
+    return {path.name: _Count(*map(int, path.read_text().split())) for path in paths}
+
+
+class TrialTimes(NamedTuple):
+    """Times of a trial.
 
     Args:
-        folder: where they count.
+        start_s: until all ranks have counted samples; they may tune first.
+        warmup_s: from then on until samples are counted.
+        measure_s: in which samples are counted.
     """
-    counts = {}
-    for path in folder.iterdir():
-        numbers = path.read_text(encoding="ascii").split()
-        # Empty between its creation and the first count.
-        if numbers:
-            counts[int(path.name)] = Count(int(numbers[0]), int(numbers[1]))
-    return counts
+
+    start_s: float = 600.0
+    warmup_s: float = 3.0
+    measure_s: float = 10.0
+
+
+class Found(NamedTuple):
+    """Result of a search.
+
+    Args:
+        ranks_per_device: the number to use.
+        rates: samples per second of every trial, by number of ranks per device.
+    """
+
+    ranks_per_device: int
+    rates: dict[int, tuple[float, ...]]
+
+
+def find_ranks(
+    script: Sequence[str],
+    settings: Launch,
+    times: TrialTimes = TrialTimes(),  # noqa: B008 - it never changes
+    rounds: int = 3,
+    say: Say = lambda _: None,
+) -> Found:
+    """Find the number of ranks per device with which a script computes most samples per second.
+
+    Args:
+        script: it calls `ucudnn.distributed.count` after each step.
+        settings: everything but the number of ranks.
+        times: of each trial.
+        rounds: trials of each number.
+        say: called with each result.
+
+    Raises:
+        ConfigError: the job has several hosts, which could come to different results, or a number
+            is not allowed.
+        UnsupportedError: the script does not run, or counts no samples.
+    """
+    if rounds < 1 or not times.measure_s > 0:
+        raise ConfigError(
+            f"trials need at least one round and some time, got {rounds} rounds of "
+            f"{times.measure_s:g} s"
+        )
+    if settings.has_meeting:
+        raise ConfigError(
+            "ranks per GPU are found on one host; find them there, then give the number on all "
+            "hosts"
+        )
+    # torch's launcher is not imported in ranks, which only count.
+    from ucudnn.distributed.launching import list_gpus
+
+    gpus = list_gpus() if settings.gpus is None else settings.gpus
+    listed = replace(settings, gpus=gpus)
+    return search(lambda ranks: measure_ranks(script, listed, ranks, times), rounds, say)
+
+
+def search(
+    measure: Callable[[int], float | None], rounds: int = 3, say: Say = lambda _: None
+) -> Found:
+    """Find the number of ranks with the most samples per second, by trials in several rounds.
+
+    Rounds alternate between all numbers, so that a slow drift of the machine favours none. Of
+    numbers within 3 % of the best median the smallest is chosen.
+
+    >>> search({1: 100.0, 2: 160.0, 4: 150.0}.get, rounds=1).ranks_per_device
+    2
+
+    Args:
+        measure: samples per second with a number of ranks; None where it fails.
+        rounds: trials of each number.
+        say: called with each result.
+
+    Raises:
+        UnsupportedError: not even the smallest number runs.
+    """
+    rates: dict[int, list[float]] = {}
+    tried: Sequence[int] = CANDIDATES
+    for number in range(rounds):
+        # In turns forwards and backwards, so that nobody always comes first.
+        for ranks in sorted(tried, reverse=bool(number % 2)):
+            rate = measure(ranks)
+            text = "failed" if rate is None else f"{rate:.4g} samples/s"
+            say(f"{ranks} rank(s) per device: {text}")
+            best = max((first for first, *_ in rates.values()), default=0.0)
+            if rate is not None:
+                rates.setdefault(ranks, []).append(rate)
+            # Most often memory has ended, which larger numbers need more of.
+            if number == 0 and (rate is None or rate < _HOPELESS * best):
+                break
+        tried = tuple(rates)
+    if not rates:
+        raise UnsupportedError(
+            f"the script does not run with {min(CANDIDATES)} rank(s) per device, or does not call "
+            f"ucudnn.distributed.count after each step; its output above tells why"
+        )
+    middle = {ranks: median(taken) for ranks, taken in rates.items()}
+    chosen = min(ranks for ranks in middle if middle[ranks] >= (1 - _TIE) * max(middle.values()))
+    return Found(chosen, {ranks: tuple(taken) for ranks, taken in rates.items()})
+
+
+def measure_ranks(
+    script: Sequence[str], settings: Launch, ranks: int, times: TrialTimes
+) -> float | None:
+    """Samples per second of a script with some ranks per device; None where it fails.
+
+    The script runs in processes that are stopped after some seconds, or end before that.
+
+    Args:
+        script: it calls `ucudnn.distributed.count` after each step.
+        settings: everything but the number of ranks; its GPUs are listed.
+        ranks: their number.
+        times: of the trial.
+    """
+    options = [f"--ranks-per-gpu={ranks}", f"--mps={settings.mps}"]
+    options += [f"--mps-percent={settings.mps_percent}"]
+    options += [f"--torchrun={shlex.join(settings.torchrun_options)}"]
+    if settings.device_workspace is not None:
+        options.append(f"--device-workspace={settings.device_workspace}")
+    # The launcher must find this very package, also where only `sys.path` leads there.
+    paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    gpus = settings.gpus or ()
+    if gpus:
+        paths["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    with tempfile.TemporaryDirectory(prefix="ucudnn-trial-") as folder:
+        launcher = subprocess.Popen(  # noqa: S603 - our own launcher, with the user's script
+            [sys.executable, "-m", "ucudnn", "launch", *options, "--", *script],
+            env={**os.environ, **paths, config.PROGRESS: folder},
+        )
+        try:
+            return _rate(launcher, Path(folder), ranks * max(1, len(gpus)), times)
+        finally:
+            launcher.terminate()
+            try:
+                launcher.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                launcher.wait()
+
+
+def _rate(
+    launcher: subprocess.Popen[bytes], folder: Path, ranks: int, times: TrialTimes
+) -> float | None:
+    """Samples per second of all ranks, once all of them count; None where one fails."""
+
+    def all_count() -> bool:
+        return len(_counts(folder)) == ranks
+
+    _wait(launcher, times.start_s, all_count)
+    if not all_count():
+        return None
+    # The steps of a script that ends early still count, if there are several.
+    begin = _counts(folder)
+    if _wait(launcher, times.warmup_s):
+        begin = _counts(folder)
+        _wait(launcher, times.measure_s)
+    end = _counts(folder)
+    if launcher.poll() not in (None, 0) or any(end[rank] == begin[rank] for rank in begin):
+        return None
+    return sum(
+        (end[rank].samples - first.samples) * 1e9 / (end[rank].clock_ns - first.clock_ns)
+        for rank, first in begin.items()
+    )
+
+
+def _wait(
+    launcher: subprocess.Popen[bytes], seconds: float, event: Callable[[], bool] = lambda: False
+) -> bool:
+    """Wait for an event or for some time; False if the launcher has ended meanwhile."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not event():
+        if launcher.poll() is not None:
+            return False
+        time.sleep(0.1)
+    return True

@@ -23,8 +23,8 @@ from ucudnn import config
 from ucudnn.errors import RankError
 
 # Variables for rank and size, in the job and on the host; of several names the first that is set
-# counts. In this order: torchrun may be started by mpirun, once per host; srun may set PMI_RANK, too;
-# and mpirun in a batch job of Slurm leaves the variables of that job as they are.
+# counts. The order matters: torchrun may be started by mpirun, once per host; srun may set
+# PMI_RANK, too; and mpirun in a batch job of Slurm leaves the variables of that job as they are.
 # SLURM_NTASKS is that of the batch job, of which an srun may start a part.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),

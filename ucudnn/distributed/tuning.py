@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -23,21 +24,26 @@ from ucudnn.cache import Entry
 from ucudnn.config import Config, require_config
 from ucudnn.distributed.agreement import job_facts, kind_facts, raise_errors, require_equal_teams
 from ucudnn.distributed.rendezvous import Group, Rendezvous
-from ucudnn.errors import ConfigError, PlanError, UcudnnError, UcudnnWarning, UnsupportedError
+from ucudnn.errors import (
+    ConfigError,
+    PlanError,
+    UcudnnError,
+    UcudnnWarning,
+    UnsupportedError,
+    UntunedWarning,
+)
 from ucudnn.measurement import Role
 from ucudnn.outcomes import Origin
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import Traced, trace_layers
-from ucudnn.tuning import model as one_process
+from ucudnn.tuning import model as alone
 from ucudnn.tuning.progress import Progress, warn_of_untuned
 from ucudnn.tuning.tuner import tune_problems
 
 Report = Callable[[Progress], None]
 # Of a time budget that was set; the rest is for deciding, and for the race of whole steps.
 _MEASURING = 0.75
-# A budget must be above 0; within this one not even torch's own convolutions are run.
-_LEAST_BUDGET_S = 1e-3
 
 
 def tune(
@@ -76,18 +82,18 @@ def tune(
         ConfigError: the model does not accept the inputs or computes no convolution.
         PlanError: no plan of some kernel fits the workspace limit; all ranks raise it.
     """
-    config, began = require_config(config), monotonic()
+    config = require_config(config)
     traced = _traced(model, example_inputs, config, real)
     with Rendezvous("tune", group, timeout_s) as rendezvous:
         team = _team(rendezvous, traced, config)
-        is_first = rendezvous.rank == team[0]
-        # Alone there is nobody to share with.
-        if len(team) > 1:
+        began, is_shared = monotonic(), len(team) > 1
+        if is_shared:
             _share(rendezvous, team, traced, config, on_progress)
         decided: Plan | UcudnnError | None = None
-        if is_first:
+        if rendezvous.rank == team[0]:
+            tuned = partial(_decide, began) if is_shared else alone.tune
             try:
-                decided = _decide(model, example_inputs, config, on_progress, real, began)
+                decided = tuned(model, example_inputs, config, on_progress, real=real)
             except UcudnnError as error:
                 decided = error
         received = rendezvous.exchange("plan", decided)
@@ -96,7 +102,7 @@ def tune(
         if isinstance(one, UcudnnError):
             raise one
     plan: Plan = received[team[0]]
-    if not is_first:
+    if is_shared:
         left_out = len(plan.left_out)
         warn_of_untuned(left_out, left_out + len(plan.kernels), config.time_budget_s)
     return plan
@@ -159,14 +165,14 @@ def _share(
     layers = [layer for layer in traced.layers if _geometry(layer[1]) in mine]
     budget_s = config.time_budget_s and _MEASURING * config.time_budget_s
     # A memory budget is one of whole steps: it chooses among what is measured here.
-    alone = replace(config, memory_budget=None, time_budget_s=budget_s)
+    own = replace(config, memory_budget=None, time_budget_s=budget_s)
     error = None
     try:
         # Who decides meets the same refusals, and warns of the whole.
         with warnings.catch_warnings(), suppress(PlanError, UnsupportedError):
             warnings.simplefilter("ignore", UcudnnWarning)
             if layers:
-                tune_problems(layers, alone, on_progress, biased=traced.biased)
+                tune_problems(layers, own, on_progress, biased=traced.biased)
         rendezvous.send("measurements", _known(mine, config))
     except UcudnnError as caught:
         error = str(caught)
@@ -180,25 +186,28 @@ def _share(
 
 
 def _decide(
+    began: float,
     model: nn.Module,
     inputs: Any,
     config: Config,
     on_progress: Report | None,
     real: bool,
-    began: float,
 ) -> Plan:
     """The plan of `ucudnn.tune` within the time that is left."""
-    left = config
-    if config.time_budget_s is not None:
-        left_s = config.time_budget_s - (monotonic() - began)
-        left = replace(config, time_budget_s=max(_LEAST_BUDGET_S, left_s))
-    plan = one_process.tune(model, inputs, left, on_progress, real=real)
+    left, budget_s = config, config.time_budget_s
+    if budget_s is not None:
+        # What was measured needs some time to become a plan, however late it is.
+        least_s = (1 - _MEASURING) * budget_s
+        left = replace(config, time_budget_s=max(least_s, budget_s - (monotonic() - began)))
+    with warnings.catch_warnings():
+        # All ranks are told, with the budget that was set.
+        warnings.filterwarnings("ignore", ".* kernels are not in the plan", UntunedWarning)
+        plan = alone.tune(model, inputs, left, on_progress, real=real)
     # The plan states the budget that the user set, and the time of all of tuning.
     origin = replace(plan.origin or Origin(), seconds=round(monotonic() - began))
-    if config.time_budget_s is not None:
-        origin = replace(origin, budget=f"{config.time_budget_s:g}")
-    settings = replace(plan.config, time_budget_s=config.time_budget_s)
-    return replace(plan, config=settings, origin=origin)
+    if budget_s is not None:
+        origin = replace(origin, budget=f"{budget_s:g}")
+    return replace(plan, config=replace(plan.config, time_budget_s=budget_s), origin=origin)
 
 
 def _by_worth(layers: Sequence[tuple[str, Problem]]) -> list[Problem]:

@@ -1,0 +1,258 @@
+"""Several ranks for each GPU, or for the processor, started by torchrun's agent.
+
+torchrun starts, watches, restarts and stops the ranks. Added here: how many ranks share a device,
+with which threads and workspace, and NVIDIA's Multi-Process Service (MPS), by which kernels of
+several processes run on a GPU at the same time. `distributed.init` chooses the GPU of each rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from ucudnn import config
+from ucudnn.errors import ConfigError, RankError, UnsupportedError
+from ucudnn.units import format_bytes
+
+MPS_MODES = ("auto", "require", "off")
+# Options of torchrun that say where ranks of several hosts meet.
+_MEETING = ("--nnodes", "--rdzv", "--master", "--node", "--standalone")
+_LIST_GPUS = (
+    "import torch\n"
+    "for i in range(torch.cuda.device_count()):\n"
+    "    print('GPU-' + str(torch.cuda.get_device_properties(i).uuid))"
+)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Settings of a launch.
+
+    Args:
+        ranks_per_device: number of ranks that share a GPU, or the processor.
+        mps: "auto" (where it can be had), "require" or "off".
+        mps_percent: of a GPU's multiprocessors that one rank may use under MPS.
+        mps_control: name or path of the control program of MPS.
+        device_workspace: bytes of workspace that the ranks of a device may use together; each gets
+            an equal part as its default workspace limit. None: no limit from here.
+        torchrun_options: further options of torchrun, such as "--max-restarts=2".
+        gpus: UUIDs of GPUs; None: those that torch sees.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+
+    ranks_per_device: int = 1
+    mps: str = "auto"
+    mps_percent: int = 100
+    mps_control: str = "nvidia-cuda-mps-control"
+    device_workspace: int | None = None
+    torchrun_options: tuple[str, ...] = ()
+    gpus: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_device < 1:
+            raise ConfigError(f"ranks per device must be above 0, got {self.ranks_per_device}")
+        if self.mps not in MPS_MODES:
+            raise ConfigError(f"mps must be one of {', '.join(MPS_MODES)}, got {self.mps!r}")
+        if not 1 <= self.mps_percent <= 100:
+            raise ConfigError(f"mps_percent must be from 1 to 100, got {self.mps_percent}")
+        if self.device_workspace is not None and self.device_workspace < self.ranks_per_device:
+            raise ConfigError(
+                f"a device workspace of {self.device_workspace} bytes leaves none to each of "
+                f"{self.ranks_per_device} ranks"
+            )
+
+    @property
+    def has_meeting(self) -> bool:
+        """True if torchrun's options say where ranks of several hosts meet.
+
+        >>> Launch(torchrun_options=("--nnodes=2", "--rdzv_id=7")).has_meeting
+        True
+        """
+        return any(one.replace("_", "-").startswith(_MEETING) for one in self.torchrun_options)
+
+
+def launch(script: Sequence[str], settings: Launch, say: Say = lambda _: None) -> None:
+    """Run a script in several ranks for each GPU, or for the processor, until all have ended.
+
+    Args:
+        script: the script and its arguments, as after `python`.
+        settings: how many ranks there are and what they share.
+        say: called with each sentence for the user.
+
+    Raises:
+        ConfigError: there is no script.
+        UnsupportedError: MPS is required and is not to be had.
+        RankError: a rank failed.
+        SignalException: this process got a signal to end.
+    """
+    if not script:
+        raise ConfigError("there is nothing to launch: give a script after --, as -- train.py")
+    gpus = list_gpus() if settings.gpus is None else settings.gpus
+    per_device = settings.ranks_per_device
+    ranks = per_device * max(1, len(gpus))
+    limit = None
+    if settings.device_workspace is not None:
+        # Equal parts: in every step all ranks wait for the slowest, and one plan serves all.
+        limit = settings.device_workspace // per_device
+        whole = format_bytes(settings.device_workspace)
+        say(f"workspace limit of each rank: {format_bytes(limit)} of {whole}")
+    # Without OMP_NUM_THREADS these are the cores that this process may use.
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // ranks))
+    variables = {**config.rank_variables(per_device, limit), "OMP_NUM_THREADS": threads}
+    if gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        say(f"{per_device} rank(s) for each of {len(gpus)} GPU(s)")
+    else:
+        say(f"{per_device} rank(s) share the processor, with {threads} thread(s) each")
+    with ExitStack() as stack:
+        stack.enter_context(_environment(variables))
+        clients = _start_mps(stack, settings, gpus, say)
+        stack.enter_context(_environment(clients))
+        _run(script, settings, ranks)
+
+
+def _run(script: Sequence[str], settings: Launch, ranks: int) -> None:
+    """Run torchrun's agent in this process."""
+    options = list(settings.torchrun_options)
+    if not settings.has_meeting:
+        options.append("--standalone")
+    words = [f"--nproc-per-node={ranks}", *options, "--no-python", sys.executable, "-u", *script]
+    try:
+        torchrun.run(torchrun.parse_args(words))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        status = failure.exitcode
+        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+        raise RankError(
+            f"rank {rank} ended {how}, and the others were stopped; its output above tells why",
+            (rank,),
+        ) from error
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables, which the ranks inherit."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def list_gpus() -> tuple[str, ...]:
+    """UUIDs of the GPUs that torch sees, in its order.
+
+    Raises:
+        UnsupportedError: torch cannot tell.
+    """
+    if not torch.backends.cuda.is_built():
+        return ()
+    # In a process of its own: the launcher must not hold memory of a GPU for as long as it lives.
+    command = [sys.executable, "-c", _LIST_GPUS]
+    listed = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
+    if listed.returncode != 0:
+        lines = listed.stderr.strip().splitlines() or ["no message"]
+        raise UnsupportedError(f"torch cannot list the GPUs of this machine: {lines[-1]}")
+    return tuple(listed.stdout.split())
+
+
+def _start_mps(
+    stack: ExitStack, settings: Launch, gpus: Sequence[str], say: Say
+) -> Mapping[str, str]:
+    """Variables of the clients of a daemon; none where it is not needed or not to be had."""
+    if settings.mps == "require" and not gpus:
+        raise UnsupportedError("MPS shares a GPU, and torch sees none here; use --mps auto")
+    if settings.mps == "off" or not gpus or settings.ranks_per_device == 1:
+        return {}
+    try:
+        folders = stack.enter_context(mps_daemon(settings.mps_control))
+    except UnsupportedError as error:
+        if settings.mps == "require":
+            raise
+        say(f"the ranks of a GPU take turns, without MPS: {error}")
+        return {}
+    say(f"each rank may use up to {settings.mps_percent} % of its GPU by MPS")
+    return {**folders, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(settings.mps_percent)}
+
+
+@contextmanager
+def mps_daemon(control: str, answer_s: float = 10.0) -> Iterator[dict[str, str]]:
+    """Run a private MPS daemon for the visible GPUs; it needs no rights and disturbs nobody.
+
+    Args:
+        control: name or path of its control program.
+        answer_s: seconds to wait for an answer of the daemon.
+
+    Returns:
+        Variables with its folders, by which processes find it.
+
+    Raises:
+        UnsupportedError: the control program is missing or refuses, or the daemon does not answer.
+    """
+    if shutil.which(control) is None:
+        raise UnsupportedError(
+            f"{control} is not on the PATH: it is a part of NVIDIA's driver, which a container may "
+            f"lack"
+        )
+    with TemporaryDirectory(prefix="ucudnn-mps-", ignore_cleanup_errors=True) as folder:
+        names = {"CUDA_MPS_PIPE_DIRECTORY": "pipes", "CUDA_MPS_LOG_DIRECTORY": "log"}
+        folders = {variable: str(Path(folder) / name) for variable, name in names.items()}
+        for path in folders.values():
+            Path(path).mkdir(mode=0o700)
+        try:
+            status, said = _control([control, "-d"], "", folders, answer_s)
+            if status != 0:
+                raise UnsupportedError(f"{control} -d is not allowed to start here: {said}")
+            deadline = time.monotonic() + answer_s
+            while _control([control], "get_server_list\n", folders, answer_s)[0] != 0:
+                if time.monotonic() > deadline:
+                    raise UnsupportedError(f"{control} -d started a daemon that does not answer")
+                time.sleep(0.1)
+            yield folders
+        finally:
+            # With a limit: it does not always end by itself after clients were killed.
+            _control([control], f"quit -t {answer_s:.0f}\n", folders, 2 * answer_s)
+
+
+def _control(
+    command: Sequence[str], text: str, folders: Mapping[str, str], timeout_s: float
+) -> tuple[int, str]:
+    """Exit status and last line of the control program."""
+    # A daemon may keep the output of the program that starts it: a pipe would never end.
+    with TemporaryFile("w+") as output:
+        try:
+            status = subprocess.run(  # noqa: S603 - NVIDIA's program, with arguments of ours
+                command,
+                input=text,
+                stdout=output,
+                stderr=output,
+                check=False,
+                # Ctrl-C is for the ranks, not for the daemon.
+                start_new_session=True,
+                env={**os.environ, **folders},
+                text=True,
+                timeout=timeout_s,
+            ).returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return 1, f"it did not end ({type(error).__name__})"
+        output.seek(0)
+        lines = output.read().strip().splitlines()
+        return status, lines[-1] if lines else f"exit status {status}"
