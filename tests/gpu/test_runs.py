@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ucudnn.backends.cudnn.backend import CudnnBackend
 from ucudnn.backends.cudnn.executable import RefusedError
 from ucudnn.execution.execute import bind
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
@@ -211,6 +212,10 @@ def test_operands_at_any_address(backend, exact, tolerance, dtype):
     for candidate in backend.candidates(problem):
         result = backend.executable(problem, candidate.algorithm).alone(odd, b)
         assert relative_error(result, exact(problem, a, b)) < tolerance(problem)
+
+
+def test_backends_of_a_process_share_its_handles(backend):
+    assert CudnnBackend().runtime is backend.runtime
 
 
 def test_operands_on_two_devices_are_refused(backend):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,16 @@ def _opened_elsewhere(index: int, settings: _Settings) -> CudnnBackend:
     return CudnnBackend()
 
 
+@lru_cache
+def _runtime(library: Path) -> Runtime:
+    """The runtime of a library, one for all backends of the process.
+
+    Backends are opened again and again, also whenever a shape without a plan is tuned. A handle
+    takes memory of the GPU, and is never closed.
+    """
+    return Runtime(Cudnn(library))
+
+
 def _laid_out(problem: Problem, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """An operand in the problem's layout, in memory that torch does not count."""
     if problem.layout == "nchw":
@@ -96,7 +107,7 @@ class CudnnBackend(AbstractBackend):
         # Fixed here: a later `torch.cuda.set_device` must not mix two GPUs in one plan.
         self._index = torch.cuda.current_device()
         _torch.version()  # loads torch's cuDNN, which is then found
-        self.runtime = Runtime(Cudnn(find_library()))
+        self.runtime = _runtime(find_library())
         self._candidates = lru_cache(_MOST_PROBLEMS)(self._enumerate)
 
     # Handles and plans of cuDNN cannot be pickled; the worker opens the backend anew.
