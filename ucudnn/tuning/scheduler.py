@@ -23,12 +23,11 @@ from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import LEAST_RACE_STEPS, Budget
 from ucudnn.tuning.effort import EFFORTS
-from ucudnn.tuning.fallback import with_every_batch
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure, require_solver
 from ucudnn.tuning.progress import Progress, warn_of_untuned
-from ucudnn.tuning.results import Results
+from ucudnn.tuning.results import Results, with_every_batch
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import Bounds, Kernel, source_of
 from ucudnn.tuning.step_shares import StepShares
