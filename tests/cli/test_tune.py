@@ -332,6 +332,17 @@ BAD_CALLS = {
     "no such folder": (("{table}", "-o", "nowhere/plan.json"), 2, "a folder that exists"),
     "unknown flag": (("{table}", "--fast"), 2, "No such option"),
     "no config file": (("{table}", "--config", "nowhere.json"), 2, "--config must be a JSON file"),
+    "no model file": (
+        ("nowhere.py:net", "--input", SHAPE),
+        2,
+        "a file that is there, and nowhere.py",
+    ),
+    "no such model": (("{model}:nets", "--input", SHAPE), 2, "some_models has no 'nets'"),
+    "no number of seconds": (
+        ("{model}:net", "--input", SHAPE, "--time-budget", "x"),
+        2,
+        "--time-budget must be a number above 0 or None, got 'x'",
+    ),
 }
 
 

@@ -95,7 +95,8 @@ _FLAGS = {
     "unplanned='error'": "--unplanned error",
     "backend='recorded'": "--backend recorded",
     "backend='cudnn'": "--backend cudnn",
-    "time_budget_s": "--time-budget",
+    "or time_budget_s": "or --time-budget",
+    "larger time_budget_s": "larger --time-budget",
 }
 
 

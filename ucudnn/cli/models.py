@@ -207,14 +207,18 @@ def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
         )
     path, folder = Path(name), Path()
     if path.suffix == ".py":
+        if not path.is_file():
+            raise ConfigError(f"{what} must name a file that is there, and {path} is not")
         folder, name = path.parent, path.stem
     # As Python does for a script, so that the model's file can import its neighbours.
     sys.path.insert(0, str(folder.resolve()))
     try:
-        found: Any = getattr(importlib.import_module(name), attribute)
+        found = _imported(name, attribute, what)
         # A model that was made when its file was imported is not called, which would compute it.
         is_made = callable(getattr(found, "named_parameters", None)) and not isinstance(found, type)
         return found if is_made else found(*args, **kwargs)
+    except ConfigError:
+        raise
     # The user's code may raise anything, or end the process when it is imported.
     except (Exception, SystemExit) as error:
         remedy = "" if args or kwargs or what != "MODEL" else "; --args gives it arguments"
@@ -224,6 +228,16 @@ def call_named(spec: str, what: str, *args: Any, **kwargs: Any) -> Any:
         ) from error
     finally:
         sys.path.pop(0)
+
+
+def _imported(name: str, attribute: str, what: str) -> Any:
+    module = importlib.import_module(name)
+    if not hasattr(module, attribute):
+        raise ConfigError(
+            f"{what} must name something that is there, and {module.__name__} has no "
+            f"{quoted(attribute)}"
+        )
+    return getattr(module, attribute)
 
 
 # Those that a model may take; convolutions themselves are of floating point.

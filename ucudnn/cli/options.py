@@ -273,10 +273,16 @@ def _read_config(path: Path) -> Config:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config must be a JSON file with settings: {path}: {error}") from error
     # Names are checked here, because the dataclass would raise a TypeError that names no file.
-    if not isinstance(values, dict) or not set(values) <= set(SETTINGS):
-        raise ConfigError(f"{path} must hold an object with some of {', '.join(SETTINGS)}")
-    # Fields that the file lacks take the environment's values.
-    return Config(**values)
+    odd = sorted(set(values) - set(SETTINGS)) if isinstance(values, dict) else values
+    if odd or not isinstance(values, dict):
+        raise ConfigError(
+            f"{path} must hold an object with some of {', '.join(SETTINGS)}, got {quoted(odd)}"
+        )
+    try:
+        # Fields that the file lacks take the environment's values.
+        return Config(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def settings(file: Path | None, given: Mapping[str, Any]) -> Config:
