@@ -454,7 +454,7 @@ def fronts_chart(plan: Plan, rationales: Sequence[Rationale]) -> Chart:
     layout = {**_over(xaxis, yaxis), "height": 500}
     layout["margin"] = {**layout["margin"], "t": 130}
     # Without a colour it would be as transparent as the chart that it covers.
-    menu = {"buttons": choice, "bgcolor": "white", "bordercolor": "#999"}
+    menu: dict[str, Any] = {"buttons": choice, "bgcolor": "white", "bordercolor": "#999"}
     menu |= {"x": 0, "xanchor": "left", "y": 1.3, "yanchor": "top"}
     return Chart("Fronts", caption, [one for _, one in traces], {**layout, "updatemenus": [menu]})
 
