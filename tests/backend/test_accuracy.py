@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from ucudnn.backends import Executable
 from ucudnn.backends.torch_cpu.workspace import allocated_peak_bytes
-from ucudnn.benchmark.accuracy import Check, allowed_error
+from ucudnn.benchmark.accuracy import Check, Reference, allowed_error
 from ucudnn.benchmark.protocol import Ring
-from ucudnn.benchmark.reference import Reference
 from ucudnn.measurement import Role
 from ucudnn.problem import OPS, Problem
 

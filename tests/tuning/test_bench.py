@@ -12,9 +12,9 @@ from ucudnn.axis import BatchAxis, RowAxis
 from ucudnn.backends import Executable, open_backend
 from ucudnn.backends.tensors import memory_format
 from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
+from ucudnn.benchmark.accuracy import Reference
 from ucudnn.benchmark.bench import Arm, LocalBench
 from ucudnn.benchmark.protocol import ChunkLoop, Ring, ring_samples
-from ucudnn.benchmark.reference import Reference
 from ucudnn.measurement import Role
 from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem

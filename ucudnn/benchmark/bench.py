@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
-from ucudnn.benchmark.accuracy import Accuracy, Check
+from ucudnn.benchmark.accuracy import Accuracy, Check, Reference
 from ucudnn.benchmark.failures import Failure, failure_of
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
-from ucudnn.benchmark.reference import Reference
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.errors import UnsupportedError
 from ucudnn.execution.execute import Call, bind
