@@ -27,15 +27,15 @@ class KernelPlanner:
 
     Args:
         source: measurements of the kernel within the limits of its plan.
-        call_overhead_bytes: measured workspace of a whole call minus that of its largest chunk.
     """
 
-    def __init__(self, source: AbstractSource, call_overhead_bytes: int = 0) -> None:
+    def __init__(self, source: AbstractSource) -> None:
+        # Replaced by one with a lower limit for chunks where whole calls need more than chunks do.
         self._source = source
         self._session = source.session
         self._config = source.config
-        self._chunk_limit = source.bounds.chunk_limit
-        self._call_overhead_bytes = call_overhead_bytes
+        # Measured workspace of a whole call minus that of its largest chunk.
+        self._call_overhead_bytes = 0
         self.problem = source.kernel.problem
         self.limit = source.bounds.limit
 
@@ -86,16 +86,15 @@ class KernelPlanner:
         Raises:
             PlanError: no plan fits the limit.
         """
-        planner = self
         try:
-            # Each pass returns, or goes on with a limit that is lower than that of the one before.
+            # Each pass returns, or lowers the limit for chunks.
             while True:
-                evidence = planner.evidence()
-                tables = planner._tables(evidence)
+                evidence = self.evidence()
+                tables = self._tables(evidence)
                 is_empty = all(table.is_empty for table in tables)
-                finalists = [] if is_empty else planner._finalists(tables, evidence)
+                finalists = [] if is_empty else self._finalists(tables, evidence)
                 if not finalists:
-                    planner._refuse_unless_over(evidence)
+                    self._refuse_unless_over(evidence)
                     return None
                 winner = choose(
                     finalists,
@@ -104,16 +103,14 @@ class KernelPlanner:
                     bool(self._config.deterministic),
                 )
                 if winner is not None:
-                    return planner._plan(winner, finalists, evidence, tables)
+                    return self._plan(winner, finalists, evidence, tables)
                 # Measuring was cut short before anything but torch's own convolution could be
                 # raced, so it is not known that nothing fits.
                 if self._session.is_over and all(one.split.is_default for one in finalists):
                     return None
-                # Before the next planner allocates operands of its own.
-                planner.release()
-                planner = planner._tighter(finalists, evidence)
+                self._tighten(finalists, evidence)
         finally:
-            planner.release()
+            self.release()
 
     def _plan(
         self,
@@ -162,7 +159,7 @@ class KernelPlanner:
             raise self._nothing_fits(evidence)
 
     def _tables(self, evidence: Evidence) -> list[AbstractSplitTable]:
-        return self._source.tables(evidence.usable, self._chunk_limit)
+        return self._source.tables(evidence.usable, self._source.bounds.chunk_limit)
 
     def _finalists(
         self, tables: Sequence[AbstractSplitTable], evidence: Evidence
@@ -196,31 +193,37 @@ class KernelPlanner:
             None,
         )
 
-    def _tighter(self, finalists: Sequence[Finalist], evidence: Evidence) -> KernelPlanner:
-        """A planner with a lower limit for chunks, because whole calls needed more than chunks."""
+    def _tighten(self, finalists: Sequence[Finalist], evidence: Evidence) -> None:
+        """Lower the limit for chunks, because whole calls needed more than their chunks.
+
+        Raises:
+            PlanError: no lower limit would do.
+        """
+        limit, chunk_limit = self.limit, self._source.bounds.chunk_limit
         # Only a limit can have refused every finalist.
-        assert self.limit is not None
-        assert self._chunk_limit is not None
+        assert limit is not None
+        assert chunk_limit is not None
         # torch's own call takes part in any case. Where its chunk exceeds the limit already, it
         # says nothing about what calls need beyond their chunks.
+        chunks = [(one, self._chunk_bytes(one.split, evidence)) for one in finalists]
         needs = [
             (one.timing.workspace_bytes, chunk)
-            for one in finalists
-            for chunk in [self._chunk_bytes(one.split, evidence)]
-            if chunk is not None and chunk <= self._chunk_limit
+            for one, chunk in chunks
+            if chunk is not None and chunk <= chunk_limit
         ]
         if not needs:
             raise self._nothing_fits(evidence)
         need, chunk = min(needs)
+        self._call_overhead_bytes = need - chunk
         # Lower by the whole excess: other algorithms may need almost as much as this one, and would
         # be raced one after the other. Below `chunk`, so that this split is not found again.
-        chunk_limit = min(self._chunk_limit - (need - self.limit), chunk - 1)
-        overhead = need - chunk
+        lower = min(chunk_limit - (need - limit), chunk - 1)
         # Even a split without any workspace would exceed the limit as a whole call.
-        if chunk_limit < 0:
-            raise self._nothing_fits(evidence, overhead)
-        bounds = replace(self._source.bounds, chunk_limit=chunk_limit)
-        return KernelPlanner(self._source.within(bounds), overhead)
+        if lower < 0:
+            raise self._nothing_fits(evidence)
+        # Before the next source allocates operands of its own.
+        self.release()
+        self._source = self._source.within(replace(self._source.bounds, chunk_limit=lower))
 
     def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
         """The largest workspace of a split's chunks; None if none is known."""
@@ -237,10 +240,6 @@ class KernelPlanner:
         ]
         return max(sizes, default=None)
 
-    def _nothing_fits(
-        self, evidence: Evidence, call_overhead_bytes: int | None = None
-    ) -> PlanError:
+    def _nothing_fits(self, evidence: Evidence) -> PlanError:
         """Error for a limit that nothing fits."""
-        if call_overhead_bytes is None:
-            call_overhead_bytes = self._call_overhead_bytes
-        return nothing_fits(self._source, evidence, call_overhead_bytes)
+        return nothing_fits(self._source, evidence, self._call_overhead_bytes)
