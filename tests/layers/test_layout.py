@@ -453,6 +453,32 @@ def test_exported_and_compiled_models_keep_the_layout(plan_last):
     torch.testing.assert_close(compiled(x), truth, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_transforms_and_exports_of_a_converted_model_compute_what_it_computed(plan_last):
+    model, x = Small().eval(), torch.randn(INPUT)
+    truth = copy.deepcopy(model).double()(x.double())
+    before = torch.export.export(model, (x,))
+    ucudnn.convert_(model, plan_last(model, x))
+    weights = dict(model.named_parameters())
+
+    def single(image):
+        return torch.func.functional_call(model, weights, (image[None],))[0]
+
+    batch = {0: torch.export.Dim("batch", min=1, max=64)}
+    programs = [
+        torch.export.export(model, (x,), dynamic_shapes=(batch,)).module(),
+        torch.export.export(model, (x,), strict=True).module(),
+        torch.jit.trace(model, (x,)),
+        torch.fx.symbolic_trace(model),
+        before.module(),
+        torch.vmap(single),
+    ]
+    for _ in range(2):
+        for program in programs:
+            torch.testing.assert_close(program(x).double(), truth, rtol=1e-4, atol=1e-5)
+        ucudnn.revert_(model)  # none of them depends on the model's strides
+
+
 def test_an_installed_plan_changes_no_model_and_says_once_what_it_should_be(plan_last, computed):
     model, x = Small(), torch.randn(INPUT)
     before, plan = contents(model), plan_last(model, x)

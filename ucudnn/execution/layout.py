@@ -60,7 +60,9 @@ class InputsFollow:
 
     def _laid_out(self, tensor: Tensor) -> Tensor:
         is_image = tensor.dim() in self.axes and tensor.layout is torch.strided
-        return in_channels_last(tensor) if is_image else tensor
+        # A tensor that `vmap` batches has more axes than it shows. Dynamo cannot ask.
+        is_plain = torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+        return in_channels_last(tensor) if is_image and is_plain else tensor
 
 
 def why_not_channels_last(model: nn.Module) -> str | None:
