@@ -102,22 +102,21 @@ def tune_problems(
         # Whoever interrupts tuning gets what it has found so far.
         except KeyboardInterrupt:
             raise TuningInterruptedError(_plan(scheduler, config, began)) from None
-    measured = scheduler.session.measured
-    _log.info("measured %d candidates, reused %d", measured, scheduler.session.reused)
-    plan = _plan(scheduler, config, began)
-    # A plan wholly from the cache is not warned of again.
-    if measured:
-        _warn_of_noise(plan)
-    return plan
+    return _finished(scheduler, config, began)
 
 
-def _warn_of_noise(plan: Plan) -> None:
+def _finished(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
+    """The plan, with a warning where its times are noisy."""
+    plan, session = _plan(scheduler, config, began), scheduler.session
+    _log.info("measured %d candidates, reused %d", session.measured, session.reused)
     noise = noise_of(plan)
-    if noise.is_noisy:
+    # A plan wholly from the cache is not warned of again.
+    if session.measured and noise.is_noisy:
         warn(
             f"the times of this plan are noisy: {noise}; tune again when the machine is quiet",
             NoiseWarning,
         )
+    return plan
 
 
 def _resolved(config: Config) -> Config:
