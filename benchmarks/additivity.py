@@ -33,7 +33,7 @@ from ucudnn.benchmark.protocol import (
 from ucudnn.benchmark.rounds import Entrant, run_rounds
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.execution.execute import bind
-from ucudnn.measurement import positions
+from ucudnn.measurement import positions, role_of
 from ucudnn.plan import KernelPlan, Plan, Split
 from ucudnn.units import format_ns
 
@@ -64,12 +64,11 @@ class Additivity:
 
 def chunks(axis: AbstractAxis, split: Split) -> Counter[Arm]:
     """The chunks of a split as tuning times them, and how many there are of each."""
-    roles = map(axis.role_at, positions(len(split.steps)))
-    once = [
-        Arm(axis.size_of(step), step.algorithm, role)
-        for step, role in zip(split.steps, roles, strict=True)
-    ]
-    return Counter(once * axis.repetitions)
+    places = positions(len(split.steps))
+    return Counter(
+        Arm(axis.size_of(step), step.algorithm, role_of(axis.problem, place))
+        for step, place in zip(split.steps, places, strict=True)
+    )
 
 
 def additivity(backend: AbstractBackend, kernel: KernelPlan, rounds: int) -> Additivity:

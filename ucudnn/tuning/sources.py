@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Self
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
-from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.torch_cpu.machine import give_back_free_blocks
 from ucudnn.config import Config
 from ucudnn.measurement import Measurement
@@ -381,6 +380,5 @@ def source_of(
     session: Session, config: Config, kernel: Kernel, bounds: Bounds, default: Measurement | None
 ) -> AbstractSource:
     """The source for a session: a recording replays, every other device measures."""
-    is_recorded = isinstance(session.backend, RecordedBackend)
-    kind = ReplayedSource if is_recorded else LiveSource
+    kind = ReplayedSource if session.is_recorded else LiveSource
     return kind(session, config, kernel, bounds, default)
