@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import random
@@ -143,19 +142,6 @@ def _clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test starts with an empty measurement cache."""
     monkeypatch.setenv("UCUDNN_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _frozen_heap() -> None:
-    """What exists before a module's tests is no garbage and holds no tensor of theirs.
-
-    A trace looks through all objects of the process for tensors that forward left behind; there are
-    a million of frameworks' and pytest's. They stay frozen, so that the next module need not look
-    through all of them again. A module that has such tensors in its own globals overrides this
-    fixture, and unfreezes them.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

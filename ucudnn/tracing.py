@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,13 @@ from ucudnn.backends.tensors import (
     strides_of,
     uses_channels_last,
 )
-from ucudnn.errors import ConfigError, warn
+from ucudnn.errors import ConfigError, UnsupportedError, warn
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
-from ucudnn.execution.randomness import same_random_states
-from ucudnn.execution.snapshot import unchanged
-from ucudnn.execution.stepping import Stepper, tensors_of
+from ucudnn.execution.copying import copied
+from ucudnn.execution.layout import lay_out_copy
+from ucudnn.execution.randomness import same_random_states, same_settings
+from ucudnn.execution.stepping import run_step, tensors_of
+from ucudnn.execution.strays import Watched, without_strays
 from ucudnn.problem import OPS, Problem
 
 # Below autograd and autocast every convolution of torch is one of these two.
@@ -57,10 +60,10 @@ def trace(
 ) -> list[Problem]:
     """List every convolution that one training step would compute, in order, without computing it.
 
-    Runs the model on fake tensors, which need neither memory nor a device. Afterwards, parameters,
-    buffers, gradients, random states (torch's, Python's, NumPy's) and everything that forward
-    stores are as before. Hooks see the fake tensors; a hook that needs values is left out with a
-    warning. If no parameter or input requires a gradient, there are no backward problems.
+    Runs a copy of the model on fake tensors, which need neither memory nor a device; the model is
+    not touched, and random states (torch's, Python's, NumPy's) are as before. Hooks see the fake
+    tensors; a hook that needs values is left out with a warning. If no parameter or input requires
+    a gradient, there are no backward problems.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
     >>> [problem.op for problem in trace(model, torch.empty(4, 3, 9, 9))]
@@ -71,15 +74,14 @@ def trace(
             was written.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
             list of these for several input sizes.
-        real: compute one step on the tensors themselves, for a model whose control flow depends on
-            values. What forward stores in globals, or in tensors that are neither parameters nor
-            buffers nor inputs, is then not restored.
+        real: compute one step, by a copy with all tensors, for a model whose control flow depends
+            on values. What forward stores in globals and in classes stays there.
         device_type: "cpu" or "cuda", whose layouts and TF32 setting apply; default: the device of
             the tensors.
 
     Raises:
-        ConfigError: the model does not accept the inputs, or stores fake tensors in a place that
-            cannot be restored.
+        ConfigError: the model does not accept the inputs, cannot be copied, or stores fake tensors
+            in a place that cannot be restored.
     """
     traced = trace_layers(model, example_inputs, real=real, device_type=device_type)
     return [problem for _, problem in traced.layers]
@@ -118,20 +120,13 @@ def trace_layers(
             layout.
     """
     recorder = _Recorder(passes, device_type)
-    # Names without the wrapper, as `convert_` finds the layers; compiled code has no modules.
-    has_compiled, model = is_compiled(model), original_of(model)
-    names = {id(module): name for name, module in model.named_modules()}
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-    for inputs in several:
-        _require_tensors(inputs)
-        # tensors that a model keeps outside its parameters and buffers are made fake on the way
-        fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
-        with (
-            _uncompiled() if has_compiled else nullcontext(),
-            unchanged(model, fake_mode),
-            _module_names(recorder, names),
-        ):
-            _trace_one(model, inputs, recorder, fake_mode, memory_format)
+    with _uncompiled() if is_compiled(model) else nullcontext():
+        for inputs in several:
+            _require_tensors(inputs)
+            # Names without the wrapper, as `convert_` finds the layers.
+            with nullcontext() if real else without_strays(model) as recorder.watched:
+                _trace_one(original_of(model), inputs, recorder, real, memory_format)
     return Traced(recorder.layers, frozenset(recorder.biased))
 
 
@@ -146,28 +141,24 @@ def _require_tensors(inputs: Any) -> None:
 
 
 def _trace_one(
-    model: nn.Module,
-    inputs: Any,
-    recorder: _Recorder,
-    fake_mode: FakeTensorMode | None,
-    memory_format: str,
+    model: nn.Module, inputs: Any, recorder: _Recorder, real: bool, memory_format: str
 ) -> None:
-    real = fake_mode is None
-    if not real:
-        _let_hooks_fail(model)
+    # tensors that a model keeps outside its parameters and buffers are made fake on the way
+    fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with (
-            # The caller's mode may be without gradients, and then there would be no backward. Of
-            # several modes the one that is entered last sees a call first: the recorder.
+            # The caller's mode may be without gradients, and then there would be no backward.
             torch.inference_mode(False),
             torch.enable_grad(),
+            # It looks at the values of gradients.
+            torch.autograd.set_detect_anomaly(False),
             same_random_states(on_devices=real),
+            same_settings(),
             _without_log(),
-            fake_mode or nullcontext(),
-            recorder,
         ):
-            backward = set(recorder.passes) != {"fprop"}
-            Stepper(model, inputs, fake_mode, backward, memory_format).run()
+            _run(model, inputs, recorder, fake_mode, memory_format)
+    except UnsupportedError as error:
+        raise ConfigError(f"no step can be traced: {error}") from error
     except _MODEL_ERRORS as error:
         shapes = [tuple(leaf.shape) for leaf in tensors_of(inputs)]
         # The first line is the sentence; torch may add hints and C++ frames below it.
@@ -176,6 +167,25 @@ def _trace_one(
         raise ConfigError(
             f"the model does not accept example inputs of shapes {shapes}: {reason}{remedy}"
         ) from error
+
+
+def _run(
+    model: nn.Module,
+    inputs: Any,
+    recorder: _Recorder,
+    fake_mode: FakeTensorMode | None,
+    memory_format: str,
+) -> None:
+    model, inputs = copied(model, inputs, fake_mode)
+    if fake_mode is not None:
+        _let_hooks_fail(model)
+        recorder.watch([*model.parameters(), *model.buffers()])
+    if memory_format == "channels_last":
+        lay_out_copy(model)
+    backward = set(recorder.passes) != {"fprop"}
+    # Of several modes the one that is entered last sees a call first: the recorder.
+    with fake_mode or nullcontext(), recorder, _module_names(recorder, model):
+        run_step(model, inputs, backward)
 
 
 @contextmanager
@@ -197,7 +207,6 @@ def _let_hooks_fail(model: nn.Module) -> None:
     """Let hooks that need values fail with a warning, instead of ending the trace."""
     for module in model.modules():
         for kind in _HOOKS:
-            # `unchanged` puts the hooks back when the trace is over.
             hooks = getattr(module, kind)
             if hooks:
                 wrapped = OrderedDict((key, _lenient(hook)) for key, hook in hooks.items())
@@ -227,10 +236,22 @@ class _Recorder(TorchDispatchMode):
         self.layers: list[tuple[str, Problem]] = []
         self.biased: set[Problem] = set()
         self.modules: list[str] = []
+        # All fake tensors of a trace; None while a real step is traced.
+        self.watched: Watched | None = None
         self._device_type = device_type
         self._forward_names: dict[Problem, list[str]] = {}
 
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Add tensors to those that must be gone when the trace is over."""
+        if self.watched is not None:
+            self.watched += map(ref, tensors)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._dispatched(func, args, kwargs)
+        self.watch(tensors_of(result))
+        return result
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _CONVOLUTION:
             x, w, bias, *geometry = args
             self._record_forward(x, w, bias, geometry)
@@ -320,8 +341,9 @@ def _uncompiled() -> Iterator[None]:
 
 
 @contextmanager
-def _module_names(recorder: _Recorder, names: dict[int, str]) -> Iterator[None]:
+def _module_names(recorder: _Recorder, model: nn.Module) -> Iterator[None]:
     """Keep the stack of modules that are running, for as long as the context lasts."""
+    names = {id(module): name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, inputs: object) -> None:
         del inputs

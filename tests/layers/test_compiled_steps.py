@@ -146,7 +146,8 @@ def test_every_step_that_judges_is_compiled_beforehand(kind, metered):
     )
     assert plan.compilation.is_compiled
     assert plan.layout_race.rounds >= 3, plan.layout_race
-    assert set(counts) == {(0, graphs, calls)}
+    # In channels_last a hook converts the inputs, which may be a graph of its own.
+    assert {(0, graphs, calls)} <= set(counts) <= {(0, graphs, calls), (0, graphs + 1, calls)}
     assert set(backend.runs) == {False, True}
     assert "The steps that judged it were compiled by torch.compile" in plan_verdict(plan)[-1]
 

@@ -1,12 +1,13 @@
 """Models that torch.compile compiles: their original modules, and compiled code for steps alone.
 
-Steps that judge a plan compute on copies of the weights, in two layouts. Their compiled code is
-apart from the user's, so that neither changes what the other runs or uses up its recompilations.
+Steps that judge a plan compute on copies of the model, in two layouts. Their compiled code is apart
+from the user's, so that neither changes what the other runs or uses up its recompilations.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ def original_of(model: nn.Module) -> nn.Module:
     >>> original_of(torch.compile(layer, backend="eager")) is layer, original_of(layer) is layer
     (True, True)
     """
-    return model._orig_mod if _is_wrapped(model) else model  # type: ignore[return-value]
+    return model._orig_mod if is_wrapped(model) else model  # type: ignore[return-value]
 
 
 def compiler_of(model: nn.Module) -> Callable[[Any], Any]:
@@ -40,7 +41,14 @@ def compiler_of(model: nn.Module) -> Callable[[Any], Any]:
     >>> again(torch.ones(3, 2)).shape
     torch.Size([3, 1])
     """
-    return model.dynamo_ctx if _is_wrapped(model) else torch.compile  # type: ignore[return-value]
+    return model.dynamo_ctx if is_wrapped(model) else torch.compile  # type: ignore[return-value]
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """True for what `torch.compile(module)` returned."""
+    # torch.compile imports Dynamo: where that is missing, nothing is compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -50,13 +58,13 @@ def is_compiled(model: nn.Module) -> bool:
     >>> is_compiled(layer), is_compiled(nn.Sequential(torch.compile(layer, backend="eager")))
     (False, True)
     """
-    return any(_is_wrapped(one) or _own_call(one) is not None for one in model.modules())
+    return any(is_wrapped(one) or _own_call(one) is not None for one in model.modules())
 
 
 def replays_graphs(model: nn.Module) -> bool:
     """True if compiled code of a model records CUDA graphs, as by `mode="reduce-overhead"`."""
     for module in model.modules():
-        compiled = module if _is_wrapped(module) else _own_call(module)
+        compiled = module if is_wrapped(module) else _own_call(module)
         settings_of = getattr(compiled, "get_compiler_config", None)
         settings = settings_of() if settings_of is not None else None
         if settings and settings.get("triton.cudagraphs"):
@@ -91,41 +99,50 @@ def room_to_compile(model: nn.Module) -> Iterator[None]:
         return
     from torch._dynamo import config
 
-    # Code for the copies of the weights counts where it is not apart, and at the limit Dynamo would
-    # run the steps uncompiled without an error.
+    # Code for the copies counts where it is not apart, and at the limit Dynamo would run the steps
+    # uncompiled without an error.
     names = ("recompile_limit", "accumulated_recompile_limit")
     with config.patch({name: getattr(config, name) + _MORE_RECOMPILATIONS for name in names}):
         yield
 
 
-class CompiledModule(nn.Module):
-    """Computes a module by compiled code of its own, by the settings of another compiled one.
+def compiled_as(model: nn.Module, copied: nn.Module) -> Callable[..., Any]:
+    """Compiled code of a copy of a model, by the model's settings and apart from its code.
 
     >>> layer, x = nn.Linear(2, 1), torch.ones(3, 2)
-    >>> torch.equal(CompiledModule(torch.compile(layer, backend="eager"))(x), layer(x))
+    >>> again = copy.deepcopy(layer)
+    >>> torch.equal(compiled_as(torch.compile(layer, backend="eager"), again)(x), layer(x))
     True
 
     Args:
-        compiled: what `torch.compile(module)` returned.
+        model: wrapped by torch.compile; or with compiled modules in it, as its copy has, too.
+        copied: a copy of the original module.
     """
-
-    def __init__(self, compiled: nn.Module) -> None:
-        super().__init__()
-        self.module = original_of(compiled)
-        self._run = _apart(compiler_of(compiled))(_call_of(self.module))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module."""
-        return self._run(*args, **kwargs)
+    return _apart(compiler_of(model))(_call_of(copied)) if is_wrapped(model) else copied
 
 
-def compiled_apart(model: nn.Module) -> tuple[nn.Module, str]:
-    """A compiled model to run for a step, and the prefix of its parameters' names.
+def contexts_apart(model: nn.Module) -> dict[int, Any]:
+    """For the settings of each wrapped module in a model, by id, some without compiled code."""
+    wrapped = (one.dynamo_ctx for one in model.modules() if is_wrapped(one))
+    return {id(context): _apart(context) for context in wrapped}
 
-    Args:
-        model: wrapped by torch.compile; or with compiled modules in it, which are shared.
+
+def original_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function that torch.compile compiled; None for any other function."""
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def recompiled(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function as another one was compiled, apart from its code.
+
+    >>> def double(x):
+    ...     return 2 * x
+    >>> recompiled(torch.compile(double, backend="eager"), lambda x: x + 1)(torch.ones(()))
+    tensor(2.)
     """
-    return (CompiledModule(model), "module.") if _is_wrapped(model) else (model, "")
+    # torch has no public way to the settings of a compiled function.
+    context = inspect.getclosurevars(compiled).nonlocals["self"]
+    return _apart(context)(function)  # type: ignore[no-any-return]
 
 
 def _apart(context: Any) -> Any:
@@ -149,12 +166,6 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     # sizes have varied, and would compile code for any size where another model had other inputs.
     call.__code__ = call.__code__.replace(co_name=f"step_{next(_numbers)}")
     return call
-
-
-def _is_wrapped(model: nn.Module) -> bool:
-    # torch.compile imports Dynamo: where that is missing, nothing is compiled.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def _own_call(module: nn.Module) -> Callable[..., Any] | None:

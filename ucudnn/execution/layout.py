@@ -124,6 +124,25 @@ def lay_out_(model: nn.Module, parameters: bool = True) -> None:
     _follow_inputs(model, axes_of(model))
 
 
+def lay_out_copy(model: nn.Module) -> None:
+    """Convert a copy of a model, which nobody else refers to, to channels_last.
+
+    Its tensors are replaced, because the strides of fake tensors cannot change in place.
+    """
+    _follow_inputs(model, axes_of(model))
+    laid_out: dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.dim() not in _RANKS:
+                    continue
+                if id(tensor) not in laid_out:
+                    found, needs = in_channels_last(tensor.detach()), tensor.requires_grad
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    laid_out[id(tensor)] = nn.Parameter(found, needs) if is_weight else found
+                tensors[name] = laid_out[id(tensor)]
+
+
 def restore_layout_(model: nn.Module) -> None:
     """Restore the strides that a model had before `lay_out_`, in place; all of them, or none.
 

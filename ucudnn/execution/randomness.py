@@ -1,9 +1,9 @@
-"""Random numbers of a model's steps: states are restored, and numbers equal in every layout."""
+"""Process-wide state that steps of a model may change: random states, and settings of torch."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 _SEED = 0
+_CUDNN_FLAGS = ("enabled", "benchmark", "deterministic")
 
 
 @contextmanager
@@ -36,6 +37,38 @@ def same_random_states(on_devices: bool = True) -> Iterator[None]:
     finally:
         random.setstate(pythons)
         np.random.set_state(numpys)
+
+
+# Settings of torch that code of models sets, each with a function that reads it.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+)
+
+
+@contextmanager
+def same_settings() -> Iterator[None]:
+    """Restore settings of torch when the context ends: default dtype, threads, precision, cuDNN's.
+
+    >>> with same_settings():
+    ...     torch.set_default_dtype(torch.float64)
+    >>> torch.get_default_dtype()
+    torch.float32
+    """
+    before = [read() for read, _ in _SETTINGS]
+    cudnn = torch.backends.cudnn
+    flags = {name: getattr(cudnn, name) for name in _CUDNN_FLAGS}
+    try:
+        yield
+    finally:
+        for (read, write), value in zip(_SETTINGS, before, strict=True):
+            if read() != value:
+                write(value)
+        for name, value in flags.items():
+            if getattr(cudnn, name) != value:
+                setattr(cudnn, name, value)
 
 
 def seed_all() -> None:

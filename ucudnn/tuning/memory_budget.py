@@ -148,7 +148,7 @@ class MemoryBudget:
         """Workspace that each kernel may use; a step is run at the first call for a layout.
 
         Args:
-            memory_format: layout of the model, as for `Stepper`.
+            memory_format: layout of the model, as for `Steps`.
             traced: the convolutions of the model in it.
 
         Raises:

@@ -87,7 +87,7 @@ class StepProfiler:
         inputs: example inputs.
         backend: of the device that it runs on; one that can say what is allocated.
         is_training: forward and backward; else forward without a graph, as for inference.
-        memory_format: as for `Stepper`.
+        memory_format: as for `Steps`.
     """
 
     def __init__(

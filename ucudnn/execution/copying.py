@@ -1,0 +1,264 @@
+"""Copies of a model and its inputs, on which steps and traces run: the user's are not touched."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, NoReturn
+from weakref import ReferenceType
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ucudnn.errors import UnsupportedError
+from ucudnn.execution.compiling import contexts_apart, original_function, recompiled
+
+# A tensor that is a small part of its memory is copied without the rest, as a batch of a data set.
+_PART = 2
+
+
+class Copied(NamedTuple):
+    """A model and its inputs, which share nothing that is written to with the originals.
+
+    Args:
+        model: the copy; parameters have no gradients.
+        inputs: for the copy.
+    """
+
+    model: nn.Module
+    inputs: Any
+
+
+def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = None) -> Copied:
+    """Copy a model with everything that it leads to, closures of its hooks included.
+
+    Classes and globals stay shared. Compiled parts are compiled anew, apart from the user's.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> twin, _ = copied(layer, torch.ones(3, 2))
+    >>> torch.equal(twin.weight, layer.weight), twin.weight.data_ptr() == layer.weight.data_ptr()
+    (True, False)
+
+    Args:
+        model: any module.
+        inputs: any structure.
+        fake_mode: to copy parameters, buffers and inputs as fake tensors, without memory. What
+            cannot be copied then, such as a lock, is shared.
+
+    Raises:
+        UnsupportedError: something that the model leads to cannot be copied.
+    """
+    # Python modules cannot be copied, and are no state of a model.
+    shared: dict[int, Any] = {}
+    while True:
+        memo = {**shared, **contexts_apart(model)}
+        try:
+            with _Real() if fake_mode is None else _Fake(fake_mode, model, inputs):
+                found = Copied(*copy.deepcopy((model, inputs), memo))
+                _Values(memo).renew()
+            break
+        # The code of what it leads to may raise anything.
+        except Exception as error:
+            part = _part_that_failed(error)
+            is_kept = isinstance(part, ModuleType) or (
+                fake_mode is not None and not isinstance(part, (nn.Module, Tensor))
+            )
+            if part is None or id(part) in shared or not is_kept:
+                raise _refusal(f"{error}".strip() or type(error).__name__) from error
+            shared[id(part)] = _Unavailable(part) if _is_consumed(part) else part
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            twin = memo[id(module)]
+            twin._compiled_call_impl = recompiled(module._compiled_call_impl, twin._call_impl)
+    if not _memory(model).isdisjoint(_memory(found.model)):
+        raise _refusal("a part of it shares its tensors with its copies")
+    return found
+
+
+def _refusal(reason: str) -> UnsupportedError:
+    return UnsupportedError(f"the model cannot be copied: {reason.splitlines()[0]}")
+
+
+def _memory(model: nn.Module) -> set[int]:
+    """Addresses of the tensors of a model; those without memory are left out."""
+    tensors = [*model.parameters(), *model.buffers()]
+    plain = [one for one in tensors if type(one) in (Tensor, nn.Parameter)]
+    plain = [one for one in plain if one.layout is torch.strided and not one.is_quantized]
+    return {one.untyped_storage().data_ptr() for one in plain} - {0}
+
+
+def _part_that_failed(error: BaseException) -> Any:
+    """The innermost object that was being copied when an error was raised."""
+    part, frame = None, error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code is copy.deepcopy.__code__:
+            part = frame.tb_frame.f_locals["x"]
+        frame = frame.tb_next
+    return part
+
+
+def _is_consumed(part: object) -> bool:
+    """True for iterators: whoever draws from one takes from its owner. A file is none."""
+    return hasattr(type(part), "__next__") and not isinstance(part, io.IOBase)
+
+
+class _Unavailable:
+    """Stands for an iterator that cannot be copied."""
+
+    def __init__(self, original: object) -> None:
+        self._kind = type(original).__name__
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise RuntimeError(f"forward draws from a {self._kind}, which cannot be copied")
+
+
+class _Real(TorchFunctionMode):
+    """Copies tensors that are results of autograd, too, and of a part of memory only that part."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is Tensor.__deepcopy__ and id(args[0]) not in args[1]:
+            tensor: Tensor = args[0]
+            if not tensor.is_leaf or tensor.is_quantized or _is_part(tensor):
+                twin = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                args[1][id(tensor)] = twin
+                return twin
+        return func(*args, **(kwargs or {}))
+
+
+class _Fake(TorchFunctionMode):
+    """Copies tensors as fake ones; of others than parameters, buffers and inputs values are kept.
+
+    Args:
+        fake_mode: the mode.
+        model: the model.
+        inputs: its inputs.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, model: nn.Module, inputs: Any) -> None:
+        super().__init__()
+        self._fake_mode = fake_mode
+        self._wanted = set(map(id, [*model.buffers(), *tree_leaves(inputs)]))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        # Copying a parameter clones it.
+        if func is torch._C.TensorBase.clone:
+            return self._faked(args[0])
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            is_faked = tensor.requires_grad or id(tensor) in self._wanted
+            # torch has no fake tensors that are quantised.
+            is_faked &= not tensor.is_quantized
+            memo[id(tensor)] = self._faked(tensor) if is_faked else tensor.detach().clone()
+        return memo[id(tensor)]
+
+    def _faked(self, tensor: Tensor) -> Tensor:
+        fake = self._fake_mode.from_tensor(tensor.detach())
+        return fake.detach().requires_grad_(tensor.requires_grad)
+
+
+class _Values:
+    """Renews what `copy.deepcopy` shares because it takes it for a value, in all that it copied.
+
+    Functions have state in their closures, and weak references lead to the original model.
+
+    Args:
+        memo: of the copy.
+    """
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._cells: dict[int, CellType] = {}
+
+    def renew(self) -> None:
+        """Replace these values wherever a copy holds one."""
+        seen = {id(self._memo)}  # under which the originals are kept alive
+        while left := [(key, one) for key, one in self._memo.items() if key not in seen]:
+            seen.update(key for key, _ in left)
+            # Shared objects stand for themselves; copies are not copied again.
+            holders = [holder for key, holder in left if id(holder) != key]
+            self._memo.update({id(holder): holder for holder in holders})
+            for holder in holders:
+                self._renew_in(holder)
+                self._renew_in(getattr(holder, "__dict__", None))
+
+    def _renew_in(self, holder: Any) -> None:
+        base: Any = next((one for one in (dict, list, deque) if isinstance(holder, one)), None)
+        if base is None:
+            return
+        found = base.items(holder) if base is dict else enumerate(base.__iter__(holder))
+        for place, value in [*found]:
+            renewed = self._renewed(value)
+            if renewed is not value:
+                # Of the base: a subclass may refuse changes.
+                base.__setitem__(holder, place, renewed)
+
+    def _renewed(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is FunctionType:
+            return self._function(value)
+        if kind is MethodType and type(value.__func__) is FunctionType:
+            return MethodType(self._function(value.__func__), value.__self__)
+        if kind is partial and value.func is not (found := self._renewed(value.func)):
+            return partial(found, *value.args, **value.keywords)
+        if kind is ReferenceType:
+            target = self._memo.get(id(value()))
+            return value if target is None else ReferenceType(target)
+        return value
+
+    def _function(self, function: FunctionType) -> Any:
+        found = self._memo.get(id(function))
+        if found is not None:
+            return found
+        original = original_function(function)
+        if original is not None:
+            again = recompiled(function, self._copy(original))
+        elif function.__closure__:
+            again = self._closure(function)
+        else:
+            return function
+        self._memo[id(function)] = again
+        return again
+
+    def _closure(self, function: FunctionType) -> FunctionType:
+        assert function.__closure__ is not None
+        # Functions may share variables, and so do their copies.
+        fresh = [cell for cell in function.__closure__ if id(cell) not in self._cells]
+        self._cells.update({id(cell): CellType() for cell in fresh})
+        again = FunctionType(
+            *(function.__code__, function.__globals__, function.__name__, function.__defaults__),
+            closure=tuple(self._cells[id(cell)] for cell in function.__closure__),
+        )
+        again.__kwdefaults__ = function.__kwdefaults__
+        # Before its variables are copied: one of them may be the function.
+        self._memo[id(function)] = again
+        vars(again).update({name: self._copy(one) for name, one in vars(function).items()})
+        for cell in fresh:
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            self._cells[id(cell)].cell_contents = self._copy(value)
+        return again
+
+    def _copy(self, value: Any) -> Any:
+        return self._renewed(copy.deepcopy(value, self._memo))
+
+
+def _is_part(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() > _PART * tensor.numel() * tensor.element_size()

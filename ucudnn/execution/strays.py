@@ -1,0 +1,170 @@
+"""Fake tensors that a traced model stored outside of itself: in globals, classes and caches.
+
+A trace runs on a copy of the model, so that what it stores in itself is gone with the copy. What
+is elsewhere would fail in the model's next real step, and is taken out again.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+from weakref import ReferenceType
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ucudnn.errors import ConfigError
+
+# functools does not export the type of its C implementation.
+_LRU_CACHE: type = type(lru_cache(int))
+# From a namespace or a cache to a tensor: by its dict, a link of its list, a tuple, containers.
+_DEPTH = 5
+_CONTAINERS = (dict, list, set, deque)
+Watched = list[ReferenceType[Tensor]]
+
+
+@contextmanager
+def without_strays(model: nn.Module) -> Iterator[Watched]:
+    """Take out of globals, classes and caches the fake tensors that are alive at the end.
+
+    Where a name of a module or class of the model had another value before, it gets that back.
+
+    Args:
+        model: the original; a copy of it is traced within the context.
+
+    Yields:
+        A list to which references of all fake tensors are added.
+
+    Raises:
+        ConfigError: one was found in an unexpected place; it was taken out there, too.
+    """
+    names = [*_names_of(model)]
+    watched: Watched = []
+    try:
+        yield watched
+    # An error refers to the tensors of the calls that it passed.
+    except BaseException:
+        _remove_all(watched, names)
+        raise
+    found = _remove_all(watched, names)
+    if found:
+        raise ConfigError(
+            f"forward keeps tensors where a trace cannot put back what was there "
+            f"({', '.join(found)}); they were removed; use real=True"
+        )
+
+
+def _remove_all(watched: Watched, names: Iterable[_Names]) -> list[str]:
+    """Remove fake tensors that are alive; describe the unexpected places that held one."""
+    if not _alive(watched):
+        return []
+    # Those in cycles of references are stored by nobody.
+    gc.collect()
+    for one in names:
+        one.put_back(_ids(watched))
+    caches: list[Any] = [one for one in gc.get_objects() if type(one) is _LRU_CACHE]
+    for cache in caches:
+        if _leads_to(cache, _ids(watched)):
+            cache.cache_clear()
+    return _take_out(_alive(watched))
+
+
+def _alive(watched: Watched) -> list[Tensor]:
+    return [tensor for one in watched if (tensor := one()) is not None]
+
+
+def _ids(watched: Watched) -> set[int]:
+    return set(map(id, _alive(watched)))
+
+
+class _Names(NamedTuple):
+    """Names of a module or class, or entries of a dict there, and what they were before."""
+
+    now: Mapping[Any, Any]
+    before: Mapping[Any, Any]
+    write: Callable[[Any, Any], object]
+    delete: Callable[[Any], object]
+
+    def put_back(self, strays: set[int]) -> None:
+        """Give what leads to strays the earlier values."""
+        for name, value in [*self.now.items()]:
+            if not _leads_to(value, strays):
+                continue
+            if name not in self.before:
+                self.delete(name)
+            elif self.before[name] is not value:
+                self.write(name, self.before[name])
+            elif isinstance(value, (list, set, deque)):
+                _keep(value, lambda one: not _leads_to(one, strays))
+
+
+def _names_of(model: nn.Module) -> Iterator[_Names]:
+    """The classes of a model's modules, the Python modules that these are in, and their dicts."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in ("builtins", "torch")]
+    modules = [sys.modules[name] for name in {cls.__module__ for cls in own} if name in sys.modules]
+    for holder in (*own, *modules):
+        names = vars(holder)
+        yield _Names(names, dict(names), partial(setattr, holder), partial(delattr, holder))
+        for value in names.values():
+            if type(value) is dict and value is not names:
+                yield _Names(value, dict(value), value.__setitem__, value.__delitem__)
+
+
+def _leads_to(value: object, strays: set[int]) -> bool:
+    """True if containers, or a cache of a function, lead from a value to one of these objects."""
+    level: list[Any] = [value]
+    for _ in range(_DEPTH + 1):
+        if not strays.isdisjoint(map(id, level)):
+            return True
+        level = [
+            one
+            for one in gc.get_referents(*[one for one in level if _is_followed(one)])
+            if isinstance(one, FakeTensor) or _is_followed(one)
+        ]
+    return False
+
+
+def _is_followed(value: object) -> bool:
+    return isinstance(value, (*_CONTAINERS, tuple)) or type(value).__name__ in (
+        *("_lru_cache_wrapper", "_lru_list_elem"),
+    )
+
+
+def _take_out(strays: list[Tensor]) -> list[str]:
+    """Remove tensors, and tuples with them, from all containers; describe the containers."""
+    found: list[str] = []
+    doomed: list[Any] = [*strays]
+    strays.clear()
+    while doomed:
+        ids, tuples = set(map(id, doomed)), []
+        for holder in gc.get_referrers(*doomed):
+            if isinstance(holder, tuple):
+                tuples.append(holder)
+            elif isinstance(holder, _CONTAINERS) and holder is not doomed:
+                found.append(f"a {type(holder).__name__} of {len(holder)}")
+                _remove(holder, ids)
+        # A tuple cannot be changed, so whatever holds the tuple gives it up in the next round.
+        doomed = tuples
+    return found
+
+
+def _remove(holder: Any, ids: set[int]) -> None:
+    if isinstance(holder, dict):
+        for key in [key for key, value in holder.items() if {id(key), id(value)} & ids]:
+            dict.__delitem__(holder, key)
+    else:
+        _keep(holder, lambda one: id(one) not in ids)
+
+
+def _keep(holder: Any, is_kept: Callable[[Any], bool]) -> None:
+    """Remove from a list, a set or a deque what is not kept."""
+    kept = [one for one in holder if is_kept(one)]
+    if len(kept) < len(holder):
+        holder.clear()
+        holder.update(kept) if isinstance(holder, set) else holder.extend(kept)
