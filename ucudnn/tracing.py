@@ -7,10 +7,13 @@ calls are seen alike, in the dtype and the layout in which they would be compute
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -121,13 +124,40 @@ def trace_layers(
     """
     recorder = _Recorder(passes, device_type)
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-    with _uncompiled() if is_compiled(model) else nullcontext():
+    with _interrupted_later(), _uncompiled() if is_compiled(model) else nullcontext():
         for inputs in several:
             _require_tensors(inputs)
             # Names without the wrapper, as `convert_` finds the layers.
             with nullcontext() if real else without_strays(model) as recorder.watched:
                 _trace_one(original_of(model), inputs, recorder, real, memory_format)
     return Traced(recorder.layers, frozenset(recorder.biased))
+
+
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Context at whose end Ctrl-C takes effect; a second one takes effect at once.
+
+    Torch asks Python about fake tensors where no exception may pass: it would end the process.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    # Handlers run in the main thread, and only there they can be changed.
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    waiting = list[tuple[int, FrameType | None]]()
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        waiting.append((number, frame))
+        if len(waiting) > 1:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if len(waiting) == 1:
+            before(*waiting[0])
 
 
 def _require_tensors(inputs: Any) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -315,3 +318,70 @@ def test_shapes_that_do_not_fit_are_one_error_and_no_log_of_torch():
         assert logger.filters == []
     finally:
         logger.removeHandler(handler)
+
+
+_steps: list[str] = []
+
+
+class Interrupting(nn.Conv2d):
+    """Presses Ctrl-C while its step is traced."""
+
+    presses = 1
+
+    def forward(self, x):
+        _steps.append("begun")
+        for _ in range(self.presses):
+            signal.raise_signal(signal.SIGINT)
+        result = super().forward(x)
+        _steps.append("computed")
+        return result
+
+
+def test_an_interrupt_takes_effect_when_the_trace_is_over():
+    """Torch ends the process where one arrives in some of its calls of Python."""
+    before, model = signal.getsignal(signal.SIGINT), Interrupting(3, 4, 3)
+    _steps.clear()
+    with pytest.raises(KeyboardInterrupt):
+        ucudnn.trace(model, torch.ones(1, 3, 9, 9))
+    assert _steps == ["begun", "computed"]
+    assert signal.getsignal(signal.SIGINT) is before
+    model.presses = 0
+    assert len(ucudnn.trace(model, torch.ones(1, 3, 9, 9))) == 2
+
+
+def test_a_second_interrupt_ends_a_trace_at_once():
+    before, model = signal.getsignal(signal.SIGINT), Interrupting(3, 4, 3)
+    model.presses = 2
+    _steps.clear()
+    with pytest.raises(KeyboardInterrupt):
+        ucudnn.trace(model, torch.ones(1, 3, 9, 9))
+    assert _steps == ["begun"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+def test_a_process_that_is_interrupted_while_it_traces_goes_on():
+    """Each of 30 traces is interrupted at a random moment, by a thread of the process."""
+    code = """
+import os, random, signal, threading, time, torch, ucudnn
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+x = torch.ones(2, 3, 9, 9)
+ucudnn.trace(model, x)
+began = time.monotonic()
+ucudnn.trace(model, x)
+length, chance = time.monotonic() - began, random.Random(0)
+for _ in range(30):
+    try:
+        after = chance.uniform(0, length)
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+        until = time.monotonic() + 1 + length
+        while time.monotonic() < until:
+            ucudnn.trace(model, x)
+    except KeyboardInterrupt:
+        continue
+    raise SystemExit("it was not interrupted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
