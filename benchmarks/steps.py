@@ -19,7 +19,7 @@ from torch import nn
 
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.torch_cpu.machine import give_back_free_blocks
-from ucudnn.execution.layout import lay_out_
+from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import STEP_ERRORS, tensors_of

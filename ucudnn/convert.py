@@ -16,8 +16,8 @@ from torch.nn.utils import parametrize
 from ucudnn import nn as planned_nn
 from ucudnn.config import Config, Startup, settings_here
 from ucudnn.errors import PlanError, warn
+from ucudnn.execution.channels_last import lay_out_, restore_layout_
 from ucudnn.execution.compiling import original_of
-from ucudnn.execution.layout import lay_out_, restore_layout_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.recording import Recorder
 from ucudnn.execution.runner import Layer, Runner, is_followed

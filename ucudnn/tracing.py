@@ -35,9 +35,9 @@ from ucudnn.backends.tensors import (
     uses_channels_last,
 )
 from ucudnn.errors import ConfigError, UnsupportedError, warn
+from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.copying import copied
-from ucudnn.execution.layout import lay_out_copy
 from ucudnn.execution.randomness import same_random_states, same_settings
 from ucudnn.execution.stepping import run_step, tensors_of
 from ucudnn.execution.strays import Watched, without_strays

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 import ucudnn
 from ucudnn.config import Config
-from ucudnn.execution.layout import lay_out_, restore_layout_, why_not_channels_last
+from ucudnn.execution.channels_last import lay_out_, restore_layout_, why_not_channels_last
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 INPUT = (6, 3, 9, 9)
@@ -295,7 +295,7 @@ def test_a_weight_of_another_shape_put_there_since_is_left_alone_by_reverting(pl
 _LITTLE_MEMORY = """
 import resource, torch
 from torch import nn
-from ucudnn.execution.layout import lay_out_, restore_layout_, why_not_channels_last
+from ucudnn.execution.channels_last import lay_out_, restore_layout_, why_not_channels_last
 model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(1024, 1024, 5))
 def layout():
     places = [(one.stride(), one.data_ptr()) for one in model.parameters()]

@@ -18,7 +18,7 @@ import ucudnn
 from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
-from ucudnn.execution.layout import lay_out_
+from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.reports.text import plan_verdict
 from ucudnn.tuning.layout_check import reason_against_layout

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.errors import UcudnnError
+from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.compiling import (
     compiled_as,
     is_compiled,
@@ -21,7 +22,6 @@ from ucudnn.execution.compiling import (
     uncompiled,
 )
 from ucudnn.execution.copying import copied
-from ucudnn.execution.layout import lay_out_
 from ucudnn.execution.randomness import (
     SameRandomNumbers,
     same_random_states,
