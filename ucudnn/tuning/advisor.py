@@ -55,9 +55,9 @@ def advise(
 ) -> Advice:
     """Time a training step and its convolutions as torch runs them, and bound what can be gained.
 
-    There is no search and nothing is cached; it takes a minute at most. Steps are run in the
-    model's own layout and with copies of the parameters in channels_last. Model and random states
-    do not change. Steps of a compiled model are run as if it were not compiled, with a warning.
+    There is no search and nothing is cached; it takes a minute at most. Steps are run on two deep
+    copies of the model, in its own layout and in channels_last. Model and random states do not
+    change. Steps of a compiled model are run as if it were not compiled, with a warning.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))

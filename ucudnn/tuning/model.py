@@ -49,9 +49,9 @@ def tune(
 ) -> Plan:
     """Measure the convolutions of a model's training step and plan each; the model is unchanged.
 
-    The plan is then judged by whole steps of the model on the example inputs (see
-    `Config.step_race`). Parameters, gradients, buffers and random states do not change.
-    `Config.layout` can ask for the better of two layouts.
+    The plan is then judged by whole steps on the example inputs (see `Config.step_race`). They run
+    on a deep copy of the model, which takes the memory of its weights once more; a model that
+    cannot be copied gets no steps. `Config.layout` can ask for the better of two layouts.
 
     Steps of a compiled model (`torch.compile(model)`) are compiled, too, apart from the model's own
     compiled code. That takes the time of a compilation for each layout, beyond `time_budget_s`.
