@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,25 +42,3 @@ def test_what_is_over_and_what_rises_is_named(verdicts: Callable[..., list[str]]
     # noise: a median that rises, and an interval that says nothing
     rows[2]["samples_ns"] = [700, 700, 700, 801, 801, 801, 801]
     assert [sentence.split(": ")[1][:2] for sentence in verdicts(rows)[2:]] == ["no", "ye"]
-
-
-def test_the_table_of_memory_is_made_of_the_file(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(repository / "docs"))
-    tables = importlib.import_module("make_tables")
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    page = "<!-- table pays -->\n\nas before\n\n<!-- end of table -->"
-    assert tables.rewritten(page) == page.replace("as before", tables.MISSING)
-    cases = ("unet3d-inference", "unet3d-training", "resnet18-inference")
-    found = [{"case": case, "rows": [TORCH, row("least", 9 * MIB, 9, 9)]} for case in cases]
-    machine = tmp_path / "intel-xeon"
-    machine.mkdir()
-    (machine / "memory_budget.json").write_text(json.dumps(found))
-    heading, _, *rows = tables.rewritten(page).splitlines()[2:-2]
-    assert heading.startswith("| network | step |")
-    assert rows == [
-        "| ResNet-18, N=64, 224x224 | inference | 6 MiB | 8 MiB | 25 % |",
-        "| 3-D U-Net, N=1, 64x64x64 | training | 6 MiB | 8 MiB | 25 % |",
-        "|  | inference | 6 MiB | 8 MiB | 25 % |",
-    ]

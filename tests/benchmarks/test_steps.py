@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,15 +29,6 @@ def make_run(workers: ModuleType) -> Callable[..., Any]:
     return make
 
 
-def test_variants_are_parts(workers: ModuleType) -> None:
-    job = workers.Job("unet3d", "channels_last+ucudnn@64MiB", "bf16", 2)
-    assert job.parts == {"channels_last": "", "ucudnn": "64MiB"}
-    with pytest.raises(ValueError, match="a variant has parts eager, .* got 'fast'"):
-        workers.Job("unet3d", "fast", "tf32", 2)
-    with pytest.raises(ValueError, match="'fp8'"):
-        workers.Job("unet3d", "eager", "fp8", 2)
-
-
 def test_processes_take_steps_in_turn(workers: ModuleType) -> None:
     """One fails at setting up, which the others do not notice; every answer is handed out."""
     names = {"unet3d": ("eager", "channels_last"), "nothing": ("eager",)}
@@ -54,87 +44,6 @@ def test_processes_take_steps_in_turn(workers: ModuleType) -> None:
     # the same weights and inputs give the same loss, whatever the layout
     assert runs[0].setup["loss"] == pytest.approx(runs[1].setup["loss"], rel=1e-4)
     assert len(seen) == 3 + 2 * 2
-
-
-def test_a_deadline_is_no_failure(workers: ModuleType) -> None:
-    jobs = [workers.Job("unet3d", "eager", "tf32", 2, "cpu", small=True)]
-    (run,) = workers.measure(jobs, 2, time.monotonic(), lambda _: None)
-    assert (run.failed, run.samples_ns, run.is_complete) == (None, [], False)
-    assert "not reached" in "\n".join(workers.report([run]))
-
-
-def test_rivals_have_their_times_whatever_tuning_takes(
-    workers: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, str]] = []
-
-    class Late:
-        """A process that is quick at everything but tuning."""
-
-        def __init__(self, job: Any) -> None:
-            self.job = job
-
-        def set_up(self, *_: float, **__: float) -> dict[str, Any]:
-            asked.append(("setup", self.job.variant))
-            late = "ucudnn" in self.job.parts
-            return {"failed": "no answer to 'setup' in 9 s"} if late else {"step_ns": 10**9}
-
-        def ask(self, question: str, *_: float, **__: Any) -> dict[str, Any]:
-            asked.append((question, self.job.variant))
-            return {"step_ns": 10**9, "memory": {}}
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(workers, "Worker", Late)
-    jobs = [workers.Job("unet3d", name, "tf32", 2) for name in ("ucudnn@none", "compile", "eager")]
-    kept: list[list[int]] = []
-    tuned, *rivals = workers.measure(
-        jobs,
-        5,
-        time.monotonic() + 60,
-        lambda runs: kept.append([len(run.early_ns) for run in runs]),
-    )
-    assert [name for what, name in asked if what == "setup"] == ["eager", "compile", "ucudnn@none"]
-    # when tuning began, each rival had steps
-    assert kept[asked.index(("setup", "ucudnn@none"))] == [0, 3, 3]
-    assert [len(run.samples_ns) for run in rivals] == [5, 5]
-    # its measurements are in the cache: next time it may be in time
-    assert (tuned.samples_ns, tuned.is_complete) == ([], False)
-    rivals[1].samples_ns = []
-    assert "| eager | 1.00 s ± 0 ns | timed before the others |" in "\n".join(
-        workers.report(rivals)
-    )
-
-
-def test_digests_tell_weights_apart(workers: ModuleType) -> None:
-    digests = []
-    for _ in range(2):
-        worker = workers.Worker(workers.Job("unet3d", "eager", "fp32", 2, "cpu", small=True))
-        try:
-            worker.set_up(time.monotonic() + 300)
-            digests += [worker.ask("digest", 300, count=1)["sha256"] for _ in range(2)]
-        finally:
-            worker.close()
-    assert digests[0] == digests[2] != digests[1] == digests[3]
-
-
-def test_a_process_that_is_gone_or_late_is_a_result(workers: ModuleType) -> None:
-    worker = workers.Worker(workers.Job("unet3d", "eager", "tf32", 2, "cpu", small=True))
-    assert worker.ask("steps", 0) == {"failed": "not reached in time"}
-    assert worker.ask("steps", 0.001)["failed"].startswith("no answer to 'steps'")
-    assert "its process ended with -9" in worker.ask("steps", 60)["failed"]
-    worker.close()
-
-
-def test_files_round_trip(
-    workers: ModuleType, make_run: Callable[..., Any], tmp_path: Path
-) -> None:
-    runs = [make_run("eager", 2, 3), make_run("ucudnn@none", 1, config={"policy": "all"})]
-    path = tmp_path / "new" / "steps.json"
-    assert workers.load(path) == []
-    workers.save(path, runs, note="kept")
-    assert workers.load(path) == runs
-    assert json.loads(path.read_text())["note"] == "kept"
 
 
 def test_the_table_compares_rounds(workers: ModuleType, make_run: Callable[..., Any]) -> None:
@@ -253,29 +162,6 @@ def test_demonstration_c(script: Callable[[str], ModuleType], make_run: Callable
     failed = judge([[one], [{"failed": "no plan", "cache_files": 0}]], [])
     assert failed[0].startswith("DOES NOT HOLD")
     assert failed[2:] == ["failed: no plan", "not decided: a side took no step"]
-
-
-def test_a_second_attempt_replaces_no_more_than_it_has(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    steps, workers = script("training_steps"), script("step_workers")
-    able = iter([("eager", "compile"), ("eager",), ("eager", "compile", "ucudnn@none")])
-
-    def measure(jobs: list[Any], rounds: int, deadline: float, on_update: Any) -> list[Any]:
-        attempt = next(able)
-        runs = [workers.Run(job) for job in jobs]
-        for run in runs:
-            run.early_ns = [len(attempt)] if run.job.variant in attempt else []
-        on_update(runs)
-        return runs
-
-    monkeypatch.setattr(steps, "measure", measure)
-    command = ["--out", str(tmp_path), "--networks", "unet3d", "--dtypes", "tf32"]
-    command += ["--variants", "eager,compile,ucudnn@none"]
-    for times in ([2, 2, 0], [2, 2, 0], [3, 3, 3]):
-        steps.main(command)
-        kept = workers.load(tmp_path / "training_steps.json")
-        assert [sum(run.early_ns) for run in kept] == times
 
 
 def test_the_cache_hypothesis(script: Callable[[str], ModuleType]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -77,14 +76,6 @@ def test_the_fastest_way_may_be_in_either_process(
     assert script("found_steps").Found(entries[1]).gain() == pytest.approx((8 / 7,) * 3)
 
 
-def test_a_network_whose_plan_was_not_timed_has_no_gain(
-    script: Callable[[str], ModuleType],
-) -> None:
-    found = script("found_steps").Found({"bench": bench(eager=(8, 8)), "malloc": {"failed": "x"}})
-    assert found.gain() == (1.0, 1.0, 1.0)
-    assert found.sentence() == "nothing to compare"
-
-
 def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
     tables: ModuleType, entries: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -106,40 +97,6 @@ def test_the_table_begins_with_the_largest_gain_and_says_how_it_was_made(
         "Measured on 2026-01-31 in 3 minutes by `python x.py`: a CPU, 2 threads, torch 2.13. "
         "Before, others used 0.1 to 0.1 processors."
     )
-
-
-def test_the_table_of_readme_counts_what_it_does_not_show(
-    tables: ModuleType, entries: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    noise = {**entries[0], "bench": bench(eager=(10, 9, 10), plan=(9, 10, 10))}
-    (tmp_path / "intel-xeon" / "whole_steps.json").write_text(json.dumps([noise, *entries, noise]))
-    _, gain, others, loss = tables.gained()
-    assert gain[0].startswith("conformer")
-    assert others == ["2 others", "", "", "", "1.00 to 1.00: noise"]
-    assert loss[2:] == ["eager: 0 ms", "plan: 0 ms", "0.83 (0.83 to 0.83)"]
-
-
-def test_the_quick_set_is_ten_networks_and_its_settings_can_be_overridden(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps, networks = script("whole_steps"), script("networks")
-
-    def read(*words: str) -> argparse.Namespace:
-        monkeypatch.setattr(sys, "argv", ["whole_steps.py", *words])
-        return steps.arguments()
-
-    quick = read("--quick", "--budget", "7")
-    assert (quick.effort, quick.budget, quick.enough) == ("quick", 7, 25)
-    assert steps.cases(quick)[0] == ("conformer", "inference")
-    assert len({name for name, _ in steps.cases(quick)}) == 10
-    assert {name for name, _ in steps.cases(quick)} <= networks.NETWORKS.keys()
-    assert steps.cases(read("resnet18", "--quick")) == [("resnet18", "training")]
-    assert steps.shape_in("resnet18", quick) == (8, 3, 224, 224)
-    assert steps.shape_in("resnet18", read("--quick", "--input", "1x2")) == (1, 2)
-    full = read()
-    assert (full.effort, full.budget) == ("normal", None)
-    assert len(steps.cases(full)) == 2 * len(networks.NETWORKS)
-    assert steps.shape_in("resnet18", full) == (32, 3, 224, 224)
 
 
 @pytest.mark.parametrize(
@@ -238,15 +195,6 @@ def test_the_other_process_takes_a_round_when_it_is_told_to(
     assert result["bench"]["is_training"] is False
 
 
-@pytest.mark.process
-def test_a_process_that_is_gone_ends_nothing(
-    script: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
-    steps = script("malloc_steps").MallocSteps("conformer", (1, 512, 8), True, tmp_path / "none", 5)
-    assert steps.take_round(0)
-    assert steps.result()["failed"] == "exit 1"
-
-
 @pytest.fixture
 def tiny(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a network of one convolution."""
@@ -336,20 +284,6 @@ def test_layers_of_the_figure(
     heading, row = script("found_limits").layers_table({"layers": [layer]})
     assert len(heading) == len(row) == 9
     assert row[4] == "1.00"
-
-
-def test_layers_say_why_there_is_no_ratio(script: Callable[[str], ModuleType]) -> None:
-    gain = script("found_limits").layer_gain
-    splits = [{"samples_ns": [40] * 6}, {"samples_ns": [20] * 6}, {"samples_ns": []}]
-    for alone, planned, said in (
-        (0, 1, "2.00 (2.00 to 2.00)"),
-        (0, 0, "1, undivided"),
-        (None, 1, "only divided fits"),
-        (None, None, "nothing fits"),
-        (0, 2, "failed"),
-    ):
-        chosen = {"8MiB": {"undivided": alone, "all": planned}}
-        assert gain({"splits": splits, "chosen": chosen}, "8MiB") == said
 
 
 def test_batch_norms_of_an_inference_have_seen_a_batch(script: Callable[[str], ModuleType]) -> None:
