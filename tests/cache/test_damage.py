@@ -243,21 +243,3 @@ def test_leftovers_of_killed_writers_are_noted_when_old(segment: Path) -> None:
         assert report.clean
         assert [str(old) in note for note in report.notes] == [True]
         assert not any(str(young) in note for note in report.notes)
-
-
-def test_an_unreadable_file_is_named_and_left(
-    segment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = os.open
-
-    def refusing(path: Path, *arguments: int) -> int:
-        if path == segment:
-            raise PermissionError(13, "Permission denied")
-        return read(path, *arguments)
-
-    monkeypatch.setattr(os, "open", refusing)
-    with caches.open(root_of(segment)) as cache:
-        with pytest.warns(CacheWarning, match="cannot be read \\(Permission denied\\)"):
-            assert texts(cache) == texts(OLD)
-        cache.put([replace(OLD[0], notes=("again",))])
-    assert segment.exists()

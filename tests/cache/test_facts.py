@@ -13,7 +13,6 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn.cache.exchange import read_entries, write_entries
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, wrap
-from ucudnn.cache.table import Facts
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import (
     Conditions,
@@ -66,28 +65,6 @@ def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
         change(opened)
     path.write_bytes(wrap(image.read_bytes()))
     image.unlink()
-
-
-def test_every_fact_is_stored() -> None:
-    assert set(VALUES) == set(Facts._fields)
-    assert Facts.of(MEASUREMENTS[0]) == Facts()
-    assert Facts.of(MEASUREMENTS[1])._asdict() == VALUES
-
-
-def test_facts_come_back_from_hdf5_as_members(file: Path) -> None:
-    with caches.open(file.parent, "r") as cache:
-        found = [cache.get(one.key) for one in MEASUREMENTS]
-    assert found == MEASUREMENTS
-    assert found[1].failure is FailureKind.HANG
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".json"])
-def test_facts_come_back_from_text_as_members(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"timings{suffix}"
-    write_entries(path, [caches.Entry(one, 1) for one in MEASUREMENTS])
-    found = [entry.measurement for entry in read_entries(path)]
-    assert found == MEASUREMENTS
-    assert found[1].failure is FailureKind.HANG
 
 
 def test_words_that_are_none_are_refused() -> None:

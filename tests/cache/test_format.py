@@ -18,8 +18,6 @@ from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning
 from ucudnn.cache import table as tables
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, verify, wrap
-from ucudnn.cache.table import MEASUREMENT_DTYPE, MeasurementRow
-from ucudnn.errors import CacheError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -133,10 +131,6 @@ def test_any_hdf5_tool_reads_it(file: Path) -> None:
         assert context["conditions.mps_percent"] == 50
 
 
-def test_the_files_of_a_device_carry_its_name(file: Path) -> None:
-    assert file.name == "cuda-nvidia-h200-9.0.h5"
-
-
 def test_a_file_of_another_version_is_set_aside_and_a_fresh_one_made(file: Path) -> None:
     edit(file, lambda _: None, version=2)
     data = file.read_bytes()
@@ -220,18 +214,6 @@ def test_more_problems_than_are_remembered_are_found(
                 assert cache.get(one.key) == one
                 other = replace(one.key, problem=one.key.problem.with_batch(77))
                 assert cache.get(other) is None
-
-
-def test_a_protocol_that_no_file_can_hold_is_named_and_nothing_is_kept(tmp_path: Path) -> None:
-    with caches.open(tmp_path) as cache:
-        with pytest.raises(CacheError, match="protocol must be below 2\\^63 to be stored"):
-            cache.put([*MEASUREMENTS, Measurement(replace(KEYS[0], protocol=2**63), "ok", 1)])
-        assert len(cache) == 0
-    assert not list(tmp_path.iterdir())
-
-
-def test_columns_agree_with_the_names_of_a_row() -> None:
-    assert MEASUREMENT_DTYPE.names == MeasurementRow._fields
 
 
 def claims(name: str, **storage: Any) -> Callable[[h5py.File], None]:

@@ -10,9 +10,7 @@ import laws
 import pytest
 
 from ucudnn import cache as caches
-from ucudnn.cache import Entry
 from ucudnn.cache.hdf5 import store
-from ucudnn.cache.table import build_table, merge_tables
 from ucudnn.measurement import Measurement, MeasurementKey
 
 KEYS = [one.key for one in laws.sample_measurements(25, seed=8)]
@@ -60,29 +58,3 @@ def test_any_sequence_of_operations(
         key = chance.choice(KEYS)
         assert repr(cache.get(key)) == repr(model.get(key))
     assert handles[0].check().clean
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_tables_merge_like_dictionaries_in_any_order(seed: int) -> None:
-    chance = random.Random(seed)
-    entries = [
-        Entry(random_measurement(chance), stored_ns)
-        for stored_ns in chance.sample(range(1, 1000), 120)
-    ]
-    parts: list[list[Entry]] = [[] for _ in range(6)]
-    for entry in entries:
-        chance.choice(parts).append(entry)
-    tables = [build_table(part) for part in parts]
-    whole = build_table(entries)
-    chance.shuffle(tables)
-    once = merge_tables(tables)
-    stepwise = merge_tables([merge_tables(tables[:2]), merge_tables([*tables[2:], tables[0]])])
-    latest: dict[MeasurementKey, int] = {}
-    for entry in entries:
-        key = entry.measurement.key
-        latest[key] = max(latest.get(key, 0), entry.stored_ns)
-    for table in (once, stepwise):
-        assert sorted(map(repr, table.entries())) == sorted(map(repr, whole.entries()))
-    found = {entry.measurement.key: entry.stored_ns for entry in once.entries()}
-    assert found == latest
-    assert set(map(repr, once.entries())) <= set(map(repr, entries))

@@ -68,23 +68,6 @@ def test_tuning_goes_on_where_the_cache_cannot_be_written(ucudnn, table, tmp_pat
     assert json.loads(done.out)["measured"] > 0
 
 
-def test_an_environment_variable_of_mu_cudnn_is_refused_in_a_sentence(ucudnn, table, monkeypatch):
-    monkeypatch.setenv("UCUDNN_DATABASE", "x.sqlite")
-    done = ucudnn("tune", table())
-    assert done.status == 2
-    assert "UCUDNN_DATABASE is not supported" in done.err
-
-
-@pytest.mark.slow
-def test_a_mistyped_environment_variable_is_named_once(ucudnn, table, monkeypatch):
-    monkeypatch.setenv("UCUDNN_WORKSPACE_LIMT", "8MiB")
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        done = ucudnn("tune", table(), "--policy", "undivided")
-    assert done.status == 0
-    assert done.err.count("UCUDNN_WORKSPACE_LIMT is no setting") == 1
-
-
 def test_help_of_every_command_is_light():
     """`ucudnn --help` loads no framework."""
     program = (

@@ -14,7 +14,6 @@ from urllib.parse import unquote
 import pytest
 
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import LayoutRace, Origin, StepMemory, StepRace
 from ucudnn.plan import BY_BATCH, BY_SLABS, KernelPlan, Plan, Timing
@@ -418,19 +417,6 @@ def test_a_report_that_cannot_be_written(drawn, ucudnn, tmp_path, target):
     assert f"cannot write the report to {tmp_path / target}: " in done.err
     assert "Traceback" not in done.err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "plan.json"]
-
-
-def test_an_existing_report_survives_a_failed_write(drawn, tmp_path, monkeypatch):
-    def full(handle):
-        raise OSError(28, "No space left on device")
-
-    target = tmp_path / "report.html"
-    target.write_text("the old one")
-    monkeypatch.setattr("ucudnn.reports.html.os.fsync", full)
-    with pytest.raises(PlanError, match="No space left on device; choose another path"):
-        write_report(plan_of(kernel()), target)
-    assert target.read_text() == "the old one"
-    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_half_a_character_in_a_name_is_written(drawn, tmp_path):

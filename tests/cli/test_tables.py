@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import ucudnn as package
@@ -150,8 +148,3 @@ def test_flags_that_a_model_has_itself_are_refused_by_enumerate(ucudnn, model, t
         done = ucudnn(*arguments, "--input", "8x3x12x12", flag, value)
         assert done.status == 2
         assert flag in done.err
-
-
-def test_json_of_a_plan_from_a_table(ucudnn, table):
-    done = ucudnn("tune", table(), "--policy", "undivided", "--ops", "fprop", "--json")
-    assert json.loads(done.out)["kernels"] == 1

@@ -203,26 +203,6 @@ def test_settings_from_a_file_and_from_flags(ucudnn, table, tmp_path):
     assert (config.policy, config.ops, config.limit_bytes) == ("undivided", ("fprop",), 9 << 20)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--channels-last", "--autocast", "--infer"])
-def test_how_the_model_runs(ucudnn, model, tmp_path, flag):
-    output = tmp_path / "plan.json"
-    done = ucudnn(
-        "tune", f"{model}:net", "--input", SHAPE, flag, "--policy", "undivided", "-o", output
-    )
-    assert done.status == 0, done.err
-    problems = [kernel.problem for kernel in Plan.load(output).kernels]
-    assert {problem.layout for problem in problems} == {
-        "nhwc" if flag == "--channels-last" else "nchw"
-    }
-    assert {problem.dtype for problem in problems} == {
-        "bfloat16" if flag == "--autocast" else "float32"
-    }
-    assert {problem.op for problem in problems} == (
-        {"fprop"} if flag == "--infer" else {"fprop", "dgrad", "wgrad"}
-    )
-
-
 BAD_CALLS = {
     "no such module": (("nowhere.models:net", "--input", SHAPE), 2, "No module named 'nowhere'"),
     "no such function": (("{model}:nothing", "--input", SHAPE), 2, "nothing"),
@@ -346,27 +326,6 @@ BAD_CALLS = {
 }
 
 
-# They are known to be bad only after tuning.
-TOO_SMALL = {
-    "a pool": (
-        ("{model}:net", "--input", SHAPE, "--total-workspace", "1"),
-        1,
-        "fits its part of total_workspace=1 B; the smallest needs",
-    ),
-    "a limit": (
-        ("{model}:net", "--input", SHAPE, "--workspace-limit", "1"),
-        1,
-        "the smallest needs",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "status", "said"), TOO_SMALL.values(), ids=TOO_SMALL)
-def test_limits_that_nothing_fits_are_refused(ucudnn, model, table, arguments, status, said):
-    test_bad_calls_say_one_sentence(ucudnn, model, table, arguments, status, said)
-
-
 @pytest.mark.parametrize(("arguments", "status", "said"), BAD_CALLS.values(), ids=BAD_CALLS)
 def test_bad_calls_say_one_sentence(ucudnn, model, table, arguments, status, said):
     names = {"model": model, "table": table()}
@@ -374,47 +333,6 @@ def test_bad_calls_say_one_sentence(ucudnn, model, table, arguments, status, sai
     assert done.status == status
     assert said in done.err
     assert "Traceback" not in done.err
-
-
-BAD_LINES = {
-    "negative size": ("bad,8,3,1,-12,12,4,1,3,3,0,1,1,1,1,1,1,1,1,1", "input_size"),
-    "not a number": ("bad,8,3,1,x,12,4,1,3,3,0,1,1,1,1,1,1,1,1,1", "h is 'x'"),
-    "too short": ("bad,8,3,1,12", "holds an int"),
-    "kernel too large": ("bad,8,3,1,2,2,4,1,9,9,0,1,1,1,1,1,1,1,1,1", "must fit the padded input"),
-    "groups": ("bad,8,3,1,12,12,4,1,3,3,0,1,1,1,1,1,1,1,1,2", "divisible by groups"),
-}
-
-
-@pytest.mark.parametrize(("line", "said"), BAD_LINES.values(), ids=BAD_LINES)
-def test_a_bad_line_of_a_table_is_named(ucudnn, table, line, said):
-    good = "good,8,3,1,12,12,4,1,3,3,0,1,1,1,1,1,1,1,1,1"
-    done = ucudnn("tune", table(good, line))
-    assert done.status == 2
-    assert "layers.csv line 3" in done.err
-    assert said in done.err
-
-
-def test_a_missing_column_is_named(ucudnn, table):
-    done = ucudnn("tune", table("conv1,8", header="name,n"))
-    assert done.status == 2
-    assert "line 1" in done.err
-    assert "missing: c, d, h" in done.err
-
-
-def test_an_empty_table(ucudnn, tmp_path, table):
-    path = table()
-    path.write_text(path.read_text().splitlines()[0] + "\n")
-    assert "has no layers" in ucudnn("tune", path).err
-
-
-def test_show_what_is_no_plan(ucudnn, tmp_path):
-    for text, said in (("{", "not valid JSON"), ("{}", "is not a plan")):
-        path = tmp_path / "some.json"
-        path.write_text(text)
-        done = ucudnn("show", path)
-        assert done.status == 2
-        assert said in done.err
-    assert "No such file" in ucudnn("show", tmp_path / "none.json").err
 
 
 @pytest.mark.slow

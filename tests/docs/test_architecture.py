@@ -41,26 +41,6 @@ def test_every_room_has_its_row(script: ModuleType, package: Path) -> None:
     assert rooms == listed | set(script.values())
 
 
-def test_imports_point_down_the_rows(script: ModuleType, package: Path) -> None:
-    """As import-linter checks in `make lint`; here also for what it might not see."""
-    row_of = {room: number for number, row in enumerate(script.layers()) for room in row}
-    uses = script.imports(package)
-    assert sum(map(len, uses.values())) > len(uses)
-    for room, names in uses.items():
-        for name in names:
-            assert row_of[name] > row_of[room], f"{room} imports {name}"
-
-
-def test_the_way_inward_is_short(script: ModuleType, package: Path) -> None:
-    """Rooms on the longest chain of imports."""
-    uses = script.imports(package)
-
-    def length(room: str) -> int:
-        return 1 + max(map(length, uses[room]), default=0)
-
-    assert max(map(length, uses)) <= 11
-
-
 def test_what_it_names_is_there(repository: Path, package: Path) -> None:
     text = (repository / "docs" / "architecture.md").read_text()
     named = re.findall(r"`([\w./]+(?:\.py|/))`", text)

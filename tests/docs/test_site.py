@@ -71,26 +71,6 @@ def test_the_command_line_has_every_command_and_flag(hook: Import) -> None:
     assert count == len(sections) > 20
 
 
-def test_links_out_of_the_site_become_paths(hook: Import, checkout: Path) -> None:
-    relinked, docs = hook("site_pages").relinked, checkout / "docs"
-    for written, expected in {
-        "[a](../README.md#install)": "[a](index.md#install)",
-        "[b](cache.md)": "[b](cache.md)",
-        "[solvers/](../solvers)": "`solvers`",
-        "[the code](../solvers/lazy.py)": "the code (`solvers/lazy.py`)",
-        "[c](missing.md)": "[c](missing.md)",
-        "table[0](x), [d](#e), [f](https://example.org)": (
-            "table[0](x), [d](#e), [f](https://example.org)"
-        ),
-        "<!-- runs -->\n```python\n": "```python\n",
-    }.items():
-        assert relinked(written, docs, "here.md") == expected
-    assert relinked("![p](docs/steps.svg)", checkout, "index.md") == "![p](steps.svg)"
-    assert relinked("[g](../../CHANGELOG.md)", docs / "howto", "howto/h.md") == (
-        "[g](../changelog.md)"
-    )
-
-
 def test_broken_links_of_the_site_are_found(hook: Import, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "picture.svg").write_text("<svg/>")
@@ -115,14 +95,6 @@ def test_broken_links_of_the_site_are_found(hook: Import, tmp_path: Path) -> Non
         "sub/page.html loads //h/x.css from the network",
         "sub/page.html loads https://example.org/x.js from the network",
     ]
-
-
-def test_examples_in_docstrings_become_code(hook: Import) -> None:
-    docstring = "UCUDNN_<NAME> and `<b>`.\n\n>>> f(1) < g\nTrue\n\nArgs:\n    x: a number.\n"
-    assert hook("site_docstrings").prepared(docstring) == (
-        "UCUDNN_&lt;NAME> and `<b>`.\n\n```pycon\n>>> f(1) < g\nTrue\n```\n\n"
-        "Args:\n    x: a number.\n"
-    )
 
 
 def test_the_citation_names_this_version(repository: Path) -> None:

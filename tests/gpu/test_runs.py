@@ -201,19 +201,6 @@ def test_operands_of_any_strides(backend, exact, tolerance, op):
     assert relative_error(executable.alone(odd, b), exact(problem, a, b)) < tolerance(problem)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_operands_at_any_address(backend, exact, tolerance, dtype):
-    math = "tf32" if dtype == "float32" else "strict"
-    problem = replace(LAYER, batch=4, dtype=dtype, math=math)
-    a, b = backend.operands(problem, 4)
-    memory = torch.empty(a.numel() + 1, dtype=a.dtype, device=a.device)
-    odd = memory[1:].view(a.shape).copy_(a)
-    assert odd.data_ptr() % 16
-    for candidate in backend.candidates(problem):
-        result = backend.executable(problem, candidate.algorithm).alone(odd, b)
-        assert relative_error(result, exact(problem, a, b)) < tolerance(problem)
-
-
 def test_backends_of_a_process_share_its_handles(backend):
     assert CudnnBackend().runtime is backend.runtime
 

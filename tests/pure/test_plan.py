@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from hypothesis import strategies as st
 
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError, PlanFileError
+from ucudnn.layer_table import read_layers
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import Origin
-from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
+from ucudnn.plan import BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.system.documents import sha256_of
 
@@ -242,6 +242,80 @@ def test_workspace_is_shared_and_time_adds_up_over_calls() -> None:
     assert value.predicted_time_ns == 2 * 800 + 800
 
 
+# Batches without a split, kernels given back to torch, pools
+
+# Batch 1 has no split within the limit; 3 is slabs, the others are in chunks of at most 2.
+KERNEL = kernel(
+    algorithms=("onednn", "gemm"),
+    alone=(-1, 0, BY_SLABS, -1, 1),
+    last=((0, -1), (2, 0), (0, -1), (2, 1), (0, -1)),
+    slabs=((4, 0), (3, 1)),
+)
+
+
+def test_a_batch_within_no_limit_says_so_also_through_the_plan() -> None:
+    assert [KERNEL.covers(batch) for batch in range(7)] == [
+        *(False, False, True, True, True, True, False)
+    ]
+    with pytest.raises(PlanError, match="has no plan for batch 1: nothing that was timed"):
+        KERNEL.split(1)
+    whole = plan(KERNEL)
+    assert not whole.covers(KERNEL.problem.with_batch(1))
+    assert whole.kernel(KERNEL.problem.with_batch(1)) is KERNEL
+
+
+def test_a_plan_is_completed_by_splits_of_a_smaller_batch() -> None:
+    whole = replace(
+        KERNEL, alone=(-1, -1, -1, -1, 1), last=((0, -1),) * 5, slabs=(), algorithms=("gemm", "fft")
+    )
+    smaller = replace(
+        KERNEL,
+        problem=KERNEL.problem.with_batch(4),
+        algorithms=("onednn", "gemm"),
+        alone=(1, BY_SLABS, -1, -1),
+        last=((1, 1), (0, -1), (2, 0), (1, 0)),
+    )
+    completed = whole.completed_by(smaller)
+    assert completed.uncovered() == []
+    for batch in range(1, 5):
+        assert completed.split(batch) == smaller.split(batch)
+    assert completed.split(5) == whole.split(5)
+    # of a plan that has slabs already no others are taken
+    assert replace(KERNEL, alone=(-1, -1, BY_SLABS, -1, 1)).completed_by(smaller).uncovered() == []
+    assert KERNEL.with_default([1]).split(1).is_default
+    assert KERNEL.completed_by(smaller).split(3) == KERNEL.split(3)
+
+
+def test_given_back_at_every_batch() -> None:
+    back = KERNEL.by_default(every_batch=True)
+    for batch in range(1, 6):
+        assert str(back.split(batch)) == f"{batch} {DEFAULT_ALGORITHM}"
+    assert (back.timing, back.predicted_time_ns, back.slabs) == (DEFAULT, 1000, ())
+
+
+def test_given_back_at_the_planned_batch_alone() -> None:
+    back = KERNEL.by_default(every_batch=False)
+    assert str(back.split(5)) == f"5 {DEFAULT_ALGORITHM}"
+    for batch in range(2, 5):
+        assert str(back.split(batch)) == str(KERNEL.split(batch))
+    assert not back.covers(1)
+    assert back.slabs == KERNEL.slabs
+    whole = replace(KERNEL, alone=(-1, 0, 0, -1, BY_SLABS))
+    assert whole.by_default(every_batch=False).slabs == ()
+
+
+def test_a_pool_holds_every_call() -> None:
+    config = Config(total_workspace="1MiB")
+    assert plan(KERNEL, config=config).workspace_bytes == 2 * 4096
+    assert plan(KERNEL).workspace_bytes == 4096
+    assert plan(KERNEL, kernels=()).workspace_bytes == 0
+
+
+def test_a_time_of_nothing_is_refused() -> None:
+    with pytest.raises(PlanError, match="time_ns must be at least 1, got 0"):
+        replace(TIMING, time_ns=0)
+
+
 # Hash
 
 SAME = {
@@ -295,19 +369,27 @@ def test_the_hash_depends_on_the_slabs() -> None:
 # Files
 
 
-def test_a_file_gives_the_plan_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        plan(),
+        plan(sliced(), kernel("dgrad")),
+        plan(kernel(is_perturbed=True), kernel("dgrad", default_is_deterministic=False)),
+    ],
+    ids=["by batch", "by slabs", "with remarks"],
+)
+def test_a_file_gives_the_plan_back(value: Plan, tmp_path: Path) -> None:
     path = tmp_path / "a.plan.json"
-    plan().save(path)
+    value.save(path)
+    assert list(tmp_path.iterdir()) == [path]
     again = Plan.load(str(path))
-    assert again.kernels == plan().kernels
-    assert again.config.to_dict() == plan().config.to_dict()
-    assert (again.device, again.software, again.conditions, again.backend) == (
-        plan().device,
-        plan().software,
-        plan().conditions,
-        plan().backend,
-    )
-    assert again.hash == plan().hash
+    assert (again, again.hash) == (value, value.hash)
+    assert again.config.to_dict() == value.config.to_dict()
+
+
+def test_others_on_the_machine_are_remarked_on_and_what_varies_is_not() -> None:
+    assert kernel(is_perturbed=True).remarks == ("default kernel=onednn", PERTURBED)
+    assert kernel(default_is_deterministic=False).remarks == ("default kernel=onednn",)
 
 
 def test_the_file_is_json_with_its_format_version_and_hash(tmp_path: Path) -> None:
@@ -328,32 +410,6 @@ def test_a_file_has_a_line_for_each_kernel(tmp_path: Path) -> None:
     assert found == json.loads((tmp_path / "a.plan.json").read_text())["kernels"]
     assert len(found) == 2
     assert len(lines) == 2 + len(value.to_dict())
-
-
-def test_a_file_keeps_slabs(tmp_path: Path) -> None:
-    path = tmp_path / "a.plan.json"
-    value = plan(sliced(), kernel("dgrad"))
-    value.save(path)
-    assert Plan.load(path).kernels == value.kernels
-    assert Plan.load(path).hash == value.hash
-
-
-def test_a_file_keeps_what_disturbed_the_times_and_what_varies(tmp_path: Path) -> None:
-    path = tmp_path / "a.plan.json"
-    varying = kernel("dgrad", default_is_deterministic=False)
-    value = plan(kernel("fprop", is_perturbed=True), varying)
-    value.save(path)
-    assert Plan.load(path) == value
-    assert value.kernels[0].remarks == ("default kernel=onednn", PERTURBED)
-    assert value.kernels[1].remarks == ("default kernel=onednn",)
-
-
-def test_a_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "a.plan.json"
-    path.write_text("old")
-    plan().save(path)
-    assert Plan.load(path).hash == plan().hash
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_failing_write_keeps_the_old_file(
@@ -380,12 +436,6 @@ def test_an_unwritable_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot write the plan to .*folder"):
         plan().save(folder)
     assert list(tmp_path.iterdir()) == [folder]
-
-
-def test_another_users_plan_can_be_read_as_far_as_the_umask_allows(tmp_path: Path) -> None:
-    (tmp_path / "plain").write_text("")
-    plan().save(tmp_path / "a.plan.json")
-    assert (tmp_path / "a.plan.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 NOT_PLANS = [
@@ -530,9 +580,10 @@ def test_a_refused_variable_does_not_make_a_plan_look_damaged(
 
 
 def test_resnet50_at_256_stays_under_one_mebibyte(tmp_path: Path, repository: Path) -> None:
+    path = repository / "benchmarks/layers/resnet50_n256.csv"
     problems = [
         replace(problem, op=op)
-        for problem in dict.fromkeys(layers(repository / "benchmarks/layers/resnet50_n256.csv"))
+        for problem in dict.fromkeys(layer for _, layer in read_layers(path, ops=("fprop",)))
         for op in ("fprop", "dgrad", "wgrad")
     ]
     assert len(problems) == 69
@@ -554,25 +605,6 @@ def test_resnet50_at_256_stays_under_one_mebibyte(tmp_path: Path, repository: Pa
     assert path.stat().st_size < 1 << 20
     again = Plan.load(path)
     assert [again.split(problem).size for problem in problems] == [256] * 69
-
-
-def layers(path: Path) -> list[Problem]:
-    """The layers of a file in benchmarks/layers, without their names."""
-    with path.open(newline="") as stream:
-        return [
-            Problem(
-                "fprop",
-                int(row["n"]),
-                int(row["c"]),
-                int(row["k"]),
-                (int(row["h"]), int(row["w"])),
-                (int(row["kh"]), int(row["kw"])),
-                stride=(int(row["stride_h"]), int(row["stride_w"])),
-                padding=((int(row["pad_h"]),) * 2, (int(row["pad_w"]),) * 2),
-                groups=int(row["groups"]),
-            )
-            for row in csv.DictReader(stream)
-        ]
 
 
 def test_a_file_says_where_it_is_from_and_the_hash_does_not(tmp_path) -> None:

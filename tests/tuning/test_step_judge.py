@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 from contextlib import contextmanager
@@ -16,9 +15,8 @@ from torch import nn
 import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
-from ucudnn.errors import PlanError, TuningInterruptedError
+from ucudnn.errors import TuningInterruptedError
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.outcomes import StepRace
 from ucudnn.plan import BY_BATCH, KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 from ucudnn.tuning.judging import judged
@@ -316,44 +314,6 @@ def test_a_plan_that_changes_nothing_runs_no_step():
     assert not machine.races
 
 
-def test_the_outcome_is_in_the_file_and_not_in_the_hash(tmp_path):
-    race = StepRace(100, 90, 0.9, 0.88, 0.93, 7, 5, 4, ("fprop conv2d",))
-    plan = replace(plan_of(kernel(4)), step_race=race)
-    plan.save(tmp_path / "a.json")
-    assert ucudnn.Plan.load(tmp_path / "a.json") == plan
-    assert plan.hash == plan_of(kernel(4)).hash
-
-
-@pytest.mark.parametrize(
-    "values", [{"ratio": 0.0}, {"torch_ns": -1}, {"low": float("nan")}, {"reason": 3}]
-)
-def test_a_race_holds_what_it_may(values):
-    with pytest.raises(PlanError, match="race of steps"):
-        StepRace(**values)
-
-
-def state_of(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
-def test_judging_leaves_a_model_as_it_was(stateful_model):
-    model, x = stateful_model, torch.randn(4, 3, 12, 12)
-    model(x).sum().backward()
-    before, gradients = state_of(model), [copy.deepcopy(p.grad) for p in model.parameters()]
-    random_state = torch.random.get_rng_state()
-    plan = ucudnn.tune(model, x, Config(workspace_limit="64KiB"))
-    assert plan.step_race.rounds >= 3, plan.step_race
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert (parameter.grad is None) == (gradient is None)
-        assert gradient is None or torch.equal(parameter.grad, gradient)
-    assert torch.equal(torch.random.get_rng_state(), random_state)
-    assert model.calls == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reason"),
@@ -406,19 +366,6 @@ def test_ctrl_c_in_the_race_keeps_the_plan(monkeypatch):
     assert caught.value.plan == plan_of_one
 
 
-def test_what_was_looked_up_for_a_plan_stays_between_the_steps_of_a_race():
-    from ucudnn.tuning.judging import _Installer
-
-    first, second = (replace(plan_of(kernel(5)), device=ucudnn_device()) for _ in range(2))
-    install = _Installer(open_backend("torch_cpu"), [first, second])
-    with install(first) as one:
-        pass
-    with install(second) as other, install(first) as again:
-        assert again.runner is one.runner
-        assert other.runner is not one.runner
-        assert other.runner.plan is second
-
-
 def halved(model, x):
     """A plan that computes the two samples of every kernel one by one."""
     backend, problems = open_backend("torch_cpu"), dict.fromkeys(ucudnn.trace(model, x))
@@ -448,7 +395,3 @@ def test_what_a_plan_changes_is_timed_inside_the_steps_of_all_contestants(monkey
     for times in (*by_torch, *by_plan):
         assert set(times.kernels_ns) == {one.problem for one in changed}
         assert 0 < sum(times.kernels_ns.values()) < times.step_ns
-
-
-def ucudnn_device():
-    return open_backend("torch_cpu").device()
