@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ucudnn import distributed
+from ucudnn import config, distributed
 
 
 def main(folder: Path, what: str) -> None:
@@ -45,8 +45,7 @@ def main(folder: Path, what: str) -> None:
     weights = torch.cat([value.flatten() for value in model.state_dict().values()])
     said = {
         "rank": [job.rank, job.size, job.local_rank],
-        "launcher": job.launcher,
-        "ranks per device": job.ranks_per_device,
+        "ranks per device": config.ranks_per_device(),
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
         "sum": weights.sum().item(),
         "cpus": sorted(os.sched_getaffinity(0)),

@@ -7,6 +7,7 @@ and leave it to the ranks to find each other.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from dataclasses import dataclass
@@ -22,31 +23,26 @@ from torch.distributed.rendezvous import rendezvous
 from ucudnn import config
 from ucudnn.errors import RankError
 
-# Variables for rank and size, in the job and on the host; of several names the first that is set
-# counts. The order matters: torchrun may be started by mpirun, once per host; srun may set
-# PMI_RANK, too; and mpirun in a batch job of Slurm leaves the variables of that job as they are.
-# SLURM_NTASKS is that of the batch job, of which an srun may start a part.
-_LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
+# Rank and number of ranks, in the job and on its host: for torchrun, Open MPI, MPICH and Slurm, in
+# this order, because mpirun may start torchrun, once per host, and leaves the variables of a batch
+# job of Slurm as they are. Of several names the first that is set counts: srun may set PMI_RANK,
+# too, and SLURM_NTASKS is that of a batch job, of which an srun may start a part.
+_VARIABLES = (
+    ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
+    ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS SLURM_NTASKS"),
+    (
+        "LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "MPICH": (
-        "PMI_RANK",
-        "PMI_SIZE",
         "MPI_LOCALRANKID PMI_LOCAL_RANK SLURM_LOCALID",
-        "MPI_LOCALNRANKS PMI_LOCAL_SIZE SLURM_NTASKS_PER_NODE",
-    ),
-    "Slurm": (
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
         "SLURM_LOCALID",
-        "SLURM_NTASKS_PER_NODE",
     ),
-}
+    (
+        "LOCAL_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS PMI_LOCAL_SIZE SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +53,7 @@ class Job:
         rank: number of this process.
         size: number of processes.
         local_rank: number of this process on its host.
-        launcher: "torchrun", "Open MPI", "MPICH", "Slurm" or "none".
         device: on which this rank computes.
-        ranks_per_device: ranks that share it; more than 1 on a CPU only under `ucudnn launch`.
         is_trial: this run only measures speed for `ucudnn launch --ranks-per-gpu auto`, and should
             write no results.
     """
@@ -67,9 +61,7 @@ class Job:
     rank: int
     size: int
     local_rank: int
-    launcher: str
     device: torch.device
-    ranks_per_device: int
     is_trial: bool = False
 
 
@@ -96,17 +88,11 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
     """
     if dist.is_initialized():
         raise RankError("there is a process group already; call init once, instead of torch's own")
-    launcher, rank, size, local_rank, local_size = _read()
+    place = _read()
+    rank, size, local_rank, local_size = place or (0, 1, 0, 1)
     timeout = timedelta(seconds=timeout_s)
     try:
-        store: Store = HashStore()
-        if launcher != "none":
-            if launcher != "torchrun" and "MASTER_ADDR" not in os.environ:
-                address = _address(launcher, rank, size, local_size)
-                os.environ.update(zip(("MASTER_ADDR", "MASTER_PORT"), address, strict=True))
-            numbers = map(str, (rank, size, local_rank, local_size))
-            os.environ.update(zip(_LAUNCHERS["torchrun"], numbers, strict=True))
-            store = _of_this_attempt(next(rendezvous("env://", timeout=timeout))[0])
+        store = _open_store(place, timeout) if place else HashStore()
         device = _choose_device(local_rank, local_size)
         sharing = _count_sharing(store, rank, size, device)
         if backend is None:
@@ -116,82 +102,80 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
     # A missing MASTER_PORT is a ValueError of torch.
     except (dist.DistError, ValueError) as error:
         raise RankError(
-            f"rank {rank} of {size} ({launcher}) did not reach the others within {timeout_s:g} s "
+            f"rank {rank} of {size} did not reach the others within {timeout_s:g} s "
             f"({str(error).splitlines()[0]}); see whether all were started, and give all of them "
             f"the host of rank 0 and a free port there in MASTER_ADDR and MASTER_PORT",
             (rank,),
         ) from error
-    is_trial = config.progress_folder() is not None
-    return Job(rank, size, local_rank, launcher, device, sharing, is_trial)
+    return Job(rank, size, local_rank, device, config.progress_folder() is not None)
 
 
-def _read() -> tuple[str, int, int, int, int]:
-    """Launcher, rank, size, local rank and local size; a job of one where there is no launcher."""
-    for launcher, names in _LAUNCHERS.items():
+def _read() -> tuple[int, int, int, int] | None:
+    """Rank, size, local rank and local size; None without a launcher."""
+    for names in zip(*_VARIABLES, strict=True):
         if names[0] in os.environ:
             rank, size, local_rank, local_size = map(_number, names)
-            if rank is None or size is None or local_rank is None or not 0 <= rank < size:
-                got = ", ".join(f"{name.split()[0]}={_number(name)}" for name in names[:3])
+            if not 0 <= rank < size or local_rank < 0 or local_size < 1:
+                every = " ".join(names).split()
+                got = ", ".join(f"{name}={os.environ.get(name)}" for name in every)
                 raise RankError(
-                    f"{launcher} must tell a rank its number, the number of ranks, and its number "
-                    f"on this host, got {got}; set them"
+                    f"a rank must know its number and the number of ranks, in the job and on its "
+                    f"host, got {got}; set what is missing"
                 )
-            _compare_with_mpi4py(launcher, rank, size)
-            # On one host, unless it says otherwise.
-            return launcher, rank, size, local_rank, local_size or size
-    return "none", 0, 1, 0, 1
+            return rank, size, local_rank, local_size
+    return None
 
 
-def _number(names: str) -> int | None:
+def _number(names: str) -> int:
     text = next((os.environ[name] for name in names.split() if os.environ.get(name)), "")
-    return int(text) if text.isdecimal() else None
+    # SLURM_STEP_TASKS_PER_NODE is as 4(x2),3: tasks of the first two hosts, and of the third.
+    first = re.split("[(,]", text)[0]
+    return int(first) if first.isdecimal() else -1
 
 
-def _compare_with_mpi4py(launcher: str, rank: int, size: int) -> None:
-    """Refuse a job that the MPI library of this process sees as another one."""
-    # The mpiexec of another MPI starts as many jobs of size 1 for the library that is loaded.
-    loaded: Any = sys.modules.get("mpi4py.MPI")
-    if launcher != "torchrun" and loaded is not None:
-        world = loaded.COMM_WORLD
-        if (world.rank, world.size) != (rank, size):
+def _open_store(place: tuple[int, int, int, int], timeout: timedelta) -> Store:
+    """The store of the job, by torch's variables, which are set where the launcher sets others."""
+    rank, size, _, local_size = place
+    if "RANK" not in os.environ:
+        if "MASTER_ADDR" not in os.environ:
+            address = _address(local_size == size)
+            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
+        # The mpiexec of another MPI starts as many jobs of size 1 for the library that is loaded.
+        loaded: Any = sys.modules.get("mpi4py.MPI")
+        if loaded and (world := loaded.COMM_WORLD) and (world.rank, world.size) != (rank, size):
             raise RankError(
-                f"{launcher} started rank {rank} of {size}, but mpi4py sees rank {world.rank} of "
-                f"{world.size}: it has loaded the library of another MPI; start the job by the "
-                f"mpiexec of that one, or choose the library by MPI4PY_MPIABI",
+                f"this is rank {rank} of {size} for its launcher, but rank {world.rank} of "
+                f"{world.size} for mpi4py, which has loaded the library of another MPI; start the "
+                f"job by the mpiexec of that one, or choose the library by MPI4PY_MPIABI",
                 (rank,),
             )
+        os.environ.update({names[0]: str(x) for names, x in zip(_VARIABLES, place, strict=True)})
+    store: Store = next(rendezvous("env://", timeout=timeout))[0]
+    # torchrun's store keeps the keys of ranks that died before a restart: with them gloo would
+    # connect to processes that no longer exist (pytorch#135712). Agents of several hosts may count
+    # restarts differently, so their jobs keep the plain store.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return store
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _address(launcher: str, rank: int, size: int, local_size: int) -> tuple[str, str]:
+def _address(is_one_host: bool) -> tuple[str, str]:
     """Host of rank 0 and a port there, that every rank finds alike."""
-    if local_size == size:
+    if is_one_host:
         # The same launcher, and no other one, is the parent of all ranks of a host.
         return "127.0.0.1", str(20000 + os.getppid() % 10000)
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise RankError(
-            f"{launcher} started ranks on several hosts, which do not know where rank 0 is; set "
-            f"MASTER_ADDR and MASTER_PORT for all of them, or install mpi4py"
+            "ranks on several hosts do not know where rank 0 is; set MASTER_ADDR and MASTER_PORT "
+            "for all of them, or install mpi4py"
         ) from error
-    _compare_with_mpi4py(launcher, rank, size)
     with socket.socket() as free:
         free.bind(("", 0))
-        address: tuple[str, str] = (socket.getfqdn(), str(free.getsockname()[1]))
-    world: Any = MPI.COMM_WORLD
-    host, port = world.bcast(address)
-    return host, port
-
-
-def _of_this_attempt(store: Store) -> Store:
-    """The keys of this attempt: torchrun's store keeps those of ranks that died before a restart.
-
-    With them gloo would connect to processes that no longer exist (pytorch#135712). Agents of
-    several hosts may count restarts differently, so their jobs keep the plain store.
-    """
-    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        return store
-    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        own = socket.getfqdn(), str(free.getsockname()[1])
+    address: tuple[str, str] = MPI.COMM_WORLD.bcast(own)
+    return address
 
 
 def _choose_device(local_rank: int, local_size: int) -> torch.device:
@@ -199,9 +183,10 @@ def _choose_device(local_rank: int, local_size: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # With a launcher that shows each rank its own GPU alone this is that one.
-    shared = local_rank * count // max(local_size, local_rank + 1)
-    device = torch.device("cuda", local_rank if local_size <= count else shared)
+    # Slurm may start more tasks on this host than on the first. A launcher may show each rank its
+    # own GPU alone.
+    local_size = max(local_size, local_rank + 1, count)
+    device = torch.device("cuda", local_rank * count // local_size)
     torch.cuda.set_device(device)
     return device
 
