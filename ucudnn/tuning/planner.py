@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ucudnn.axis import axis_of
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step
 from ucudnn.tuning.confirmation import Finalist, choose
-from ucudnn.tuning.fronts import Front
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.refusals import nothing_fits
@@ -36,49 +35,8 @@ class KernelPlanner:
         self._config = source.config
         # Measured workspace of a whole call minus that of its largest chunk.
         self._call_overhead_bytes = 0
-        self.problem = source.kernel.problem
-        self.limit = source.bounds.limit
-
-    @property
-    def default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, as far as it was measured."""
-        return self._source.default
-
-    def look_at_default(self) -> Measurement | None:
-        """Torch's own convolution of the whole batch, run at least once; None if it fails."""
-        return self._source.look_at_default()
-
-    def look_at_chunks(self, most: int) -> None:
-        """Run torch's own convolution once for the largest chunks of at most so many samples."""
-        self._source.look_at_chunks(most)
-
-    def step(self) -> bool:
-        """Measure the micro-batches that the solver asks for next; False if it asks for none."""
-        return self._source.step()
-
-    def evidence(self) -> Evidence:
-        """Measure everything that is still wanted, or recall it from a recording.
-
-        Raises:
-            PlanError: the recording has nothing of this kernel.
-        """
-        return self._source.evidence()
-
-    def release(self) -> None:
-        """Free the operands, which no other kernel uses; they are allocated again if needed."""
-        self._source.release()
-
-    def known_front(self) -> Front:
-        """Front of the splits by what is known now; nothing is measured.
-
-        Raises:
-            PlanError: the recording has nothing of this kernel.
-        """
-        return self._source.known_front()
-
-    def hoped_front(self) -> Front:
-        """For each workspace a lower bound of the time of every split; nothing is measured."""
-        return self._source.hoped_front()
+        self._problem = source.kernel.problem
+        self._limit = source.bounds.limit
 
     def decide(self) -> KernelPlan | None:
         """The plan, by a race of whole calls; None if the time ran out before there was one.
@@ -89,7 +47,7 @@ class KernelPlanner:
         try:
             # Each pass returns, or lowers the limit for chunks.
             while True:
-                evidence = self.evidence()
+                evidence = self._source.evidence()
                 tables = self._tables(evidence)
                 is_empty = all(table.is_empty for table in tables)
                 finalists = [] if is_empty else self._finalists(tables, evidence)
@@ -98,7 +56,7 @@ class KernelPlanner:
                     return None
                 winner = choose(
                     finalists,
-                    self.limit,
+                    self._limit,
                     self._session.planned_call_ns(),
                     bool(self._config.deterministic),
                 )
@@ -110,7 +68,7 @@ class KernelPlanner:
                     return None
                 self._tighten(finalists, evidence)
         finally:
-            self.release()
+            self._source.release()
 
     def _plan(
         self,
@@ -123,7 +81,7 @@ class KernelPlanner:
         default = None if own is None else own.timing
         layers = self._source.kernel.layers
         plan = plan_by(
-            tables, PlanDraft(self.problem, winner.split), layers, winner.timing, default
+            tables, PlanDraft(self._problem, winner.split), layers, winner.timing, default
         )
         # A race says more than the first look by which an algorithm was left out of the chunks.
         raced = {*plan.algorithms, *([DEFAULT_ALGORITHM] if default else [])}
@@ -138,7 +96,7 @@ class KernelPlanner:
     def _default_notes(self) -> list[str]:
         """Notes of torch's own convolution, and which implementation it runs."""
         # It is the first candidate.
-        candidate = self._session.backend.candidates(self.problem)[0]
+        candidate = self._session.backend.candidates(self._problem)[0]
         name = candidate.implementation
         notes = (f"kernel={name}", *candidate.notes) if name else candidate.notes
         return [f"default {note}" for note in notes]
@@ -149,7 +107,7 @@ class KernelPlanner:
         Raises:
             PlanError: nothing fits, and there was time to find out.
         """
-        evidence = self.evidence()
+        evidence = self._source.evidence()
         if all(table.is_empty for table in self._tables(evidence)):
             self._refuse_unless_over(evidence)
 
@@ -166,8 +124,8 @@ class KernelPlanner:
     ) -> list[Finalist]:
         """Splits with times of whole calls: raced, recalled, or predicted from their chunks."""
         # A backend may have no default here, as a recording in which it is missing.
-        applies = self._session.kernel_of(self.problem, DEFAULT_ALGORITHM) is not None
-        default = Split("batch", (Step(self.problem.batch, DEFAULT_ALGORITHM),))
+        applies = self._session.kernel_of(self._problem, DEFAULT_ALGORITHM) is not None
+        default = Split("batch", (Step(self._problem.batch, DEFAULT_ALGORITHM),))
         offered = [default] if applies else []
         offered += [split for table in tables for split in table.splits()]
         splits = list(dict.fromkeys(offered))
@@ -178,7 +136,7 @@ class KernelPlanner:
             return predict(tables, splits, own)
         # Nothing can be raced when the time is over, or in a recording that lacks this race.
         raced = self._source.race(splits)
-        return predict(tables, splits, self.default) if raced is None else raced
+        return predict(tables, splits, self._source.default) if raced is None else raced
 
     def _timed_default(self, evidence: Evidence) -> Measurement | None:
         """Torch's own convolution of the whole batch, if it was timed in full."""
@@ -186,7 +144,7 @@ class KernelPlanner:
             (
                 entry
                 for entry in evidence.everything
-                if entry.key.problem == self.problem
+                if entry.key.problem == self._problem
                 and entry.key.algorithm == DEFAULT_ALGORITHM
                 and entry.status == "ok"
             ),
@@ -199,7 +157,7 @@ class KernelPlanner:
         Raises:
             PlanError: no lower limit would do.
         """
-        limit, chunk_limit = self.limit, self._source.bounds.chunk_limit
+        limit, chunk_limit = self._limit, self._source.bounds.chunk_limit
         # Only a limit can have refused every finalist.
         assert limit is not None
         assert chunk_limit is not None
@@ -222,17 +180,17 @@ class KernelPlanner:
         if lower < 0:
             raise self._nothing_fits(evidence)
         # Before the next source allocates operands of its own.
-        self.release()
+        self._source.release()
         self._source = self._source.within(replace(self._source.bounds, chunk_limit=lower))
 
     def _chunk_bytes(self, split: Split, evidence: Evidence) -> int | None:
         """The largest workspace of a split's chunks; None if none is known."""
-        axis = axis_of(self.problem, split)
+        axis = axis_of(self._problem, split)
         steps = {(axis.part(axis.size_of(step)), step.algorithm) for step in split.steps}
         # Only chunks that were timed in full can be in a finalist. One chunk may have run in
         # several roles, of which the one that needs most counts.
         sizes = [
-            entry.workspace_bytes + held_bytes(self.problem, entry.key.conditions.role)
+            entry.workspace_bytes + held_bytes(self._problem, entry.key.conditions.role)
             for entry in evidence.everything
             if (entry.key.problem, entry.key.algorithm) in steps
             and entry.workspace_bytes is not None

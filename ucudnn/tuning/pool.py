@@ -23,6 +23,7 @@ from ucudnn.tuning.fronts import Front, Point, pareto
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.session import Session
+from ucudnn.tuning.sources import AbstractSource
 from ucudnn.tuning.step_shares import StepShares
 from ucudnn.units import format_bytes
 
@@ -158,7 +159,7 @@ class Pool:
         limits: workspace that each kernel may use.
         session: of the device that measures.
         shares: times and workspaces of torch's own convolutions.
-        planner_of: makes the planner of a kernel, within a limit in bytes or its part of the pool.
+        source_of: makes the source of a kernel, within a limit in bytes or its part of the pool.
         budget: the time for everything.
         on_work: called with the kernel that is being measured.
     """
@@ -170,7 +171,7 @@ class Pool:
         limits: Limits,
         session: Session,
         shares: StepShares,
-        planner_of: Callable[[Problem, int | None], KernelPlanner],
+        source_of: Callable[[Problem, int | None], AbstractSource],
         budget: Budget,
         on_work: Callable[[Problem], None],
     ) -> None:
@@ -181,7 +182,7 @@ class Pool:
         self._layers = layers_by_problem
         self._session = session
         self._shares = shares
-        self._planner_of = planner_of
+        self._source_of = source_of
         self._budget = budget
         self._on_work = on_work
         # By what was timed, and by lower bounds of what was not.
@@ -284,8 +285,8 @@ class Pool:
     def _survey(self, problems: Iterable[Problem]) -> None:
         """Find what is known of some kernels, and divide the pool by it."""
         for problem in problems:
-            planners = self._surveyors(problem)
-            front = pareto(point for planner in planners for point in planner.known_front())
+            sources = self._sources(problem)
+            front = pareto(point for source in sources for point in source.known_front())
             self._known[problem] = self._choices(problem, front)
             self._hoped.pop(problem, None)
         known = {problem: one for problem, one in self._known.items() if one.front}
@@ -294,16 +295,16 @@ class Pool:
             del known[max(known, key=lambda problem: known[problem].least)]
         self.parts = divided(known, self._total_bytes, self._config.solver)
 
-    def _surveyors(self, problem: Problem) -> list[KernelPlanner]:
-        """Planners that together know all splits of a kernel; they measure nothing."""
+    def _sources(self, problem: Problem) -> list[AbstractSource]:
+        """Sources that together know all splits of a kernel."""
         most = self._most(problem)
-        planners = [self._planner_of(problem, most)]
+        sources = [self._source_of(problem, most)]
         default = self._shares.defaults.get(problem)
         # Slabs are tried only where torch's own convolution exceeds the limit.
         below = most if default is None else (default.workspace_bytes or 0) - 1
         if 0 <= below < most:
-            planners.append(self._planner_of(problem, below))
-        return planners
+            sources.append(self._source_of(problem, below))
+        return sources
 
     def _choices(self, problem: Problem, front: Front) -> Choices:
         calls, most = len(self._layers[problem]), self._most(problem)
@@ -354,10 +355,10 @@ class Pool:
                 if _is_over(until):
                     return
                 self._on_work(problem)
-                planner = self._planner_of(problem, self._most(problem))
+                source = self._source_of(problem, self._most(problem))
                 with torch.autocast("cpu", enabled=False):
-                    planner.look_at_chunks(int(share * problem.batch))
-                planner.release()
+                    source.look_at_chunks(int(share * problem.batch))
+                source.release()
             self._survey(self._problems)
             share /= 2
 
@@ -366,22 +367,22 @@ class Pool:
         if problem in self._learned:
             raise self._learned[problem]
         self._session.stop_at(None)
-        self._planner_of(problem, self._most(problem)).require_split()
+        KernelPlanner(self._source_of(problem, self._most(problem))).require_split()
 
     def _look_for(self, problem: Problem, limit: int, until: float | None) -> None:
         """Measure until something fits a limit."""
         session = self._session
         # What is wanted is any split, and not the best one.
         session.until, session.race_until = 0.0, until
-        planner = self._planner_of(problem, limit)
+        source = self._source_of(problem, limit)
         self._on_work(problem)
         with torch.autocast("cpu", enabled=False):
-            while self._known[problem].time_within(limit) is None and planner.step():
+            while self._known[problem].time_within(limit) is None and source.step():
                 self._survey(self._like(problem))
             if self._known[problem].time_within(limit) is None:
-                planner.evidence()
+                source.evidence()
                 self._survey(self._like(problem))
-        planner.release()
+        source.release()
         if self._known[problem].time_within(limit) is None and not _is_over(until):
             self._settled[problem].add(limit)
 
@@ -409,12 +410,12 @@ class Pool:
         end = monotonic() + turn_s
         end = end if until is None else min(until, end)
         session.until = session.race_until = end
-        planner = self._planner_of(problem, limit)
+        source = self._source_of(problem, limit)
         self._on_work(problem)
         # Autocast would cast the operands to another dtype than that of the problem.
         with torch.autocast("cpu", enabled=False):
-            planner.evidence()
-            planner.release()
+            source.evidence()
+            source.release()
             if _is_over(end):
                 # One that is too short to measure anything would be taken again and again.
                 self._turns_s[problem] = 2 * turn_s
@@ -455,8 +456,8 @@ class Pool:
     def _hoped_choices(self, problem: Problem) -> Choices:
         """Lower bounds of a kernel's times, where nothing better is known."""
         if problem not in self._hoped:
-            planners = self._surveyors(problem)
-            self._hoped[problem] = pareto(p for one in planners for p in one.hoped_front())
+            sources = self._sources(problem)
+            self._hoped[problem] = pareto(p for one in sources for p in one.hoped_front())
         known, points = self._known[problem], list(self._known[problem].front)
         # What was measured at a limit is the best at each smaller one, too.
         best = {_reach(limit): known.time_within(limit) for limit in self._settled[problem]}
@@ -484,9 +485,9 @@ def _is_over(until: float | None) -> bool:
     return until is not None and monotonic() >= until
 
 
-def measure(session: Session, planners: Sequence[KernelPlanner]) -> None:
-    """Let planners of kernels that share measurements measure until none wants any more."""
+def measure(session: Session, sources: Sequence[AbstractSource]) -> None:
+    """Let sources of kernels that share measurements measure until none wants any more."""
     # `sum`, because `any` would ask nobody behind the first one that has something to measure.
-    while sum(planner.step() for planner in planners):
+    while sum(source.step() for source in sources):
         pass
     session.flush()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ucudnn.errors import PlanError, UntunedWarning, warn
 from ucudnn.split import BY_BATCH, DEFAULT_ALGORITHM, KernelPlan, Timing
+from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.refusals import all_over_limit
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from ucudnn.measurement import Measurement
     from ucudnn.problem import Problem
     from ucudnn.tuning.memory_budget import Limits
-    from ucudnn.tuning.planner import KernelPlanner
     from ucudnn.tuning.pool import Pool
+    from ucudnn.tuning.sources import AbstractSource
 
 
 class Results:
@@ -108,6 +109,38 @@ class Results:
         return self._plan_by_torch(
             problem, layers, entry, limit, self._kernel_of, note, deterministic
         )
+
+    def with_every_batch(
+        self, plan: KernelPlan, source_at: Callable[[int], AbstractSource]
+    ) -> KernelPlan:
+        """The plan with a split of every batch, as far as anything fits.
+
+        Torch runs other implementations for some batches, of which the largest batch says nothing:
+        its own convolution of such a batch is run once, and if that exceeds the limit, the batch is
+        tuned as a kernel of its own.
+
+        Args:
+            plan: of a kernel.
+            source_at: makes the source of the kernel at a smaller batch.
+        """
+        problem, missing = plan.problem, plan.uncovered()
+        deterministic = bool(self._config.deterministic)
+        if self.limit_of(problem) is None and not deterministic:
+            return plan.with_default(missing)
+        while missing:
+            largest = missing[-1]
+            source = source_at(largest)
+            default = source.look_at_default()
+            source.release()
+            if default is not None and _is_allowed(default, source.bounds.limit, deterministic):
+                kernels = {
+                    n: self._kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) for n in missing
+                }
+                plan = plan.with_default([n for n in missing if kernels[n] == kernels[largest]])
+            else:
+                plan = _tuned_at(plan, source)
+            missing = [n for n in plan.uncovered() if n < largest]
+        return plan
 
     def leave_to_torch(self, ignored: Iterable[tuple[Problem, str]]) -> None:
         """Plan kernels by torch's own convolution if that is within the limit.
@@ -215,44 +248,6 @@ def _plan_by_torch(
     )
 
 
-def with_every_batch(
-    plan: KernelPlan,
-    limit_at: Callable[[int], int | None],
-    kernel_of: Callable[[Problem, str], str | None],
-    planner_at: Callable[[int], KernelPlanner],
-    deterministic: bool = False,
-) -> KernelPlan:
-    """The plan with a split of every batch, as far as anything fits.
-
-    Torch runs other implementations for some batches, of which the largest batch says nothing:
-    its own convolution of such a batch is run once, and if that exceeds the limit, the batch is
-    tuned as a kernel of its own.
-
-    Args:
-        plan: of a kernel.
-        limit_at: workspace in bytes at each batch, None for any.
-        kernel_of: name of the implementation by which an algorithm runs a problem.
-        planner_at: makes the planner of the kernel at a smaller batch.
-        deterministic: no result may vary.
-    """
-    problem, missing = plan.problem, plan.uncovered()
-    if limit_at(problem.batch) is None and not deterministic:
-        return plan.with_default(missing)
-    while missing:
-        largest = missing[-1]
-        limit = limit_at(largest)
-        planner = planner_at(largest)
-        default = planner.look_at_default()
-        planner.release()
-        if default is not None and _is_allowed(default, limit, deterministic):
-            kernels = {n: kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) for n in missing}
-            plan = plan.with_default([n for n in missing if kernels[n] == kernels[largest]])
-        else:
-            plan = _tuned_at(plan, planner_at(largest))
-        missing = [n for n in plan.uncovered() if n < largest]
-    return plan
-
-
 def _is_allowed(default: Measurement, limit: int | None, deterministic: bool) -> bool:
     if deterministic and not default.is_deterministic:
         return False
@@ -261,10 +256,10 @@ def _is_allowed(default: Measurement, limit: int | None, deterministic: bool) ->
     return workspace is not None and (limit is None or workspace <= limit)
 
 
-def _tuned_at(plan: KernelPlan, planner: KernelPlanner) -> KernelPlan:
+def _tuned_at(plan: KernelPlan, source: AbstractSource) -> KernelPlan:
     """The plan with the splits of a smaller batch that is tuned alone, if anything fits."""
     try:
-        smaller = planner.decide()
+        smaller = KernelPlanner(source).decide()
     except PlanError:
         return plan
     return plan if smaller is None else plan.completed_by(smaller)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 
 import torch
@@ -27,9 +26,9 @@ from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure, require_solver
 from ucudnn.tuning.progress import Progress, warn_of_untuned
-from ucudnn.tuning.results import Results, with_every_batch
+from ucudnn.tuning.results import Results
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.sources import Bounds, Kernel, source_of
+from ucudnn.tuning.sources import AbstractSource, Bounds, Kernel, source_of
 from ucudnn.tuning.step_shares import StepShares
 
 # How many times as long as its convolutions a step is taken to be, before any was run.
@@ -105,7 +104,7 @@ class TuningScheduler:
                 limits,
                 self.session,
                 self._shares,
-                self.planner,
+                self._source,
                 self._budget,
                 self._report,
             )
@@ -221,11 +220,11 @@ class TuningScheduler:
             began = monotonic()
             # A kernel that has no part of the pool cannot be planned.
             parts = None if self.results.pool is None else self.results.pool.parts
-            planners = [self.planner(p) for p in problems if parts is None or p in parts]
+            sources = [self._source(p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
-                measure(self.session, planners)
+                measure(self.session, sources)
                 # Races come last: kernels of one geometry may measure what another of them needs.
-                plans = [plan for plan in map(self._decided, planners) if plan is not None]
+                plans = [plan for plan in map(self._decided, sources) if plan is not None]
                 if self._budget.deadline is not None:
                     # Smaller batches may take as long as the largest, even where its time is over.
                     least = 2 * monotonic() - began
@@ -246,10 +245,10 @@ class TuningScheduler:
         # Kernels that are left out here are named in a warning at the end.
         if self.session.is_over:
             return
-        planner = self.planner(problem)
+        source = self._source(problem)
         with torch.autocast("cpu", enabled=False):
-            found = planner.look_at_default()
-        planner.release()
+            found = source.look_at_default()
+        source.release()
         if found is not None:
             self._shares.defaults[problem] = found
 
@@ -269,39 +268,43 @@ class TuningScheduler:
         # A recording has what it has.
         if self.session.is_recorded:
             return plan
-        limit_at = partial(self.results.limit_at, plan.problem)
 
-        def planner_at(batch: int) -> KernelPlanner:
+        def source_at(batch: int) -> AbstractSource:
+            limit = self.results.limit_at(plan.problem, batch)
             # Any plan will do, and not only the best one.
-            bounds = Bounds(limit_at(batch), limit_at(batch), tolerance=1.0)
-            return self._planner(plan.problem, batch, bounds, None)
+            bounds = Bounds(limit, limit, tolerance=1.0)
+            return self._source_within(plan.problem, bounds, batch=batch)
 
-        deterministic = bool(self._config.deterministic)
-        return with_every_batch(plan, limit_at, self.session.kernel_of, planner_at, deterministic)
+        return self.results.with_every_batch(plan, source_at)
 
-    def planner(self, problem: Problem, limit: int | None = None) -> KernelPlanner:
-        """The planner of a kernel, within a limit of its own or within that of now."""
+    def _source(self, problem: Problem, limit: int | None = None) -> AbstractSource:
+        """The source of a kernel, within a limit of its own or within that of now."""
         limit = self.results.limit_of(problem) if limit is None else limit
         default, tolerance = self._shares.defaults.get(problem), 0.0
         if self._by_share and self._total_ns and default is not None:
             tolerance = self._shares.stakes[problem].tolerance(self._total_ns, self._effort)
-        planner = self._planner(problem, problem.batch, Bounds(limit, limit, tolerance), default)
+        source = self._source_within(problem, Bounds(limit, limit, tolerance), default)
         # A recording says what torch's own convolution takes without a first run.
-        if planner.default is not None:
-            self._shares.defaults[problem] = planner.default
-        return planner
+        if source.default is not None:
+            self._shares.defaults[problem] = source.default
+        return source
 
-    def _planner(
-        self, problem: Problem, batch: int, bounds: Bounds, default: Measurement | None
-    ) -> KernelPlanner:
-        kernel = Kernel(problem.with_batch(batch), self._layers[problem], problem in self._biased)
-        return KernelPlanner(source_of(self.session, self._config, kernel, bounds, default))
+    def _source_within(
+        self,
+        problem: Problem,
+        bounds: Bounds,
+        default: Measurement | None = None,
+        batch: int | None = None,
+    ) -> AbstractSource:
+        smaller = problem.with_batch(batch or problem.batch)
+        kernel = Kernel(smaller, self._layers[problem], problem in self._biased)
+        return source_of(self.session, self._config, kernel, bounds, default)
 
-    def _decided(self, planner: KernelPlanner) -> KernelPlan | None:
+    def _decided(self, source: AbstractSource) -> KernelPlan | None:
         try:
-            return planner.decide()
+            return KernelPlanner(source).decide()
         except PlanError as error:
-            if not self.results.refuse(planner.problem, error):
+            if not self.results.refuse(source.kernel.problem, error):
                 raise
             return None
 
