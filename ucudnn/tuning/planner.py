@@ -1,4 +1,7 @@
-"""Plan one kernel under one limit: measure or recall chunks, solve, race whole calls."""
+"""Plan one kernel under one limit: measure or recall chunks, solve, race whole calls.
+
+Where nothing fits, the error names the smallest limit that would do.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucudnn.axis import axis_of
+from ucudnn.errors import PlanError
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.plan_draft import PlanDraft
-from ucudnn.tuning.refusals import nothing_fits
 from ucudnn.tuning.replay import predict
 from ucudnn.tuning.splits import AbstractSplitTable, plan_by
+from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
-    from ucudnn.errors import PlanError
+    from ucudnn.config import Config
     from ucudnn.measurement import Measurement
+    from ucudnn.problem import Problem
     from ucudnn.tuning.sources import AbstractSource, Evidence
 
 
@@ -199,5 +204,87 @@ class KernelPlanner:
         return max(sizes, default=None)
 
     def _nothing_fits(self, evidence: Evidence) -> PlanError:
-        """Error for a limit that nothing fits."""
-        return nothing_fits(self._source, evidence, self._call_overhead_bytes)
+        """Error for a limit that nothing fits, with the smallest that would do."""
+        source, problem, config = self._source, self._problem, self._config
+        smallest, limit = _smallest(source, evidence), self._limit
+        if smallest is None:
+            return _nothing_allowed(problem, config, evidence)
+        least, what = smallest
+        # A limit that suffices must hold the whole call, not only its largest chunk.
+        least += self._call_overhead_bytes
+        if limit is None or least <= limit:
+            return PlanError(
+                f"no plan for {problem} can be made of what was measured: {what}, needs "
+                f"{format_bytes(least)} and was not timed; tune on the device with these settings"
+            )
+        more = "" if config.policy == "all" else " or allow more sizes by policy"
+        # What the budget leaves a kernel is not a limit of the user's: the caller, who knows what
+        # else is allocated then, says what to raise.
+        if config.memory_budget is not None and limit != config.limit_bytes:
+            return PlanError(f"its smallest plan needs {format_bytes(least)} ({what})", least)
+        total, calls = config.total_bytes, len(source.kernel.layers)
+        if total is None or limit == config.limit_bytes:
+            return PlanError(
+                f"no plan for {problem} fits workspace_limit={format_bytes(limit)}; the smallest "
+                f"needs {format_bytes(least)} ({what}); raise the limit{more}",
+                least,
+            )
+        together = f", {format_bytes(calls * least)} for its {calls} calls" if calls > 1 else ""
+        return PlanError(
+            f"no plan for {problem} fits its part of total_workspace={format_bytes(total)}; the "
+            f"smallest needs {format_bytes(least)} ({what}){together}; raise it{more}",
+            calls * least,
+        )
+
+
+def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> PlanError:
+    ran = list(filter(_ran, evidence.everything))
+    if config.deterministic and ran and not any(one.is_deterministic for one in ran):
+        return PlanError(
+            f"no deterministic algorithm computes {problem}; on a GPU "
+            f"torch.use_deterministic_algorithms(True) makes torch's own convolution one"
+        )
+    if ran and not any(_is_exact(one, config) for one in ran):
+        return PlanError(
+            f"no algorithm computes {problem} within max_error={config.max_error}; the most exact "
+            f"one has {min(one.error or 0.0 for one in ran):.2g}"
+        )
+    failed = [entry.reason for entry in evidence.everything if entry.status == "failed"]
+    # What ran out of memory is no entry.
+    if failed or not evidence.everything:
+        reasons = "; ".join(failed) or "there was too little memory"
+        return PlanError(f"no algorithm could be run on {problem}: {reasons}")
+    return PlanError(
+        f"{problem} has no split, because the chunks that were measured do not add up to all of "
+        f"it; measure more sizes"
+    )
+
+
+def _ran(entry: Measurement) -> bool:
+    # A candidate over the limit is run once for its workspace, and not timed. It may be the one
+    # that a higher limit allows.
+    return entry.workspace_bytes is not None and entry.status != "failed"
+
+
+def _is_exact(entry: Measurement, config: Config) -> bool:
+    return config.max_error is None or (entry.error or 0.0) <= config.max_error
+
+
+def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | None:
+    """The least workspace in bytes of any split, and its description; None where nothing ran."""
+    config = source.config
+    known = (
+        [
+            one
+            for one in filter(_ran, entries)
+            if _is_exact(one, config) and (one.is_deterministic or not config.deterministic)
+        ]
+        for entries in evidence.known
+    )
+    # Slabs may fit where no micro-batch does, as at batch 1.
+    found = (table.smallest() for table in source.tables(known, limit=None))
+    return min(filter(None, found), default=None, key=_least_bytes)
+
+
+def _least_bytes(smallest: tuple[int, str]) -> int:
+    return smallest[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ucudnn.errors import PlanError, UntunedWarning, warn
 from ucudnn.split import BY_BATCH, DEFAULT_ALGORITHM, KernelPlan, Timing
 from ucudnn.tuning.planner import KernelPlanner
-from ucudnn.tuning.refusals import all_over_limit
+from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
     from ucudnn.config import Config
@@ -182,7 +182,7 @@ class Results:
             return
         limit = self._config.limit_bytes or 0
         is_refused = self._config.unplanned == "error"
-        error = all_over_limit(self.over_limit, limit, len(self.left_out), is_refused)
+        error = _all_over_limit(self.over_limit, limit, len(self.left_out), is_refused)
         if is_refused or not self.kernels:
             raise error
         warn(
@@ -263,3 +263,36 @@ def _tuned_at(plan: KernelPlan, source: AbstractSource) -> KernelPlan:
     except PlanError:
         return plan
     return plan if smaller is None else plan.completed_by(smaller)
+
+
+def _all_over_limit(
+    refused: Mapping[Problem, PlanError], limit: int, unknown: int, is_refused: bool
+) -> PlanError:
+    """One error for all kernels of which nothing fits the workspace limit.
+
+    Args:
+        refused: the error of each.
+        limit: workspace in bytes.
+        unknown: kernels that were not looked at before the time was over.
+        is_refused: True if the settings refuse to leave them to torch.
+    """
+    remedy = (
+        ", or leave what does not fit to torch's own convolution by unplanned='torch'"
+        if is_refused
+        else ""
+    )
+    if len(refused) == 1 and not unknown:
+        (error,) = refused.values()
+        return PlanError(f"{error}{remedy}", error.smallest_bytes)
+    needs = [(error.smallest_bytes or 0, str(problem)) for problem, error in refused.items()]
+    # The largest first: its workspace is the limit that fits them all.
+    needs.sort(reverse=True)
+    listed = ", ".join(f"{format_bytes(need)} for {name}" for need, name in needs)
+    most = format_bytes(needs[0][0])
+    fits = f"fits all but {unknown} that there was no time for" if unknown else "fits all"
+    return PlanError(
+        f"no plan for {len(refused)} kernel{'s' * (len(refused) > 1)} fits "
+        f"workspace_limit={format_bytes(limit)}; the "
+        f"smallest needs {listed}; raise the limit to {most}, which {fits}{remedy}",
+        needs[0][0],
+    )
