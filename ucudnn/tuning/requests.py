@@ -8,15 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ucudnn.benchmark.bench import Arm
+from ucudnn.benchmark.statistics import median_interval
 from ucudnn.measurement import Measurement, Role
-from ucudnn.solvers.lazy import Option, Outlook, bound_front, outlook
+from ucudnn.solvers.lazy import Interval, Option, Outlook, bound_front, outlook
 from ucudnn.tuning.items import rank_of
-from ucudnn.tuning.records import KernelRecords, interval_of
 from ucudnn.tuning.splits import CHUNK_NS, WORTHWHILE_NS, BatchSplits
 
 if TYPE_CHECKING:
     from ucudnn.tuning.candidates import KernelCandidates
     from ucudnn.tuning.elimination import Elimination
+    from ucudnn.tuning.measurer import KernelRecords
     from ucudnn.tuning.session import Session
 
 # A split that is this close to the fastest is close enough: finals could not tell them apart.
@@ -171,6 +172,14 @@ class Requests:
             return self._records.is_allowed(arm, entry)
         workspace = self._records.workspaces.expected(arm)
         return workspace is not None and self._records.workspaces.may_run(arm, workspace)
+
+
+def interval_of(entry: Measurement) -> Interval | None:
+    """Confidence interval of a time; None if it was not timed."""
+    if entry.time_ns is None:
+        return None
+    low, high = median_interval(entry.samples) if entry.samples else (entry.time_ns, entry.time_ns)
+    return Interval(low, entry.time_ns, high)
 
 
 def _arms(options: Iterable[Option]) -> list[Arm]:

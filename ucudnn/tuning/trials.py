@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ucudnn.benchmark.bench import Arm
     from ucudnn.tuning.candidates import KernelCandidates
     from ucudnn.tuning.elimination import Elimination
-    from ucudnn.tuning.records import KernelRecords
+    from ucudnn.tuning.measurer import KernelRecords
 
 
 class Trials:
