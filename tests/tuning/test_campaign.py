@@ -74,6 +74,12 @@ def test_kernels_that_were_not_looked_at_are_named_in_a_warning(scripted, clock)
     assert plan.kernels == ()
 
 
+def test_the_budget_in_that_warning_is_the_one_that_was_set(scripted, clock):
+    scripted(torch_default=linear(2.0))
+    with pytest.warns(progress.UntunedWarning, match="the time budget of 20 s was over"):
+        tune_problems([("a", NARROW)], Config(time_budget_s=20), budget_s=0.5)
+
+
 def test_the_costliest_kernel_comes_first(scripted):
     backend = scripted(torch_default=linear(2.0), fast=linear(1.0))
     events = []

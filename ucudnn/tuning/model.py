@@ -32,8 +32,6 @@ from ucudnn.tuning.tuner import tune_problems
 
 # A step may need more than its kernels did alone; each pass leaves them so much less.
 _MOST_PASSES = 4
-# A budget must be above 0; within this one not even torch's own convolutions are run.
-_LEAST_BUDGET_S = 1e-3
 
 Report = Callable[[Progress], None]
 
@@ -192,21 +190,21 @@ class _Tuning:
         hint_steps = HINT_STEPS if has_other and self._config.time_budget_s is None else 0
         # A model that was converted by a plan for channels_last is traced in that layout.
         layout, steps = memory_format_of(model), RACE_STEPS + hint_steps
-        plan = self._tuned(traced, self._config, steps, self._on_progress, layout)
+        plan = self._tuned(traced, self._config.time_budget_s, steps, self._on_progress, layout)
         return judged(model, inputs, plan, self._config, self._began)
 
     def _in_layouts(self, model: nn.Module, inputs: Any, traced: Mapping[str, Traced]) -> Plan:
         budget_s = self._config.time_budget_s
         # A budget that is set is for both layouts, default ones are for each.
-        half = replace(self._config, time_budget_s=budget_s and budget_s / 2)
         report = _Joined(self._on_progress, len(set(_problems(traced["channels_last"]))))
-        own = self._tuned(traced["keep"], half, LAYOUT_RACE_STEPS // 2, report, "keep")
+        half_s, race_steps = budget_s and budget_s / 2, LAYOUT_RACE_STEPS // 2
+        own = self._tuned(traced["keep"], half_s, race_steps, report, "keep")
         report.go_on()
-        rest = replace(self._config, time_budget_s=self._seconds_for_the_second(own))
+        rest_s = self._seconds_for_the_second(own)
         try:
             # A budget that was set: the time of the race is not in the second's part of it.
-            reserved = LAYOUT_RACE_STEPS // 2 if rest.time_budget_s is None else 0
-            last = self._tuned(traced["channels_last"], rest, reserved, report, "channels_last")
+            race_steps = race_steps if rest_s is None else 0
+            last = self._tuned(traced["channels_last"], rest_s, race_steps, report, "channels_last")
         # The plan of the second layout is not complete, and that of the first is.
         except TuningInterruptedError:
             raise TuningInterruptedError(own) from None
@@ -226,31 +224,29 @@ class _Tuning:
         left_s = self._began + self._config.time_budget_s - monotonic()
         # A step is longer than its convolutions, by how much is not known yet: twice is assumed.
         race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
-        return max(_LEAST_BUDGET_S, left_s - race_s if self._config.step_race else left_s)
+        return max(0.0, left_s - race_s if self._config.step_race else left_s)
 
     def _tuned(
         self,
         traced: Traced,
-        config: Config,
+        budget_s: float | None,
         reserved_steps: int,
         report: Report | None,
         memory_format: str,
     ) -> Plan:
         """A plan for one layout, before it is judged."""
-        races = reserved_steps if config.step_race else 0
+        races = reserved_steps if self._config.step_race else 0
         budget = self._budget
         plan = tune_problems(
             traced.layers,
-            config,
+            self._config,
             report,
             biased=traced.biased,
             reserved_steps=races,
             remeasure=self._remeasure,
             limits=None if budget is None else budget.limits(memory_format, traced),
+            budget_s=budget_s,
         )
-        # The plan states the budget that the user set, not the part of it that this layout had.
-        budget_s = self._config.time_budget_s
-        plan = replace(plan, config=replace(plan.config, time_budget_s=budget_s))
         plan = replace(plan, memory_format=memory_format)
         return plan if budget is None else budget.noted(plan)
 

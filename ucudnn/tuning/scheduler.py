@@ -50,6 +50,7 @@ class TuningScheduler:
             carefully as its part of the step is worth.
         reserved_steps: time of the budget to leave unused, in steps.
         remeasure: measure everything anew, even if it is in the cache.
+        budget_s: seconds of the time budget for these problems; None: all that is set.
 
     Raises:
         ConfigError: the solver is not installed.
@@ -67,6 +68,7 @@ class TuningScheduler:
         is_whole_step: bool = True,
         reserved_steps: int = 0,
         remeasure: bool = False,
+        budget_s: float | None = None,
     ) -> None:
         has_pool = config.total_bytes is not None
         if has_pool:
@@ -78,7 +80,7 @@ class TuningScheduler:
         self._on_progress = on_progress
         self._effort = EFFORTS[config.effort]
         self._reserved_steps = reserved_steps
-        self._budget = Budget(config.time_budget_s)
+        self._budget = Budget(config.time_budget_s if budget_s is None else budget_s)
         # What is recorded costs no time, and is not measured by the kernel's share of the step.
         self._by_share = is_whole_step and not isinstance(backend, RecordedBackend)
         # Without shares no kernel is too small, and no roofline may rule anything out.
@@ -135,12 +137,13 @@ class TuningScheduler:
         self._report("")
         self.results.judge_over_limit()
         left_out, is_recorded = len(self.results.left_out), self.session.is_recorded
-        warn_of_untuned(left_out, len(self._layers), self._budget.seconds, is_recorded)
+        warn_of_untuned(left_out, len(self._layers), self.budget_s, is_recorded)
 
     @property
     def budget_s(self) -> float | None:
-        """Seconds that tuning may take; None: without an end, or not known yet."""
-        return self._budget.seconds
+        """The time budget, set or by default; None: there is none, or it is not known yet."""
+        # Messages name what the user set, of which a part may be for these problems.
+        return self._config.time_budget_s or self._budget.seconds
 
     @property
     def _default_budget_s(self) -> float | None:
@@ -321,7 +324,7 @@ class TuningScheduler:
                     self.session.measured,
                     self.session.reused,
                     self._budget.seconds_left(self._shares.cost_ns(plans), self._total_ns),
-                    self._budget.seconds,
+                    self.budget_s,
                     None if pool is None else pool.time_ns,
                 )
             )

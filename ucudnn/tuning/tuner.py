@@ -54,6 +54,7 @@ def tune_problems(
     reserved_steps: int = 0,
     remeasure: bool = False,
     limits: Limits | None = None,
+    budget_s: float | None = None,
 ) -> Plan:
     """Measure and plan a list of problems; equal ones are measured once.
 
@@ -71,6 +72,7 @@ def tune_problems(
         reserved_steps: time of the budget to leave unused, in steps.
         remeasure: measure everything anew, even if it is in the cache.
         limits: workspace that each kernel may use; None: the limit of the settings.
+        budget_s: seconds of the time budget for these problems; None: all that is set.
 
     Raises:
         ConfigError: there is no problem to plan.
@@ -94,6 +96,7 @@ def tune_problems(
             is_whole_step=is_whole_step,
             reserved_steps=reserved_steps,
             remeasure=remeasure,
+            budget_s=budget_s,
         )
         if scheduler.session.is_busy:
             warn(_BUSY, NoiseWarning)
