@@ -204,7 +204,7 @@ def test_a_profile_restricts_a_recording_to_what_cudnn_has(tmp_path, monkeypatch
             one = SimpleNamespace(identity="eng0")
             yield SimpleNamespace(problem=problem, configurations=(one,))
 
-    monkeypatch.setattr("ucudnn.tuning.replay.list_configurations", listings)
+    monkeypatch.setattr("ucudnn.tuning.tuner.list_configurations", listings)
     folder = record(tmp_path, [*alone(), entry(FPROP, "eng1", 5, 0, device=replace(GPU, name="X"))])
     profile = Path(__file__).parents[2] / "benchmarks" / "devices" / "h200.json"
     config = Config(backend="cudnn", device=profile, cache=folder, workspace_limit="90MiB")

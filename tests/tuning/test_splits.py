@@ -18,7 +18,7 @@ from ucudnn.slabs import slabs
 from ucudnn.solvers import Item, WalkEntry
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.tuning.plan_draft import PlanDraft, end_of
-from ucudnn.tuning.replay import predict
+from ucudnn.tuning.planner import predict
 from ucudnn.tuning.splits import (
     CHUNK_NS,
     WORTHWHILE_NS,

@@ -174,7 +174,7 @@ def report(
 def _rationales(plan: Plan, cache: str | None) -> tuple[Rationale, ...]:
     """Fronts and rejected alternatives, by what the plan and the cache know."""
     from ucudnn.tuning.rationale import rationales
-    from ucudnn.tuning.replay import open_recording
+    from ucudnn.tuning.tuner import open_recording
 
     try:
         with open_recording(cache or Config().cache) as opened:

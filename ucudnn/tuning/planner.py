@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from ucudnn.axis import axis_of
 from ucudnn.errors import PlanError
-from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step
+from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.items import held_bytes
 from ucudnn.tuning.plan_draft import PlanDraft
-from ucudnn.tuning.replay import predict
-from ucudnn.tuning.splits import AbstractSplitTable, plan_by
+from ucudnn.tuning.splits import AbstractSplitTable, known_chunks, plan_by
 from ucudnn.units import format_bytes
 
 if TYPE_CHECKING:
@@ -235,6 +234,46 @@ class KernelPlanner:
             f"smallest needs {format_bytes(least)} ({what}){together}; raise it{more}",
             calls * least,
         )
+
+
+def predict(
+    tables: Sequence[AbstractSplitTable], splits: Sequence[Split], default: Measurement | None
+) -> list[Finalist]:
+    """Finalists for `choose`, with the sums of their steps as predicted times.
+
+    A split with a step that was not timed in its position is left out.
+
+    Args:
+        tables: split tables that contain the chunks of the splits.
+        splits: along any axis.
+        default: torch's own convolution of the whole batch, as far as it was measured.
+    """
+    found = (_measured(split, default) or _summed(split, tables) for split in splits)
+    return [finalist for finalist in found if finalist is not None]
+
+
+def _measured(split: Split, default: Measurement | None) -> Finalist | None:
+    """Torch's own convolution as it was measured; None for any other split, or without a time."""
+    if not split.is_default or default is None or default.time_ns is None:
+        return None
+    spread_ns, samples = default.spread_ns or 0, default.samples or (default.time_ns,)
+    timing = Timing(default.time_ns, spread_ns, default.workspace_bytes or 0, len(samples))
+    # One sample each, whose ratio `choose` takes as it is: a prediction is the sum of medians, and
+    # an interval of it is not known.
+    facts = (default.is_deterministic, default.is_perturbed)
+    return Finalist(split, timing, (default.time_ns,), *facts)
+
+
+def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | None:
+    """A split by the fastest measurements of its steps; None if a step has none."""
+    chunks = known_chunks(tables, split)
+    if chunks is None:
+        return None
+    time_ns = sum(item.time_ns for item in chunks)
+    workspace = max(item.workspace_bytes for item in chunks)
+    # 0 samples mark a time as predicted.
+    timing = Timing(time_ns, spread_ns=0, workspace_bytes=workspace, samples=0)
+    return Finalist(split, timing, samples=(time_ns,))
 
 
 def _nothing_allowed(problem: Problem, config: Config, evidence: Evidence) -> PlanError:

@@ -13,7 +13,6 @@ from time import monotonic
 import torch
 
 from ucudnn.backends import AbstractBackend
-from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.cache import AbstractCache
 from ucudnn.config import Config
 from ucudnn.errors import PlanError
@@ -81,10 +80,6 @@ class TuningScheduler:
         self._effort = EFFORTS[config.effort]
         self._reserved_steps = reserved_steps
         self._budget = Budget(config.time_budget_s if budget_s is None else budget_s)
-        # What is recorded costs no time, and is not measured by the kernel's share of the step.
-        self._by_share = is_whole_step and not isinstance(backend, RecordedBackend)
-        # Without shares no kernel is too small, and no roofline may rule anything out.
-        effort = self._effort if self._by_share else replace(self._effort, ignored_share=0)
         deadline = self._budget.deadline
         self.session = Session(
             backend,
@@ -92,9 +87,14 @@ class TuningScheduler:
             self._report,
             until=deadline,
             race_until=deadline,
-            effort=effort,
+            effort=self._effort,
             remeasure=remeasure,
         )
+        # What is recorded costs no time, and is not measured by the kernel's share of the step.
+        self._by_share = is_whole_step and not self.session.is_recorded
+        if not self._by_share:
+            # Without shares no kernel is too small, and no roofline may rule anything out.
+            self.session.effort = replace(self._effort, ignored_share=0)
         self._shares = StepShares(self.session, layers_by_problem, limits)
         self.results = Results(
             layers_by_problem, limits, self._shares.defaults, self.session.kernel_of, config

@@ -57,6 +57,8 @@ class Session:
     def __post_init__(self) -> None:
         self._device, self._software = self.backend.device(), self.backend.software()
         self._conditions = self.backend.conditions()
+        # Replayed instead of measuring.
+        self.recording = self.backend if isinstance(self.backend, RecordedBackend) else None
         self._worker = Worker(self.backend) if self.backend.in_worker else None
         # Decided once, so that all of a session's perturbed measurements are recalled, or none is.
         self.is_busy = self.backend.state().load > 0
@@ -154,7 +156,7 @@ class Session:
     @property
     def is_recorded(self) -> bool:
         """True if a recording is replayed instead of measuring."""
-        return isinstance(self.backend, RecordedBackend)
+        return self.recording is not None
 
     def stop_at(self, deadline: float | None) -> None:
         """Measure nothing after a `time.monotonic`, None for no limit."""

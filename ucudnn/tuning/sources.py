@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Self
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
+from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.torch_cpu.machine import give_back_free_blocks
+from ucudnn.cache.base import explain, key_texts
 from ucudnn.config import Config
+from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split
@@ -18,9 +20,12 @@ from ucudnn.system.forking import cached_property
 from ucudnn.tuning.confirmation import Finalist, race, recall_race
 from ucudnn.tuning.fronts import Front, Point, pareto
 from ucudnn.tuning.measurer import KernelMeasurer
-from ucudnn.tuning.replay import miss, recall
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.splits import AbstractSplitTable, BatchSplits, RowSplits
+
+# Fields of a key that a plan needs in many values. Where a recording lacks a kernel, the error says
+# in which of the other fields the nearest entry differs.
+_ANY = ("algorithm", "conditions.role", "protocol")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +174,9 @@ class AbstractSource(ABC):
             for cut, entries in zip(self.cuts, measurements, strict=True)
         ]
 
-    def within(self, bounds: Bounds) -> Self:
+    def within(self, bounds: Bounds) -> AbstractSource:
         """Measurements of the same kernel within other limits."""
-        return type(self)(self.session, self.config, self.kernel, bounds, self.default)
+        return source_of(self.session, self.config, self.kernel, bounds, self.default)
 
     @abstractmethod
     def look_at_default(self) -> Measurement | None:
@@ -297,17 +302,21 @@ class ReplayedSource(AbstractSource):
     """Source that recalls the measurements of a device, which need not be here."""
 
     def __init__(
-        self, session: Session, config: Config, kernel: Kernel, bounds: Bounds, _: object = None
+        self,
+        session: Session,
+        config: Config,
+        kernel: Kernel,
+        bounds: Bounds,
+        recording: RecordedBackend,
     ) -> None:
-        # What a device here measured of torch's own convolution does not count: the recording has
-        # it, or has none.
-        super().__init__(session, config, kernel, bounds, None)
+        super().__init__(session, config, kernel, bounds, default=None)
+        self._recording = recording
         self.default = self.look_at_default()
 
     def look_at_default(self) -> Measurement | None:
         """Torch's own convolution of the whole batch, as it was recorded."""
         samples = BatchAxis(self.kernel.problem)
-        whole = recall(self.session, samples, [samples.extent])
+        whole = self._recall(samples, [samples.extent])
         known = (entry for entry in whole if entry.key.algorithm == DEFAULT_ALGORITHM)
         return next(known, None)
 
@@ -326,9 +335,7 @@ class ReplayedSource(AbstractSource):
         """
         known = tuple(map(self._recalled, self.cuts))
         if not any(known):
-            # Nothing at all: the error names the nearest entry and in which fields of the key it
-            # differs.
-            raise miss(self.session, self.kernel.problem)
+            raise self._miss()
         usable = tuple(tuple(filter(self._is_usable, entries)) for entries in known)
         if not self._has_split(usable):
             # Tuning left this kernel after a first look: what was timed once is all there is.
@@ -354,9 +361,24 @@ class ReplayedSource(AbstractSource):
         return self.known_front()
 
     def _recalled(self, cut: Cut) -> tuple[Measurement, ...]:
-        found = recall(self.session, cut.axis, cut.sizes)
+        found = self._recall(cut.axis, cut.sizes)
         # A recording may be of a layer with a bias and be replayed for one without.
         return tuple(entry for entry in found if entry.adds_bias == cut.adds_bias)
+
+    def _recall(self, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:
+        parts = [axis.part(size) for size in sizes]
+        found = self._recording.measurements(axis.problem, parts)
+        return [self.session.reuse(entry) for entry in found]
+
+    def _miss(self) -> PlanError:
+        """Error for a kernel without measurements: the nearest one, and in what it differs."""
+        texts = key_texts(self.session.key(self.kernel.problem, ""))
+        wanted = {name: texts[name] for name in texts if name not in _ANY}
+        nearest = explain(wanted, (entry.key for entry in self.session.cache))
+        return PlanError(
+            f"the recording of {self._recording.device()} has no measurement of "
+            f"{self.kernel.problem} at any of the micro-batches allowed; {nearest}"
+        )
 
     def _is_usable(self, entry: Measurement) -> bool:
         return entry.status == "ok" and self._is_timed(entry)
@@ -380,5 +402,8 @@ def source_of(
     session: Session, config: Config, kernel: Kernel, bounds: Bounds, default: Measurement | None
 ) -> AbstractSource:
     """The source for a session: a recording replays, every other device measures."""
-    kind = ReplayedSource if session.is_recorded else LiveSource
-    return kind(session, config, kernel, bounds, default)
+    if session.recording is None:
+        return LiveSource(session, config, kernel, bounds, default)
+    # What a device here measured of torch's own convolution does not count: the recording has it,
+    # or has none.
+    return ReplayedSource(session, config, kernel, bounds, session.recording)

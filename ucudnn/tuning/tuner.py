@@ -15,22 +15,25 @@ import torch
 
 from ucudnn import cache as cache_room
 from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.backends.cudnn.offline import list_configurations
+from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.registry import backend_entry
 from ucudnn.benchmark.protocol import PROTOCOL
-from ucudnn.cache import AbstractCache
+from ucudnn.cache import AbstractCache, MemoryCache
+from ucudnn.cache.exchange import read_entries
 from ucudnn.config import Backend, Config, require_config
 from ucudnn.errors import ConfigError, NoiseWarning, TuningInterruptedError, quoted, warn
 from ucudnn.execution.validity import require_real
+from ucudnn.measurement import Measurement, Subject
 from ucudnn.outcomes import Origin
-from ucudnn.plan import Plan
+from ucudnn.plan import DEFAULT_ALGORITHM, Plan
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
 from ucudnn.system.version import own_version
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.progress import Progress
-from ucudnn.tuning.replay import open_recording, recorded_by_profile
 from ucudnn.tuning.scheduler import TuningScheduler
 
 _log = logging.getLogger("ucudnn")
@@ -230,4 +233,66 @@ def _open_backend(config: Config, cache: AbstractCache) -> AbstractBackend:
             f"profile for backend='cudnn', and backend is {config.backend!r}; set one of the two "
             f"or leave device out"
         )
-    return recorded_by_profile(cache, config.device)
+    return _recorded_by_profile(cache, config.device)
+
+
+def open_recording(path: str | None) -> AbstractCache:
+    """Open measurements for replay.
+
+    Args:
+        path: a cache's folder, or a .csv or .json file that `ucudnn cache export` wrote; None: the
+            user's cache.
+
+    Raises:
+        CacheError: the file cannot be read.
+    """
+    # A cache is a folder; what does not exist is reported by `cache.open`.
+    if path is None or not os.path.isfile(path):
+        return cache_room.open(path, "r")
+    cache = MemoryCache()
+    cache.put_entries(read_entries(path))
+    return cache
+
+
+def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
+    """The recording of a profile's device, as far as the installed cuDNN could run it.
+
+    Args:
+        cache: the measurements.
+        path: the profile's file.
+
+    Raises:
+        ConfigError: the profile cannot be read, or there are no measurements of its device.
+        UnsupportedError: cuDNN cannot plan here.
+    """
+    profile = DeviceProfile.load(path)
+    of_device = [
+        entry
+        for entry in cache
+        if entry.key.device.name == profile.name
+        and entry.key.device.compute_capability == profile.compute_capability
+    ]
+    engines = filter(_is_engine, of_device)
+    problems = list(dict.fromkeys(entry.key.problem for entry in engines))
+    # What was recorded with another version may not exist in the cuDNN that is installed here, and
+    # a plan must not hold it.
+    listed = {
+        (listing.problem, one.identity)
+        for listing in list_configurations(problems, profile)
+        for one in listing.configurations
+    }
+    return RecordedBackend(
+        (
+            entry
+            for entry in of_device
+            if not _is_engine(entry) or (entry.key.problem, entry.key.algorithm) in listed
+        ),
+        profile.name,
+    )
+
+
+def _is_engine(entry: Measurement) -> bool:
+    """True for an engine of cuDNN that computes a plain convolution, as listed without a GPU."""
+    # torch's own convolution is there with any version of cuDNN.
+    is_candidate = entry.key.subject == Subject.CHUNK and entry.key.algorithm != DEFAULT_ALGORITHM
+    return is_candidate and not entry.adds_bias
