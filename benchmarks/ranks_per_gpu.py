@@ -17,7 +17,7 @@ import json
 import os
 import platform
 import threading
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -176,8 +176,7 @@ def compare_with_auto(
     ways: list[Way],
     arguments: argparse.Namespace,
 ) -> None:
-    settings = replace(Launch(gpus=gpus), mps="auto")
-    found = find_ranks(script, settings, times, rounds=3).ranks_per_device
+    found = find_ranks(script, Launch(gpus=gpus), times, rounds=3)
     # On a GPU auto uses MPS wherever it can be had.
     compared = [way for way in ways if not gpus or way.ranks == 1 or way.mps == "require"]
     middle = {

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ucudnn.cli.console import SAYS_NO, fail, say, say_error
 from ucudnn.errors import ConfigError, RankError
 from ucudnn.units import parse_bytes
-
-if TYPE_CHECKING:
-    from ucudnn.distributed.launching import Launch
 
 
 def launch(
@@ -45,6 +43,7 @@ def launch(
     # torch is imported only now that the command line is read.
     from torch.distributed.elastic.multiprocessing import SignalException
 
+    from ucudnn.distributed.counting import TrialTimes, find_ranks
     from ucudnn.distributed.launching import Launch, launch
 
     is_auto = ranks_per_gpu == "auto"
@@ -61,22 +60,15 @@ def launch(
     )
     try:
         if is_auto:
-            settings = _search(script, settings, trial_seconds, trial_rounds)
+            # A signal ends the trial, too; later ones are the agent's.
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+            times = TrialTimes(measure_s=trial_seconds)
+            found = find_ranks(script, settings, times, trial_rounds, say_error)
+            say(f"--ranks-per-gpu {found} is used")
+            settings = replace(settings, ranks_per_device=found)
         launch(script, settings, say_error)
     except SignalException as error:
         # As a shell reports a process that a signal has ended.
         sys.exit(128 + error.sigval)
     except RankError as error:
         fail(str(error), SAYS_NO)
-
-
-def _search(script: list[str], settings: Launch, seconds: float, rounds: int) -> Launch:
-    """The settings with the fastest number of ranks."""
-    from ucudnn.distributed.counting import TrialTimes, find_ranks
-
-    found = find_ranks(script, settings, TrialTimes(measure_s=seconds), rounds, say_error)
-    for ranks, rates in found.rates.items():
-        listed = ", ".join(f"{rate:.4g}" for rate in rates)
-        say(f"{ranks} rank(s) per device: {listed} samples/s")
-    say(f"--ranks-per-gpu {found.ranks_per_device} is used")
-    return replace(settings, ranks_per_device=found.ranks_per_device)

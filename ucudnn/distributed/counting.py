@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucudnn import config
-from ucudnn.errors import ConfigError, UnsupportedError
+from ucudnn.errors import ConfigError, UcudnnError, UnsupportedError
 
 if TYPE_CHECKING:
     from ucudnn.distributed.launching import Launch, Say
@@ -28,8 +27,6 @@ _TIE = 0.03
 _HOPELESS = 0.7
 # Time in which ranks end after SIGTERM; torchrun's agent itself gives them 30 s.
 _END_S = 60.0
-# By folder of a trial.
-_samples: Counter[str] = Counter()
 
 
 def count(samples: int) -> None:
@@ -49,10 +46,10 @@ def count(samples: int) -> None:
         raise ConfigError(f"samples must not be negative, got {samples}")
     folder = config.progress_folder()
     if folder is not None:
-        _samples[folder] += samples
         path = Path(folder) / os.environ.get("RANK", "0")
+        before = int(path.read_text().split()[0]) if path.exists() else 0
         new = path.with_suffix(".new")
-        new.write_text(f"{_samples[folder]} {time.monotonic_ns()}")
+        new.write_text(f"{before + samples} {time.monotonic_ns()}")
         new.rename(path)
 
 
@@ -81,25 +78,13 @@ class TrialTimes(NamedTuple):
     measure_s: float = 10.0
 
 
-class Found(NamedTuple):
-    """Result of a search.
-
-    Args:
-        ranks_per_device: the number to use.
-        rates: samples per second of every trial, by number of ranks per device.
-    """
-
-    ranks_per_device: int
-    rates: dict[int, tuple[float, ...]]
-
-
 def find_ranks(
     script: Sequence[str],
     settings: Launch,
     times: TrialTimes = TrialTimes(),  # noqa: B008 - it never changes
     rounds: int = 3,
     say: Say = lambda _: None,
-) -> Found:
+) -> int:
     """Find the number of ranks per device with which a script computes most samples per second.
 
     Args:
@@ -134,13 +119,13 @@ def find_ranks(
 
 def search(
     measure: Callable[[int], float | None], rounds: int = 3, say: Say = lambda _: None
-) -> Found:
+) -> int:
     """Find the number of ranks with the most samples per second, by trials in several rounds.
 
     Rounds alternate between all numbers, so that a slow drift of the machine favours none. Of
     numbers within 3 % of the best median the smallest is chosen.
 
-    >>> search({1: 100.0, 2: 160.0, 4: 150.0}.get, rounds=1).ranks_per_device
+    >>> search({1: 100.0, 2: 160.0, 4: 150.0}.get, rounds=1)
     2
 
     Args:
@@ -172,8 +157,7 @@ def search(
             f"ucudnn.distributed.count after each step; its output above tells why"
         )
     middle = {ranks: median(taken) for ranks, taken in rates.items()}
-    chosen = min(ranks for ranks in middle if middle[ranks] >= (1 - _TIE) * max(middle.values()))
-    return Found(chosen, {ranks: tuple(taken) for ranks, taken in rates.items()})
+    return min(ranks for ranks in middle if middle[ranks] >= (1 - _TIE) * max(middle.values()))
 
 
 def measure_ranks(
@@ -189,35 +173,38 @@ def measure_ranks(
         ranks: their number.
         times: of the trial.
     """
-    options = [f"--ranks-per-gpu={ranks}", f"--mps={settings.mps}"]
-    options += [f"--mps-percent={settings.mps_percent}"]
-    options += [f"--torchrun={shlex.join(settings.torchrun_options)}"]
-    if settings.device_workspace is not None:
-        options.append(f"--device-workspace={settings.device_workspace}")
-    # The launcher must find this very package, also where only `sys.path` leads there.
-    paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    gpus = settings.gpus or ()
-    if gpus:
-        paths["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    chosen = replace(settings, ranks_per_device=ranks)
     with tempfile.TemporaryDirectory(prefix="ucudnn-trial-") as folder:
-        launcher = subprocess.Popen(  # noqa: S603 - our own launcher, with the user's script
-            [sys.executable, "-m", "ucudnn", "launch", *options, "--", *script],
-            env={**os.environ, **paths, config.PROGRESS: folder},
+        # Spawned, so that no thread or GPU of this process is in it.
+        launcher = multiprocessing.get_context("spawn").Process(
+            target=_trial, args=(list(script), chosen, folder)
         )
+        launcher.start()
         try:
-            return _rate(launcher, Path(folder), ranks * max(1, len(gpus)), times)
+            return _rate(launcher, Path(folder), ranks * max(1, len(settings.gpus or ())), times)
         finally:
             launcher.terminate()
-            try:
-                launcher.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                launcher.kill()
-                launcher.wait()
+            launcher.join(_END_S)
+            launcher.kill()
+            launcher.join()
 
 
-def _rate(
-    launcher: subprocess.Popen[bytes], folder: Path, ranks: int, times: TrialTimes
-) -> float | None:
+def _trial(script: Sequence[str], settings: Launch, folder: str) -> None:
+    """Launch ranks that count, in a process that is stopped when they have counted enough."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from ucudnn.distributed.launching import launch
+
+    os.environ[config.PROGRESS] = folder
+    try:
+        launch(script, settings)
+    except UcudnnError as error:
+        sys.exit(str(error))
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+
+
+def _rate(launcher: BaseProcess, folder: Path, ranks: int, times: TrialTimes) -> float | None:
     """Samples per second of all ranks, once all of them count; None where one fails."""
 
     def all_count() -> bool:
@@ -232,7 +219,7 @@ def _rate(
         begin = _counts(folder)
         _wait(launcher, times.measure_s)
     end = _counts(folder)
-    if launcher.poll() not in (None, 0) or any(end[rank] == begin[rank] for rank in begin):
+    if launcher.exitcode not in (None, 0) or any(end[rank] == begin[rank] for rank in begin):
         return None
     return sum(
         (end[rank].samples - first.samples) * 1e9 / (end[rank].clock_ns - first.clock_ns)
@@ -240,13 +227,11 @@ def _rate(
     )
 
 
-def _wait(
-    launcher: subprocess.Popen[bytes], seconds: float, event: Callable[[], bool] = lambda: False
-) -> bool:
+def _wait(launcher: BaseProcess, seconds: float, event: Callable[[], bool] = lambda: False) -> bool:
     """Wait for an event or for some time; False if the launcher has ended meanwhile."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not event():
-        if launcher.poll() is not None:
+        if not launcher.is_alive():
             return False
         time.sleep(0.1)
     return True

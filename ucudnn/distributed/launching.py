@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ucudnn import config
 from ucudnn.errors import ConfigError, RankError, UnsupportedError
+from ucudnn.system.children import start_python
 from ucudnn.units import format_bytes
 
 MPS_MODES = ("auto", "require", "off")
@@ -166,12 +167,13 @@ def list_gpus() -> tuple[str, ...]:
     if not torch.backends.cuda.is_built():
         return ()
     # In a process of its own: the launcher must not hold memory of a GPU for as long as it lives.
-    command = [sys.executable, "-c", _LIST_GPUS]
-    listed = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
-    if listed.returncode != 0:
-        lines = listed.stderr.strip().splitlines() or ["no message"]
+    pipe = subprocess.PIPE
+    with start_python(_LIST_GPUS, stdout=pipe, stderr=pipe, text=True) as child:
+        listed, said = child.communicate()
+    if child.returncode != 0:
+        lines = said.strip().splitlines() or ["no message"]
         raise UnsupportedError(f"torch cannot list the GPUs of this machine: {lines[-1]}")
-    return tuple(listed.stdout.split())
+    return tuple(listed.split())
 
 
 def _start_mps(
