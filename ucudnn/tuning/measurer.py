@@ -24,7 +24,6 @@ from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.elimination import Elimination
 from ucudnn.tuning.requests import TOLERANCE, Requests, interval_of
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.trials import Trials
 from ucudnn.tuning.workspace_model import WorkspaceModel, must_be_known
 
 
@@ -171,8 +170,9 @@ class KernelMeasurer:
         self._listed = listed
         self._records = records
         self._elimination = elimination
-        self._trials = Trials(listed, records, elimination, must_probe)
-        self._requests = Requests(session, listed, records, elimination, limit, tolerance)
+        self._requests = Requests(
+            session, listed, records, elimination, limit, tolerance, must_probe
+        )
 
     @cached_property
     def bench(self) -> AbstractBench:
@@ -250,7 +250,7 @@ class KernelMeasurer:
         self._records.recall()
         if self._is_over():
             return False
-        first_runs = self._trials.wanted()
+        first_runs = self._requests.first_runs()
         for arm in first_runs:
             if self._is_over():
                 return False
