@@ -24,7 +24,7 @@ from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource
-from ucudnn.tuning.step_shares import StepShares
+from ucudnn.tuning.worth import StepShares
 from ucudnn.units import format_bytes
 
 # A division that is this close to what is hoped for is close enough.

@@ -28,7 +28,7 @@ from ucudnn.tuning.progress import Progress, warn_of_untuned
 from ucudnn.tuning.results import Results
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource, Bounds, Kernel, source_of
-from ucudnn.tuning.step_shares import StepShares
+from ucudnn.tuning.worth import StepShares
 
 # How many times as long as its convolutions a step is taken to be, before any was run.
 _LONGER = 1.25
