@@ -19,11 +19,11 @@ from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
 from ucudnn.tuning.budget import Budget
-from ucudnn.tuning.fronts import Front, Point, pareto
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource
+from ucudnn.tuning.splits import Front, Point, pareto
 from ucudnn.tuning.worth import StepShares
 from ucudnn.units import format_bytes
 

@@ -10,9 +10,8 @@ from ucudnn.measurement import Measurement, Role, Subject, positions, role_of
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.solvers import Item
-from ucudnn.tuning.fronts import pareto
 from ucudnn.tuning.items import chunk_items
-from ucudnn.tuning.splits import BatchSplits, RowSplits
+from ucudnn.tuning.splits import BatchSplits, RowSplits, pareto
 from ucudnn.units import format_bytes
 
 # Measurements of the plan's machine, by their problem with a batch of 1.

@@ -18,10 +18,9 @@ from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split
 from ucudnn.system.forking import cached_property
 from ucudnn.tuning.confirmation import Finalist, race, recall_race
-from ucudnn.tuning.fronts import Front, Point, pareto
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.splits import AbstractSplitTable, BatchSplits, RowSplits
+from ucudnn.tuning.splits import AbstractSplitTable, BatchSplits, Front, Point, RowSplits, pareto
 
 # Fields of a key that a plan needs in many values. Where a recording lacks a kernel, the error says
 # in which of the other fields the nearest entry differs.

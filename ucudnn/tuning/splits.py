@@ -5,17 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from ucudnn.axis import AbstractAxis, axis_of
 from ucudnn.measurement import Measurement, Role, positions, role_of
 from ucudnn.plan import KernelPlan, Timing
 from ucudnn.slabs import slabs
 from ucudnn.solvers import Item, WalkEntry
+from ucudnn.solvers._base import undominated
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.system.forking import cached_property
-from ucudnn.tuning.fronts import Front, Point, pareto
 from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bounded
 from ucudnn.tuning.plan_draft import PlanDraft, Walk, end_of
 
@@ -29,6 +29,39 @@ CHUNK_NS = (0, 2_000_000, 1_000_000_000)
 
 # Items by the position of their chunk in a split.
 Items = Mapping[str, Sequence[Item]]
+
+
+class Point(NamedTuple):
+    """The best split within some workspace.
+
+    Args:
+        workspace_bytes: that it needs.
+        time_ns: that it takes.
+        below: bytes from which on another split is taken, though a slower one: one of chunks that
+            are worth their launch; None: never.
+    """
+
+    workspace_bytes: int
+    time_ns: int
+    below: int | None = None
+
+
+# Workspace rising and time falling.
+Front = tuple[Point, ...]
+
+
+def pareto(points: Iterable[Point]) -> Front:
+    """The points that no other one beats in both, workspace rising and time falling.
+
+    >>> front = pareto([Point(4, 9), Point(0, 20), Point(8, 9), Point(2, 20)])
+    >>> [point[:2] for point in front]
+    [(0, 20), (4, 9)]
+
+    Args:
+        points: of any splits.
+    """
+    listed = tuple(points)
+    return tuple(listed[place] for place in undominated([point[:2] for point in listed]))
 
 
 class AbstractSplitTable(ABC):
