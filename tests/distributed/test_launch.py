@@ -436,8 +436,7 @@ def test_auto_finds_and_uses_the_number(begin, tmp_path):
     assert output.count("trained by 2") == 2
     assert "4 rank(s) per device: failed" in output
     rates = {
-        int(k): float(r)
-        for k, r in re.findall(r"(\d) rank.s. per device: ([\d.]+) s", output)
+        int(k): float(r) for k, r in re.findall(r"(\d) rank.s. per device: ([\d.]+) s", output)
     }
     assert rates[1] == pytest.approx(100, rel=0.3)
     assert rates[2] > 1.3 * rates[1]
