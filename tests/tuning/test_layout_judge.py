@@ -14,8 +14,7 @@ from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import Contestant, LayoutRace
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.tuning.layout import by_sums, entrants, winner
-from ucudnn.tuning.layout_judge import LayoutJudge
+from ucudnn.tuning.layout import LayoutJudge, by_sums, entrants, winner
 from ucudnn.tuning.step_judge import StepMeter
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.execution.channels_last import lay_out_
 from ucudnn.execution.stepping import Steps, undisturbed
 from ucudnn.reports.text import plan_verdict
-from ucudnn.tuning.layout_check import reason_against_layout
+from ucudnn.tuning.layout import reason_against_layout
 
 pytestmark = [
     pytest.mark.slow,

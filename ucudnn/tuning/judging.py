@@ -28,9 +28,7 @@ from ucudnn.problem import Problem
 from ucudnn.tuning.budget import LEAST_RACE_STEPS
 from ucudnn.tuning.compiled_steps import compile_steps, with_relaid
 from ucudnn.tuning.effort import EFFORTS
-from ucudnn.tuning.layout import by_sums
-from ucudnn.tuning.layout_check import reason_against_layout
-from ucudnn.tuning.layout_judge import LayoutJudge
+from ucudnn.tuning.layout import LayoutJudge, by_sums, reason_against_layout
 from ucudnn.tuning.step_judge import NO_ROOM, StepJudge, StepMeter
 
 # Steps that tuning leaves time for, and that a default budget never takes from a race: both

@@ -1,17 +1,37 @@
-"""Decide the layout of a model: by times of whole steps, or by sums of kernels. Pure."""
+"""Decide the layout of a model: by times of whole steps, or by sums of kernels.
+
+A model may be in channels_last only if it computes the same there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from ucudnn.benchmark.failures import first_line, is_out_of_memory
 from ucudnn.benchmark.statistics import median_ns, ratio_interval
-from ucudnn.outcomes import TOLERATED, Contestant, LayoutRace
+from ucudnn.execution.stepping import STEP_ERRORS, Results, Steps
+from ucudnn.outcomes import TOLERATED, Contestant, LayoutRace, StepRace
 from ucudnn.plan import Plan
-from ucudnn.tuning.step_judge import has_default
-from ucudnn.tuning.step_rounds import CONFIDENCE, raced_of, tells
+from ucudnn.tuning.step_judge import Step, StepJudge, StepMeter, has_default, replaceable
+from ucudnn.tuning.step_rounds import CONFIDENCE, race, raced_inside, raced_of, steps_ns, tells
 
 Samples = Sequence[Sequence[int]]
+
+# The rounding of a factor of TF32, which has no dtype.
+_EPS_OF_TF32 = 2.0**-10
+# Rounding differs by layout as much as by any other order of sums: so many times what a change of
+# the weights by one rounding does to the same results (1 to 3 times was seen).
+_MOST_TIMES = 10.0
+# Differences up to these powers of the coarsest rounding are usual. Where rounding moves a value
+# over a ReLU's edge or changes the largest of a pool, gradients jump: by 0.002 in a ResNet-18.
+_POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
 
 
 class Entrant(NamedTuple):
@@ -144,3 +164,124 @@ def _summed(one: Entrant, time_ns: int, others: Sequence[Contestant]) -> Contest
     ratio = time_ns / others[0].time_ns if others else 1.0
     is_plan, allowed = one.plan is not None, one.is_allowed
     return Contestant(one.memory_format, is_plan, time_ns, ratio, ratio, ratio, is_allowed=allowed)
+
+
+class LayoutJudge:
+    """Races steps of one model in its own layout and in channels_last.
+
+    Args:
+        steps: by memory format, the object that computes a step.
+        meter: measures steps by plans.
+    """
+
+    def __init__(self, steps: Mapping[str, Step], meter: StepMeter) -> None:
+        self._steps = steps
+        self._meter = meter
+
+    def judge(self, plans: Mapping[str, Plan]) -> Plan:
+        """The plan of the better layout, judged by `StepJudge`, with the race of the layouts.
+
+        Args:
+            plans: by memory format, the model's own first.
+        """
+        all_of_them = entrants(plans)
+        # Taking the peaks runs every contestant once, so the race needs no round to warm up.
+        ways = [(self._steps[one.memory_format], one.plan) for one in all_of_them]
+        peaks = [self._meter.peak_bytes(*way) for way in ways]
+        samples = race(
+            [partial(self._meter.times, *way) for way in ways],
+            self._meter.is_over,
+            lambda times: is_decided(all_of_them, steps_ns(times)),
+            is_warm=True,
+        )
+        layouts = outcome(all_of_them, steps_ns(samples), peaks)
+        chosen = plans[layouts.memory_format]
+        # In the chosen layout: torch's own, and the plan if it changes anything.
+        run = [i for i, one in enumerate(all_of_them) if one.memory_format == layouts.memory_format]
+        judge = StepJudge(self._steps[layouts.memory_format], self._meter)
+        # Steps by this plan would be steps by torch.
+        if len(run) == 1:
+            judged = replace(chosen, step_race=StepRace(reason="it changes nothing"))
+        else:
+            # The plan has run against torch's own in this race already, in the same rounds. Only
+            # where it lost are further steps run, to find the kernels responsible.
+            torchs, planned = run
+            raced = raced_inside(samples[torchs], samples[planned], chosen, replaceable(chosen))
+            peaked = replace(
+                raced.race, torch_peak_bytes=peaks[torchs], plan_peak_bytes=peaks[planned]
+            )
+            judged = judge.judge(chosen, raced._replace(race=peaked))
+        return replace(judged, layout_race=layouts)
+
+
+def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
+    """Reason why a model cannot be in channels_last, "" if it computes the same there.
+
+    Outputs and gradients of a step in both layouts are compared. If they differ by more than is
+    usual for rounding, a further step with weights changed by one rounding shows how much rounding
+    changes the results of this model.
+
+    Args:
+        own: steps in the model's own layout.
+        last: steps in channels_last.
+        plan: for its dtypes.
+
+    Raises:
+        MemoryError: there is too little memory; torch raises a RuntimeError instead.
+    """
+    truth = own.results()
+    try:
+        found = last.results()
+    except STEP_ERRORS as error:
+        if is_out_of_memory(error):
+            raise
+        return f"it fails in channels_last ({first_line(error)})"
+    eps = _coarsest_eps(plan)
+    usual = {"outputs": eps**_POWER_OF_OUTPUTS, "gradients": eps**_POWER_OF_GRADIENTS}
+    differences = _differences(truth, found)
+    del found  # before another step needs memory
+    if all(one <= most for one, most in zip(differences, usual.values(), strict=True)):
+        return ""
+    nudged = _differences(truth, own.results(nudge=eps))
+    for name, difference, rounding in zip(usual, differences, nudged, strict=True):
+        if difference > max(usual[name], _MOST_TIMES * rounding):
+            return (
+                f"in channels_last its {name} differ by {difference:.2g} of their norm, and by "
+                f"{rounding:.2g} where weights change by one rounding"
+            )
+    return ""
+
+
+def _coarsest_eps(plan: Plan) -> float:
+    problems = [kernel.problem for kernel in plan.kernels]
+    found = [torch.finfo(getattr(torch, problem.dtype)).eps for problem in problems]
+    return max([*found, *(_EPS_OF_TF32 for problem in problems if problem.math == "tf32")])
+
+
+def _differences(truth: Results, found: Results) -> tuple[float, float]:
+    """Relative differences: the largest of an output, and that of all gradients together.
+
+    All gradients are compared together, because a single one may consist of rounding only, such as
+    that of a bias before batch norm.
+    """
+    pairs = zip(truth.outputs, found.outputs, strict=False)
+    outputs = [_difference([one], [other]) for one, other in pairs]
+    if len(truth.outputs) != len(found.outputs):
+        return inf, inf
+    return max(outputs, default=0.0), _difference(truth.gradients, found.gradients)
+
+
+def _difference(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Norm of the difference over the norm of the first; not finite values count as zero."""
+    if [one.shape for one in ones] != [other.shape for other in others]:
+        return inf
+    squares = [0.0, 0.0]
+    for one, other in zip(ones, others, strict=True):
+        if not one.is_floating_point():
+            continue
+        a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (one, other))
+        squares[0] += float((a - b).square().sum())
+        squares[1] += float(a.square().sum())
+    if squares[1] == 0:
+        return 0.0 if squares[0] == 0 else inf
+    return float((squares[0] / squares[1]) ** 0.5)
