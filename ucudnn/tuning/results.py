@@ -54,7 +54,7 @@ class Results:
         self._kernel_of = kernel_of
         self._config = config
         # Asked for again whenever kernels without a plan are counted.
-        self._plan_by_torch = lru_cache(maxsize=None)(_plan_by_torch)
+        self._undivided = lru_cache(maxsize=None)(self._plan_undivided)
         self.plans: dict[Problem, KernelPlan] = {}
         self.refusals: dict[Problem, PlanError] = {}
         self.over_limit: dict[Problem, PlanError] = {}
@@ -104,10 +104,44 @@ class Results:
         if self.pool is not None:
             # A kernel that has no part of the pool may not even take 0 bytes of it.
             limit = self.pool.parts.get(problem, -1)
-        entry, layers = self._defaults.get(problem), self._layers[problem]
-        deterministic = bool(self._config.deterministic)
-        return self._plan_by_torch(
-            problem, layers, entry, limit, self._kernel_of, note, deterministic
+        entry = self._defaults.get(problem)
+        if entry is None or not self._is_allowed(entry, limit):
+            return None
+        return self._undivided(problem, entry, note)
+
+    def _is_allowed(self, default: Measurement, limit: int | None) -> bool:
+        """True if torch's own convolution ran, fits, and varies only where it may."""
+        if self._config.deterministic and not default.is_deterministic:
+            return False
+        # Neither is known where it failed.
+        if default.time_ns is None or default.workspace_bytes is None:
+            return False
+        return limit is None or default.workspace_bytes <= limit
+
+    def _plan_undivided(self, problem: Problem, default: Measurement, note: str) -> KernelPlan:
+        assert default.time_ns is not None
+        assert default.workspace_bytes is not None
+        spread_ns, samples = default.spread_ns or 0, len(default.samples)
+        timing = Timing(default.time_ns, spread_ns, default.workspace_bytes, samples)
+        # Its one time also plans the smaller batches that torch computes by the same
+        # implementation, where it is an upper bound.
+        whole = self._kernel_of(problem, DEFAULT_ALGORITHM)
+        kernels = (
+            self._kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM)
+            for n in range(1, problem.batch + 1)
+        )
+        return KernelPlan(
+            problem=problem,
+            layers=self._layers[problem],
+            algorithms=(DEFAULT_ALGORITHM,),
+            alone=tuple(0 if kernel == whole else BY_BATCH for kernel in kernels),
+            last=((0, -1),) * problem.batch,
+            predicted_time_ns=timing.time_ns,
+            timing=timing,
+            default=timing,
+            notes=(note,),
+            is_perturbed=default.is_perturbed,
+            default_is_deterministic=default.is_deterministic,
         )
 
     def with_every_batch(
@@ -124,15 +158,14 @@ class Results:
             source_at: makes the source of the kernel at a smaller batch.
         """
         problem, missing = plan.problem, plan.uncovered()
-        deterministic = bool(self._config.deterministic)
-        if self.limit_of(problem) is None and not deterministic:
+        if self.limit_of(problem) is None and not self._config.deterministic:
             return plan.with_default(missing)
         while missing:
             largest = missing[-1]
             source = source_at(largest)
             default = source.look_at_default()
             source.release()
-            if default is not None and _is_allowed(default, source.bounds.limit, deterministic):
+            if default is not None and self._is_allowed(default, source.bounds.limit):
                 kernels = {
                     n: self._kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) for n in missing
                 }
@@ -199,61 +232,6 @@ class Results:
         """
         if self.refusals:
             raise self._limits.refusal(self.refusals, self._layers)
-
-
-def _plan_by_torch(
-    problem: Problem,
-    layers: tuple[str, ...],
-    entry: Measurement | None,
-    limit: int | None,
-    kernel_of: Callable[[Problem, str], str | None],
-    note: str,
-    deterministic: bool = False,
-) -> KernelPlan | None:
-    """The undivided plan; None if torch's own was not timed, exceeds the limit or may vary.
-
-    Args:
-        problem: the kernel at its largest batch.
-        layers: names of the layers that run it.
-        entry: measurement of torch's own convolution; None: it was not measured.
-        limit: workspace in bytes, None for any.
-        kernel_of: name of the implementation by which an algorithm runs a problem.
-        note: the reason, for the notes of the plan.
-        deterministic: its result must never vary.
-    """
-    if entry is None or entry.time_ns is None or entry.workspace_bytes is None:
-        return None
-    if deterministic and not entry.is_deterministic:
-        return None
-    if limit is not None and entry.workspace_bytes > limit:
-        return None
-    timing = Timing(entry.time_ns, entry.spread_ns or 0, entry.workspace_bytes, len(entry.samples))
-    # Its one time also plans the smaller batches that torch computes by the same implementation,
-    # where it is an upper bound.
-    whole = kernel_of(problem, DEFAULT_ALGORITHM)
-    batches = range(1, problem.batch + 1)
-    alike = (kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) == whole for n in batches)
-    return KernelPlan(
-        problem=problem,
-        layers=layers,
-        algorithms=(DEFAULT_ALGORITHM,),
-        alone=tuple(0 if is_alike else BY_BATCH for is_alike in alike),
-        last=((0, -1),) * problem.batch,
-        predicted_time_ns=timing.time_ns,
-        timing=timing,
-        default=timing,
-        notes=(note,),
-        is_perturbed=entry.is_perturbed,
-        default_is_deterministic=entry.is_deterministic,
-    )
-
-
-def _is_allowed(default: Measurement, limit: int | None, deterministic: bool) -> bool:
-    if deterministic and not default.is_deterministic:
-        return False
-    # What it needs is not known where it failed.
-    workspace = default.workspace_bytes
-    return workspace is not None and (limit is None or workspace <= limit)
 
 
 def _tuned_at(plan: KernelPlan, source: AbstractSource) -> KernelPlan:
