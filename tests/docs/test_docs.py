@@ -25,8 +25,9 @@ LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?:#[^)]*)?\)")
 
 @pytest.fixture(scope="session")
 def readme(repository: Path) -> str:
-    """README.md and the page that has what does not fit there."""
-    paths = (repository / "README.md", repository / "docs" / "using.md")
+    """README.md and the pages that have what does not fit there."""
+    names = ("README.md", "docs/using.md", "docs/layout.md", "docs/memory.md")
+    paths = [repository / name for name in names]
     return "\n".join(path.read_text() for path in paths)
 
 
@@ -152,3 +153,22 @@ def test_links_lead_to_files(checkout: Path) -> None:
         for link in LINK.finditer(document.read_text()):
             target = document.parent / link["target"]
             assert target.exists(), f"{document.name}: {link['target']}"
+
+
+def test_every_term_of_the_glossary_is_used_and_defined_once(
+    repository: Path, package: Path
+) -> None:
+    glossary = repository / "docs" / "glossary.md"
+    terms = re.findall(r"^\| (?!term |---)([^|]+?) \| [^|]+ \|$", glossary.read_text(), re.M)
+    assert len(terms) > 40
+    assert terms == sorted(set(terms))
+    texts = [*repository.glob("*.md"), *(repository / "docs").glob("*.md")]
+    texts += [
+        Path(folder, file)
+        for folder, _, files in os.walk(package, followlinks=True)
+        for file in files
+        if file.endswith(".py")
+    ]
+    everything = "\n".join(path.read_text() for path in texts if path != glossary)
+    plain = re.sub(r"[\s_]+", " ", everything.lower())
+    assert [term for term in terms if not re.search(rf"\b{re.escape(term)}", plain)] == []

@@ -17,10 +17,8 @@ from torch.nn import functional
 
 import ucudnn
 from ucudnn.backends.torch_cpu.backend import TorchCpuBackend
-from ucudnn.config import Config
 from ucudnn.errors import UnplannedWarning
 from ucudnn.execution import override as dispatch
-from ucudnn.measurement import Device
 from ucudnn.outcomes import Origin
 
 
@@ -110,20 +108,6 @@ def test_convolutions_of_other_layers_are_torchs_without_a_word(plan_by_hand, co
     assert not computed
     for other, result in zip(others, results, strict=False):
         assert all(map(torch.equal, step(other, x), result))
-
-
-@pytest.mark.slow
-def test_a_shape_that_is_not_planned_does_what_the_config_says(plan_by_hand):
-    model, x = nn.Conv2d(4, 6, 3), torch.randn(SHAPE)
-    larger = torch.randn(7, 4, 9, 8)
-    plan = plan_by_hand(model, x)
-    with ucudnn.installed(plan), pytest.warns(UserWarning, match="batch 7 has no plan") as caught:
-        results = [step(model, larger) for _ in range(2)]
-    assert len(caught) == 1
-    assert all(map(torch.equal, step(model, larger), results[0]))
-    refusing = replace(plan, config=Config(unplanned="error"))
-    with ucudnn.installed(refusing), pytest.raises(ucudnn.PlanError, match="has no plan"):
-        model(larger)
 
 
 def test_the_last_installed_acts_alone_and_any_may_close_first(plan_by_hand, computed):
@@ -246,14 +230,6 @@ def test_autocast_and_backward_inside_it(plan_by_hand, computed):
     for ours, theirs in zip(after, before, strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).norm() < 2e-2 * theirs.norm()
-
-
-def test_a_plan_for_other_hardware_is_refused(plan_by_hand):
-    plan = plan_by_hand(nn.Conv2d(4, 6, 3), torch.randn(SHAPE))
-    elsewhere = replace(plan, device=Device("cpu", "another processor", cores=64))
-    refusing = replace(elsewhere, config=Config(unplanned="error"))
-    with pytest.raises(ucudnn.PlanError, match="is for another processor"):
-        ucudnn.installed(refusing)
 
 
 ANOTHER_LIBRARY = """

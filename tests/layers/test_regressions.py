@@ -96,33 +96,6 @@ def test_a_second_conversion_with_a_filter_leaves_the_first_alone(plan_by_hand):
     assert [type(layer) for layer in model] == [ucudnn.nn.Conv2d] * 2
 
 
-class Stateful(nn.Module):
-    """Keeps tensors where a model may: an attribute made in forward, and its last output."""
-
-    def __init__(self):
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 4, 3)
-        self.scale = [torch.full((1,), 2.0)]
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        self.position = torch.linspace(0, 1, x.shape[-1])
-        self.last = self.convolution(x * self.scale[0] + self.position)
-        return self.last + torch.rand(1)
-
-
-def test_tracing_leaves_attributes_and_random_state_as_they_were():
-    model = Stateful()
-    before = dict(vars(model))
-    state = torch.get_rng_state()
-    problems = ucudnn.trace(model, torch.empty(2, 3, 9, 9))
-    assert [problem.op for problem in problems] == ["fprop", "wgrad"]
-    assert vars(model) == before
-    assert torch.equal(torch.get_rng_state(), state)
-    model(torch.randn(2, 3, 9, 9)).sum().backward()
-
-
 @dataclass
 class Output:
     """What a model of transformers returns, in spirit."""

@@ -22,40 +22,6 @@ LAST = None
 COUNTER = collections.Counter()
 
 
-class Frozen(collections.OrderedDict):
-    """A configuration that refuses changes by whatever method."""
-
-    def _refuse(self, *_, **__):
-        raise Exception("this configuration cannot be changed")  # noqa: TRY002 - as diffusers does
-
-    clear = pop = popitem = setdefault = update = __delitem__ = _refuse
-
-    def __setitem__(self, name, value):
-        if getattr(self, "_is_complete", False):
-            self._refuse()
-        super().__setitem__(name, value)
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._is_complete = True
-
-
-class Configured(nn.Module):
-    """Looks up in its configuration what it does not have, as the models of diffusers do."""
-
-    def __init__(self):
-        super().__init__()
-        self._internal = Frozen(channels=4, scale=2.0)
-        self.layer = nn.Conv2d(3, self._internal["channels"], 3)
-
-    def __getattr__(self, name):
-        internal = vars(self)["_internal"]
-        return internal[name] if name in internal else super().__getattr__(name)
-
-    def forward(self, x):
-        return self.layer(x) * self.scale
-
-
 class Slots:
     __slots__ = ("first", "second")
 
@@ -153,15 +119,6 @@ def fakes() -> list[FakeTensor]:
     return [one for one in all_fakes() if id(one) not in earlier]
 
 
-def test_a_configuration_that_refuses_changes():
-    model, x = Configured(), torch.randn(2, 3, 6, 6)
-    config, truth = model._internal, model(x)
-    assert len(ucudnn.trace(model, x)) == 2
-    assert model._internal is config
-    assert dict(config) == {"channels": 4, "scale": 2.0}
-    assert torch.equal(model(x), truth)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("real", [False, True])
 def test_what_forward_stores_is_put_back_wherever_it_is(real):
@@ -188,19 +145,6 @@ def _nothing_global():
     LOG.clear()
     COUNTER.clear()
     Keeper.table.clear()
-
-
-def test_a_model_that_was_trained_before_goes_on_from_there():
-    model, x = Keeper(), torch.randn(2, 3, 5, 5)
-    model(x)
-    kept = [model.average, model.nested["list"], LOG[0], Keeper.shared, LAST]
-    before, expected = marks(model), model.average.clone()
-    ucudnn.trace(model, x)
-    now = [model.average, model.nested["list"], LOG[0], Keeper.shared, LAST]
-    assert all(ours is theirs for ours, theirs in zip(now, kept, strict=True))
-    assert marks(model) == before
-    assert len(LOG) == 1
-    assert torch.equal(model.average, expected)
 
 
 @pytest.mark.slow

@@ -159,13 +159,8 @@ def test_a_real_step_where_values_decide():
     model, x = Gated(), torch.ones(2, 3, 9, 9)
     with pytest.raises(ConfigError, match="use real=True"):
         ucudnn.trace(model, x)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    random = torch.get_rng_state()
     assert [p.kernel_size for p in ucudnn.trace(model, x, real=True)] == [(3, 3)] * 2
     assert [p.kernel_size for p in ucudnn.trace(model, -x, real=True)] == [(1, 1)] * 2
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), random)
     plan = ucudnn.tune(model, x, ucudnn.Config(policy="undivided"), real=True)
     assert {kernel.problem.kernel_size for kernel in plan.kernels} == {(3, 3)}
 
@@ -182,34 +177,6 @@ def test_a_hook_that_needs_values_is_left_out_with_a_warning():
     assert model[0]._forward_hooks is hooks
     model(torch.randn(2, 3, 9, 9))
     assert len(means) == 1
-
-
-class Remembering(nn.Module):
-    """Fills containers and registers hooks in its first forward, as models of transformers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen, self.by_name, self.hooked = nn.Conv2d(3, 3, 1), [], {}, False
-
-    def forward(self, x):
-        if not self.hooked:
-            self.layer.register_forward_hook(lambda *_: self.seen.append(_[-1]))
-            self.hooked = True
-        self.by_name["x"] = x
-        return self.layer(x)
-
-
-@pytest.mark.parametrize("real", [False, True])
-def test_what_forward_keeps_is_put_back_in_its_containers(real):
-    model, x = Remembering(), torch.randn(2, 3, 4, 4)
-    held = (model.seen, model.by_name, model.layer._forward_hooks)
-    ucudnn.trace(model, x, real=real)
-    assert (model.seen, model.by_name, model.hooked) == ([], {}, False)
-    assert not model.layer._forward_hooks
-    now = (model.seen, model.by_name, model.layer._forward_hooks)
-    assert all(ours is theirs for ours, theirs in zip(now, held, strict=True))
-    model(x)
-    assert len(model.seen) == 1
 
 
 def test_shared_modules_and_parameters():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -312,13 +311,6 @@ def test_a_converted_model_is_tuned_again_in_the_layout_that_it_has(layout, para
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x)
-
-
-def test_the_code_in_the_document_runs(repository, capsys):
-    text = (repository / "docs" / "layout.md").read_text()
-    (code,) = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    exec(code, {})
-    assert capsys.readouterr().out.startswith(("keep\nthe layout", "channels_last\nthe layout"))
 
 
 def hinted(model, x=None, **settings):

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -356,10 +355,6 @@ def test_settings_that_no_budget_can_be_kept_with(settings, reason):
         Config(**settings)
 
 
-def test_a_budget_in_the_settings():
-    assert Config(memory_budget="2KiB").memory_budget == 2048
-
-
 def test_without_a_step_there_is_no_budget():
     problem = Problem("fprop", 2, 4, 4, (9,), (3,))
     with pytest.raises(ConfigError, match="no model to run here"):
@@ -394,15 +389,6 @@ def test_what_is_live_in_a_plan_file_is_checked(value, random_plan):
 def test_the_memory_of_a_plan_file_is_checked(values):
     with pytest.raises(PlanError, match="step's memory"):
         StepMemory(**{**dict.fromkeys(StepMemory.__slots__[:7], 1), **values})
-
-
-def test_the_code_in_the_document_runs(repository, capsys):
-    text = (repository / "docs" / "memory.md").read_text()
-    first, *others = re.findall(r"^<!-- runs -->\n```python\n(.*?)^```$", text, re.M | re.S)
-    for code in others:
-        exec(code, {})
-    exec(first, {})
-    assert capsys.readouterr().out.startswith("a training step has at most")
 
 
 class InThread(nn.Module):

@@ -15,9 +15,9 @@ from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, 
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import slabs
-from ucudnn.solvers import Item, WalkEntry
+from ucudnn.solvers import Item
 from ucudnn.solvers.reuse import reuse_by_position
-from ucudnn.tuning.plan_draft import PlanDraft, end_of
+from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.planner import predict
 from ucudnn.tuning.splits import (
     CHUNK_NS,
@@ -566,53 +566,6 @@ def test_over_the_limit_slabs_are_nothing_to_plan_with():
     assert least > 0
     assert table_of(known, least - 1).is_empty
     assert not table_of(known, least).is_empty
-
-
-class Mirrored(AbstractSplitTable):
-    """Toy of a third kind of chunk: one split of the whole, known by its time."""
-
-    @classmethod
-    def of(cls, *_):
-        return cls()
-
-    is_empty = False
-    split = Split("batch", (Step(3, "mirror"), Step(2, "mirror")))
-
-    def splits(self):
-        return [self.split]
-
-    def front(self):
-        return ()
-
-    def chunks(self, split):
-        items = Item(3, 0, 30, "mirror"), Item(2, 0, 20, "mirror")
-        return items if split == self.split else None
-
-    def smallest(self):
-        return None
-
-    def fill(self, draft):
-        if draft.winner == self.split:
-            last = {2: Item(2, 0, 20, "mirror"), 3: Item(3, 0, 30, "mirror")}
-            last[5] = last[2]
-            draft.follow([[WalkEntry(None, last.get(n)) for n in range(1, N + 1)]] * len(CHUNK_NS))
-
-
-def test_another_kind_of_table_is_one_more_entry_of_the_list():
-    tables = [table_of(batch_of(8)), table_of(rows_of(8)), Mirrored()]
-    plan = plan_of(Mirrored.split, *tables)
-    assert plan.split(N) == Mirrored.split
-    assert plan.predicted_time_ns == 50
-    assert [plan.split(n).steps[0].algorithm == "mirror" for n in (2, 3)] == [True, True]
-    assert all(plan.covers(n) for n in range(1, N + 1))
-    assert "mirror" not in plan_of(tables[0].splits()[0], *tables).algorithms
-
-
-def test_a_walk_that_ends_nowhere_is_no_split():
-    gap = [WalkEntry(None, None), WalkEntry(None, Item(1, 0, 5, "gemm"))]
-    assert end_of(gap) is None
-    whole = [WalkEntry(None, None), WalkEntry(Item(2, 0, 5, "gemm"), None)]
-    assert end_of(whole) == Split("batch", (Step(2, "gemm"),))
 
 
 def test_lists_that_hold_no_split_are_not_solved():
