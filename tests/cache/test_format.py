@@ -17,9 +17,19 @@ import pytest
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning
 from ucudnn.cache import table as tables
+from ucudnn.cache.exchange import read_entries, write_entries
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, verify, wrap
-from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
+from ucudnn.errors import UcudnnError
+from ucudnn.measurement import (
+    Conditions,
+    Device,
+    Measurement,
+    MeasurementKey,
+    Software,
+    Subject,
+)
 from ucudnn.problem import Problem
+from ucudnn.split import Split, Step
 
 GPU = Device("cuda", "NVIDIA H200", compute_capability="9.0", cores=132)
 KEYS = [
@@ -294,3 +304,78 @@ def test_samples_of_many_seconds_stay_whole_in_a_file_that_grows(tmp_path: Path)
     with caches.open(tmp_path, "r") as cache:
         assert cache.check().clean
         assert [cache.get(key) for key in KEYS[:3]] == [long, *MEASUREMENTS[1:3]]
+
+
+# Facts beside the numbers; laws.py has that they come back
+
+FAILED = Measurement(KEYS[0], "failed", reason="why")
+
+
+def test_words_that_are_none_are_refused() -> None:
+    with pytest.raises(UcudnnError, match="must be one of"):
+        replace(FAILED, failure="boredom")
+    with pytest.raises(UcudnnError, match="must be one of"):
+        replace(KEYS[0], subject="weather")
+
+
+SPLIT = Split("batch", (Step(3, "gemm"), Step(1, "“gemm”")))
+OTHER_SUBJECTS = [
+    replace(KEYS[0], subject=Subject.FIRST_RUN),
+    *(
+        replace(KEYS[0], algorithm="", subject=Subject.CALL, split=split, race=race)
+        for split in (SPLIT, replace(SPLIT, axis="spatial"))
+        for race in ("one", "another")
+    ),
+    *(
+        replace(KEYS[0], algorithm="", subject=subject)
+        for subject in (Subject.OPERATIONS, Subject.TRAFFIC, Subject.OVERHEAD)
+    ),
+]
+
+
+def test_subjects_are_keys_of_their_own(tmp_path: Path) -> None:
+    """Whatever was timed of one problem, each has its time, in a cache and in text."""
+    timed = [
+        Measurement(key, "ok", 5 + place) for place, key in enumerate([KEYS[0], *OTHER_SUBJECTS])
+    ]
+    with caches.open(tmp_path) as cache:
+        cache.put(timed)
+    with caches.open(tmp_path, "r") as cache:
+        assert [cache.get(one.key) for one in timed] == timed
+        assert sorted(map(repr, cache)) == sorted(map(repr, timed))
+        found = cache.explain(replace(OTHER_SUBJECTS[1], race="a third"))
+        assert [one.field for one in found.differences] == ["race"]
+    for suffix in (".csv", ".json"):
+        write_entries(tmp_path / f"all{suffix}", [caches.Entry(one, 1) for one in timed])
+        assert [one.measurement for one in read_entries(tmp_path / f"all{suffix}")] == timed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"subject": Subject.CALL},
+        {"subject": Subject.CALL, "algorithm": ""},
+        {"split": SPLIT},
+        {"subject": Subject.OPERATIONS},
+    ],
+)
+def test_a_subject_needs_what_it_is_of(changes: dict[str, Any]) -> None:
+    with pytest.raises(UcudnnError, match="do not go with"):
+        replace(KEYS[0], **changes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"energy_uj": 4}', '{"failure": "boredom"}', '{"load": "high"}', "[]", "{", "lost_to"],
+)
+def test_facts_that_are_none_are_damage(file: Path, text: str) -> None:
+    edit(file, lambda opened: opened["facts"].__setitem__(0, text))
+    with caches.open(file.parent) as cache, pytest.warns(caches.CacheWarning):
+        assert not list(cache)
+
+
+def test_notes_of_today_are_left_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    entry = caches.Entry(Measurement(KEYS[0], "ok", 5, notes=("load=1.5", "nondeterministic")), 1)
+    write_entries(path, [entry])
+    assert read_entries(path) == [entry]

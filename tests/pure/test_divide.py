@@ -118,31 +118,10 @@ def test_an_improvement_of_one_ns_is_found() -> None:
     assert divide(fronts, 9, "exact").time_ns == 49
 
 
-def test_more_room_and_more_choices_never_hurt() -> None:
-    fronts, total_bytes = random_network(3, 30, 10**8, 10**7)
-    times = [divide(fronts, total_bytes + more).time_ns for more in range(0, 10**8, 10**7)]
-    assert times == sorted(times, reverse=True)
-    fewer = tuple(front[::2] for front in fronts)
-    assert divide(fewer, total_bytes).time_ns >= divide(fronts, total_bytes).time_ns
-
-
-def test_all_fastest_where_the_pool_is_large() -> None:
-    fronts, _ = random_network(5, 20, 10**8, 10**7)
-    division = divide(fronts, 10**12)
-    assert division.time_ns == sum(front[-1][1] for front in fronts)
-
-
 def test_dominated_and_unsorted_points_may_stand_in_a_front() -> None:
     fronts = (((8, 5), (0, 9), (8, 7), (9, 5), (8, 5)), ((3, 3),))
     assert divide(fronts, 11).choice == (0, 0)
     assert divide(fronts, 10).choice == (1, 0)
-
-
-@given(FRONTS, st.integers(0, 60))
-def test_sharing_one_pool_is_never_slower_than_dividing_it(fronts: Fronts, room: int) -> None:
-    total_bytes = smallest_bytes(fronts) + room
-    shared_ns = sum(divide([front], total_bytes).time_ns for front in fronts)
-    assert shared_ns <= divide(fronts, total_bytes).time_ns
 
 
 def test_fronts_of_tables_can_be_divided() -> None:

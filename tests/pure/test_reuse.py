@@ -218,56 +218,6 @@ def test_a_chain_may_be_a_first_chunk_by_itself_a_split_is_not() -> None:
     ]
 
 
-ALL = range(1, 65)
-POWERS = [1, 2, 4, 8, 16, 32, 64]
-
-
-@pytest.fixture(scope="module", params=range(4))
-def big(request: pytest.FixtureRequest) -> tuple[list[Item], ReuseTable]:
-    chunks = random_items(request.param, ALL)
-    return chunks, reuse(chunks, 64)
-
-
-def test_time_is_subadditive(big: tuple[list[Item], ReuseTable]) -> None:
-    _, table = big
-    for limit in (None, 0, 1 << 16, 1 << 19):
-        times = [0, *(table.time_ns(n, limit) or 0 for n in ALL)]
-        assert all(times[a + b] <= times[a] + times[b] for a in ALL for b in range(1, 65 - a))
-
-
-def test_time_falls_with_the_limit(big: tuple[list[Item], ReuseTable]) -> None:
-    _, table = big
-    for n in (1, 7, 64):
-        front = table.front(n)
-        assert [point[0] for point in front] == sorted({point[0] for point in front})
-        assert [point[1] for point in front] == sorted({point[1] for point in front})[::-1]
-        assert front[-1][1] == table.time_ns(n)
-        for workspace_bytes, time_ns in front:
-            assert table.time_ns(n, workspace_bytes) == time_ns
-            below = table.time_ns(n, workspace_bytes - 1) if workspace_bytes else None
-            assert below is None or below > time_ns
-
-
-def test_a_richer_policy_is_never_slower(big: tuple[list[Item], ReuseTable]) -> None:
-    chunks, table = big
-    powers = reuse([item for item in chunks if item.batch in POWERS], 64)
-    undivided = reuse([item for item in chunks if item.batch == 64], 64)
-    for limit in (None, 0, 1 << 16, 1 << 19, 1 << 22):
-        times = [one.time_ns(64, limit) for one in (table, powers, undivided)]
-        assert all(time_ns is not None for time_ns in times)
-        assert times == sorted(times, key=lambda time_ns: time_ns or 0)
-
-
-@given(items(), items(), st.sampled_from(LIMITS))
-def test_more_candidates_never_hurt(
-    chunks: list[Item], more: list[Item], limit: int | None
-) -> None:
-    few, many = reuse(chunks, N), reuse([*chunks, *more], N)
-    for n in range(1, N + 1):
-        before, after = few.time_ns(n, limit), many.time_ns(n, limit)
-        assert before is None or (after is not None and after <= before)
-
-
 @given(items(2).flatmap(lambda chunks: st.tuples(st.just(chunks), st.permutations(chunks))))
 def test_the_order_of_the_items_does_not_matter(both: tuple[list[Item], list[Item]]) -> None:
     one, other = (reuse(chunks, N) for chunks in both)
@@ -275,12 +225,6 @@ def test_the_order_of_the_items_does_not_matter(both: tuple[list[Item], list[Ite
         assert one.front(n) == other.front(n)
         for limit in LIMITS:
             assert best(one, n, limit) == best(other, n, limit)
-
-
-def test_three_equal_lists_are_one_list(big: tuple[list[Item], ReuseTable]) -> None:
-    chunks, table = big
-    three = reuse(chunks, 64, first=chunks, accumulate=chunks)
-    assert all(three.front(n) == table.front(n) for n in ALL)
 
 
 def test_golden_front_of_the_released_mu_cudnn() -> None:

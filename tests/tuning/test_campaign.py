@@ -9,7 +9,7 @@ import pytest
 
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
+from ucudnn.errors import PlanError, TuningInterruptedError
 from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back
@@ -130,19 +130,6 @@ def test_a_default_over_the_limit_is_no_plan_to_fall_back_to(scripted, clock):
     with pytest.warns(progress.UntunedWarning):
         plan = tune_problems([("a", NARROW)], Config(workspace_limit="4MiB", time_budget_s=3.5))
     assert plan.kernels == ()
-
-
-@pytest.mark.parametrize("value", [0, -1, "soon", float("nan"), True])
-def test_a_budget_and_an_error_are_positive_numbers(value):
-    for name in ("time_budget_s", "max_error"):
-        with pytest.raises(ConfigError, match=f"{name} must be a number above 0"):
-            Config(**{name: value})
-
-
-def test_a_budget_does_not_change_what_a_plan_is():
-    assert Config(time_budget_s=3) == Config()
-    assert "time_budget_s" not in Config(time_budget_s=3).to_dict()
-    assert Config(max_error=1e-3).to_dict()["max_error"] == 1e-3
 
 
 def test_max_error_excludes_what_is_less_exact(scripted, monkeypatch):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from types import SimpleNamespace
 
 import pytest
 
 from ucudnn.backends import Cost, Roofline
-from ucudnn.benchmark.bench import Arm
 from ucudnn.config import Config
 from ucudnn.problem import Problem
-from ucudnn.tuning.elimination import Elimination
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
@@ -145,34 +142,3 @@ def test_a_roofline_that_something_beats_is_not_trusted(costed):
     backend = costed(Roofline(1e8, 1e8), torch_default=linear(1.0), fast=linear(0.5))
     assert tune().split(64).steps[0].algorithm == "fast"
     assert backend.runs
-
-
-def test_a_measurement_that_is_replaced_counts_at_once():
-    """What follows from measurements is kept, and must not outlive any of them."""
-    small, large, other = (Arm(n, name, "alone") for n, name in ((1, "a"), (64, "a"), (64, "b")))
-    candidates = SimpleNamespace(
-        curves={small: "a", large: "a", other: "b"},
-        arms_by_curve={"a": [small, large], "b": [other]},
-        cost=lambda size, algorithm: Cost(size * 100, 0, 0) if algorithm == "a" else None,
-        axis=SimpleNamespace(extent=64),
-    )
-    workspaces = SimpleNamespace(most_bytes=MIB, limit=None)
-    records = {}
-    elimination = Elimination(candidates, records, workspaces, lambda *_: True)
-
-    def timed(ns):
-        return SimpleNamespace(time_ns=ns, samples=(ns,), status="screened")
-
-    assert elimination.expected_ns(large) == 0
-    for ms in (1, 3, 2):
-        records[small] = timed(ms * MS)
-        # less what a call takes on the host, which does not grow with the chunk
-        assert elimination.expected_ns(large) == 50_000 + (ms * MS - 50_000) * 64
-    records[other] = timed(100 * MS)
-    assert elimination.reasons() == {}
-    records[other] = timed(50 * MS)
-    assert list(elimination.reasons()) == ["a"]
-    elimination.is_active = False
-    assert elimination.reasons() == {}
-    elimination.is_active = True
-    assert list(elimination.reasons()) == ["a"]

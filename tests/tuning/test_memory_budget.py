@@ -22,7 +22,6 @@ import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.outcomes import StepMemory
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning import memory_budget
@@ -380,15 +379,6 @@ def test_what_is_live_in_a_plan_file_is_checked(value, random_plan):
     kernel = random_plan(model, x, random.Random(0)).kernels[0]
     with pytest.raises(PlanError, match="live_bytes must be an int"):
         replace(kernel, live_bytes=value)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"budget_bytes": -1}, {"is_training": 1}, {"calls": ((0, -1),)}],
-)
-def test_the_memory_of_a_plan_file_is_checked(values):
-    with pytest.raises(PlanError, match="step's memory"):
-        StepMemory(**{**dict.fromkeys(StepMemory.__slots__[:7], 1), **values})
 
 
 class InThread(nn.Module):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import ucudnn
 from ucudnn.axis import RowAxis
@@ -18,7 +17,6 @@ from ucudnn.backends import AbstractBackend, Executable, open_backend
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UnsupportedError
 from ucudnn.execution.execute import bind
-from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.plan import Plan, Split, Step
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import row_count
@@ -29,88 +27,6 @@ MIB, MS = 1 << 20, 1_000_000
 CONV = Problem("fprop", 2, 2, 2, (21, 3), (3, 3), padding=((1, 1), (1, 1)))
 
 
-class RowExecutable(Executable):
-    """Charges clock and memory by the rows of what it computes, which is zero."""
-
-    def __init__(self, backend: RowBackend, problem: Problem, algorithm: str) -> None:
-        self._backend = backend
-        self._problem = problem
-        self._algorithm = algorithm
-
-    def alone(self, a: Tensor, b: Tensor) -> Tensor:
-        del b
-        cost_ns, workspace = self._backend.costs[self._algorithm](row_count(self._problem))
-        if len(set(self._problem.padding[0])) > 1:
-            workspace += self._backend.end_bytes
-        self._backend.clock += cost_ns
-        self._backend.peak = max(self._backend.peak, workspace)
-        shape = self._problem.result_shape
-        return a.new_zeros(shape if self._problem.op == "wgrad" else (a.shape[0], *shape[1:]))
-
-
-class RowBackend(AbstractBackend):
-    """Algorithms that cost by rows: name -> (rows -> (time in ns, workspace in bytes))."""
-
-    name = "scripted"
-
-    def __init__(self, costs: dict[str, Callable[[int], tuple[int, int]]]) -> None:
-        self.costs = costs
-        self.clock = self.peak = 0
-        self.end_bytes = 0  # what a slab with padding at one end takes in addition
-        self.refused: set[tuple[str, Problem]] = set()
-        self.unbuildable: set[tuple[str, Problem]] = set()
-        self.kernels: dict[tuple[str, int], str] = {}
-
-    def device(self) -> Device:
-        return Device("cpu", "scripted", cores=1)
-
-    def software(self) -> Software:
-        return Software("0")
-
-    def conditions(self) -> Conditions:
-        return Conditions(threads=1)
-
-    def algorithms(self) -> tuple[str, ...]:
-        return tuple(self.costs)
-
-    def refusal(self, problem: Problem, algorithm: str) -> str | None:
-        return "it is refused" if (algorithm, problem) in self.refused else None
-
-    def candidates(self, problem: Problem) -> tuple[Candidate, ...]:
-        return tuple(Candidate(problem, name) for name in self.costs)
-
-    def kernel(self, problem: Problem, algorithm: str) -> str:
-        return self.kernels.get((algorithm, problem.batch), algorithm)
-
-    def executable(self, problem: Problem, algorithm: str) -> Executable:
-        if (algorithm, problem) in self.unbuildable:
-            raise UnsupportedError(f"{algorithm} cannot be built for {problem}")
-        return RowExecutable(self, problem, algorithm)
-
-    def operands(self, problem: Problem, samples: int) -> tuple[Tensor, Tensor]:
-        shapes = problem.with_batch(samples).operand_shapes
-        return torch.zeros(shapes[0]), torch.zeros(shapes[1])
-
-    def workspace_bytes(
-        self, run: Callable[[], Tensor | None], parts: Iterable[tuple[Problem, str]]
-    ) -> int:
-        del parts
-        self.peak = 0
-        run()
-        return self.peak
-
-    def elapsed_ns(self, run: Callable[[], object]) -> int:
-        before = self.clock
-        run()
-        return self.clock - before
-
-    def cache_bytes(self) -> int:
-        return 1
-
-    def memory_bytes(self) -> int:
-        return 1 << 30
-
-
 COSTS = {
     "torch_default": lambda rows: (4 * MS * rows, 8 * MIB * rows),
     "greedy": lambda rows: (MS * rows + MS // 2, 4 * MIB * rows),
@@ -118,11 +34,36 @@ COSTS = {
 }
 
 
+class Rows:
+    """A scripted backend whose algorithms cost by rows, and what of it a test may spoil."""
+
+    def __init__(self, backend) -> None:
+        self.backend, self._executable = backend, backend.executable
+        self.end_bytes = 0  # what a slab with padding at one end takes in addition
+        self.refused: set[tuple[str, Problem]] = set()
+        self.unbuildable: set[tuple[str, Problem]] = set()
+        backend.charged, backend.refusal, backend.executable = (
+            self.charged,
+            self.refusal,
+            self.executable,
+        )
+
+    def charged(self, algorithm: str, problem: Problem) -> tuple[int, int]:
+        time_ns, workspace = COSTS[algorithm](row_count(problem))
+        return time_ns, workspace + self.end_bytes * (len(set(problem.padding[0])) > 1)
+
+    def refusal(self, problem: Problem, algorithm: str) -> str | None:
+        return "it is refused" if (algorithm, problem) in self.refused else None
+
+    def executable(self, problem: Problem, algorithm: str) -> Executable:
+        if (algorithm, problem) in self.unbuildable:
+            raise UnsupportedError(f"{algorithm} cannot be built for {problem}")
+        return self._executable(problem, algorithm)
+
+
 @pytest.fixture
-def rows(monkeypatch) -> RowBackend:
-    backend = RowBackend(dict(COSTS))
-    monkeypatch.setattr("ucudnn.tuning.tuner.open_backend", lambda _: backend)
-    return backend
+def rows(scripted) -> Rows:
+    return Rows(scripted(**COSTS))
 
 
 def tune(problem: Problem, **settings: object) -> Plan:
@@ -180,7 +121,7 @@ def test_rows_are_not_tried_where_the_default_fits_or_the_batch_is_large(rows):
 def test_the_same_slabs_serve_smaller_batches_unless_another_kernel_runs_them(rows):
     plan = tune(CONV, workspace_limit="9MiB")
     assert plan.split(CONV.with_batch(1)) == plan.split(CONV)
-    rows.kernels["greedy", 1] = "another"
+    rows.backend.kernels["greedy", 1] = "another"
     plan = tune(CONV, workspace_limit="9MiB")
     assert plan.split(CONV).steps[0].algorithm == "greedy"
     assert not plan.covers(CONV.with_batch(1))
@@ -199,12 +140,12 @@ def test_what_computes_the_whole_but_no_slab_is_left_out(rows, monkeypatch):
     def refusal(problem, algorithm):
         return "it computes no slab" if algorithm == "greedy" else None
 
-    monkeypatch.setattr(rows, "slab_refusal", refusal)
+    monkeypatch.setattr(rows.backend, "slab_refusal", refusal)
     split = tune(CONV, workspace_limit="9MiB").split(CONV)
     assert {step.algorithm for step in split.steps} == {"frugal"}
     assert tune(CONV, workspace_limit="90MiB").split(CONV).steps == (Step(2, "greedy"),)
     with pytest.raises(UnsupportedError, match="greedy does not compute the slab .*: it computes"):
-        bind(rows, CONV, Split("spatial", (Step(10, "greedy"), Step(11, "frugal"))))
+        bind(rows.backend, CONV, Split("spatial", (Step(10, "greedy"), Step(11, "frugal"))))
 
 
 def test_slabs_at_the_ends_keep_the_limit_too(rows):
@@ -224,9 +165,9 @@ def test_a_limit_that_no_slab_fits_names_one_that_suffices(rows):
 
 def test_a_second_tune_measures_nothing(rows):
     first = tune(CONV, workspace_limit="9MiB")
-    before = rows.clock
+    before = rows.backend.clock
     assert tune(CONV, workspace_limit="9MiB") == first
-    assert rows.clock == before
+    assert rows.backend.clock == before
 
 
 def smallest_undivided(backend: AbstractBackend, problem: Problem) -> int:
