@@ -101,19 +101,24 @@ def tune_problems(
             remeasure=remeasure,
             budget_s=budget_s,
         )
-        if scheduler.session.is_busy:
-            warn(_BUSY, NoiseWarning)
-        try:
-            scheduler.run()
-        # Whoever interrupts tuning gets what it has found so far.
-        except KeyboardInterrupt:
-            raise TuningInterruptedError(_plan(scheduler, config, began)) from None
-    return _finished(scheduler, config, began)
+        return _run(scheduler, config, began)
 
 
-def _finished(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
-    """The plan, with a warning where its times are noisy."""
-    plan, session = _plan(scheduler, config, began), scheduler.session
+def _run(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
+    """Measure and plan, with a warning where the machine is busy or the plan's times are noisy.
+
+    Raises:
+        TuningInterruptedError: on Ctrl-C, with the plan so far.
+    """
+    session = scheduler.session
+    if session.is_busy:
+        warn(_BUSY, NoiseWarning)
+    try:
+        scheduler.run()
+    # Whoever interrupts tuning gets what it has found so far.
+    except KeyboardInterrupt:
+        raise TuningInterruptedError(_plan(scheduler, config, began)) from None
+    plan = _plan(scheduler, config, began)
     _log.info("measured %d candidates, reused %d", session.measured, session.reused)
     noise = noise_of(plan)
     # A plan wholly from the cache is not warned of again.
