@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import shlex
@@ -172,3 +173,23 @@ def test_every_term_of_the_glossary_is_used_and_defined_once(
     everything = "\n".join(path.read_text() for path in texts if path != glossary)
     plain = re.sub(r"[\s_]+", " ", everything.lower())
     assert [term for term in terms if not re.search(rf"\b{re.escape(term)}", plain)] == []
+
+
+def test_the_example_of_solvers_gives_what_its_comments_say(repository: Path) -> None:
+    text = (repository / "docs" / "solvers.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    names: dict[str, object] = {}
+    exec("from ucudnn.plan import Step", names)
+    for line in block.splitlines():
+        code, _, said = line.partition("  # ")
+        if said:
+            expected = said.removesuffix(": bytes, ns")
+            assert eval(code, names) == eval(expected, names), line
+        else:
+            exec(code, names)
+
+
+def test_the_examples_of_the_cache_run(repository: Path) -> None:
+    results = doctest.testfile(str(repository / "docs" / "cache.md"), module_relative=False)
+    assert results.attempted > 5
+    assert results.failed == 0

@@ -440,19 +440,6 @@ def test_parameters_may_stay_as_they_are(plan_last, computed):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_exported_and_compiled_models_keep_the_layout(plan_last):
-    model, x = Small().eval(), torch.randn(INPUT)
-    truth = model(x)
-    plan = plan_last(model, x)
-    ucudnn.convert_(model, plan)
-    program = torch.export.export(model, (x,))
-    torch.testing.assert_close(program.module()(x), truth, rtol=1e-5, atol=1e-5)
-    assert program.state_dict["first.weight"].is_contiguous(memory_format=LAST)
-    assert "memory_format = torch.channels_last" in program.graph_module.code
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), truth, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_transforms_and_exports_of_a_converted_model_compute_what_it_computed(plan_last):
     model, x = Small().eval(), torch.randn(INPUT)

@@ -202,34 +202,6 @@ def assert_as_the_original(model: nn.Module, make: Callable[[], nn.Module], loss
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
-@swappable
-def test_reverting_gives_back_the_original_bit_for_bit(make, random_plan):
-    model, original = new(make), new(make)
-    ucudnn.convert_(model, random_plan(model, batch(make), random.Random(0)))
-    assert ucudnn.revert_(model) is model
-    for ours, theirs in zip(model.modules(), original.modules(), strict=True):
-        assert type(ours) is type(theirs)
-        assert vars(ours).keys() == vars(theirs).keys()
-    assert train(model, make) == train(original, make)
-    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@swappable
-def test_a_checkpoint_of_one_loads_in_the_other(make, random_plan, tmp_path):
-    original, converted = new(make), new(make)
-    ucudnn.convert_(converted, random_plan(converted, batch(make), random.Random(0)))
-    for source, target in ((original, converted), (converted, original)):
-        train(source, make)
-        torch.save(source.state_dict(), tmp_path / "checkpoint.pt")
-        target.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
-        for ours, theirs in zip(
-            source.state_dict().items(), target.state_dict().items(), strict=True
-        ):
-            assert ours[0] == theirs[0]
-            assert torch.equal(ours[1], theirs[1])
-
-
 def test_a_pretrained_model_is_saved_and_loaded_as_ever(random_plan, tmp_path):
     model = new(resnet).eval()
     plan = random_plan(model, batch(resnet), random.Random(0))

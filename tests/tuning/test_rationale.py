@@ -1,20 +1,24 @@
-"""Fronts and rejected alternatives of all kernels."""
+"""Fronts and rejected alternatives with what each would cost, of what was measured here."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
 from ucudnn import cache as caches
+from ucudnn.cli import app, console
 from ucudnn.config import Config
 from ucudnn.measurement import Measurement
+from ucudnn.outcomes import StepRace
 from ucudnn.problem import Problem
 from ucudnn.tuning.rationale import rationales
 from ucudnn.tuning.tuner import tune_problems
 
 MS, MIB = 1_000_000, 1 << 20
 PROBLEM = Problem("fprop", 8, 2, 2, (9, 9), (1, 1))
+LAYERS = [("layer", PROBLEM)]
 OTHER = replace(PROBLEM, out_channels=3)
 
 
@@ -24,10 +28,98 @@ def cost(ms_per_sample, mib_per_sample):
 
 @pytest.fixture
 def planned(scripted, tmp_path):
+    """A plan in which `fast` is split because of the limit, and its cache."""
+    scripted(
+        torch_default=cost(3, 0.5),
+        fast=cost(1, 2),
+        near=cost(1.2, 0.25),
+        broken=lambda _: (None, 0),
+    )
+    config = Config(workspace_limit="4MiB", cache=str(tmp_path / "cache"), effort="thorough")
+    return tune_problems(LAYERS, config), config
+
+
+@pytest.fixture
+def two_planned(scripted, tmp_path):
     """A plan of two kernels that are split because of the limit, and its settings."""
     scripted(torch_default=cost(3, 0.5), fast=cost(1, 2), near=cost(1.2, 0.25))
     config = Config(workspace_limit="4MiB", cache=str(tmp_path / "cache"), effort="thorough")
     return tune_problems([("a", PROBLEM), ("b", OTHER)], config), config
+
+
+def found(plan, config):
+    with caches.open(config.cache, "r") as cache:
+        return {str(one.split): one for one in rationales(plan, cache)[0].alternatives}
+
+
+def test_alternatives_have_what_they_cost(planned):
+    plan, config = planned
+    assert str(plan.kernels[0].split(8)) == "4x2 fast"
+    by_split = found(plan, config)
+    assert "4x2 fast" not in by_split
+    default = by_split["8 torch_default"]
+    assert (default.time_ns, default.workspace_bytes) == (24 * MS, 4 * MIB)
+    assert default.is_measured
+    assert default.reason == "takes 3.00 times as long"
+    near = by_split["8 near"]
+    assert near.workspace_bytes == 2 * MIB
+    assert near.reason == "takes 1.20 times as long"
+    # what only a higher limit allows
+    assert any("fast" in split and "over" not in split for split in by_split)
+    broken = next(one for split, one in by_split.items() if "broken" in split)
+    assert broken.time_ns is None
+    assert "broken does not work" in broken.reason
+    times = [one.time_ns for one in by_split.values() if one.time_ns is not None]
+    assert times == sorted(times)
+
+
+def test_the_settings_say_why_not(planned):
+    plan, config = planned
+    by_split = found(replace(plan, config=replace(config, workspace_limit="1MiB")), config)
+    assert by_split["8 torch_default"].reason == "needs more than the limit of 1 MiB"
+    exact = replace(plan, config=replace(config, max_error=1e-30))
+    assert found(exact, config)["8 torch_default"].error is not None
+
+
+def test_what_seems_faster_has_its_reason(planned):
+    plan, config = planned
+    (kernel,) = plan.kernels
+    slow = replace(kernel, timing=replace(kernel.timing, time_ns=90 * MS))
+    slower = replace(plan, kernels=(slow,))
+    by_split = found(slower, config)
+    reasons = {
+        one.reason for one in by_split.values() if one.time_ns and one.workspace_bytes <= 4 * MIB
+    }
+    assert reasons == {
+        "is not faster beyond the noise",
+        "its parts add up to less, but it was not raced as a whole call",
+    }
+    assert by_split["8 torch_default"].reason == "is not faster beyond the noise"
+    race = StepRace(9, 9, 1.0, 1.0, 1.0, 3, dropped=(str(PROBLEM),))
+    assert found(replace(slower, step_race=race), config)["8 near"].reason == (
+        "steps were not faster with the plan of this kernel"
+    )
+
+
+def test_measurements_of_other_machines_say_nothing(planned):
+    plan, config = planned
+    other = replace(plan, software=replace(plan.software, torch="9"))
+    assert list(found(other, config)) == ["8 torch_default"]  # which the plan itself knows
+    assert not known(other, config)[0][0].front
+
+
+def test_show_prints_them(planned, tmp_path, monkeypatch):
+    monkeypatch.setattr(console.out, "width", 200)
+    plan, config = planned
+    plan.save(tmp_path / "plan.json")
+    command = ["show", str(tmp_path / "plan.json"), "--kernel", "0", "--cache", config.cache]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    assert "rejected alternatives" in shown.output
+    assert "takes 3.00 times as long" in shown.output
+    nowhere = CliRunner().invoke(app, [*command[:-1], str(tmp_path / "none")])
+    assert nowhere.exit_code == 0, nowhere.output
+    assert "torch_default" in nowhere.output
 
 
 def known(plan, config):
@@ -35,8 +127,8 @@ def known(plan, config):
         return rationales(plan, cache), list(cache)
 
 
-def test_a_front_is_that_of_all_splits_of_what_was_timed(planned):
-    plan, config = planned
+def test_a_front_is_that_of_all_splits_of_what_was_timed(two_planned):
+    plan, config = two_planned
     found, entries = known(plan, config)
     for kernel, one in zip(plan.kernels, found, strict=True):
         chunks = {
@@ -67,21 +159,15 @@ def brute_force(batch, chunks):
     return tuple(front)
 
 
-def test_without_measurements_there_is_what_the_plan_knows(planned):
-    plan, _ = planned
+def test_without_measurements_there_is_what_the_plan_knows(two_planned):
+    plan, _ = two_planned
     for one in rationales(plan, []):
         assert (one.front, one.channels_last) == ((), None)
         assert [str(other.split) for other in one.alternatives] == ["8 torch_default"]
 
 
-def test_measurements_of_another_machine_are_no_part_of_it(planned):
-    plan, config = planned
-    elsewhere = replace(plan, software=replace(plan.software, torch="9"))
-    assert all(not one.front for one in known(elsewhere, config)[0])
-
-
-def test_torch_in_channels_last_is_found(planned):
-    plan, config = planned
+def test_torch_in_channels_last_is_found(two_planned):
+    plan, config = two_planned
     entries = known(plan, config)[1]
     own = next(
         entry
