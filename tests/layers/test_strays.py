@@ -232,3 +232,32 @@ class Opaque:
 
     def __getitem__(self, name):
         return self._function
+
+
+ENCODER = nn.Conv2d(3, 3, 1)
+
+
+class UsesGlobal(nn.Module):
+    """Computes by a model that it does not lead to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return ENCODER(self.layer(x))
+
+
+def test_a_model_that_is_global_gets_no_gradients():
+    model, x = UsesGlobal(), torch.randn(2, 3, 5, 5)
+    assert len(ucudnn.trace(model, x)) == 5
+    assert [one.grad for one in ENCODER.parameters()] == [None, None]
+    gradients = [torch.ones_like(one) for one in ENCODER.parameters()]
+    for one, gradient in zip(ENCODER.parameters(), gradients, strict=True):
+        one.grad = gradient
+    ucudnn.trace(model, x)
+    for one, gradient in zip(ENCODER.parameters(), gradients, strict=True):
+        assert one.grad is gradient
+        assert torch.equal(gradient, torch.ones_like(one))
+        one.grad = None
+    assert not fakes()

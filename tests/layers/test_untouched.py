@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import functools
 import itertools
@@ -16,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -93,6 +95,8 @@ PARTS = {
     np.random.RandomState: lambda one, _: (repr(one.get_state()),),
     random.Random: lambda one, _: (one.getstate(),),
     types.GeneratorType: lambda one, _: (repr(one.gi_frame.f_locals),),
+    # Calling it makes a new method.
+    weakref.WeakMethod: lambda one, again: (again(one().__self__),),
     weakref.ref: lambda one, again: (again(one()),),
     type(iter([])): lambda one, _: one.__reduce__()[2:],
     dict: lambda one, again: [(again(key), again(value)) for key, value in one.items()],
@@ -476,6 +480,61 @@ class OldWeightNorm(Model):
         nn.utils.weight_norm(self.conv)
 
 
+class Tupled(Model):
+    """Functions that lead to the model are in tuples, slots, partials and defaults."""
+
+    def make(self):
+        self.calls = 0
+
+        def used(x):
+            self.calls += 1
+            return self.conv(x)
+
+        self.pair = (used, {"used": (used,)})
+        self.named = collections.namedtuple("Named", "used")(used)
+        self.slots = Slots()
+        self.slots.value = used
+        self.partial = functools.partial(self.call, used)
+        self.default = lambda x, used=(self,): used[0].conv(x)
+
+    @staticmethod
+    def call(function, x):
+        return function(x)
+
+    def forward(self, x):
+        y = self.pair[0](x) + self.pair[1]["used"][0](x) + self.named.used(x)
+        return y + self.slots.value(x) + self.partial(x) + self.default(x)
+
+
+class Weak(Model):
+    def make(self):
+        self.calls, self.called = 0, weakref.WeakMethod(self.note)
+        self.by_name = weakref.WeakValueDictionary(conv=self.conv)
+        self.scales = weakref.WeakKeyDictionary({self.conv: 2})
+
+    def note(self):
+        self.calls += 1
+
+    def forward(self, x):
+        self.called()()
+        conv = self.by_name["conv"]
+        return conv(x) * self.scales[conv]
+
+
+MISSING = object()
+CONTEXT = contextvars.ContextVar("CONTEXT", default=2)
+
+
+class Marked(Model):
+    """Compares with an object that has no other use, and has a variable of a context."""
+
+    def make(self):
+        self.bound, self.factor = MISSING, CONTEXT
+
+    def use(self, y):
+        return y * self.factor.get() if self.bound is MISSING else y.clamp(max=self.bound)
+
+
 class Halved(nn.Module):
     def __init__(self):
         super().__init__()
@@ -725,3 +784,26 @@ def test_nothing_of_a_model_changes(kind, form):
     else:
         assert advice.step_ns, advice.reason
         assert "computed" not in plan.step_race.reason, plan.step_race
+
+
+def test_steps_of_a_model_that_ranks_train_do_not_wait_for_them(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, x = nn.parallel.DistributedDataParallel(Dropped()), torch.randn(SHAPE)
+        # The first step divides the gradients into buckets.
+        model(x).sum().backward()
+        before = contents_of(*model.parameters(), x)
+        assert [one.op for one in ucudnn.trace(model, x)] == ["fprop", "wgrad"]
+        assert ucudnn.advise(model, x).step_ns
+        assert contents_of(*model.parameters(), x) == before
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_that_is_nested_too_deeply_is_refused():
+    model = Model()
+    for _ in range(10**4):
+        model.nested = [getattr(model, "nested", None)]
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        ucudnn.trace(model, torch.randn(SHAPE), real=True)

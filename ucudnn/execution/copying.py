@@ -6,14 +6,17 @@ import copy
 import io
 from collections import deque
 from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from operator import is_
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
-from weakref import ReferenceType
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -55,19 +58,28 @@ def copied(model: nn.Module, inputs: Any, fake_mode: FakeTensorMode | None = Non
     Raises:
         UnsupportedError: something that the model leads to cannot be copied.
     """
-    # Python modules cannot be copied, and are no state of a model.
     shared: dict[int, Any] = {}
+    wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     while True:
-        memo = {**shared, **contexts_apart(model)}
+        memo = {**shared, **contexts_apart(model), **{id(one): _OfOneRank() for one in wrapped}}
         try:
             with _Real() if fake_mode is None else _Fake(fake_mode, model, inputs):
                 found = Copied(*copy.deepcopy((model, inputs), memo))
+                for one in wrapped:
+                    memo[id(one)].module = copy.deepcopy(one.module, memo)
                 _Values(memo).renew()
-            break
+            # Of these only the identity counts, which a copy would not have.
+            marks = {id(one): one for one in memo[id(memo)] if type(one) is object}
+            if marks.keys() <= shared.keys():
+                break
+            shared.update(marks)
+        except RecursionError as error:
+            raise _refusal("objects are nested too deeply") from error
         # The code of what it leads to may raise anything.
         except Exception as error:
             part = _part_that_failed(error)
-            is_kept = isinstance(part, ModuleType) or (
+            # These cannot be copied, and are no state of a model.
+            is_kept = isinstance(part, (ModuleType, ContextVar, WeakMethod)) or (
                 fake_mode is not None and not isinstance(part, (nn.Module, Tensor))
             )
             if part is None or id(part) in shared or not is_kept:
@@ -107,6 +119,15 @@ def _part_that_failed(error: BaseException) -> Any:
 def _is_consumed(part: object) -> bool:
     """True for iterators: whoever draws from one takes from its owner. A file is none."""
     return hasattr(type(part), "__next__") and not isinstance(part, io.IOBase)
+
+
+class _OfOneRank(nn.Module):
+    """Stands for a DistributedDataParallel: a step must not wait for other ranks."""
+
+    module: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
 
 class _Unavailable:
@@ -194,6 +215,8 @@ class _Values:
             for holder in holders:
                 self._renew_in(holder)
                 self._renew_in(getattr(holder, "__dict__", None))
+                self._renew_slots(holder)
+                self._renew_weak(holder)
 
     def _renew_in(self, holder: Any) -> None:
         base: Any = next((one for one in (dict, list, deque) if isinstance(holder, one)), None)
@@ -206,18 +229,65 @@ class _Values:
                 # Of the base: a subclass may refuse changes.
                 base.__setitem__(holder, place, renewed)
 
+    def _renew_slots(self, holder: Any) -> None:
+        for kind in type(holder).__mro__:
+            names = vars(kind).get("__slots__", ())
+            for name in [names] if isinstance(names, str) else names:
+                place = vars(kind).get(name)
+                if type(place) is not MemberDescriptorType:
+                    continue
+                try:
+                    value = place.__get__(holder)
+                except AttributeError:  # not assigned yet
+                    continue
+                renewed = self._renewed(value)
+                if renewed is not value:
+                    place.__set__(holder, renewed)
+
+    def _renew_weak(self, holder: Any) -> None:
+        if not isinstance(holder, (WeakKeyDictionary, WeakValueDictionary)):
+            return
+        for key, value in [*holder.items()]:
+            twins = self._memo.get(id(key), key), self._memo.get(id(value), value)
+            if twins[0] is not key:
+                del holder[key]
+            holder[twins[0]] = twins[1]
+
     def _renewed(self, value: Any) -> Any:
         kind = type(value)
+        if isinstance(value, tuple):
+            return self._tuple(value)
         if kind is FunctionType:
             return self._function(value)
         if kind is MethodType and type(value.__func__) is FunctionType:
             return MethodType(self._function(value.__func__), value.__self__)
-        if kind is partial and value.func is not (found := self._renewed(value.func)):
-            return partial(found, *value.args, **value.keywords)
-        if kind is ReferenceType:
-            target = self._memo.get(id(value()))
-            return value if target is None else ReferenceType(target)
+        if kind is partial:
+            return self._partial(value)
+        if kind in (ReferenceType, WeakMethod):
+            return self._reference(value)
         return value
+
+    def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        parts = [*map(self._renewed, tuple.__iter__(value))]
+        if all(map(is_, parts, tuple.__iter__(value))):
+            return value
+        return tuple.__new__(type(value), parts)
+
+    def _partial(self, value: partial[Any]) -> partial[Any]:
+        found, args = self._renewed(value.func), self._renewed(value.args)
+        if found is value.func and args is value.args:
+            return value
+        return partial(found, *args, **value.keywords)
+
+    def _reference(self, value: Any) -> Any:
+        found = value()
+        is_method = type(value) is WeakMethod and found is not None
+        target = self._memo.get(id(found.__self__ if is_method else found))
+        if target is None:
+            return value
+        if is_method:
+            return WeakMethod(MethodType(found.__func__, target))
+        return ReferenceType(target)
 
     def _function(self, function: FunctionType) -> Any:
         found = self._memo.get(id(function))
@@ -226,25 +296,30 @@ class _Values:
         original = original_function(function)
         if original is not None:
             again = recompiled(function, self._copy(original))
-        elif function.__closure__:
+        elif function.__closure__ or self._has_state(function):
             again = self._closure(function)
         else:
             return function
         self._memo[id(function)] = again
         return again
 
+    def _has_state(self, function: FunctionType) -> bool:
+        defaults = function.__defaults__, function.__kwdefaults__ or None
+        return self._copy(defaults) is not defaults
+
     def _closure(self, function: FunctionType) -> FunctionType:
-        assert function.__closure__ is not None
         # Functions may share variables, and so do their copies.
-        fresh = [cell for cell in function.__closure__ if id(cell) not in self._cells]
+        cells = function.__closure__ or ()
+        fresh = [cell for cell in cells if id(cell) not in self._cells]
         self._cells.update({id(cell): CellType() for cell in fresh})
         again = FunctionType(
-            *(function.__code__, function.__globals__, function.__name__, function.__defaults__),
-            closure=tuple(self._cells[id(cell)] for cell in function.__closure__),
+            *(function.__code__, function.__globals__, function.__name__),
+            closure=tuple(self._cells[id(cell)] for cell in cells),
         )
-        again.__kwdefaults__ = function.__kwdefaults__
         # Before its variables are copied: one of them may be the function.
         self._memo[id(function)] = again
+        again.__defaults__ = self._copy(function.__defaults__)
+        again.__kwdefaults__ = self._copy(function.__kwdefaults__)
         vars(again).update({name: self._copy(one) for name, one in vars(function).items()})
         for cell in fresh:
             try:

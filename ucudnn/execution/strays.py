@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
@@ -49,9 +50,9 @@ def without_strays(model: nn.Module) -> Iterator[Watched]:
         yield watched
     # An error refers to the tensors of the calls that it passed.
     except BaseException:
-        _remove_all(watched, names)
+        _remove_all(watched, names, model)
         raise
-    found = _remove_all(watched, names)
+    found = _remove_all(watched, names, model)
     if found:
         raise ConfigError(
             f"forward keeps tensors where a trace cannot put back what was there "
@@ -59,12 +60,13 @@ def without_strays(model: nn.Module) -> Iterator[Watched]:
         )
 
 
-def _remove_all(watched: Watched, names: Iterable[_Names]) -> list[str]:
+def _remove_all(watched: Watched, names: Iterable[_Names], model: nn.Module) -> list[str]:
     """Remove fake tensors that are alive; describe the unexpected places that held one."""
     if not _alive(watched):
         return []
     # Those in cycles of references are stored by nobody.
     gc.collect()
+    _drop_gradients(model, _ids(watched))
     for one in names:
         one.put_back(_ids(watched))
     caches: list[Any] = [one for one in gc.get_objects() if type(one) is _LRU_CACHE]
@@ -80,6 +82,15 @@ def _alive(watched: Watched) -> list[Tensor]:
 
 def _ids(watched: Watched) -> set[int]:
     return set(map(id, _alive(watched)))
+
+
+def _drop_gradients(model: nn.Module, strays: set[int]) -> None:
+    """Take strays from the tensors that they became gradients of, such as a global model's."""
+    # TorchScript's parameters have no Python objects of their own.
+    for one in chain(model.parameters(), gc.get_objects()):
+        # `isinstance` would read `__class__`, which lazy proxies among these objects may implement.
+        if issubclass(type(one), Tensor) and one.is_leaf and id(one.grad) in strays:
+            one.grad = None
 
 
 class _Names(NamedTuple):
