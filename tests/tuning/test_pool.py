@@ -218,18 +218,23 @@ def test_calls_that_need_more_than_their_chunks_divide_the_pool_anew(scripted, m
         assert plan.workspace_bytes <= total
 
 
-def test_ctrl_c_leaves_torchs_own_convolutions_where_the_pool_holds_them(scripted):
-    for total, kernels in (("1GiB", 3), ("3MiB", 0)):
-        scripted(torch_default=cost(4, 1), fast=cost(1, 3))
+@pytest.mark.parametrize("total", ["1GiB", "9MiB", "3MiB"])
+def test_ctrl_c_leaves_the_best_division_so_far(scripted, total):
+    """Of 3 MiB four calls get too little: their smallest chunks need a MiB each."""
+    scripted(torch_default=cost(4, 1), fast=cost(1, 3))
 
-        def interrupt(progress):
-            if progress.measured > len(CALLS):
-                raise KeyboardInterrupt
+    def interrupt(progress):
+        if progress.measured > len(CALLS):
+            raise KeyboardInterrupt
 
-        config = Config(total_workspace=total, cache=f"{Config().cache}-{total}")
-        with pytest.raises(TuningInterruptedError) as caught:
-            tune_problems(LAYERS, config, interrupt)
-        assert len(caught.value.plan.kernels) == kernels
+    config = Config(total_workspace=total)
+    with pytest.raises(TuningInterruptedError) as caught:
+        tune_problems(LAYERS, config, interrupt)
+    plan = caught.value.plan
+    assert len(plan.kernels) == (2 if total == "3MiB" else 3)
+    assert plan.workspace_bytes <= config.total_bytes
+    for kernel in plan.kernels:
+        assert all(kernel.split(n).size == n for n in range(1, N + 1))
 
 
 class Clock:
@@ -285,6 +290,21 @@ def test_small_chunks_are_found_where_torchs_own_do_not_fit_together(timed, seco
     assert len(plan.kernels) == 3
     assert plan.workspace_bytes <= 9 * MIB
     assert used <= seconds + 0.2
+
+
+# Torch's own convolutions of three kernels take 1.8 s together, and need 32 MiB in all calls.
+SLOW = {"torch_default": cost(75, 1), "fast": cost(40, 2), "lean": cost(200, 0.5)}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("mib", [4, 12, 40])
+def test_a_fourth_of_the_defaults_time_gives_each_kernel_a_part(timed, share, mib):
+    call_s = N * 0.075
+    seconds = share * len(CALLS) * call_s
+    plan, _, used = timed(SLOW, seconds, mib * MIB)
+    assert len(plan.kernels) == 3
+    assert plan.workspace_bytes <= mib * MIB
+    assert used <= seconds + call_s
 
 
 @pytest.mark.parametrize("costs", [LEAN, HUNGRY], ids=["lean", "hungry"])

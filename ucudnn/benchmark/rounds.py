@@ -105,7 +105,8 @@ def run_rounds(
         disturbed = _is_disturbed(readings, most_share, protocol)
         # The whole round is repeated: samples of one round are pairs. A machine that stays busy
         # must not keep it going for ever.
-        if disturbed and repeated < protocol.repeats:
+        is_late = until is not None and monotonic() >= until
+        if disturbed and repeated < protocol.repeats and not is_late:
             repeated += 1
             continue
         rounds += 1

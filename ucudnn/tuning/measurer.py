@@ -144,6 +144,7 @@ class KernelMeasurer:
         adds_bias: measure only candidates that also add a bias; else only those that do not.
         tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
         deterministic: no algorithm whose result may vary.
+        like: measurer of the same kernel along another axis, which may have timed it.
     """
 
     def __init__(
@@ -156,9 +157,11 @@ class KernelMeasurer:
         adds_bias: bool = False,
         tolerance: float = TOLERANCE,
         deterministic: bool = False,
+        like: KernelMeasurer | None = None,
     ) -> None:
         self._session = session
         self._axis = axis
+        self._like = like
         self._limit = limit
         must_probe = must_be_known(axis.problem, limit, session.backend.memory_bytes())
         listed = KernelCandidates(session, axis, sizes, adds_bias, must_probe, deterministic)
@@ -173,6 +176,8 @@ class KernelMeasurer:
         self._requests = Requests(
             session, listed, records, elimination, limit, tolerance, must_probe
         )
+        # Whether something was not measured because it would have ended after the time budget.
+        self.lacks_time = False
 
     @cached_property
     def bench(self) -> AbstractBench:
@@ -226,6 +231,10 @@ class KernelMeasurer:
             return first
         known = self._session.find(own)
         if known is None and arm in self._listed.by_arm:
+            # Chunks of it tell how long it takes.
+            self._records.recall()
+            if not self._in_time([arm]):
+                return None
             self._look_at(arm, limit=None)
             known = self._records.by_arm.get(arm)
         if known is None or known.time_ns is None:
@@ -242,7 +251,8 @@ class KernelMeasurer:
         size = max((size for size in self._listed.sizes if size <= most), default=None)
         for arm in self._listed.by_arm:
             is_wanted = arm.algorithm == DEFAULT_ALGORITHM and bool(self._listed.lists(arm))
-            if arm.size == size and is_wanted and arm not in self._records.by_arm:
+            is_new = arm not in self._records.by_arm
+            if arm.size == size and is_wanted and is_new and self._in_time([arm]):
                 self._look_at(arm, self._limit)
 
     def step(self) -> bool:
@@ -250,15 +260,17 @@ class KernelMeasurer:
         self._records.recall()
         if self._is_over():
             return False
-        first_runs = self._requests.first_runs()
+        first_runs = self._in_time(self._requests.first_runs())
         for arm in first_runs:
             if self._is_over():
                 return False
             # the ones before it may have been that much faster
-            if self._listed.curves[arm] not in self._elimination.reasons():
+            if self._listed.curves[arm] in self._elimination.reasons():
+                continue
+            if self._in_time([arm]):
                 self._look_at(arm, self._limit)
-        wanted = [] if first_runs else self._requests.wanted()
-        self._measure(wanted)
+        wanted = [] if first_runs else self._in_time(self._requests.wanted())
+        wanted = wanted if self._measure(wanted) else []
         is_done = not first_runs and not wanted
         if is_done and self._elimination.is_active and not self._requests.has_plan():
             self._elimination.is_active = False  # what is left may be slow, but nothing else fits
@@ -302,19 +314,50 @@ class KernelMeasurer:
             for curve, sentence in self._elimination.reasons().items()
         ]
 
-    def _measure(self, arms: Sequence[Arm]) -> None:
-        """Run each new candidate once, then race those that can still win."""
+    @property
+    def whole_ns(self) -> float:
+        """Time of the whole at the rate of the fastest chunk that was timed; 0 without one."""
+        known = self._records.by_arm.items()
+        rates = [entry.time_ns / arm.size for arm, entry in known if entry.time_ns]
+        if not rates and self._like is not None:
+            return self._like.whole_ns
+        return min(rates, default=0.0) * self._listed.axis.extent
+
+    def _in_time(self, arms: Iterable[Arm]) -> list[Arm]:
+        """Some arms without those whose next run is expected to end after the time budget."""
+        listed, per_size_ns = list(arms), self.whole_ns / self._listed.axis.extent
+        found = [
+            arm
+            for arm in listed
+            # Torch's own is run once to be checked and timed, others are run again for their time.
+            if self._session.has_time_for(
+                per_size_ns * arm.size * (1 if arm.algorithm == DEFAULT_ALGORITHM else 2)
+            )
+        ]
+        self.lacks_time |= len(found) < len(listed)
+        return found
+
+    def _measure(self, arms: Sequence[Arm]) -> bool:
+        """Run each new candidate once, then race those that can still win; False: no time."""
+        looked = False
         for arm in arms:
             entry = self._records.by_arm.get(arm)
-            if entry is None or entry.status == "untimed":
+            if (entry is None or entry.status == "untimed") and self._in_time([arm]):
                 self._look_at(arm, self._limit)
+                looked = True
         racing = self._racing(arms)
         if not racing:
-            return
+            return looked
+        # Each is run before the first round, too.
+        sizes = sum(arm.size for arm in racing)
+        if not self._session.has_time_for(2 * self.whole_ns * sizes / self._listed.axis.extent):
+            self.lacks_time = True
+            return looked
         results = self.bench.rounds(racing, self._records.best_times())
         for arm, result in zip(racing, results, strict=True):
             winner = _winner_over(result, results)
             self._settle(arm, result, None if winner is None else racing[winner])
+        return True
 
     def _racing(self, arms: Sequence[Arm]) -> list[Arm]:
         """Some arms and all that compete with them, as far as they may yet win."""

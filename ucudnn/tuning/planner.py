@@ -68,7 +68,7 @@ class KernelPlanner:
                     return self._plan(winner, finalists, evidence, tables)
                 # Measuring was cut short before anything but torch's own convolution could be
                 # raced, so it is not known that nothing fits.
-                if self._session.is_over and all(one.split.is_default for one in finalists):
+                if self._is_cut_short and all(one.split.is_default for one in finalists):
                     return None
                 self._tighten(finalists, evidence)
         finally:
@@ -117,8 +117,12 @@ class KernelPlanner:
 
     def _refuse_unless_over(self, evidence: Evidence) -> None:
         # Where measuring was cut short it is not known that nothing fits.
-        if not self._session.is_over:
+        if not self._is_cut_short:
             raise self._nothing_fits(evidence)
+
+    @property
+    def _is_cut_short(self) -> bool:
+        return self._session.is_over or self._source.lacks_time
 
     def _tables(self, evidence: Evidence) -> list[AbstractSplitTable]:
         return self._source.tables(evidence.usable, self._source.bounds.chunk_limit)

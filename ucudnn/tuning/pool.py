@@ -35,6 +35,10 @@ _DIVIDING = 0.6
 # before the pool is divided anew. A larger budget changes nothing of that: it only goes on longer.
 _TURN_CALLS = 10
 _TURN_S = 0.2
+# Before anything else this part of each batch is run once, so that there is a division early.
+_FIRST_PART = 1 / 8
+# Planning the kernels takes at most so many times as long as finding what is known of them.
+_PLANNING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,8 @@ class Pool:
         # Limits in bytes at which nothing is left to measure.
         self._settled: dict[Problem, set[int]] = {}
         self._turns_s: dict[Problem, float] = {}
+        # Kernels of which something was left out that would have ended after the time budget.
+        self._lacking_time: set[Problem] = set()
         self.parts: dict[Problem, int] = {}
         # Bytes that a call was seen to need beyond its chunks, and the error that showed it.
         self._surplus: dict[Problem, int] = {}
@@ -203,6 +209,35 @@ class Pool:
         if len(self.parts) < len(self._layers):
             return None
         return sum(map(self._time_ns, self.parts))
+
+    def look_first(self) -> None:
+        """Look at small chunks of torch's own convolutions until they fit the pool together.
+
+        Splits of them are a division, and they tell how long whole calls take. The cheapest kernels
+        come first: there may not be time for all.
+        """
+        part, last = _FIRST_PART, self._budget.last_moment
+        most = max(problem.batch for problem in self._layers)
+        while len(self.parts) < len(self._layers) and part * most >= 1:
+            for problem in reversed(self._shares.by_expected_cost()):
+                if self._session.is_over:
+                    break
+                self._look_at_chunk(problem, max(1, int(part * problem.batch)))
+            began = monotonic()
+            self.divide_by_known()
+            # Whatever is measured, the kernels must be planned by it in time.
+            if self._session.deadline is not None and last is not None:
+                kept_s = _PLANNING * (monotonic() - began)
+                self._session.deadline = min(self._session.deadline, last - kept_s)
+            if self._session.is_over:
+                break
+            least = sum(one.least for one in self._known.values() if one.front)
+            part *= min(0.5, self._total_bytes / max(1, least))
+        self._session.flush()
+
+    def divide_by_known(self) -> None:
+        """Divide the pool by what was timed so far; nothing is measured."""
+        self._survey(self._problems)
 
     def divide(self) -> None:
         """Find each kernel's part of the pool, in bytes per call.
@@ -259,6 +294,8 @@ class Pool:
         if self._refusals:
             self._refusals.clear()
             return True
+        if self._budget.is_over:
+            return False
         parts = self.parts
         self._survey(self._problems)
         better_ns = self.time_ns
@@ -319,7 +356,6 @@ class Pool:
             PlanError: nothing more can be measured, and they do not.
         """
         last = self._budget.last_moment
-        self._look_at_chunks(last)
         for problem in self._problems:
             if not self._known[problem].front and not _is_over(last):
                 self._look_for(problem, self._most(problem), last)
@@ -333,34 +369,22 @@ class Pool:
                 if one.least and _below(one) not in self._settled[problem]
             ]
             if not unseen:
+                # It is not known whether more would fit.
+                if self._lacking_time:
+                    break
                 divided(known, self._total_bytes, self._config.solver)
             problem = max(unseen, key=lambda problem: self._known[problem].least)
             self._look_for(problem, _below(self._known[problem]), last)
             known |= {problem: self._known[problem] for problem in known}
         return len(self.parts) == len(known)
 
-    def _look_at_chunks(self, until: float | None) -> None:
-        """Look at torch's own convolutions of as much smaller batches as the pool is too small.
-
-        Of all that fits, they are expected to lose least.
-        """
-        needs = [
-            (entry.workspace_bytes or 0) * len(self._layers[problem])
-            for problem, entry in self._shares.defaults.items()
-        ]
-        share = self._total_bytes / max(1, *needs, sum(needs))
-        most = max(problem.batch for problem in self._layers)
-        while len(self.parts) < len(self._layers) and share * most >= 1:
-            for problem in self._problems:
-                if _is_over(until):
-                    return
-                self._on_work(problem)
-                source = self._source_of(problem, self._most(problem))
-                with torch.autocast("cpu", enabled=False):
-                    source.look_at_chunks(int(share * problem.batch))
-                source.release()
-            self._survey(self._problems)
-            share /= 2
+    def _look_at_chunk(self, problem: Problem, most: int) -> None:
+        """Run torch's own convolution once for the largest chunk of at most so many samples."""
+        self._on_work(problem)
+        source = self._source_of(problem, self._most(problem))
+        with torch.autocast("cpu", enabled=False):
+            source.look_at_chunks(most)
+        source.release()
 
     def _refuse(self, problem: Problem) -> None:
         """Raise the error of a kernel of which nothing fits the pool."""
@@ -383,6 +407,8 @@ class Pool:
                 source.evidence()
                 self._survey(self._like(problem))
         source.release()
+        if source.lacks_time:
+            self._lacking_time.add(problem)
         if self._known[problem].time_within(limit) is None and not _is_over(until):
             self._settled[problem].add(limit)
 

@@ -89,6 +89,7 @@ class TuningScheduler:
             race_until=deadline,
             effort=self._effort,
             remeasure=remeasure,
+            deadline=deadline,
         )
         # What is recorded costs no time, and is not measured by the kernel's share of the step.
         self._by_share = is_whole_step and not self.session.is_recorded
@@ -127,11 +128,16 @@ class TuningScheduler:
             # operands are allocated.
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 if not self.session.is_recorded:
+                    if self.results.pool is not None:
+                        self.results.pool.look_first()
                     for problem in self._shares.by_expected_cost():
                         self._look(problem)
                     self.session.flush()
                 self._begin_tuning()
                 self._tune_all()
+        except KeyboardInterrupt:
+            self._plan_by_known()
+            raise
         finally:
             self.session.close()
         self._report("")
@@ -198,6 +204,20 @@ class TuningScheduler:
             if not pool.learn():
                 return
 
+    def _plan_by_known(self) -> None:
+        """Plan kernels that have a part of a pool by what was timed; nothing is measured."""
+        pool = self.results.pool
+        if pool is None:
+            return
+        self._on_progress = None
+        self.session.stop_at(0.0)
+        self.results.plans = {}
+        pool.divide_by_known()
+        for problem in pool.parts:
+            plan = self._decided(self._source(problem))
+            if plan is not None:
+                self.results.plans[problem] = plan
+
     def _tune_missing(self) -> None:
         """Tune kernels that would exceed their limit without a plan."""
         for extend in self._budget.extensions(self._default_budget_s):
@@ -230,8 +250,9 @@ class TuningScheduler:
                 plans = [plan for plan in map(self._decided, sources) if plan is not None]
                 if self._budget.deadline is not None:
                     # Smaller batches may take as long as the largest, even where its time is over.
-                    least = 2 * monotonic() - began
-                    self.session.stop_at(max(self._budget.deadline, least))
+                    end = max(self._budget.deadline, 2 * monotonic() - began)
+                    last = self._budget.last_moment
+                    self.session.stop_at(end if last is None else min(end, last))
                 for plan in plans:
                     self.results.plans[plan.problem] = self._completed(plan)
 

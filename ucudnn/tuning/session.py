@@ -39,6 +39,8 @@ class Session:
         race_until: the `time.monotonic` at which to stop timing whole calls; None: no limit.
         effort: how precisely times are taken, and which gains are too small to look for.
         remeasure: measure everything anew, even if it is known.
+        deadline: the `time.monotonic` at which a budget that was set ends. Nothing begins that is
+            expected to end later; None: no limit.
     """
 
     backend: AbstractBackend
@@ -48,6 +50,7 @@ class Session:
     race_until: float | None = None
     effort: Effort = EFFORTS["thorough"]
     remeasure: bool = False
+    deadline: float | None = None
     measured: int = 0
     reused: int = 0
     _fresh: dict[MeasurementKey, Measurement] = field(default_factory=dict)
@@ -166,6 +169,10 @@ class Session:
     def is_over(self) -> bool:
         """True after the time for measuring chunks."""
         return self.until is not None and monotonic() >= self.until
+
+    def has_time_for(self, time_ns: float) -> bool:
+        """True if something that takes so many ns is expected to end within the budget."""
+        return self.deadline is None or monotonic() + time_ns / 1e9 <= self.deadline
 
     @property
     def may_race(self) -> bool:

@@ -197,6 +197,11 @@ class AbstractSource(ABC):
             PlanError: a recording has nothing of this kernel.
         """
 
+    @property
+    @abstractmethod
+    def lacks_time(self) -> bool:
+        """True if something was left out that would have ended after the time budget."""
+
     @abstractmethod
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """Time splits as whole calls, or recall the race; None if neither is possible."""
@@ -227,6 +232,7 @@ class LiveSource(AbstractSource):
                 adds_bias=cut.adds_bias,
                 tolerance=bounds.tolerance,
                 deterministic=bool(config.deterministic),
+                like=None if cut == self.cuts[0] else self._measurer(self.cuts[0]),
             )
         return self._measurer_by_cut[cut]
 
@@ -272,7 +278,7 @@ class LiveSource(AbstractSource):
             self.session.flush()
         measurers = [self._measurer(cut) for cut in self.cuts]
         # A pool was divided by everything that was timed, and there is no time to do it better.
-        is_rough = self.config.total_bytes is not None and self.session.is_over
+        is_rough = self.config.total_bytes is not None and (self.session.is_over or self.lacks_time)
         return Evidence(
             tuple(tuple(one.timed if is_rough else one.usable) for one in measurers),
             tuple(tuple(one.measurements) for one in measurers),
@@ -280,11 +286,18 @@ class LiveSource(AbstractSource):
             tuple(chain.from_iterable(one.ruled_out for one in working)),
         )
 
+    @property
+    def lacks_time(self) -> bool:
+        """True if something was left out that would have ended after the time budget."""
+        return any(measurer.lacks_time for measurer in self._measurer_by_cut.values())
+
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """Time splits as whole calls while there is time, else recall the race."""
         session, problem, has_bias = self.session, self.kernel.problem, self.kernel.has_bias
         # A race in the cache costs no time, and a plan by measured whole calls is the better one.
-        if not session.may_race:
+        # Each is run once for its workspace and once to warm up before the first round.
+        race_ns = 3 * len(splits) * self._measurer(self.cuts[0]).whole_ns
+        if not session.may_race or not session.has_time_for(race_ns):
             return recall_race(session, problem, splits, has_bias)
         # The measurer that worked last still holds operands, the others gave theirs back.
         return race(session, self._working()[-1], problem, splits, has_bias)
@@ -388,6 +401,11 @@ class ReplayedSource(AbstractSource):
         most = self.config.max_error
         # Recordings made by other means may lack errors; one that is not known excludes nothing.
         return most is None or (entry.error or 0.0) <= most
+
+    @property
+    def lacks_time(self) -> bool:
+        """False: a recording takes no time."""
+        return False
 
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """The race as it was recorded."""
