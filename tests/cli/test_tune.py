@@ -415,7 +415,7 @@ def test_noise_is_said_and_a_failure_where_that_is_wanted(ucudnn, model, tmp_pat
 def test_all_kernels_over_the_limit_are_named_with_the_one_that_fits(ucudnn, model, tmp_path):
     output = tmp_path / "plan.json"
     arguments = ("tune", f"{model}:net", "--input", SHAPE, "--policy", "undivided")
-    done = ucudnn(*arguments, "--workspace-limit", "1")
+    done = ucudnn(*arguments, "--workspace-limit", "1", "--unplanned", "error")
     assert done.status == 1
     named = re.findall(r"([\d.]+) KiB for (\w+ conv2d\(.*?\) at batch 8)", done.err)
     assert len(named) > 1
