@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from ucudnn.problem import Problem
     from ucudnn.split import Split
 
+# A process that a shell started in the background ignores Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # The same examples on every run and no time limits: a busy machine must not fail a test.
 settings.register_profile(
     "ucudnn",
