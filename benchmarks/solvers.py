@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from solvers_instances import LAYER, Front, engines, network  # beside this script
+from solvers_instances import LAYER, MIB, Front, arbitrary_step, engines, network, step  # beside
 
 import ucudnn
-from ucudnn.solvers import Division, divide, reuse
-
-MIB = 1 << 20
+from ucudnn.solvers import Division, divide, reuse, segment
 
 
 def timed(run: Callable[[], Any], repeats: int) -> tuple[Any, list[float]]:
@@ -94,6 +92,21 @@ def divide_bars(with_highs: bool) -> bool:
     return passed
 
 
+def segment_bars() -> bool:
+    """Segments of whole steps, every limit at once."""
+    passed = True
+    for name, root, resolution in (
+        ("300 modules in stages, exact", step(300), 1),
+        ("300 modules in stages, 1 MiB", step(300), MIB),
+        ("1000 modules in stages, 1 MiB", step(1000), MIB),
+        ("300 arbitrary modules, 1 MiB", arbitrary_step(300), MIB),
+    ):
+        table, taken = timed(lambda r=root, b=resolution: segment(r, b), 5)
+        notes = f"{len(table.options)} options, front of {len(table.front())}"
+        passed &= report(f"segment, {name}", 1000, taken, notes)
+    return passed
+
+
 def sharing(fronts: list[Front]) -> None:
     """Print what one workspace for all kernels gives beside a part for every kernel."""
     print("\n| ResNet-152, N=1024 | memory | time |\n|---|---|---|")
@@ -139,6 +152,10 @@ def main() -> int:
     print("| instance | bar | measured | spread | within | size [released mu-cuDNN] |")
     print("|---|---|---|---|---|---|")
     passed = reuse_bars()
+    print("| instance | bar | measured | spread | within | size |")
+    print("|---|---|---|---|---|---|")
+    passed &= segment_bars()
+    print()
     print("| instance | bar | measured | spread | within | size [released mu-cuDNN] |")
     print("|---|---|---|---|---|---|")
     passed &= divide_bars(arguments.highs)

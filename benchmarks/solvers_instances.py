@@ -2,6 +2,7 @@
 
 60 engines per layer, each with its own tile size, start-up cost and workspace, and faster where the
 workspace is larger. Sizes and counts are those of real networks, times are nobody's measurements.
+Steps for the choice of segments have modules as they are or recomputed in micro-batches.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from pathlib import Path
 
 from ucudnn.layer_table import read_layers
 from ucudnn.problem import Problem
-from ucudnn.solvers import Item, reuse
+from ucudnn.solvers import Item, Node, Option, reuse
 
 LAYERS = Path(__file__).parent / "layers"
 ENGINES = 60
+MIB = 1 << 20
 # Workspaces as multiples of the operands: a part of one, one or more copies, transformed tiles.
 COPIES = (0.1, 0.25, 0.5, 1, 1.5, 2, 4, 8)
 # The layer of the first table: 256 channels, 3x3, 14x14.
@@ -66,3 +68,47 @@ def network(table: str, policy: str, batch: int) -> list[Front]:
             front_by_problem[problem] = reuse(items, batch).front(batch)
         fronts.append(front_by_problem[problem])
     return fronts
+
+
+def step(modules: int, stage: int = 10) -> Node:
+    """Stages of modules: as they are, or a module or stage recomputed in 7 sizes of micro-batch."""
+    draw = random.Random(modules)
+    leaves = []
+    for _ in range(modules):
+        output, copies = draw.randint(MIB // 2, 8 * MIB), draw.uniform(1, 6)
+        leaves.append(recomputed(draw, output, int(output * copies), int(output * copies / 5)))
+    stages = []
+    for start in range(0, modules, stage):
+        inside = leaves[start : start + stage]
+        plain = [leaf.options[0] for leaf in inside]
+        kept, time_ns = sum(o.kept_bytes for o in plain), sum(o.time_ns for o in plain)
+        whole = recomputed(draw, inside[-1].options[1].kept_bytes, kept, time_ns)
+        stages.append(Node(whole.options[1:], tuple(inside)))
+    return Node(children=tuple(stages))
+
+
+def recomputed(draw: random.Random, output: int, kept: int, time_ns: int) -> Node:
+    """A module as it is, and recomputed in micro-batches of all, a half ... a 64th of the batch."""
+    options = [Option(blocks(kept), blocks(kept + output), time_ns, 0)]
+    for power in range(7):
+        factor = 4 / 3 * (1 + power * power * draw.uniform(-0.015, 0.01))
+        peak = blocks(2 * output + (kept >> power))
+        options.append(Option(blocks(output), peak, int(time_ns * factor), 1 << power))
+    return Node(tuple(options))
+
+
+def arbitrary_step(modules: int) -> Node:
+    """Modules with 8 options each, of which none is alike: where fronts become longest."""
+    draw = random.Random(modules)
+    nodes = []
+    for _ in range(modules):
+        kept = sorted(draw.randint(0, 50 * MIB) for _ in range(8))
+        times = sorted((draw.randint(10**6, 10**7) for _ in range(8)), reverse=True)
+        peaks = [bytes_ + draw.randint(0, 20 * MIB) for bytes_ in kept]
+        nodes.append(Node(tuple(map(Option, kept, peaks, times, range(8)))))
+    return Node(children=tuple(nodes))
+
+
+def blocks(size: int) -> int:
+    """Whole blocks of torch's allocator."""
+    return -(-size // 512) * 512

@@ -10,9 +10,10 @@ import pytest
 from exhaustive import exhaustive
 
 from ucudnn.errors import ConfigError, PlanError
-from ucudnn.solvers import Item, balance, divide, reuse
+from ucudnn.solvers import Item, Node, Option, balance, divide, reuse, segment
 
 ONE = Item(2, 1 << 20, 5, "gemm")
+LEAF = Node((Option(0, 0, 0, None),))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,17 @@ ONE = Item(2, 1 << 20, 5, "gemm")
         (lambda: balance([[1, 2]], 0), "batch must be an int of at least 1, got 0"),
         (lambda: balance([[1, 0]], 2), "times of device 0 must be an int of at least 1, got 0"),
         (lambda: balance([[1], [1.5]], 2), "times of device 1 .* got 1.5"),
+        (lambda: segment([LEAF]), r"root must be a ucudnn.solvers.Node, got \[Node"),
+        (lambda: segment(LEAF, 0), "resolution_bytes must be an int of at least 1, got 0"),
+        (lambda: segment(LEAF, 1e6), "resolution_bytes .* got 1000000.0"),
+        (lambda: segment(LEAF).choose(-1), "limit, .* at least 0, got -1"),
+        (lambda: segment(LEAF).time_ns(1.5), "limit, .* at least 0, got 1.5"),
+        (Node, "a node must have an option or a child, got neither"),
+        (lambda: Node([LEAF]), "options of a node must be a tuple of .*Option values, got"),
+        (lambda: Node(children=(1,)), r"children of a node must be .*Node values, got \(1,\)"),
+        (lambda: Option(0.5, 0, 1, None), "kept_bytes of an option must be an int, got 0.5"),
+        (lambda: Option(0, -1, 1, None), "peak_bytes of an option .* at least 0, got -1"),
+        (lambda: Option(0, 0, True, None), "time_ns of an option .* got True"),
         (lambda: Item(0, 0, 1, "a"), "batch of an item .* at least 1, got 0"),
         (lambda: Item(1, -1, 1, "a"), "workspace_bytes of an item .* at least 0, got -1"),
         (lambda: Item(1, 0, 0, "a"), "time_ns of an item .* at least 1, got 0"),

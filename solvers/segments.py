@@ -1,0 +1,290 @@
+"""Segments: which modules of a step run in micro-batches, at every peak of memory at once.
+
+What runs first forward runs last backward. So what a module keeps for its backward stays allocated
+while all later modules run, and at any moment of a module a step needs the sum of what all earlier
+modules keep, and the transient of this one. A dynamic program from the last module to the first
+therefore needs to know two numbers of all later ones: the memory that they need above what is
+allocated when they begin, and their time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ucudnn.errors import ConfigError, PlanError, quoted
+from ucudnn.solvers._base import SAFE, Integers, require_int, require_limit
+from ucudnn.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a module in a step, forward and backward.
+
+    >>> Option(kept_bytes=-4, peak_bytes=16, time_ns=900, choice="micro-batches of 8").kept_bytes
+    -4
+
+    Args:
+        kept_bytes: what it keeps from the end of its forward until its backward; negative if it
+            frees more than it keeps.
+        peak_bytes: the most that is allocated at any moment of its forward or backward, above what
+            was allocated before its forward.
+        time_ns: its time, forward and backward.
+        choice: any value by which the caller recognises it.
+
+    Raises:
+        ConfigError: a number is not an int or out of range.
+    """
+
+    kept_bytes: int
+    peak_bytes: int
+    time_ns: int
+    choice: Any
+
+    def __post_init__(self) -> None:
+        if type(self.kept_bytes) is not int:
+            raise ConfigError(
+                f"kept_bytes of an option must be an int, got {quoted(self.kept_bytes)}"
+            )
+        require_int("peak_bytes of an option", self.peak_bytes, 0)
+        require_int("time_ns of an option", self.time_ns, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A module of a step: it runs as a whole in one of its options, or each child by itself.
+
+    >>> whole, part = Option(0, 8, 30, "whole"), Option(4, 6, 10, "part")
+    >>> len(Node((whole,), children=(Node((part,)), Node((part,)))).children)
+    2
+
+    Args:
+        options: ways to run it as a whole.
+        children: the modules inside it in the order of their forward, and whatever runs between
+            them as nodes with one option.
+
+    Raises:
+        ConfigError: it has neither an option nor a child, or holds something else.
+    """
+
+    options: tuple[Option, ...] = ()
+    children: tuple[Node, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, values, kind in (
+            ("options", self.options, Option),
+            ("children", self.children, Node),
+        ):
+            if type(values) is not tuple or any(type(value) is not kind for value in values):
+                raise ConfigError(
+                    f"{name} of a node must be a tuple of ucudnn.solvers.{kind.__name__} values, "
+                    f"got {quoted(values)}"
+                )
+        if not self.options and not self.children:
+            raise ConfigError("a node must have an option or a child, got neither")
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentTable:
+    """Result of `segment`: the front of a step, and the options behind each of its points.
+
+    >>> root = Node((Option(0, 8, 30, "whole"),), (Node((Option(4, 6, 10, "part"),)),) * 2)
+    >>> table = segment(root)
+    >>> table.front()
+    [(8, 30), (10, 20)]
+    >>> table.time_ns(9), [option.choice for option in table.choose(limit=None)]
+    (30, ['part', 'part'])
+
+    Args:
+        peaks: bytes of each point, ascending.
+        times: ns of each point, strictly descending.
+        entries: entry of the log with the first option of each point.
+        options: the options of all nodes.
+        picked: option of each entry of the log.
+        following: the entry with the option that runs next; 0 at the end of the step.
+    """
+
+    peaks: list[int]
+    times: list[int]
+    entries: list[int]
+    options: list[Option]
+    picked: Integers
+    following: Integers
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest peak of any choice, exact at any resolution."""
+        return self.peaks[0]
+
+    def front(self) -> list[tuple[int, int]]:
+        """Pareto front of the step: peak in bytes ascending, time in ns strictly descending."""
+        return list(zip(self.peaks, self.times, strict=True))
+
+    def time_ns(self, limit: int | None = None) -> int | None:
+        """Time of the fastest choice whose peak is within a limit; None if nothing fits.
+
+        Args:
+            limit: peak in bytes, None for any.
+        """
+        place = self._place(limit)
+        return None if place is None else self.times[place]
+
+    def choose(self, limit: int | None = None) -> tuple[Option, ...]:
+        """The options of the fastest choice within a limit, in the order of their forward.
+
+        Args:
+            limit: peak in bytes, None for any.
+
+        Raises:
+            PlanError: nothing fits; it carries the smallest peak.
+        """
+        place = self._place(limit)
+        if place is None:
+            assert limit is not None  # without a limit, everything fits
+            raise PlanError(
+                f"no choice of segments keeps the peak of the step within a limit of "
+                f"{format_bytes(limit)}; the smallest needs {format_bytes(self.smallest_bytes)}; "
+                f"raise the limit",
+                self.smallest_bytes,
+            )
+        return tuple(self._chosen(self.entries[place]))
+
+    def _place(self, limit: int | None) -> int | None:
+        require_limit("limit", limit)
+        within = len(self.peaks) if limit is None else bisect_right(self.peaks, limit)
+        return within - 1 if within else None
+
+    def _chosen(self, entry: int) -> Iterator[Option]:
+        while entry:
+            yield self.options[self.picked[entry]]
+            entry = self.following[entry]
+
+
+def segment(root: Node, resolution_bytes: int = 1) -> SegmentTable:
+    """Find the fastest choice of options for a step, for every limit of its peak at once.
+
+    >>> first = Node((Option(8, 10, 5, "as it is"), Option(2, 10, 8, "recomputed")))
+    >>> last = Node((Option(8, 10, 5, "as it is"), Option(2, 10, 8, "recomputed")))
+    >>> table = segment(Node(children=(first, last)))
+    >>> table.front()
+    [(12, 13), (18, 10)]
+    >>> [option.choice for option in table.choose(limit=12)]
+    ['recomputed', 'as it is']
+
+    Exact by default, when the front may have as many points as there are choices. With a
+    resolution, of all points between two multiples of it only the fastest is kept, and the one of
+    smallest peak. Every point is still the true peak and time of its choice. For any choice of m
+    options there is a point that is no slower, and whose peak is larger by less than m times the
+    resolution.
+
+    Where options of a node lead to the same memory and time of it and all that follows, the one
+    that stands first wins, and options win over children.
+
+    Args:
+        root: the whole step.
+        resolution_bytes: differences of peaks that do not matter, for each option chosen; 1: exact.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    if type(root) is not Node:
+        raise ConfigError(f"root must be a ucudnn.solvers.Node, got {quoted(root)}")
+    require_int("resolution_bytes", resolution_bytes, 1)
+    return _Search(root, resolution_bytes).table()
+
+
+@dataclass(frozen=True, eq=False)
+class _Rest:
+    """Pareto front of the rest of a step, from some module on.
+
+    Args:
+        rooms: bytes that the rest needs above what is allocated when it begins, ascending.
+        times: ns, strictly descending.
+        entries: entry of the log with the first option of each point.
+    """
+
+    rooms: Integers
+    times: Integers
+    entries: Integers
+
+
+class _Search:
+    """The dynamic program, with a log of the options behind every point of every front."""
+
+    def __init__(self, root: Node, resolution_bytes: int) -> None:
+        self._root = root
+        self._resolution = resolution_bytes
+        self._options: list[Option] = []
+        # Entry 0 is the end of the step.
+        self._log = [(np.zeros(1, np.int32), np.zeros(1, np.int64))]
+        self._entries = 1
+
+    def table(self) -> SegmentTable:
+        """The front of the root with nothing after it."""
+        most = max(_most(self._root), self._resolution)
+        none = np.zeros(1, np.int64 if most < SAFE else object)
+        front = self._ahead(self._root, _Rest(none, none, np.zeros(1, np.int64)))
+        return SegmentTable(
+            peaks=front.rooms.tolist(),
+            times=front.times.tolist(),
+            entries=front.entries.tolist(),
+            options=self._options,
+            picked=np.concatenate([picked for picked, _ in self._log]),
+            following=np.concatenate([following for _, following in self._log]),
+        )
+
+    def _ahead(self, node: Node, rest: _Rest) -> _Rest:
+        """The front from a node on, given the front of what comes after it."""
+        rooms = [np.maximum(rest.rooms + o.kept_bytes, o.peak_bytes) for o in node.options]
+        times = [rest.times + o.time_ns for o in node.options]
+        inner = rest
+        for child in reversed(node.children):
+            inner = self._ahead(child, inner)
+        if node.children:
+            rooms.append(inner.rooms)
+            times.append(inner.times)
+        room, time = np.concatenate(rooms), np.concatenate(times)
+        points = self._undominated(room, time)
+        # Points of the node's own options come first, a line of the rest's points for each option.
+        count = len(rest.rooms)
+        is_own = points < len(node.options) * count
+        entries = np.empty_like(points)
+        entries[is_own] = self._logged(node, *np.divmod(points[is_own], count), rest)
+        entries[~is_own] = inner.entries[points[~is_own] - len(node.options) * count]
+        return _Rest(room[points], time[points], entries)
+
+    def _logged(self, node: Node, lines: Integers, places: Integers, rest: _Rest) -> Integers:
+        """New entries of the log: an option of a node before a point of the rest."""
+        self._log.append(((lines + len(self._options)).astype(np.int32), rest.entries[places]))
+        self._options.extend(node.options)
+        self._entries += len(lines)
+        return np.arange(self._entries - len(lines), self._entries)
+
+    def _undominated(self, rooms: Integers, times: Integers) -> Integers:
+        """Indices of the points that no other dominates, one for each multiple of the resolution.
+
+        Combining with an option is monotone in room and time, so what is dominated here stays so.
+        """
+        # Stable, so that of equal points the first is kept; fast, as it merges what is in order.
+        order = np.argsort(rooms, kind="stable")
+        lowest = np.minimum.accumulate(times[order])
+        points = order[np.append(True, lowest[1:] < lowest[:-1])]
+        ascending = rooms[points]
+        multiples = ascending // self._resolution
+        # The last of each multiple is its fastest.
+        kept = np.append(multiples[1:] != multiples[:-1], True)
+        # And the fastest in the smallest room, so that the smallest peak is exact.
+        kept[np.searchsorted(ascending, ascending[0], "right") - 1] = True
+        left: Integers = points[kept]
+        return left
+
+
+def _most(node: Node) -> int:
+    """What no sum of bytes or of times in a step exceeds."""
+    return sum(abs(o.kept_bytes) + o.peak_bytes + o.time_ns for o in node.options) + sum(
+        map(_most, node.children)
+    )

@@ -1,0 +1,232 @@
+"""Segments: fronts of steps against a simulation of every choice, and against HiGHS."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pulp
+import pytest
+
+from ucudnn.errors import PlanError
+from ucudnn.solvers import Node, Option, SegmentTable, segment
+
+
+def random_tree(draw: random.Random, depth: int = 3, scale: int = 1) -> Node:
+    """Few bytes and times, so that ties are common; negative bytes; no tree of too many choices."""
+    inner = depth > 0 and draw.random() < (0.9 if depth == 3 else 0.4)
+    width = draw.randint(1, 4) if inner else 0
+    options = [
+        Option(
+            kept_bytes=draw.randint(-3, 9) * scale,
+            peak_bytes=draw.randint(0, 12) * scale,
+            time_ns=draw.randint(0, 9) * scale,
+            choice=draw.random(),
+        )
+        for _ in range(draw.randint(0 if inner else 1, 3))
+    ]
+    children = tuple(random_tree(draw, depth - 1, scale) for _ in range(width))
+    return Node(tuple(options), children)
+
+
+def choices(node: Node) -> Iterator[tuple[Option, ...]]:
+    """Every choice of options, in the order of their forward."""
+    for option in node.options:
+        yield (option,)
+    if node.children:
+        for parts in product(*(list(choices(child)) for child in node.children)):
+            yield tuple(option for part in parts for option in part)
+
+
+def count(node: Node) -> int:
+    inner = 1 if node.children else 0
+    for child in node.children:
+        inner *= count(child)
+    return len(node.options) + inner
+
+
+def run(options: Sequence[Option]) -> tuple[int, int]:
+    """Peak and time of a step that is run, forward and then backward."""
+    allocated = peak = time_ns = 0
+    for option in options:
+        peak = max(peak, allocated + option.peak_bytes)
+        allocated += option.kept_bytes
+        peak = max(peak, allocated)
+        time_ns += option.time_ns
+    for option in reversed(options):
+        allocated -= option.kept_bytes
+        peak = max(peak, allocated + option.peak_bytes)
+    assert allocated == 0
+    return peak, time_ns
+
+
+def best(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The points than which none is at least as good in both."""
+    distinct = sorted(set(points))
+    return [
+        (peak, time_ns)
+        for peak, time_ns in distinct
+        if not any(p <= peak and t <= time_ns and (p, t) != (peak, time_ns) for p, t in distinct)
+    ]
+
+
+def assert_is_front(table: SegmentTable) -> None:
+    """Peaks rise, times fall, and the options of each point need just that."""
+    front = table.front()
+    assert front == best(front)
+    for peak, time_ns in front:
+        assert run(table.choose(peak)) == (peak, time_ns)
+        assert table.time_ns(peak) == time_ns
+    assert run(table.choose()) == front[-1]
+    assert table.time_ns() == front[-1][1]
+    assert table.smallest_bytes == front[0][0]
+
+
+def trees(seeds: range, scale: int = 1) -> Iterator[Node]:
+    """Trees of at most a few hundred choices."""
+    for seed in seeds:
+        draw = random.Random(seed)
+        while count(tree := random_tree(draw, scale=scale)) > 400:
+            pass
+        yield tree
+
+
+@pytest.mark.slow
+def test_the_front_is_that_of_all_choices_of_2000_trees() -> None:
+    sizes = []
+    for tree in trees(range(2000)):
+        every = {choice: run(choice) for choice in choices(tree)}
+        table = segment(tree)
+        assert table.front() == best(list(every.values()))
+        assert_is_front(table)
+        assert {table.choose(peak) for peak, _ in table.front()} <= set(every)
+        sizes.append(len(every))
+    # That the trees are such that this says something.
+    assert sum(size > 50 for size in sizes) > 300
+
+
+@pytest.mark.parametrize("resolution", [2, 3, 7, 1000, 10**30])
+def test_a_resolution_costs_at_most_itself_for_each_option(resolution: int) -> None:
+    dropped = 0
+    for tree in trees(range(300)):
+        table = segment(tree, resolution)
+        assert_is_front(table)
+        front = table.front()
+        for choice in choices(tree):
+            peak, time_ns = run(choice)
+            most = peak + len(choice) * (resolution - 1)
+            assert any(p <= most and t <= time_ns for p, t in front)
+        exact = segment(tree).front()
+        # The smallest peak and the least time are exact.
+        assert (front[0][0], front[-1][1]) == (exact[0][0], exact[-1][1])
+        assert len({peak // resolution for peak, _ in front[1:]}) == len(front[1:])
+        dropped += len(exact) - len(front)
+    assert dropped > 0
+
+
+def optimum(root: Node, limit: int) -> int | None:
+    """The least time within a limit by an integer program: a node runs in an option or inside."""
+    problem = pulp.LpProblem("segments", pulp.LpMinimize)
+    # PuLP before 3.3 has no add_variable, PuLP 4 has nothing else.
+    add_variable = getattr(problem, "add_variable", pulp.LpVariable)
+    numbers = iter(range(1 << 30))
+    times, kept = [], []
+
+    def add(node: Node, runs: object) -> None:
+        uses = [add_variable(f"x{next(numbers)}", cat="Binary") for _ in node.options]
+        inside = [add_variable(f"y{next(numbers)}", cat="Binary")] if node.children else []
+        constraints.append(pulp.lpSum(uses + inside) == runs)
+        transient = [o.peak_bytes * use for o, use in zip(node.options, uses, strict=True)]
+        constraints.append(pulp.lpSum(kept + transient) <= limit)
+        for child in node.children:
+            add(child, inside[0])
+        # After its children: what follows it comes after whichever of the two was chosen.
+        for option, use in zip(node.options, uses, strict=True):
+            kept.append(option.kept_bytes * use)
+            times.append(option.time_ns * use)
+        constraints.append(pulp.lpSum(kept) <= limit)
+
+    constraints: list[object] = []
+    add(root, 1)
+    problem += pulp.lpSum(times)
+    for constraint in constraints:
+        problem += constraint
+    outcome = problem.solve(pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, threads=1))
+    status = getattr(problem, "sol_status", getattr(outcome, "status", None))
+    if status != 1:
+        return None
+    return round(sum(time.value() for time in times))
+
+
+@pytest.mark.slow
+def test_an_integer_program_finds_the_same_optimum() -> None:
+    for seed in range(25):
+        draw = random.Random(seed)
+        root = Node(children=tuple(random_tree(draw) for _ in range(6)))
+        table = segment(root)
+        front = table.front()
+        assert optimum(root, front[0][0] - 1) is None
+        for peak, _ in draw.sample(front, min(3, len(front))):
+            limit = peak + draw.randint(0, 3)
+            assert optimum(root, limit) == table.time_ns(limit)
+
+
+def test_a_module_that_frees_what_came_before_makes_room() -> None:
+    first = Node((Option(10, 10, 1, "keeps"),))
+    frees = Node((Option(-8, 0, 5, "frees"), Option(0, 0, 0, "does not")))
+    last = Node((Option(6, 9, 1, "last"),))
+    table = segment(Node(children=(first, frees, last)))
+    assert table.front() == [(11, 7), (19, 2)]
+    assert [option.choice for option in table.choose(18)] == ["keeps", "frees", "last"]
+
+
+def test_a_single_module_is_its_own_front() -> None:
+    options = (Option(4, 8, 9, "a"), Option(0, 8, 9, "b"), Option(0, 3, 20, "c"))
+    table = segment(Node(options))
+    assert table.front() == [(3, 20), (8, 9)]
+    # What it keeps is larger than what is called its peak.
+    assert segment(Node((Option(5, 3, 1, None),))).front() == [(5, 1)]
+
+
+def test_of_equal_choices_the_option_that_stands_first_wins() -> None:
+    def node(name: str, *children: Node) -> Node:
+        return Node((Option(1, 2, 3, f"{name}0"), Option(1, 2, 3, f"{name}1")), children)
+
+    table = segment(Node(children=(node("a"), node("b"))))
+    assert [option.choice for option in table.choose()] == ["a0", "b0"]
+    assert [option.choice for option in segment(node("whole", node("part"))).choose()] == ["whole0"]
+    # Seven of each peak, the smallest last: a sort that is not stable may mix them up.
+    many = Node(tuple(Option(0, (50 - place) // 7, 3, place) for place in range(50)))
+    assert [option.choice for option in segment(many).choose()] == [44]
+
+
+def test_a_limit_below_every_choice_says_what_would_fit() -> None:
+    one = Node((Option(2 << 20, 3 << 20, 5, None),))
+    table = segment(Node(children=(one, one)), resolution_bytes=1 << 22)
+    assert table.time_ns((5 << 20) - 1) is None
+    with pytest.raises(
+        PlanError, match="limit of 1 KiB; the smallest needs 5 MiB; raise"
+    ) as caught:
+        table.choose(1 << 10)
+    assert caught.value.smallest_bytes == table.smallest_bytes == 5 << 20
+    assert len(table.choose(5 << 20)) == 2
+
+
+@pytest.mark.parametrize("scale", [10**6, 10**18, 10**30])
+def test_numbers_do_not_overflow(scale: int) -> None:
+    for small, large in zip(trees(range(50)), trees(range(50), scale), strict=True):
+        front = segment(large).front()
+        assert front == [(p * scale, t * scale) for p, t in segment(small).front()]
+        assert all(type(value) is int for point in front for value in point)
+
+
+def test_a_deep_tree_and_a_long_one_are_solved() -> None:
+    leaf = Node((Option(1, 2, 1, "leaf"),))
+    deep = leaf
+    for _ in range(100):
+        deep = Node((Option(0, 50, 200, "whole"),), (leaf, deep))
+    assert segment(deep).front() == [(50, 200), (102, 101)]
+    table = segment(Node(children=(leaf,) * 1000))
+    assert table.front() == [(1001, 1000)]
+    assert len(table.choose()) == 1000
