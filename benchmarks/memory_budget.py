@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import to_builtins
 from provenance import provenance
 from rich.console import Console
 from rich.table import Table
@@ -197,7 +198,7 @@ def tuned(case: Case, options: argparse.Namespace, folder: Path) -> list[dict[st
     for number, (budget, plan) in enumerate(plans.items()):
         path = folder / f"{number}.plan.json"
         plan.save(path)
-        row = {"budget": budget, "path": str(path), "memory": plan.memory.to_dict()}
+        row = {"budget": budget, "path": str(path), "memory": to_builtins(plan.memory)}
         row["changed"] = sum(not kernel.is_default for kernel in plan.kernels)
         row["planned_ns"] = sum(one.timing.time_ns * len(one.layers) for one in plan.kernels)
         found.append({**row, "kernels": len(plan.kernels), "says": str(plan.memory)})

@@ -29,6 +29,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from networks import NETWORKS
 from provenance import provenance
 from rich.console import Console
@@ -128,7 +129,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "thorough_seconds": thorough_s,
         "kernels": len(plan.kernels),
         "changed": sum(not kernel.is_default for kernel in plan.kernels),
-        "step_race": plan.step_race.to_dict() if plan.step_race else None,
+        "step_race": to_builtins(plan.step_race),
         "layout": options.layout,
         "memory_format": plan.memory_format,
         "samples_ns": samples,

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from found_steps import WAYS, Found
 from malloc_steps import steps_with_malloc
+from msgspec import to_builtins
 from networks import NETWORKS, QUICK, QUICK_SHAPES, example, shape_of
 from provenance import provenance
 from rich.console import Console
@@ -189,7 +190,7 @@ def described(plan: ucudnn.Plan) -> dict[str, Any]:
         "kernels": len(plan.kernels),
         "changed": sum(not kernel.is_default for kernel in plan.kernels),
         "memory_format": plan.memory_format,
-        **{name: race.to_dict() if race else None for name, race in found.items()},
+        **{name: to_builtins(race) for name, race in found.items()},
     }
 
 

@@ -208,8 +208,7 @@ def budgeted() -> list[Row]:
     """Workspace in the peak of a step, from memory_budget.json."""
     # The first row is of torch without a plan.
     found = {
-        one["case"]: StepMemory.from_dict(one["rows"][1]["memory"])
-        for one in results("memory_budget.json")
+        one["case"]: StepMemory(**one["rows"][1]["memory"]) for one in results("memory_budget.json")
     }
     rows = [["network", "step", "without workspace", "by torch's own", "workspace"]]
     for network, name in BUDGETED.items():

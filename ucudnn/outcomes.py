@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from math import isfinite
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from ucudnn.errors import PlanError
-from ucudnn.units import TOO_LARGE, format_bytes, format_ns
+from ucudnn.units import Count, Ratio, format_bytes, format_ns
 
-MEMORY_FORMATS = ("keep", "channels_last")
+MemoryFormat = Annotated[str, Meta(pattern=r"^(keep|channels_last)\Z")]
 # As a fraction of a step's time: a smaller difference, either way, decides nothing.
 TOLERATED = 0.01
 # Fewer rounds do not show how large the noise is; then only a loss of more than this counts.
@@ -21,29 +21,12 @@ _CLEAR_LOSS = 0.1
 _HINTED = 0.05
 
 
-# Values may come from a plan file that anybody wrote. Exact types, because True passes for an int;
-# Python's JSON reader accepts NaN and Infinity.
-def _require_counts(what: str, *counts: object) -> None:
-    if not all(type(count) is int and 0 <= count < TOO_LARGE for count in counts):
-        raise PlanError(f"counts of {what} must be ints from 0, got {counts}")
-
-
-def _require_ratios(what: str, *ratios: object) -> None:
-    if not all(type(ratio) is float and isfinite(ratio) and ratio > 0 for ratio in ratios):
-        raise PlanError(f"ratios of {what} must be above 0, got {ratios}")
-
-
-def _require_texts(what: str, *texts: object) -> None:
-    if not all(isinstance(text, str) for text in texts):
-        raise PlanError(f"names and reasons of {what} must be strings, got {texts}")
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """How a plan came about, for whoever finds its file; no part of what it decides.
 
-    >>> Origin.from_dict(Origin("net.py:net").to_dict()).model
-    'net.py:net'
+    >>> print(Origin("net.py:net", made="2026-01-31", ucudnn="1.2", effort="quick", load="0.5"))
+    net.py:net, made 2026-01-31, ucudnn 1.2, protocol 0, effort quick, tuned in 0 s, load 0.5
 
     Args:
         model: its class, or its name on the command line; "" where layers were tuned without one.
@@ -57,37 +40,19 @@ class Origin:
         load: of the machine at the end: processes that were ready to run, on average of a minute.
         left_out: kernels without a plan, because the time was over before they had one.
         over_limit: kernels without a plan, because nothing fits the workspace limit.
-
-    Raises:
-        PlanError: a value is of another type or out of range.
     """
 
     model: str = ""
     inputs: tuple[str, ...] = ()
     made: str = ""
     ucudnn: str = ""
-    protocol: int = 0
+    protocol: Count = 0
     effort: str = ""
     budget: str = ""
-    seconds: int = 0
+    seconds: Count = 0
     load: str = ""
     left_out: tuple[str, ...] = ()
     over_limit: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _require_counts("an origin", self.protocol, self.seconds)
-        texts = (self.model, self.made, self.ucudnn, self.effort, self.budget, self.load)
-        _require_texts("an origin", *texts, *self.inputs, *self.left_out, *self.over_limit)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Origin:
-        """Build one from the JSON values of `to_dict`."""
-        lists = {name: tuple(values[name]) for name in ("inputs", "left_out", "over_limit")}
-        return cls(**{**values, **lists})
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
 
     def __str__(self) -> str:
         about = [self.model, *(f"on {text}" for text in self.inputs), f"made {self.made}"]
@@ -116,30 +81,19 @@ class StepRace:
         reason: why no step was run; "" if steps were run.
         inside: ratio, low and high of the kernels that the plan changes, timed inside the steps of
             both, all of them together; None where they were not timed.
-
-    Raises:
-        PlanError: a value is of another type or out of range.
     """
 
-    torch_ns: int = 0
-    plan_ns: int = 0
-    ratio: float = 1.0
-    low: float = 1.0
-    high: float = 1.0
-    rounds: int = 0
-    torch_peak_bytes: int = 0
-    plan_peak_bytes: int = 0
+    torch_ns: Count = 0
+    plan_ns: Count = 0
+    ratio: Ratio = 1.0
+    low: Ratio = 1.0
+    high: Ratio = 1.0
+    rounds: Count = 0
+    torch_peak_bytes: Count = 0
+    plan_peak_bytes: Count = 0
     dropped: tuple[str, ...] = ()
     reason: str = ""
-    inside: tuple[float, float, float] | None = None
-
-    def __post_init__(self) -> None:
-        peaks = (self.torch_peak_bytes, self.plan_peak_bytes)
-        _require_counts("a race of steps", self.torch_ns, self.plan_ns, self.rounds, *peaks)
-        _require_ratios("a race of steps", self.ratio, self.low, self.high, *(self.inside or ()))
-        _require_texts("a race of steps", self.reason, *self.dropped)
-        if self.inside is not None and len(self.inside) != 3:
-            raise PlanError(f"inside must be a ratio with its interval, got {self.inside}")
+    inside: tuple[Ratio, Ratio, Ratio] | None = None
 
     @property
     def is_loss(self) -> bool:
@@ -178,16 +132,6 @@ class StepRace:
             f"{'are' if several else 'is'} torch's own"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {**asdict(self), "dropped": list(self.dropped)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StepRace:
-        """Build one from the JSON values of `to_dict`."""
-        inside = None if values["inside"] is None else tuple(values["inside"])
-        return cls(**{**values, "inside": inside, "dropped": tuple(values["dropped"])})
-
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
@@ -203,18 +147,11 @@ class Compilation:
         reason: why steps of a compiled model were not compiled; "" if they were.
         relaid: convolutions of a compiled step in another layout than the plan has them in, which
             do not follow it.
-
-    Raises:
-        PlanError: a value is of another type or out of range.
     """
 
-    seconds: int = 0
+    seconds: Count = 0
     reason: str = ""
-    relaid: int = 0
-
-    def __post_init__(self) -> None:
-        _require_counts("a compilation", self.seconds, self.relaid)
-        _require_texts("a compilation", self.reason)
+    relaid: Count = 0
 
     @property
     def is_compiled(self) -> bool:
@@ -237,15 +174,6 @@ class Compilation:
             )
         return text
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Compilation:
-        """Build one from the JSON values of `to_dict`."""
-        return cls(**values)
-
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
@@ -264,30 +192,16 @@ class Contestant:
         peak_bytes: peak of allocated memory in a step; 0 if none was run.
         is_allowed: False for torch's own convolutions if they exceed the workspace limit: they are
             timed, but never chosen.
-
-    Raises:
-        PlanError: a value is of another type or out of range.
     """
 
-    memory_format: str
+    memory_format: MemoryFormat
     is_plan: bool
-    time_ns: int
-    ratio: float = 1.0
-    low: float = 1.0
-    high: float = 1.0
-    peak_bytes: int = 0
+    time_ns: Count
+    ratio: Ratio = 1.0
+    low: Ratio = 1.0
+    high: Ratio = 1.0
+    peak_bytes: Count = 0
     is_allowed: bool = True
-
-    def __post_init__(self) -> None:
-        if self.memory_format not in MEMORY_FORMATS:
-            raise PlanError(
-                f"the memory format of a contestant must be one of {', '.join(MEMORY_FORMATS)}, "
-                f"got {self.memory_format!r}"
-            )
-        _require_counts("a contestant", self.time_ns, self.peak_bytes)
-        _require_ratios("a contestant", self.ratio, self.low, self.high)
-        if not all(type(switch) is bool for switch in (self.is_plan, self.is_allowed)):
-            raise PlanError("is_plan and is_allowed of a contestant must be true or false")
 
     @property
     def name(self) -> str:
@@ -314,21 +228,18 @@ class LayoutRace:
         reason: why the model keeps its layout, or why no steps were run; "" if steps were run.
 
     Raises:
-        PlanError: a value is of another type or out of range.
+        PlanError: the winner is no contestant.
     """
 
     contestants: tuple[Contestant, ...] = ()
     winner: int = 0
-    rounds: int = 0
+    rounds: Count = 0
     reason: str = ""
 
     def __post_init__(self) -> None:
-        _require_counts("a race of layouts", self.rounds)
-        _require_texts("a race of layouts", self.reason)
         # Without contestants the index is 0, its default.
-        most = max(1, len(self.contestants))
-        if type(self.winner) is not int or not 0 <= self.winner < most:
-            raise PlanError(f"winner must be the index of a contestant, got {self.winner!r}")
+        if not 0 <= self.winner < max(1, len(self.contestants)):
+            raise PlanError(f"winner must be the index of a contestant, got {self.winner}")
 
     @property
     def memory_format(self) -> str:
@@ -363,16 +274,6 @@ class LayoutRace:
             f"{format_ns(winner.time_ns)} against {format_ns(first.time_ns)}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {**asdict(self), "contestants": [asdict(one) for one in self.contestants]}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LayoutRace:
-        """Build one from the JSON values of `to_dict`."""
-        contestants = tuple(Contestant(**one) for one in values["contestants"])
-        return cls(**{**values, "contestants": contestants})
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutHint:
@@ -388,22 +289,12 @@ class LayoutHint:
         plan_ns: the same by the plan, in the model's own layout.
         rounds: in which both ran one step.
         reason: why they did not, "" where they did.
-
-    Raises:
-        PlanError: a value is of another type or out of range.
     """
 
-    channels_last_ns: int = 0
-    plan_ns: int = 0
-    rounds: int = 0
+    channels_last_ns: Count = 0
+    plan_ns: Count = 0
+    rounds: Count = 0
     reason: str = ""
-
-    def __post_init__(self) -> None:
-        counts = (self.channels_last_ns, self.plan_ns, self.rounds)
-        _require_counts("a layout hint", *counts)
-        _require_texts("a layout hint", self.reason)
-        if not self.reason and 0 in counts:
-            raise PlanError(f"a layout hint has times or a reason, got {counts}, {self.reason!r}")
 
     @property
     def ratio(self) -> float:
@@ -421,15 +312,6 @@ class LayoutHint:
         if self.ratio < 1 - _HINTED:
             text += ': layout="auto" would make a plan for channels_last, too'
         return text
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LayoutHint:
-        """Build one from the JSON values of `to_dict`."""
-        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,29 +334,18 @@ class StepMemory:
         is_training: of forward and backward; else of forward without a graph.
         calls: (index of a kernel in the plan, bytes live beside its workspace) of each of its
             convolutions in a step by the plan, in order.
-
-    Raises:
-        PlanError: a value is of another type or out of range.
     """
 
-    budget_bytes: int
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    other_bytes: int
-    own_peak_bytes: int
-    torch_peak_bytes: int
-    plan_peak_bytes: int = 0
+    budget_bytes: Count
+    parameters_bytes: Count
+    gradients_bytes: Count
+    optimizer_bytes: Count
+    other_bytes: Count
+    own_peak_bytes: Count
+    torch_peak_bytes: Count
+    plan_peak_bytes: Count = 0
     is_training: bool = True
-    calls: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        sizes = [value for name, value in asdict(self).items() if name.endswith("_bytes")]
-        _require_counts("a step's memory", *sizes, *(one for call in self.calls for one in call))
-        if type(self.is_training) is not bool:
-            raise PlanError(
-                f"is_training of a step's memory must be a bool, got {self.is_training!r}"
-            )
+    calls: tuple[tuple[Count, Count], ...] = ()
 
     @property
     def workspace_share(self) -> float:
@@ -500,13 +371,3 @@ class StepMemory:
         if self.plan_peak_bytes:
             text += f", and {format_bytes(self.plan_peak_bytes)} by the plan"
         return f"{text}; the budget is {format_bytes(self.budget_bytes)}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StepMemory:
-        """Build one from the JSON values of `to_dict`."""
-        calls = tuple((kernel, live) for kernel, live in values["calls"])
-        return cls(**{**values, "calls": calls})

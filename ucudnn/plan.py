@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from msgspec import convert, to_builtins
 
 from ucudnn.config import Config, check_environment
 from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import (
-    MEMORY_FORMATS,
     Compilation,
     LayoutHint,
     LayoutRace,
+    MemoryFormat,
     Origin,
     StepMemory,
     StepRace,
@@ -37,17 +38,6 @@ __all__ = [
     "Step",
     "Timing",
 ]
-
-_Outcome = StepRace | LayoutRace | LayoutHint | StepMemory | Origin | Compilation
-# Fields of a plan that only say what whole steps showed; the hash leaves them out.
-_OUTCOMES: dict[str, type[_Outcome]] = {
-    "step_race": StepRace,
-    "layout_race": LayoutRace,
-    "layout_hint": LayoutHint,
-    "memory": StepMemory,
-    "origin": Origin,
-    "compilation": Compilation,
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,9 +66,6 @@ class Plan:
         origin: how it came about; None if the plan was put together by hand.
         compilation: how steps of a compiled model were compiled before they judged the plan; None
             if the model was not compiled, or if no steps were run.
-
-    Raises:
-        PlanError: the name of the backend is no string, or there is no such memory format.
     """
 
     kernels: tuple[KernelPlan, ...]
@@ -88,20 +75,12 @@ class Plan:
     config: Config
     backend: str = "torch_cpu"
     step_race: StepRace | None = field(default=None, compare=False)
-    memory_format: str = "keep"
+    memory_format: MemoryFormat = "keep"
     layout_race: LayoutRace | None = field(default=None, compare=False)
     layout_hint: LayoutHint | None = field(default=None, compare=False)
     memory: StepMemory | None = field(default=None, compare=False)
     origin: Origin | None = field(default=None, compare=False)
     compilation: Compilation | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        documents.require_strings("backend", (self.backend,))
-        if self.memory_format not in MEMORY_FORMATS:
-            raise PlanError(
-                f"memory_format must be one of {', '.join(MEMORY_FORMATS)}, "
-                f"got {self.memory_format!r}"
-            )
 
     def __repr__(self) -> str:
         # The generated one would print every table of every kernel.
@@ -218,21 +197,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""
-        document: dict[str, Any] = {
+        values = {name: one for name, one in to_builtins(self).items() if one is not None}
+        document = {
+            **values,
             "format": documents.FORMAT,
             "version": documents.VERSION,
-            "memory_format": self.memory_format,
             "hash": self.hash,
-            "backend": self.backend,
             "config": self.config.to_dict(),
-            "device": asdict(self.device),
-            "software": asdict(self.software),
-            "conditions": asdict(self.conditions),
-            "kernels": [kernel.to_dict() for kernel in self.kernels],
         }
-        for name in _OUTCOMES:
-            if getattr(self, name) is not None:
-                document[name] = getattr(self, name).to_dict()
         # Unlike the hash it covers times and names, so that any damage shows.
         return {**document, "checksum": documents.sha256_of(document)}
 
@@ -248,28 +220,10 @@ class Plan:
         check_environment()
         document = documents.read_document(path)
         with documents.damage_named(path):
-            return cls.from_dict(document)
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Plan:
-        """Build a plan from the JSON values of `to_dict`.
-
-        Raises:
-            PlanError: the values are not those of a plan.
-        """
-        documents.require_checksum(document)
-        outcomes: dict[str, Any] = {
-            name: kind.from_dict(document[name])
-            for name, kind in _OUTCOMES.items()
-            if document.get(name) is not None
-        }
-        return cls(
-            kernels=tuple(KernelPlan.from_dict(fields) for fields in document["kernels"]),
-            device=Device(**document["device"]),
-            software=Software(**document["software"]),
-            conditions=Conditions(**document["conditions"]),
-            config=Config.from_dict(document["config"]),
-            backend=document["backend"],
-            memory_format=document["memory_format"],
-            **outcomes,
-        )
+            # Only the fields of a plan, which no default of the environment may replace.
+            config = Config.from_dict(document["config"])
+            plan = convert({**document, "config": config}, cls)
+            # Also where a field is missing that has a default, or is none of a plan.
+            if documents.canonical(plan.to_dict()) != documents.canonical(document):
+                raise PlanError("its checksum does not agree with its contents")
+        return plan

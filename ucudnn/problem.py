@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from ucudnn.errors import ProblemError, quoted
 from ucudnn.units import TOO_LARGE
@@ -220,29 +218,6 @@ class Problem:
             padding=((0, 0), *self.padding),
             dilation=(1, *self.dilation),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; `from_dict` reads them back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Problem:
-        """Build a problem from JSON values.
-
-        >>> p = Problem("wgrad", 8, 4, 4, (9, 9), (3, 3))
-        >>> Problem.from_dict(p.to_dict()) == p
-        True
-
-        Raises:
-            ProblemError: a field is missing, unknown or impossible.
-        """
-        try:
-            return cls(**fields)
-        # A dataclass raises it for missing and for unknown fields alike.
-        except TypeError as error:
-            raise ProblemError(
-                f"a problem has other fields than {sorted(fields)}: {error}"
-            ) from None
 
     def __str__(self) -> str:
         # Only what differs from the usual, because lines of tables are short.

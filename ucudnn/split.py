@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
 from ucudnn.slabs import row_count
-from ucudnn.system import documents
+from ucudnn.units import Count, Positive
 
 # In `KernelPlan.alone`: what computes a batch if no algorithm does alone.
 BY_BATCH, BY_SLABS = -1, -2
@@ -84,22 +84,12 @@ class Timing:
         spread_ns: interquartile range.
         workspace_bytes: peak that the allocator saw beyond the result.
         samples: number of samples; 0: the time is predicted.
-
-    Raises:
-        PlanError: a value is not an int of at least 0.
     """
 
-    time_ns: int
-    spread_ns: int
-    workspace_bytes: int
-    samples: int
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            documents.require_count(item.name, getattr(self, item.name))
-        # Reports and checks divide by it.
-        if self.time_ns == 0:
-            raise PlanError("time_ns must be at least 1, got 0")
+    time_ns: Positive
+    spread_ns: Count
+    workspace_bytes: Count
+    samples: Count
 
     @property
     def is_predicted(self) -> bool:
@@ -143,49 +133,55 @@ class KernelPlan:
     algorithms: tuple[str, ...]
     alone: tuple[int, ...]
     last: tuple[tuple[int, int], ...]
-    predicted_time_ns: int
+    predicted_time_ns: Count
     timing: Timing
     default: Timing | None
     notes: tuple[str, ...] = ()
     slabs: tuple[tuple[int, int], ...] = ()
     is_perturbed: bool = False
     default_is_deterministic: bool = True
-    live_bytes: int | None = None
+    live_bytes: Count | None = None
 
     def __post_init__(self) -> None:
-        self._require_types()
         # Slabs are part of the hash, so they must be right even if no batch uses them.
         if self.slabs or BY_SLABS in self.alone:
-            indices = range(len(self.algorithms))
-            documents.require_slabs(self.problem, row_count(self.problem), self.slabs, indices)
+            self._require_slabs()
         if not len(self.alone) == len(self.last) == self.problem.batch:
             raise PlanError(
                 f"the plan of {self.problem} must have one entry per batch "
                 f"({self.problem.batch}), got {len(self.alone)} and {len(self.last)}"
             )
-        documents.require_chains(
-            self.problem, self.alone, self.last, range(BY_SLABS, len(self.algorithms))
-        )
+        self._require_chains()
         # Smaller batches may lack a split within the limit; the planned one may not.
         if not self.covers(self.problem.batch):
             raise PlanError(f"the plan of {self.problem} has no valid split of its own batch")
+
+    def _require_slabs(self) -> None:
+        rows, indices = row_count(self.problem), range(len(self.algorithms))
+        named = all(size > 0 and index in indices for size, index in self.slabs)
+        if not named or sum(size for size, _ in self.slabs) != rows:
+            raise PlanError(
+                f"the plan of {self.problem} must have slabs of {rows} rows altogether, got "
+                f"{self.slabs}"
+            )
+
+    def _require_chains(self) -> None:
+        # Batches from which a walk along `last` ends at 0, so that `split` always ends.
+        reachable = {0}
+        for n, (alone, (size, index)) in enumerate(zip(self.alone, self.last, strict=True), 1):
+            if not BY_SLABS <= alone < len(self.algorithms):
+                raise PlanError(f"the plan of {self.problem} names no algorithm for batch {n}")
+            if size == 0:
+                continue
+            is_named = 0 <= index < len(self.algorithms)
+            if not (0 < size <= n and n - size in reachable and is_named):
+                raise PlanError(f"the plan of {self.problem} has no valid split of batch {n}")
+            reachable.add(n)
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """The notes, and that the times were perturbed where they were."""
         return (*self.notes, _PERTURBED) if self.is_perturbed else self.notes
-
-    def _require_types(self) -> None:
-        # Plan files hold what anybody wrote, so types are checked before anything is compared.
-        documents.require_count("predicted_time_ns", self.predicted_time_ns)
-        if self.live_bytes is not None:
-            documents.require_count("live_bytes", self.live_bytes)
-        for name in ("layers", "algorithms", "notes"):
-            documents.require_strings(name, getattr(self, name))
-        for name, rows in (("alone", (self.alone,)), ("last", self.last), ("slabs", self.slabs)):
-            documents.require_ints(name, rows)
-        for name in ("is_perturbed", "default_is_deterministic"):
-            documents.require_bool(name, getattr(self, name))
 
     def split(self, batch: int) -> Split:
         """The steps for a batch from 1 to `problem.batch`.
@@ -284,37 +280,7 @@ class KernelPlan:
         alone = [names[index] for index in self.alone]
         last = [[size, self.algorithms[index]] if size else None for size, index in self.last]
         slabs = [[size, self.algorithms[index]] for size, index in self.slabs]
-        return [self.problem.to_dict(), alone, last, slabs]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The kernel as JSON values."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in KernelPlan.__slots__}
-        for name in ("timing", "default"):
-            values[name] = asdict(values[name]) if values[name] else None
-        return {**values, "problem": self.problem.to_dict()}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> KernelPlan:
-        """Build a kernel's plan from the JSON values of `to_dict`.
-
-        Raises:
-            PlanError: the values are not those of a kernel's plan.
-        """
-        return cls(
-            problem=Problem.from_dict(fields["problem"]),
-            layers=documents.strings_in(fields["layers"]),
-            algorithms=documents.strings_in(fields["algorithms"]),
-            alone=tuple(fields["alone"]),
-            last=documents.pairs_in(fields["last"]),
-            predicted_time_ns=fields["predicted_time_ns"],
-            timing=Timing(**fields["timing"]),
-            default=Timing(**fields["default"]) if fields["default"] else None,
-            notes=documents.strings_in(fields["notes"]),
-            slabs=documents.pairs_in(fields["slabs"]),
-            is_perturbed=fields["is_perturbed"],
-            default_is_deterministic=fields["default_is_deterministic"],
-            live_bytes=fields["live_bytes"],
-        )
+        return [asdict(self.problem), alone, last, slabs]
 
     def covers(self, batch: int) -> bool:
         """True if there is a split of this batch: nearly always for 1 to `problem.batch`."""

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
+from typing import Annotated
+
+from msgspec import Meta
 
 from ucudnn.errors import ConfigError, quoted
 
 # Sizes of tensors, and the numbers in a cache, are 64-bit integers.
 TOO_LARGE = 2**63
+# Types of numbers in files, which `msgspec.convert` checks.
+Count = Annotated[int, Meta(ge=0, le=TOO_LARGE - 1)]
+Positive = Annotated[int, Meta(gt=0, le=TOO_LARGE - 1)]
+Ratio = Annotated[float, Meta(gt=0, le=sys.float_info.max)]  # no nan, no infinity
 
 _BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _BYTES_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")

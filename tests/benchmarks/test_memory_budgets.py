@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +15,9 @@ MIB = 1 << 20
 
 
 def row(budget: str, peak: int, planned: int, *steps: int) -> dict[str, Any]:
-    memory = StepMemory(10 * MIB, 0, 0, 0, 0, 6 * MIB, 8 * MIB).to_dict()
+    memory = StepMemory(10 * MIB, 0, 0, 0, 0, 6 * MIB, 8 * MIB)
     more = {"planned_ns": planned, "samples_ns": list(steps)}
-    return {"budget": budget, "memory": memory, "allocated_bytes": peak, **more}
+    return {"budget": budget, "memory": asdict(memory), "allocated_bytes": peak, **more}
 
 
 TORCH = {"budget": "torch", "allocated_bytes": 99 * MIB, "samples_ns": [9, 9, 9]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -93,7 +93,7 @@ def test_in_what_two_plans_differ(ucudnn, planned):
     assert {d["name"] for d in found["differences"]} == {"config.workspace_limit", "config.ops"}
     changed = {json.dumps(entry["problem"]): entry for entry in found["changed"]}
     for kernel in one.kernels:
-        text = json.dumps(kernel.problem.to_dict())
+        text = json.dumps(asdict(kernel.problem))
         counterpart = {k.problem: k for k in other.kernels}.get(kernel.problem)
         same = counterpart is not None and counterpart.decisions() == kernel.decisions()
         assert (text in changed) != same

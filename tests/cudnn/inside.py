@@ -51,14 +51,14 @@ def found(
     problem: Fields, bias: bool = False, within: Fields | None = None, alignment: int = 0
 ) -> list[Any]:
     """[identity, mode, workspace, notes] of each configuration."""
-    listed = _configurations(Problem.from_dict(problem), bias, within, alignment)
+    listed = _configurations(Problem(**problem), bias, within, alignment)
     return [[one.identity, one.mode, one.workspace_bytes, "+".join(one.notes)] for one in listed]
 
 
 def _configurations(
     problem: Problem, bias: bool, within: Fields | None, alignment: int
 ) -> list[Configuration]:
-    views = views_of(problem, None if within is None else Problem.from_dict(within))
+    views = views_of(problem, None if within is None else Problem(**within))
     if alignment:
         views = Views(*(View(view.strides, alignment) for view in views))
     return configurations(TARGET, problem, views=views, bias=bias)
@@ -82,9 +82,9 @@ def rebuilt(
         bias: of the fused pattern.
         within: the problem whose tensors the problem's are views of.
     """
-    target = Problem.from_dict(problem)
-    views = views_of(target, None if within is None else Problem.from_dict(within))
-    origin = target if source is None else Problem.from_dict(source)
+    target = Problem(**problem)
+    views = views_of(target, None if within is None else Problem(**within))
+    origin = target if source is None else Problem(**source)
     listed = configurations(TARGET, origin, views=None if source else views, bias=bias)
     built = []
     for one in listed:
@@ -100,7 +100,7 @@ def rebuilt(
 
 def compiled(problem: Fields) -> list[Any]:
     """The first runtime-compiled configuration: its proposed and its built workspace; or []."""
-    known = Problem.from_dict(problem)
+    known = Problem(**problem)
     listed = [one for one in configurations(TARGET, known) if one.is_runtime_compiled]
     if not listed:
         return []
@@ -112,7 +112,7 @@ def refusal(problem: Fields, identity: str, views: list[Any] | None = None) -> l
     """The exception that building an identity raises: its class and message."""
     given = views and Views(*(View(tuple(strides), alignment) for strides, alignment in views))
     try:
-        build(TARGET, Problem.from_dict(problem), identity, views=given)
+        build(TARGET, Problem(**problem), identity, views=given)
     except UcudnnError as error:
         return [type(error).__name__, str(error)]
     return []
@@ -120,7 +120,7 @@ def refusal(problem: Fields, identity: str, views: list[Any] | None = None) -> l
 
 def listing_refusal(problem: Fields) -> str:
     try:
-        configurations(TARGET, Problem.from_dict(problem))
+        configurations(TARGET, Problem(**problem))
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -135,8 +135,8 @@ def serialized(
     within: Fields | None = None,
 ) -> Any:
     """What cuDNN writes of a plan; of the first that is not compiled where no identity is given."""
-    known = Problem.from_dict(problem)
-    views = views_of(known, None if within is None else Problem.from_dict(within))
+    known = Problem(**problem)
+    views = views_of(known, None if within is None else Problem(**within))
     if not identity:
         listed = configurations(TARGET, known, views=views, bias=bias)
         identity = next(one.identity for one in listed if not one.is_runtime_compiled)
@@ -190,7 +190,7 @@ def error_of_opening_the_device() -> list[Any]:
 
 def descriptors_kept(problem: Fields) -> int:
     """Bytes of memory that a hundred listings and plans leave behind."""
-    known = Problem.from_dict(problem)
+    known = Problem(**problem)
     identity = configurations(TARGET, known)[0].identity
 
     def resident() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ Inside = Callable[..., Any]
 
 def of(problem: Problem, **changes: Any) -> dict[str, Any]:
     """A problem, changed, as JSON values."""
-    return replace(problem, **changes).to_dict()
+    return asdict(replace(problem, **changes))
 
 
 def test_lists_are_those_of_another_program(inside: Inside) -> None:
@@ -50,7 +50,7 @@ def test_every_geometry_dtype_and_layout_has_engines_that_build(
 ) -> None:
     for op in OPS:
         problem = Problem(op, 8, 64, 64, dtype=dtype, layout=layout, **GEOMETRIES[geometry])
-        plans = inside("rebuilt", problem=problem.to_dict())
+        plans = inside("rebuilt", problem=asdict(problem))
         assert plans
         for identity, proposed, built in plans:
             assert built == proposed, (op, identity)
@@ -80,8 +80,8 @@ def test_every_wgrad_configuration_also_accumulates(
     inside: Inside, dtype: str, layout: str
 ) -> None:
     problem = replace(SMALL, op="wgrad", dtype=dtype, layout=layout)
-    written = inside("rebuilt", problem=problem.to_dict())
-    added = inside("rebuilt", problem=problem.to_dict(), beta=1.0)
+    written = inside("rebuilt", problem=asdict(problem))
+    added = inside("rebuilt", problem=asdict(problem), beta=1.0)
     assert written
     copy_bytes = prod(problem.w_shape) * problem.bytes_per_element + 16
     for (identity, _, alone), (same, _, more) in zip(written, added, strict=True):
@@ -122,7 +122,7 @@ def test_slabs_of_strided_views_have_the_tensor_core_engines_of_the_whole(
         for begin, end in ((0, 4), (4, 8), (size[0] - 4, size[0])):
             part = slab(kernel, begin, end).problem
             assert part is not None
-            arguments = {"problem": part.to_dict(), "within": kernel.to_dict()}
+            arguments = {"problem": asdict(part), "within": asdict(kernel)}
             listed = inside("found", **arguments)
             assert sum("TENSOR_CORE" in notes for *_, notes in listed) > 5
             plans = inside("rebuilt", **arguments, beta=float(op == "wgrad"))
@@ -138,7 +138,7 @@ def test_alignment_reaches_cudnn(inside: Inside) -> None:
 
 
 def test_numbers_say_what_the_arithmetic_is(inside: Inside) -> None:
-    notes = {identity: notes for identity, *_, notes in inside("found", problem=CONV2.to_dict())}
+    notes = {identity: notes for identity, *_, notes in inside("found", problem=asdict(CONV2))}
     assert notes["eng0"] == "STRICT_NAN_PROP"
     assert any("TENSOR_CORE" in said for said in notes.values())
     backward = inside("found", problem=of(CONV2, op="wgrad"))
@@ -146,12 +146,12 @@ def test_numbers_say_what_the_arithmetic_is(inside: Inside) -> None:
 
 
 def test_each_name_is_listed_once(inside: Inside) -> None:
-    names = [identity for identity, *_ in inside("found", problem=CONV2.to_dict())]
+    names = [identity for identity, *_ in inside("found", problem=asdict(CONV2))]
     assert len(names) == len(set(names))
 
 
 def test_what_compiles_at_run_time_is_listed_with_its_workspace(newest: Inside) -> None:
-    found = newest("compiled", problem=SMALL.to_dict())
+    found = newest("compiled", problem=asdict(SMALL))
     if not found:
         pytest.skip("without NVRTC this cuDNN lists no engine that compiles")
     proposed, built = found
@@ -162,7 +162,7 @@ def test_what_compiles_at_run_time_is_listed_with_its_workspace(newest: Inside) 
     "identity", ["eng9999", "eng67_k2=99999", "eng67_k77=1", "eng3", "bias_eng41_k2=99999"]
 )
 def test_what_cannot_be_rebuilt_is_a_miss(inside: Inside, identity: str) -> None:
-    kind, message = inside("refusal", problem=CONV2.to_dict(), identity=identity)
+    kind, message = inside("refusal", problem=asdict(CONV2), identity=identity)
     assert kind == "UnsupportedError"
     assert identity in message
     assert "at batch 256" in message
@@ -170,15 +170,15 @@ def test_what_cannot_be_rebuilt_is_a_miss(inside: Inside, identity: str) -> None
 
 @pytest.mark.parametrize("identity", ["", "gemm", "eng", "eng1_k2", "eng1_k2=", "eng1 "])
 def test_what_is_no_identity_is_refused(inside: Inside, identity: str) -> None:
-    kind, message = inside("refusal", problem=CONV2.to_dict(), identity=identity)
+    kind, message = inside("refusal", problem=asdict(CONV2), identity=identity)
     assert kind == "UnsupportedError"
     assert repr(identity) in message
 
 
 def test_a_name_of_another_version_builds_or_is_a_miss(inside: Inside, newest: Inside) -> None:
     built = 0
-    for identity, *_ in newest("found", problem=CONV2.to_dict()):
-        refusal = inside("refusal", problem=CONV2.to_dict(), identity=identity)
+    for identity, *_ in newest("found", problem=asdict(CONV2)):
+        refusal = inside("refusal", problem=asdict(CONV2), identity=identity)
         assert not refusal or refusal[0] == "UnsupportedError"
         built += not refusal
     assert built > 10
@@ -186,15 +186,15 @@ def test_a_name_of_another_version_builds_or_is_a_miss(inside: Inside, newest: I
 
 def test_a_tensor_over_2_to_the_31_elements_is_refused(inside: Inside) -> None:
     huge = Problem("fprop", 1024, 64, 64, (224, 224), (3, 3), padding=((1, 1), (1, 1)))
-    message = inside("listing_refusal", problem=huge.to_dict())
+    message = inside("listing_refusal", problem=asdict(huge))
     assert "x of fprop conv2d(64->64, k3, 224x224) at batch 1024 spans 3288334336" in message
     assert "smaller batch" in message
-    assert inside("found", problem=huge.with_batch(512).to_dict())
+    assert inside("found", problem=asdict(huge.with_batch(512)))
 
 
 def test_a_misaligned_view_is_refused(inside: Inside) -> None:
     views = [[[12544, 196, 14, 1], 2], [[576, 9, 3, 1], 16], [[12544, 196, 14, 1], 16]]
-    kind, message = inside("refusal", problem=SMALL.to_dict(), identity="eng0", views=views)
+    kind, message = inside("refusal", problem=asdict(SMALL), identity="eng0", views=views)
     assert kind == "UnsupportedError"
     assert "lignment" in message
 
@@ -207,7 +207,7 @@ def test_errors_carry_status_name_and_what_was_attempted(inside: Inside) -> None
 
 
 def test_listing_and_building_leave_no_memory_behind(newest: Inside) -> None:
-    assert newest("descriptors_kept", problem=SMALL.to_dict()) < 4 << 20
+    assert newest("descriptors_kept", problem=asdict(SMALL)) < 4 << 20
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -44,7 +44,7 @@ def tensor_of(problem: Problem, shape: tuple[int, ...]) -> torch.Tensor:
 
 def described(inside: Inside, problem: Problem, **options: Any) -> tuple[list[Any], Any, Any]:
     """Tensors, operations and engine of the first plan that cuDNN makes."""
-    plan = inside("serialized", problem=problem.to_dict(), **options)
+    plan = inside("serialized", problem=asdict(problem), **options)
     graph = plan["operationGraph"]
     tensors = sorted(graph["tensors"], key=lambda tensor: int(tensor["name"]))
     return tensors, graph["nodes"], plan["engine"]
@@ -102,7 +102,7 @@ def test_a_bias_is_added_to_a_sum_in_float32(inside: Inside, dtype: str) -> None
 @pytest.mark.parametrize("op", OPS)
 def test_the_plan_is_of_the_engine_and_knobs_of_its_name(inside: Inside, op: str) -> None:
     problem = replace(UNEVEN, op=op, groups=1)
-    for identity, *_ in inside("found", problem=problem.to_dict())[:12]:
+    for identity, *_ in inside("found", problem=asdict(problem))[:12]:
         _, _, engine = described(inside, problem, identity=identity)
         assert identity.startswith(f"eng{engine['engineId']}")
         values = [int(value) for value in re.findall(r"=(-?\d+)", identity)]
@@ -124,7 +124,7 @@ def test_a_slab_is_a_view_of_the_whole(
     for begin, end in pairwise(cuts):
         part = slab(whole, begin, end)
         assert part.problem is not None
-        tensors, _, _ = described(inside, part.problem, within=whole.to_dict())
+        tensors, _, _ = described(inside, part.problem, within=asdict(whole))
         rows = (part.x_rows, None, part.y_rows)
         shapes = (whole.x_shape, whole.w_shape, whole.y_shape)
         for tensor, cut, shape in zip(tensors, rows, shapes, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,12 +57,12 @@ def test_alexnet_conv2_keeps_tensor_cores_in_dgrad_only_in_micro_batches(
     inside_928: Inside,
 ) -> None:
     dgrad = replace(CONV2, op="dgrad")
-    whole = tensor_cores(inside_928("found", problem=dgrad.to_dict()))
+    whole = tensor_cores(inside_928("found", problem=asdict(dgrad)))
     assert len(whole) > 30
     assert round(min(whole.values()) / MIB, 1) == 183.4
     fits = {
         batch: min(
-            tensor_cores(inside_928("found", problem=dgrad.with_batch(batch).to_dict())).values()
+            tensor_cores(inside_928("found", problem=asdict(dgrad.with_batch(batch)))).values()
         )
         <= LIMIT
         for batch in (128, 64, 32)
@@ -73,7 +73,7 @@ def test_alexnet_conv2_keeps_tensor_cores_in_dgrad_only_in_micro_batches(
 def test_alexnet_conv2_has_one_engine_in_fprop_that_needs_no_micro_batch(
     inside_928: Inside,
 ) -> None:
-    whole = tensor_cores(inside_928("found", problem=CONV2.to_dict()))
+    whole = tensor_cores(inside_928("found", problem=asdict(CONV2)))
     within = {identity: workspace for identity, workspace in whole.items() if workspace <= LIMIT}
     assert {identity.partition("_")[0] for identity in within} == {"eng38"}
     assert {round(workspace / MIB, 1) for workspace in within.values()} == {46.7}
@@ -82,7 +82,7 @@ def test_alexnet_conv2_has_one_engine_in_fprop_that_needs_no_micro_batch(
 def test_strict_float32_needs_what_only_b_and_fallback_propose(inside_928: Inside) -> None:
     modes = {
         mode
-        for _, mode, _, notes in inside_928("found", problem=CONV2.to_dict())
+        for _, mode, _, notes in inside_928("found", problem=asdict(CONV2))
         if "TENSOR_CORE" not in notes
     }
     assert modes == {"B", "FALLBACK"}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +13,30 @@ from typing import Any
 import pytest
 
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, PlanFileError
 from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.outcomes import TOLERATED, Compilation, Contestant, LayoutRace, StepMemory, StepRace
+from ucudnn.outcomes import (
+    TOLERATED,
+    Compilation,
+    Contestant,
+    LayoutRace,
+    Origin,
+    StepMemory,
+    StepRace,
+)
 from ucudnn.plan import Plan
 
 PLAN = Plan((), Device("cpu", "any"), Software("2.13"), Conditions(), Config())
 RACE = StepRace(110_000, 100_000, 0.91, 0.9, 0.92, 5)
+CONTESTANTS = (Contestant("keep", False, 100), Contestant("channels_last", True, 80, 0.8))
+MEMORY = StepMemory(*[1] * 7)
+KINDS = {
+    "step_race": StepRace,
+    "layout_race": LayoutRace,
+    "compilation": Compilation,
+    "memory": StepMemory,
+    "origin": Origin,
+}
 
 
 @pytest.mark.parametrize(
@@ -60,31 +80,6 @@ def test_what_a_race_prints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("torch_ns", -1, "counts of a race of steps must be ints from 0"),
-        ("plan_ns", 1.5, "counts of a race of steps must be ints from 0"),
-        ("rounds", True, "counts of a race of steps must be ints from 0"),
-        ("plan_peak_bytes", 1 << 63, "counts of a race of steps must be ints from 0"),
-        ("ratio", 0.0, "ratios of a race of steps must be above 0"),
-        ("low", math.nan, "ratios of a race of steps must be above 0"),
-        ("high", math.inf, "ratios of a race of steps must be above 0"),
-        ("high", 1, "ratios of a race of steps must be above 0"),
-        ("inside", (1.0, 0.9, math.nan), "ratios of a race of steps must be above 0"),
-        ("inside", (1.0, 0.9), "inside must be a ratio with its interval"),
-        ("dropped", (3,), "names and reasons of a race of steps must be strings"),
-        ("reason", None, "names and reasons of a race of steps must be strings"),
-    ],
-)
-def test_a_race_that_cannot_be_is_refused(name: str, value: Any, sentence: str) -> None:
-    with pytest.raises(PlanError, match=sentence):
-        replace(RACE, **{name: value})
-
-
-CONTESTANTS = (Contestant("keep", False, 100), Contestant("channels_last", True, 80, 0.8))
-
-
-@pytest.mark.parametrize(
     "outcome",
     [
         {"step_race": replace(RACE, dropped=("fprop", "dgrad"), inside=(0.6, 0.5, 0.7))},
@@ -118,41 +113,65 @@ def test_what_a_compilation_prints() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"seconds": -1}, {"seconds": True}, {"seconds": 1.5}, {"relaid": -1}, {"reason": None}],
-)
-def test_a_compilation_that_cannot_be_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="(counts|reasons) of a compilation must be (ints|strings)"):
-        Compilation(**values)
+def signed(document: dict[str, Any], path: Path) -> Path:
+    """A file with the checksum of what it holds, as whoever edits one could write it."""
+    rest = {name: value for name, value in document.items() if name != "checksum"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(json.dumps({**rest, "checksum": checksum}))
+    return path
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("outcome", "name", "value", "sentence"),
     [
-        {"memory_format": "blocked"},
-        {"time_ns": -1},
-        {"ratio": 0.0},
-        {"is_allowed": 1},
-        {"peak_bytes": 1.5},
+        (RACE, "torch_ns", -1, "Expected `int` >= 0"),
+        (RACE, "plan_ns", 1.5, "Expected `int`, got `float`"),
+        (RACE, "rounds", True, "Expected `int`, got `bool`"),
+        (RACE, "plan_peak_bytes", 1 << 63, "Expected `int` <= 9223372036854775807"),
+        (RACE, "ratio", 0.0, "Expected `float` > 0.0"),
+        (RACE, "low", math.nan, "Expected `float` > 0.0"),
+        (RACE, "high", math.inf, "Expected `float` <= 1.79"),
+        (RACE, "inside", [1.0, 0.9], "Expected `array` of length 3, got 2"),
+        (RACE, "dropped", "ab", "Expected `array`, got `str`"),
+        (RACE, "reason", None, "Expected `str`, got `null`"),
+        (Compilation(3), "relaid", -1, "Expected `int` >= 0"),
+        (LayoutRace(CONTESTANTS, 1, 5), "rounds", "5", "Expected `int`, got `str`"),
+        (MEMORY, "is_training", 1, "Expected `bool`, got `int`"),
+        (MEMORY, "calls", [[0, -1]], "Expected `int` >= 0"),
+        (Origin("net"), "left_out", "abc", "Expected `array`, got `str`"),
     ],
-    ids=str,
 )
-def test_a_contestant_holds_what_it_may(values: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="contestant"):
-        Contestant(**{"memory_format": "keep", "is_plan": True, "time_ns": 1, **values})
+def test_a_file_with_what_cannot_be_is_refused_and_the_place_is_named(
+    outcome: Any, name: str, value: Any, sentence: str, tmp_path: Path
+) -> None:
+    (field,) = (one for one, kind in KINDS.items() if isinstance(outcome, kind))
+    document = replace(PLAN, **{field: outcome}).to_dict()
+    document[field][name] = value
+    place = f".*at `\\$.{field}.{name}"
+    with pytest.raises(PlanFileError, match=re.escape(sentence) + place):
+        Plan.load(signed(document, tmp_path / "plan.json"))
 
 
-@pytest.mark.parametrize("values", [{"rounds": -1}, {"winner": 1}, {"reason": None}], ids=str)
-def test_a_race_of_layouts_holds_what_it_may(values: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=r"of a race of layouts must be|winner must be"):
-        LayoutRace(**values)
+def test_layouts_of_a_file_are_known_and_one_contestant_won(tmp_path: Path) -> None:
+    document = replace(PLAN, layout_race=LayoutRace(CONTESTANTS, 1, 5)).to_dict()
+    document["layout_race"]["winner"] = 2
+    with pytest.raises(PlanError, match="winner must be the index of a contestant, got 2"):
+        Plan.load(signed(document, tmp_path / "plan.json"))
+    document["layout_race"]["contestants"][1]["memory_format"] = "blocked"
+    with pytest.raises(PlanError, match=r"layout_race.contestants\[1\].memory_format"):
+        Plan.load(signed(document, tmp_path / "plan.json"))
+    document = {**PLAN.to_dict(), "memory_format": "keep\n"}
+    with pytest.raises(PlanError, match=r"matching regex .*at `\$.memory_format"):
+        Plan.load(signed(document, tmp_path / "plan.json"))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"budget_bytes": -1}, {"is_training": 1}, {"calls": ((0, -1),)}],
-)
-def test_the_memory_of_a_plan_file_is_checked(values: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="step's memory"):
-        StepMemory(**{**dict.fromkeys(StepMemory.__slots__[:7], 1), **values})
+@pytest.mark.parametrize("change", [{"more": 1}, {"rounds": None}])
+def test_a_signed_file_has_the_fields_of_a_plan_and_no_others(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    document = replace(PLAN, step_race=RACE).to_dict()
+    kept = {name: value for name, value in document["step_race"].items() if name not in change}
+    document["step_race"] = kept | {name: one for name, one in change.items() if one}
+    with pytest.raises(PlanError, match="its checksum does not agree with its contents"):
+        Plan.load(signed(document, tmp_path / "plan.json"))

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import LayoutRace
 from ucudnn.plan import KernelPlan, Plan, Timing
@@ -209,8 +208,3 @@ def test_sums_of_other_kernels_are_not_compared():
 def test_a_layout_is_part_of_what_a_plan_is():
     last = plans_of([4], [5])["channels_last"]
     assert replace(last, memory_format="keep").hash != last.hash
-
-
-def test_there_are_two_memory_formats():
-    with pytest.raises(PlanError, match="memory_format must be one of keep, channels_last, got 'b"):
-        replace(plans_of([4], [5])["keep"], memory_format="blocked")

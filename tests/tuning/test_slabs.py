@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 
@@ -89,7 +89,7 @@ def best_ns(problem: Problem, costs: dict, limit: int) -> int:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("limit_mib", [70, 40, 16, 9, 4, 1])
 def test_slabs_are_the_fastest_that_fit(rows, op, limit_mib):
-    problem = Problem(**{**CONV.to_dict(), "op": op})
+    problem = Problem(**{**asdict(CONV), "op": op})
     plan = tune(problem, workspace_limit=limit_mib * MIB)
     (kernel,) = plan.kernels
     undivided = [cost(21) for cost in COSTS.values()]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from msgspec import to_builtins
 
 from ucudnn.cli import options
 from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, out, progress, say, say_error
@@ -234,11 +235,11 @@ def _print_tuned(
             "predicted_time_ns": plan.predicted_time_ns,
             "noise": noise_of(plan).to_dict(),
             "pays_back_steps": steps_to_pay_back(plan, seconds),
-            "step_race": plan.step_race.to_dict() if plan.step_race else None,
+            "step_race": to_builtins(plan.step_race),
             "memory_format": plan.memory_format,
-            "layout_race": plan.layout_race.to_dict() if plan.layout_race else None,
-            "compilation": plan.compilation.to_dict() if plan.compilation else None,
-            "memory": plan.memory.to_dict() if plan.memory else None,
+            "layout_race": to_builtins(plan.layout_race),
+            "compilation": to_builtins(plan.compilation),
+            "memory": to_builtins(plan.memory),
             "output": None if output is None else str(output),
         }
         # Not through rich, which breaks long lines.

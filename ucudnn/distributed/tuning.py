@@ -134,7 +134,7 @@ def _team(rendezvous: Rendezvous, traced: Traced, config: Config) -> tuple[int, 
         **config.to_dict(),
         "number of problems": len(traced.layers),
         **{
-            f"problem {number}": ", ".join(f"{name}={x}" for name, x in one.to_dict().items())
+            f"problem {number}": ", ".join(f"{name}={x}" for name, x in asdict(one).items())
             + (", with a bias" if one in traced.biased else "")
             for number, (_, one) in enumerate(traced.layers)
         },

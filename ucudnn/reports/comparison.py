@@ -83,7 +83,7 @@ class Comparison:
             "differences": [asdict(difference) for difference in self.differences],
             "changed": [
                 {
-                    "problem": pair.problem.to_dict(),
+                    "problem": asdict(pair.problem),
                     "one": _outcome(pair.one),
                     "other": _outcome(pair.other),
                 }

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
+from msgspec import to_builtins
+
 from ucudnn.measurement import Device
 from ucudnn.outcomes import TOLERATED
 from ucudnn.plan import Timing
@@ -221,10 +223,10 @@ class Advice:
         values = asdict(self)
         values["kernels"] = [
             {
-                "problem": kernel.problem.to_dict(),
+                "problem": asdict(kernel.problem),
                 "layers": list(kernel.layers),
-                "timing": kernel.timing and asdict(kernel.timing),
-                "channels_last": kernel.channels_last and asdict(kernel.channels_last),
+                "timing": to_builtins(kernel.timing),
+                "channels_last": to_builtins(kernel.channels_last),
                 "direct_ns": kernel.direct_ns,
                 "least_ns": kernel.least_ns,
                 "share": round(self.share(kernel.time_ns()), 4),

@@ -118,7 +118,7 @@ def cuda_software(cudnn: str) -> Software:
     """Versions of torch, CUDA and the driver, beside that of cuDNN."""
     driver = _ask(pynvml.nvmlSystemGetDriverVersion, "") if _nvml() else ""
     return Software(
-        torch=torch.__version__, cudnn=cudnn, cuda=torch.version.cuda or "", driver=driver
+        torch=str(torch.__version__), cudnn=cudnn, cuda=torch.version.cuda or "", driver=driver
     )
 
 

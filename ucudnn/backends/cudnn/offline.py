@@ -78,7 +78,7 @@ def list_configurations(
         "library": str(library or find_library()),
         "profile": {"text": profile.text, "source": profile.source},
         "problems": [
-            {"problem": problem.to_dict(), "views": (views or {}).get(problem)}
+            {"problem": asdict(problem), "views": (views or {}).get(problem)}
             for problem in problems
         ],
     }
@@ -143,7 +143,7 @@ def _serve(request: dict[str, Any], answers: IO[str]) -> None:
     with profile.descriptor(cudnn) as device:
         target = Target(cudnn, device=device)
         for entry in request["problems"]:
-            problem = Problem.from_dict(entry["problem"])
+            problem = Problem(**entry["problem"])
             views = entry["views"] and Views(
                 *(View(tuple(strides), alignment) for strides, alignment in entry["views"])
             )

@@ -77,7 +77,7 @@ def cpu_software() -> Software:
     """Versions of torch and of the oneDNN inside it."""
     # torch has no function for the version; its build summary names it, still by oneDNN's old name.
     match = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
-    return Software(torch=torch.__version__, onednn=match[1] if match else "")
+    return Software(torch=str(torch.__version__), onednn=match[1] if match else "")
 
 
 def last_level_cache_bytes() -> int:
