@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, fields
 
 from ucudnn.errors import CacheError
 from ucudnn.measurement import Device, Measurement, MeasurementKey, Software
-from ucudnn.units import format_bytes, format_ns
+from ucudnn.units import Count, format_bytes, format_ns
 
 # In the year 2116; a later time cannot come from a clock, and 2^63 would overflow in a file.
 LATEST_NS = 2**62
@@ -28,7 +28,7 @@ class Entry:
     """
 
     measurement: Measurement
-    stored_ns: int = 0
+    stored_ns: Count = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.stored_ns <= LATEST_NS:

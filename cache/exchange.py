@@ -165,11 +165,11 @@ def _from_json(path: Path, text: str) -> list[Entry]:
 
 
 def _value(place: str, name: str, text: str) -> Any:
-    field = FIELD_BY_NAME[name]
+    kind = FIELD_BY_NAME[name].kind
     try:
-        return field.kind.load(text)
+        return kind.load(text)
     except ValueError:
-        raise TableError(f"{place}: {name} must be {field.type}, got {shortened(text)!r}") from None
+        raise TableError(f"{place}: {name} must be {kind.name}, got {shortened(text)!r}") from None
 
 
 def _entry(place: str, values: Mapping[str, Any]) -> Entry:

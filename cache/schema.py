@@ -15,6 +15,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+from msgspec import ValidationError, convert
+
 from ucudnn.cache.entries import Entry
 from ucudnn.errors import CacheError, ConfigError, UcudnnError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
@@ -25,31 +27,17 @@ from ucudnn.system.files import parse_json
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Conversion of values of one type to text and back, and their recognition in JSON.
+    """Conversion of values of one type to text and back.
 
     Args:
+        name: such as "int | None".
         dump: value to text.
         load: text to value; raises ValueError for any other text.
-        accepts: whether a JSON value is one of this type.
     """
 
+    name: str
     dump: Callable[[Any], str]
     load: Callable[[str], Any]
-    accepts: Callable[[Any], bool]
-
-
-def _is_int(value: Any) -> bool:
-    # A bool is an int for isinstance, but not for a reader of the file.
-    # HDF5 has 64 bits for a number.
-    return type(value) is int and -(2**63) < value < 2**63
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, float) or _is_int(value)
-
-
-def _is_ints(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_int, value))
 
 
 def _load_bool(text: str) -> bool:
@@ -72,30 +60,30 @@ def load_texts(text: str) -> tuple[str, ...]:
 
 def _optional(kind: Kind) -> Kind:
     return Kind(
+        f"{kind.name} | None",
         lambda value: "" if value is None else kind.dump(value),
         lambda text: kind.load(text) if text else None,
-        lambda value: value is None or kind.accepts(value),
     )
 
 
-_TEXT = Kind(str, str, lambda value: isinstance(value, str))
-_INT = Kind(str, int, _is_int)
+_TEXT = Kind("str", str, str)
+_INT = Kind("int", str, int)
 # repr is the shortest text from which the same float is read back.
-_FLOAT = Kind(repr, float, _is_float)
+_FLOAT = Kind("float", repr, float)
 _INTS = Kind(
+    "tuple[int, ...]",
     lambda value: "x".join(map(str, value)),
     lambda text: tuple(map(int, text.split("x"))) if text else (),
-    _is_ints,
 )
 _PAIRS = Kind(
+    "tuple[tuple[int, int], ...]",
     lambda value: "x".join(f"{begin}:{end}" for begin, end in value),
     lambda text: tuple(tuple(map(int, pair.split(":"))) for pair in text.split("x")),
-    lambda value: isinstance(value, list | tuple) and all(map(_is_ints, value)),
 )
 _TEXTS = Kind(
+    "tuple[str, ...]",
     lambda value: json.dumps(value, ensure_ascii=False) if value else "",
     load_texts,
-    lambda value: isinstance(value, list | tuple) and all(isinstance(v, str) for v in value),
 )
 
 
@@ -127,21 +115,18 @@ def split_from_text(text: str) -> Split:
 # By annotation, as the dataclasses write it; a field of another type is not stored by itself.
 _KINDS = {
     "str": _TEXT,
-    # Their dataclasses refuse a word that is none.
     "Role": _TEXT,
     "Subject": _TEXT,
-    "Split | None": _optional(
-        Kind(split_to_text, split_from_text, lambda value: isinstance(value, Split))
-    ),
+    "Split | None": _optional(Kind("split", split_to_text, split_from_text)),
     "FailureKind | None": _optional(_TEXT),
     "float": _FLOAT,
     "int": _INT,
-    "bool": Kind(
-        lambda value: str(value).lower(), _load_bool, lambda value: isinstance(value, bool)
-    ),
+    "Count": _INT,
+    "bool": Kind("bool", lambda value: str(value).lower(), _load_bool),
     "tuple[int, ...]": _INTS,
+    "tuple[Count, ...]": _INTS,
     "tuple[tuple[int, int], ...]": _PAIRS,
-    "int | None": _optional(_INT),
+    "Count | None": _optional(_INT),
     "float | None": _optional(_FLOAT),
     "tuple[str, ...]": _TEXTS,
 }
@@ -153,12 +138,14 @@ class Field:
 
     Args:
         name: such as "problem.batch" or "time_ns".
-        type: its annotation, such as "int | None".
+        type: its annotation, such as "Count | None".
+        path: where an entry has it, such as "measurement.key.problem.batch".
         read: gets the value from an entry.
     """
 
     name: str
     type: str
+    path: str
     read: Callable[[Entry], Any]
 
     @property
@@ -191,6 +178,7 @@ def _fields_of(part: str, cls: Any, path: str) -> list[Field]:
         Field(
             f"{part}.{field.name}" if part else field.name,
             field.type,
+            f"{path}.{field.name}",
             attrgetter(f"{path}.{field.name}"),
         )
         for field in dataclasses.fields(cls)
@@ -221,7 +209,7 @@ KEY_FIELDS = (*PROBLEM_FIELDS, *_WORK_FIELDS, *CONTEXT_FIELDS)
 FIELDS = (
     *KEY_FIELDS,
     *_fields_of("", Measurement, "measurement"),
-    Field("stored_ns", "int", attrgetter("stored_ns")),
+    Field("stored_ns", "Count", "stored_ns", attrgetter("stored_ns")),
 )
 FIELD_BY_NAME = {field.name: field for field in FIELDS}
 
@@ -234,29 +222,20 @@ def entry_from_values(values: Mapping[str, Any]) -> Entry:
     """
     if odd := values.keys() - FIELD_BY_NAME.keys():
         raise CacheError(f"there is no field {min(odd)!r}")
-    given: dict[str, dict[str, Any]] = {}
+    document: dict[str, Any] = {}
     for field in FIELDS:
         if field.name not in values:
             raise CacheError(f"{field.name} is missing")
-        value = values[field.name]
-        if not field.kind.accepts(value):
-            raise CacheError(f"{field.name} must be {field.type}, got {value!r}")
-        given.setdefault(field.part, {})[field.own_name] = _frozen(value)
-    # Values of the key's and the measurement's own fields, which have no prefix.
-    own = given[""]
+        *rooms, name = field.path.split(".")
+        room = document
+        for one in rooms:
+            room = room.setdefault(one, {})
+        room[name] = values[field.name]
     try:
-        parts = {part: cls(**given[part]) for part, cls in _CLASSES.items()}
-        more = {field.name: own.pop(field.name) for field in _OWN_KEY_FIELDS}
-        key = MeasurementKey(**parts, **more)
-        stored_ns = own.pop("stored_ns")
-        return Entry(Measurement(key, **own), stored_ns)
-    except UcudnnError as error:
+        return convert(document, Entry)
+    # ValueError: text that is no Unicode, for what must be one of a few words
+    except (ValidationError, ValueError, UcudnnError) as error:
         raise CacheError(str(error)) from error
-
-
-def _frozen(value: Any) -> Any:
-    # JSON has lists where the dataclasses have tuples.
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:

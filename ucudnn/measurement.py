@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
 
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
 from ucudnn.split import Split
-from ucudnn.units import TOO_LARGE
+from ucudnn.units import Count
 
 STATUSES = ("ok", "screened", "untimed", "failed")
 _SAYING_MORE = ("untimed", "screened", "ok")
-_TYPES = {"str": str, "Role": str}
-
-
-_Words = TypeVar("_Words", bound=StrEnum)
-
-
-def _member(words: type[_Words], name: str, value: object) -> _Words:
-    """The member of an enumeration that a text names."""
-    if value not in tuple(words):
-        raise UcudnnError(f"{name} must be one of {', '.join(words)}, got {value!r}")
-    return words(str(value))
 
 
 class FailureKind(StrEnum):
@@ -110,21 +98,6 @@ def positions(chunks: int) -> tuple[Role, ...]:
     return (Role.ALONE,) if chunks == 1 else (Role.FIRST, *[Role.LATER] * (chunks - 1))
 
 
-def _require_fields(value: Any) -> None:
-    """Refuse a dataclass whose strings and numbers are not of the types it declares."""
-    for item in fields(value):
-        given = getattr(value, item.name)
-        if item.type == "int":
-            _require_count(item.name, given)
-        elif not isinstance(given, _TYPES[str(item.type)]):
-            raise UcudnnError(f"{item.name} must be a {item.type}, got {given!r}")
-
-
-def _require_count(name: str, value: object) -> None:
-    if type(value) is not int or not 0 <= value < TOO_LARGE:
-        raise UcudnnError(f"{name} must be an int from 0 to 2^63 - 1, got {value!r}")
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A problem at a micro-batch size together with an algorithm that can compute it.
@@ -165,22 +138,16 @@ class Device:
         memory_bytes: of a GPU, 0 on a CPU (its size does not change a time).
         power_limit_w: of a GPU, 0 on a CPU.
         mig: the MIG profile of a GPU, "" if there is none.
-
-    Raises:
-        UcudnnError: a value of another type, or a negative number.
     """
 
     type: str
     name: str
     isa: str = ""
-    cores: int = 0
+    cores: Count = 0
     compute_capability: str = ""
-    memory_bytes: int = 0
-    power_limit_w: int = 0
+    memory_bytes: Count = 0
+    power_limit_w: Count = 0
     mig: str = ""
-
-    def __post_init__(self) -> None:
-        _require_fields(self)
 
     def __str__(self) -> str:
         cores = f"{self.cores} cores" if self.cores else ""
@@ -198,9 +165,6 @@ class Software:
         cudnn: version of cuDNN, "" on a CPU.
         cuda: version of the CUDA runtime, "" on a CPU.
         driver: version of the NVIDIA driver, "" on a CPU.
-
-    Raises:
-        UcudnnError: a value of another type, or a negative number.
     """
 
     torch: str
@@ -209,36 +173,25 @@ class Software:
     cuda: str = ""
     driver: str = ""
 
-    def __post_init__(self) -> None:
-        _require_fields(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """Conditions of a run of a candidate.
 
     Args:
-        role: of the chunk in its call; a text such as "later" becomes the `Role` of that name.
+        role: of the chunk in its call.
         threads: torch's intra-operator threads on a CPU, 0 on a GPU.
         allocator: where memory came from, such as "glibc" or "glibc,mmap_threshold=1073741824".
         ranks_per_device: processes that share the device.
         mps_percent: share of a GPU's processors that MPS grants; 100 for a process that has the
             GPU to itself, 0 where several take turns on it without MPS.
-
-    Raises:
-        UcudnnError: a value of another type, or a negative number.
     """
 
     role: Role = Role.ALONE
-    threads: int = 0
+    threads: Count = 0
     allocator: str = ""
-    ranks_per_device: int = 1
-    mps_percent: int = 100
-
-    def __post_init__(self) -> None:
-        # Files and other ranks hold the text.
-        object.__setattr__(self, "role", _member(Role, "role", self.role))
-        _require_fields(self)
+    ranks_per_device: Count = 1
+    mps_percent: Count = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +205,12 @@ class MeasurementKey:
         software: the versions.
         conditions: how it was run.
         protocol: version number of the timing loop.
-        subject: what was timed; a text such as "call" becomes the `Subject` of that name.
+        subject: what was timed.
         split: of a whole call.
         race: identity of the race of a whole call: samples of different races are no pairs.
 
     Raises:
-        UcudnnError: an unknown subject, or one that does not go with the algorithm or the split.
+        UcudnnError: the subject does not go with the algorithm or the split.
     """
 
     problem: Problem
@@ -265,15 +218,12 @@ class MeasurementKey:
     device: Device
     software: Software
     conditions: Conditions
-    protocol: int
+    protocol: Count
     subject: Subject = Subject.CHUNK
     split: Split | None = None
     race: str = ""
 
     def __post_init__(self) -> None:
-        # Files hold the texts. Members pass quickly: caches have a million entries.
-        if type(self.subject) is not Subject:
-            object.__setattr__(self, "subject", _member(Subject, "subject", self.subject))
         has_algorithm = self.subject in (Subject.CHUNK, Subject.FIRST_RUN)
         is_call = self.subject is Subject.CALL
         if (self.algorithm and not has_algorithm) or (self.split is not None) != is_call:
@@ -306,16 +256,16 @@ class Measurement:
         load: processors that others used meanwhile; 0 if enough were left for this process.
 
     Raises:
-        UcudnnError: an unknown status or kind, a time that does not go with the status,
-            or a negative number.
+        UcudnnError: an unknown status, a time that does not go with the status, or a negative
+            number.
     """
 
     key: MeasurementKey
     status: str
-    time_ns: int | None = None
-    spread_ns: int | None = None
-    samples: tuple[int, ...] = ()
-    workspace_bytes: int | None = None
+    time_ns: Count | None = None
+    spread_ns: Count | None = None
+    samples: tuple[Count, ...] = ()
+    workspace_bytes: Count | None = None
     error: float | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
@@ -345,7 +295,6 @@ class Measurement:
         return _SAYING_MORE.index(self.status) > _SAYING_MORE.index(known.status)
 
     def __post_init__(self) -> None:
-        self._require_words()
         if self.status not in STATUSES:
             raise UcudnnError(f"status must be one of {', '.join(STATUSES)}, got {self.status!r}")
         if (self.time_ns is not None) != (self.status in ("ok", "screened")):
@@ -353,9 +302,3 @@ class Measurement:
         numbers = (self.time_ns or 0, self.spread_ns or 0, self.workspace_bytes or 0)
         if min(*numbers, *self.samples) < 0:
             raise UcudnnError(f"times and workspaces must not be negative, got {self}")
-
-    def _require_words(self) -> None:
-        """Refuse a word that is no kind, and replace a text by its member."""
-        # Files and other ranks hold the texts. Members pass quickly: caches have a million entries.
-        if self.failure is not None and type(self.failure) is not FailureKind:
-            object.__setattr__(self, "failure", _member(FailureKind, "failure", self.failure))

@@ -29,12 +29,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import count
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_type_hints
 
 import h5py
 import numpy as np
+from msgspec import ValidationError, convert
 
-from ucudnn.cache.schema import CONTEXT_FIELDS, FIELD_BY_NAME, load_texts, split_from_text
+from ucudnn.cache.schema import CONTEXT_FIELDS, load_texts, split_from_text
 from ucudnn.cache.table import (
     MEASUREMENT_DTYPE,
     NONE,
@@ -46,7 +47,7 @@ from ucudnn.cache.table import (
     Work,
 )
 from ucudnn.errors import CacheError, UcudnnError
-from ucudnn.measurement import STATUSES, Conditions, Device, FailureKind, Software, Subject
+from ucudnn.measurement import STATUSES, Subject
 from ucudnn.system.files import parse_json
 
 VERSION = 1
@@ -57,6 +58,8 @@ HEAD_BYTES = 1 << 16
 _MARK = FORMAT.encode()
 _FIRST_LINE = re.compile(rb"ucudnn-cache ([1-9]\d{0,8})\n")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+# What a file that was cut or edited may raise while its tables are built.
+_DAMAGES = (OSError, RuntimeError, KeyError, TypeError, ValueError, ValidationError, UcudnnError)
 _numbers = count()
 # In the order of the parameters of `Table`.
 _TEXTS = ("algorithms", "reasons", "notes", "facts")
@@ -220,7 +223,7 @@ def decode(data: bytes) -> Table:
         return _table(arrays, {name: list(map(_from_bytes, texts[name])) for name in _TEXTS})
     except DamagedError:
         raise
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError, UcudnnError) as error:
+    except _DAMAGES as error:
         raise DamagedError(f"it is no table of measurements: {error}") from error
 
 
@@ -276,18 +279,12 @@ def _contexts(table: Array) -> list[Context]:
     texts = {field.name for field in CONTEXT_FIELDS if field.is_text}
     contexts = []
     for row in table.tolist():
-        parts: dict[str, dict[str, Any]] = {"device": {}, "software": {}, "conditions": {}, "": {}}
+        parts: dict[str, Any] = {"device": {}, "software": {}, "conditions": {}}
         for name, value in zip(_COLUMNS["contexts"] or (), row, strict=True):
-            part, _, own_name = name.rpartition(".")
-            parts[part][own_name] = _from_bytes(value) if name in texts else value
-        contexts.append(
-            Context(
-                Device(**parts["device"]),
-                Software(**parts["software"]),
-                Conditions(**parts["conditions"]),
-                **parts[""],
-            )
-        )
+            room, _, own_name = name.rpartition(".")
+            text = _from_bytes(value) if name in texts else value
+            (parts[room] if room else parts)[own_name] = text
+        contexts.append(convert(parts, Context))
     return contexts
 
 
@@ -298,15 +295,12 @@ def _work(text: str) -> Work:
     return Work(values["algorithm"], subject, split, values.get("race", ""))
 
 
+_FACT_TYPES = get_type_hints(Facts)
+
+
 def _facts(text: str) -> Facts:
-    values = parse_json(text)
-    if not isinstance(values, dict):
-        raise DamagedError("its facts are no JSON objects")
-    for name, value in values.items():
-        if not FIELD_BY_NAME[name].kind.accepts(value):
-            raise DamagedError(f"its facts must not have {name}={value!r}")
-    failure = values.get("failure")
-    return Facts(**{**values, "failure": None if failure is None else FailureKind(failure)})
+    values = convert(parse_json(text), dict[str, Any])
+    return Facts(**{name: convert(value, _FACT_TYPES[name]) for name, value in values.items()})
 
 
 def _require_kinds(rows: Array, layout: np.dtype[Any]) -> None:

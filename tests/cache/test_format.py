@@ -161,7 +161,10 @@ def test_a_file_of_another_version_is_set_aside_and_a_fresh_one_made(file: Path)
         (drop_column("device.name", "contexts"), "columns of its table contexts are not"),
         (set_column("energy_uj", "measurements", 4.5), "columns of its table measurements are not"),
         (lambda file: file.pop("samples"), "its samples is no table"),
-        (set_column("conditions.role", "contexts", b"middle"), "role must be one of"),
+        (
+            set_column("conditions.role", "contexts", b"middle"),
+            "Invalid enum value .*role`",
+        ),
         (set_column("problem", "measurements", 99), "do not fit together"),
         (set_column("reason", "measurements", 99), "do not fit together"),
         (set_column("samples", "measurements", 10**6), "do not fit together"),
@@ -309,13 +312,6 @@ def test_samples_of_many_seconds_stay_whole_in_a_file_that_grows(tmp_path: Path)
 # Facts beside the numbers; laws.py has that they come back
 
 FAILED = Measurement(KEYS[0], "failed", reason="why")
-
-
-def test_words_that_are_none_are_refused() -> None:
-    with pytest.raises(UcudnnError, match="must be one of"):
-        replace(FAILED, failure="boredom")
-    with pytest.raises(UcudnnError, match="must be one of"):
-        replace(KEYS[0], subject="weather")
 
 
 SPLIT = Split("batch", (Step(3, "gemm"), Step(1, "“gemm”")))

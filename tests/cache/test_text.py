@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,17 +105,11 @@ def test_it_comes_back_as_it_was(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("time_ns", "soon", "time_ns must be int | None, got 'soon'"),
-        ("samples", "1x?", "samples must be tuple[int, ...], got '1x?'"),
-        ("adds_bias", "yes", "adds_bias must be bool, got 'yes'"),
-        ("problem.padding", "1x:2", "problem.padding must be tuple[tuple[int, int], ...]"),
         ("problem.stride", "0x1", "stride must be an int of at least 1, got 0"),
         ("error", "small", "error must be float | None, got 'small'"),
         ("status", "guessed", "status must be one of ok, screened, untimed, failed, got 'guessed'"),
         ("problem.op", "conv", "op must be one of fprop, dgrad, wgrad, got 'conv'"),
         ("status", "failed", "time_ns=1500 does not go with status 'failed'"),
-        ("stored_ns", str(2**62 + 1), "stored_ns must be"),
-        ("problem.batch", str(2**63), "batch must be"),
     ],
 )
 def test_a_bad_value_is_named_with_its_place_and_nothing_is_taken(
@@ -131,15 +126,46 @@ def test_a_bad_value_is_named_with_its_place_and_nothing_is_taken(
     assert len(cache) == 0
 
 
-@pytest.mark.parametrize("value", [1.5, True, [1], 2**63])
-def test_json_values_must_have_their_type(value: object, tmp_path: Path) -> None:
-    path = tmp_path / "timings.json"
-    cache = MemoryCache()
-    cache.put_entries([ENTRY])
-    cache.export(path)
-    change(path, lambda record: record.update(time_ns=value))
-    with pytest.raises(CacheError, match="time_ns must be int"):
-        imported(path)
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("time_ns", "soon", "time_ns must be int | None, got 'soon'"),
+        ("samples", "1x?", "samples must be tuple[int, ...], got '1x?'"),
+        ("adds_bias", "yes", "adds_bias must be bool, got 'yes'"),
+        ("problem.padding", "1x:2", "problem.padding must be tuple[tuple[int, int], ...]"),
+        ("stored_ns", str(2**62 + 1), "stored_ns must be"),
+        ("problem.batch", str(2**63), "batch must be"),
+    ],
+)
+@pytest.mark.parametrize("file", [".csv"], indirect=True)
+def test_a_text_of_another_type_is_named(name: str, value: str, sentence: str, file: Path) -> None:
+    change(file, lambda record: record.update({name: value}))
+    with pytest.raises(CacheError, match=re.escape(sentence)):
+        imported(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("time_ns", 1.5, "Expected `int | null`, got `float` - at `$.measurement.time_ns`"),
+        ("time_ns", True, "Expected `int | null`, got `bool`"),
+        ("time_ns", 2**63, "Expected `int` <= 9223372036854775807"),
+        ("device.cores", -1, "Expected `int` >= 0 - at `$.measurement.key.device.cores`"),
+        ("samples", "1x?", "Expected `array`, got `str`"),
+        ("notes", [3], "Expected `str`, got `int` - at `$.measurement.notes[0]`"),
+        ("conditions.role", "last", "Invalid enum value 'last'"),
+        ("subject", "weather", "Invalid enum value 'weather'"),
+        ("failure", "boredom", "Invalid enum value 'boredom'"),
+        ("stored_ns", 2**62 + 1, "stored_ns must be from 0 to 2^62"),
+    ],
+)
+@pytest.mark.parametrize("file", [".json"], indirect=True)
+def test_a_value_of_another_type_is_named(
+    name: str, value: object, sentence: str, file: Path
+) -> None:
+    change(file, lambda record: record.update({name: value}))
+    with pytest.raises(CacheError, match=re.escape(sentence)):
+        imported(file)
 
 
 @pytest.mark.parametrize("name", ["algorithm", "conditions.role", "notes", "stored_ns"])

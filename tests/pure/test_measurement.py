@@ -69,22 +69,6 @@ def test_refuses_an_unknown_status() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "changes"),
-    [
-        ("device", {"cores": -1}),
-        ("device", {"cores": 2.0}),
-        ("device", {"cores": 2**63}),
-        ("device", {"name": None}),
-        ("software", {"torch": ["2.13"]}),
-        ("conditions", {"threads": True}),
-    ],
-)
-def test_refuses_values_of_another_type(part: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(UcudnnError, match=f"{next(iter(changes))} must be"):
-        replace(getattr(KEY, part), **changes)
-
-
-@pytest.mark.parametrize(
     "changes", [{"time_ns": -1}, {"spread_ns": -1}, {"samples": (5, -1)}, {"workspace_bytes": -1}]
 )
 def test_refuses_negative_numbers(changes: dict[str, Any]) -> None:
@@ -92,8 +76,7 @@ def test_refuses_negative_numbers(changes: dict[str, Any]) -> None:
         Measurement(KEY, "ok", **{"time_ns": 1, **changes})
 
 
-def test_a_role_is_read_from_its_text_and_written_as_it() -> None:
-    assert Conditions("later").role is Role.LATER
+def test_a_role_is_equal_to_its_text_and_written_as_it() -> None:
     assert json.dumps(asdict(Conditions(Role.FIRST))["role"]) == '"first"'
     assert {Conditions("first"), Conditions(Role.FIRST)} == {Conditions("first")}
 
