@@ -355,7 +355,7 @@ def test_control_characters_of_a_plan_file_reach_no_page_and_no_terminal(drawn, 
     )
     # plotly's own script has tabs and line ends
     assert not set(CONTROLS[:1] + "\x07\x9b\x7f\u202e") & set(report(hostile))
-    for words in ([], ["--kernel", "0"], ["--csv"], ["--markdown"]):
+    for words in ([], ["--kernel", "0"], ["--csv"]):
         done = ucudnn("show", tmp_path / "plan.json", *words)
         assert done.status == 0, done.err
         assert r"\x1b" in done.out

@@ -43,25 +43,25 @@ def test_architectures_have_two_numbers(number: int, text: str) -> None:
 @pytest.mark.parametrize("name", REQUIRED_FIELDS)
 def test_a_missing_field_is_named(name: str) -> None:
     rest = {other: value for other, value in FIELDS.items() if other != name}
-    with pytest.raises(ConfigError, match=rf"h200\.json lacks {name}; .*save-device-profile"):
+    with pytest.raises(
+        ConfigError, match=rf"h200\.json: .*`{name}`; .*save-device-profile"
+    ):
         DeviceProfile.parse(json.dumps(rest), "h200.json")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("multiProcessorCount", "132", "an int of at least 0"),
-        ("multiProcessorCount", -1, "an int of at least 0"),
-        ("multiProcessorCount", 1.5, "an int of at least 0"),
-        ("multiProcessorCount", True, "an int of at least 0"),
-        ("multiProcessorCount", None, "an int of at least 0"),
-        ("maxGridSize", [1, 2], "a list of three ints"),
-        ("maxGridSize", 7, "a list of three ints"),
-        ("deviceName", 7, "a text"),
+        ("multiProcessorCount", "132", "Expected `int`, got `str`"),
+        ("multiProcessorCount", -1, "Expected `int` >= 0"),
+        ("multiProcessorCount", 1.5, "Expected `int`, got `float`"),
+        ("multiProcessorCount", True, "Expected `int`, got `bool`"),
+        ("maxGridSize", [1, 2], "Expected `array` of length 3, got 2"),
+        ("deviceName", 7, "Expected `str`, got `int`"),
     ],
 )
 def test_a_wrong_value_is_named_with_the_rule(name: str, value: object, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rf"bad\.json: {name} must be {rule}, got"):
+    with pytest.raises(ConfigError, match=rf"bad\.json: {rule} - at `[$].{name}`"):
         DeviceProfile.parse(json.dumps({**FIELDS, name: value}), "bad.json")
 
 

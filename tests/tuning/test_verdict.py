@@ -1,4 +1,4 @@
-"""What is said of a plan: faster and slower kernels apart, and limits that would cost less."""
+"""What is said of a plan: faster and slower kernels apart, pools, races."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import Contestant, LayoutRace, StepRace
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
-from ucudnn.reports.text import larger_limits, plan_verdict
+from ucudnn.reports.text import plan_verdict
 
 MIB, MS = 1 << 20, 1_000_000
 
@@ -38,14 +38,6 @@ def test_faster_and_slower_kernels_are_named_apart():
     assert said[0] == "Faster kernels: 2, by 7.00 ms in all."
     assert said[1].startswith("Slower kernels: 1, by 1.00 ms in all")
     assert len(said) == 2
-
-
-def test_limits_that_would_cost_less_where_this_one_costs_much():
-    """By default 100 ms, now 130; 8 MiB hold the first kernel's own, 64 MiB both."""
-    plan = plan_of(kernel(4, 50, 8, 74), kernel(8, 50, 64, 56))
-    assert larger_limits(plan) == [(1.1, 8 * MIB), (1.02, 64 * MIB)]
-    assert "8 MiB at most 1.1 times and 64 MiB at most 1.02 times" in " ".join(plan_verdict(plan))
-    assert larger_limits(plan_of(kernel(4, 50, 8, 59), kernel(8, 50, 64, 59))) == []
 
 
 def test_plan_verdict_names_the_price_of_a_pool():

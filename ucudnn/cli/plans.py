@@ -37,25 +37,21 @@ def show(
     ] = None,
     cache: CacheOption = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one row per kernel.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print a plan: for each kernel torch's default, the split, times and workspaces.
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
-    forms = [as_csv, as_markdown, as_json, kernel is not None]
-    if sum(forms) > 1:
-        raise ConfigError("--csv, --markdown, --json and --kernel exclude each other; leave one")
+    if sum([as_csv, as_json, kernel is not None]) > 1:
+        raise ConfigError("--csv, --json and --kernel exclude each other; leave one")
     loaded = Plan.load(plan)
-    if any(forms[:3]):
-        from ucudnn.reports.text import plan_csv, plan_document, plan_markdown
+    if as_csv or as_json:
+        from ucudnn.reports.text import plan_csv, plan_document
 
         # Not through rich, which breaks long lines.
-        if as_json:
-            print(json.dumps(plan_document(loaded)))
-        else:
-            print(plan_csv(loaded) if as_csv else plan_markdown(loaded), end="")
+        text = plan_csv(loaded) if as_csv else f"{json.dumps(plan_document(loaded))}\n"
+        print(text, end="")
         return
     if kernel is None:
         _show_all(loaded)

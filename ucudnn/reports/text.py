@@ -1,4 +1,4 @@
-"""Plans as text: tables for a terminal, CSV, Markdown and JSON, and sentences."""
+"""Plans as text: tables for a terminal, CSV and JSON, and sentences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from ucudnn.outcomes import LayoutRace
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.reports.comparison import Comparison
-from ucudnn.system.markup import csv_table, markdown_table
+from ucudnn.system.markup import csv_table
 from ucudnn.units import format_bytes, format_ns
 
 # A file format that users read: names and order must stay, new ones come last.
@@ -186,10 +186,6 @@ def left_out_sentence(plan: Plan) -> str:
 def plan_verdict(plan: Plan) -> list[str]:
     """Effects of the plan in sentences: faster and slower kernels, the limit, the step."""
     sentences = _kernel_verdict(plan)
-    limits = larger_limits(plan)
-    if limits:
-        offers = (f"{format_bytes(limit)} at most {times:g} times" for times, limit in limits)
-        sentences.append(f"The limit costs much; {' and '.join(offers)} would cost less.")
     if plan.memory is not None:
         sentences.append(as_sentence(str(plan.memory)))
     if plan.layout_race is not None:
@@ -275,44 +271,6 @@ def layout_table(layouts: LayoutRace) -> Table:
 def _saved_ns(kernel: KernelPlan) -> int:
     assert kernel.default is not None
     return (kernel.default.time_ns - kernel.timing.time_ns) * len(kernel.layers)
-
-
-def larger_limits(plan: Plan) -> list[tuple[float, int]]:
-    """Larger limits: pairs of a ratio to torch's time and the bytes of workspace that reach it.
-
-    The result is empty if they take less than 1.2 times as long now. A kernel counts with torch's
-    time if the limit allows torch's own convolution, else with its planned time.
-
-    Args:
-        plan: with the default and the plan of every kernel, each measured.
-    """
-    # What a memory budget leaves, or a pool, differs from kernel to kernel: no one limit stands for
-    # it.
-    if plan.memory is not None or plan.config.total_bytes is not None:
-        return []
-    # Where torch cannot compute the problem there is nothing to compare with.
-    known = [(kernel, kernel.default) for kernel in plan.kernels if kernel.default]
-    default_ns = sum(default.time_ns * len(kernel.layers) for kernel, default in known)
-    if default_ns - sum(_saved_ns(kernel) for kernel, _ in known) < 1.2 * default_ns:
-        return []
-    # At these limits, and no others, one more kernel becomes torch's own.
-    limits = sorted({default.workspace_bytes for _, default in known})
-    found = []
-    # A limit that costs a tenth, and one that costs hardly anything.
-    for times in (1.1, 1.02):
-        enough = (limit for limit in limits if _time_at(limit, known) <= times * default_ns)
-        least = next(enough, None)
-        if least is not None:
-            found.append((times, least))
-    return found
-
-
-def _time_at(limit: int, known: list[tuple[KernelPlan, Timing]]) -> int:
-    """Time of all kernels if only those whose default exceeds a limit follow the plan."""
-    default_ns = sum(default.time_ns * len(kernel.layers) for kernel, default in known)
-    # What exceeds the limit keeps its plan and what that saves or costs.
-    over = [kernel for kernel, default in known if default.workspace_bytes > limit]
-    return default_ns - sum(map(_saved_ns, over))
 
 
 def steps_to_pay_back(plan: Plan, seconds: float) -> int | None:
@@ -456,26 +414,6 @@ def plan_csv(plan: Plan) -> str:
     """The kernels as CSV; what is not known is empty."""
     rows = [_kernel_row(number, kernel).values() for number, kernel in enumerate(plan.kernels)]
     return csv_table(_COLUMNS, [["" if cell is None else cell for cell in row] for row in rows])
-
-
-def plan_markdown(plan: Plan) -> str:
-    """The kernels as a table in Markdown, with units."""
-    rows = []
-    for number, kernel in enumerate(plan.kernels):
-        row = _kernel_row(number, kernel)
-        default = kernel.default
-        rows.append(
-            (
-                *(str(number), row["kernel"], str(row["calls"])),
-                "-" if default is None else format_ns(default.time_ns),
-                "-" if default is None else format_bytes(default.workspace_bytes),
-                *(format_ns(kernel.timing.time_ns), format_bytes(kernel.timing.workspace_bytes)),
-                "-" if row["gain"] is None else f"{row['gain']:.2f}",
-                row["split"],
-            )
-        )
-    head = ("#", "kernel", "calls", "default", "workspace", "plan", "workspace", "gain", "split")
-    return markdown_table(head, rows)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

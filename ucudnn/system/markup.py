@@ -1,4 +1,4 @@
-"""Small tables in HTML, Markdown and CSV: text for notebooks, papers and spreadsheets."""
+"""Small tables in HTML and CSV: text for notebooks and spreadsheets."""
 
 from __future__ import annotations
 
@@ -33,22 +33,6 @@ def html_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 def _html_row(cells: Iterable[str], tag: str) -> str:
     return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    r"""A table as Markdown, whatever the text holds.
-
-    >>> print(markdown_table(("a", "b"), [("1|2", "3")]), end="")
-    | a | b |
-    |---|---|
-    | 1\|2 | 3 |
-    """
-    lines = [head, ["---"] * len(head), *rows]
-    text = [" | ".join(printable(cell).replace("|", "\\|") for cell in line) for line in lines]
-    text[1] = "|".join(lines[1])
-    return "".join(
-        f"|{line}|\n" if number == 1 else f"| {line} |\n" for number, line in enumerate(text)
-    )
 
 
 def csv_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import ValidationError, convert, defstruct
 
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.constants import DEVICELESS_SINCE, Attribute, Kind
 from ucudnn.errors import ConfigError, UnsupportedError
 from ucudnn.system.files import parse_json
+from ucudnn.units import Count
 
 # Fields that cuDNN requires; it may write further ones.
 _COUNTS = (
@@ -21,12 +23,18 @@ _COUNTS = (
     *("multiProcessorCount", "pciDeviceId", "regsPerBlock", "reservedSharedMemoryPerBlock"),
     *("smClockRateKHz", "supportCoopLaunch", "totalGlobalMem", "warpSize"),
 )
-# Three numbers each, for the axes x, y and z.
-_SIZES = ("maxBlockSize", "maxGridSize")
-_NAME = "deviceName"
-REQUIRED_FIELDS = (*_COUNTS, *_SIZES, _NAME)
+_KINDS = {
+    **dict.fromkeys(_COUNTS, Count),
+    **dict.fromkeys(("maxBlockSize", "maxGridSize"), tuple[Count, Count, Count]),  # x, y, z
+    "deviceName": str,
+}
+REQUIRED_FIELDS = tuple(_KINDS)
 # Some release after 9.20 began to ask for it; a profile that an older one wrote may lack it.
 NEWER_FIELDS = ("memoryBusWidth",)
+_Properties = defstruct(
+    "_Properties", [*_KINDS.items(), *((name, Count | None, None) for name in NEWER_FIELDS)]
+)
+_REMEDY = "write a whole one on the device: ucudnn doctor --save-device-profile FILE"
 
 _OWN = Path(__file__).parent / "profiles"
 
@@ -98,19 +106,14 @@ class DeviceProfile:
             fields = parse_json(text)
         except ValueError as error:
             raise ConfigError(f"the device profile {source} is no JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise ConfigError(f"the device profile {source} must be a JSON object, got {text:.40}")
-        _require(REQUIRED_FIELDS, fields, f"the device profile {source} lacks")
         # Checked here, so that the error names the field and the file.
-        for name in (*REQUIRED_FIELDS, *NEWER_FIELDS):
-            if name in fields and not _is_valid(name, fields[name]):
-                raise ConfigError(
-                    f"the device profile {source}: {name} must be {_rule(name)}, "
-                    f"got {fields[name]!r}"
-                )
+        try:
+            convert(fields, _Properties)
+        except ValidationError as error:
+            raise ConfigError(f"the device profile {source}: {error}; {_REMEDY}") from None
         # deviceVer is 900 for compute capability 9.0.
         major, minor = divmod(fields["deviceVer"] // 10, 10)
-        return cls(fields[_NAME], f"{major}.{minor}", text, source)
+        return cls(fields["deviceName"], f"{major}.{minor}", text, source)
 
     @classmethod
     def of_handle(cls, cudnn: Cudnn, handle: Handle) -> DeviceProfile:
@@ -169,11 +172,12 @@ class DeviceProfile:
             # A failure of the library says nothing about the profile.
             if not error.is_refusal:
                 raise
-            _require(
-                NEWER_FIELDS,
-                json.loads(self.text),
-                f"cuDNN {cudnn.version_text} asks for what the device profile {self.source} lacks:",
-            )
+            known = json.loads(self.text)
+            if missing := [name for name in NEWER_FIELDS if name not in known]:
+                raise ConfigError(
+                    f"cuDNN {cudnn.version_text} asks for what the device profile {self.source} "
+                    f"lacks: {', '.join(missing)}; {_REMEDY}"
+                ) from None
             raise UnsupportedError(
                 f"cuDNN {cudnn.version_text} does not plan for the device of the profile "
                 f"{self.source} ({self.name}, compute capability {self.compute_capability}): "
@@ -188,31 +192,3 @@ def _require_deviceless(cudnn: Cudnn) -> None:
             f"device profiles need cuDNN 9.8 or newer, {cudnn.path} is {cudnn.version_text}; "
             f"install a newer torch, or cuDNN alone: pip install --no-deps nvidia-cudnn-cu13"
         )
-
-
-def _require(names: Iterable[str], fields: Mapping[str, object], said: str) -> None:
-    missing = [name for name in names if name not in fields]
-    if missing:
-        raise ConfigError(
-            f"{said} {', '.join(missing)}; write a whole one on the device: "
-            f"ucudnn doctor --save-device-profile FILE"
-        )
-
-
-def _is_valid(name: str, value: object) -> bool:
-    if name == _NAME:
-        return isinstance(value, str)
-    if name in _SIZES:
-        return isinstance(value, list) and len(value) == 3 and all(map(_is_count, value))
-    return _is_count(value)
-
-
-def _is_count(value: object) -> bool:
-    # `isinstance` would let true and false pass: bool is a subclass of int.
-    return type(value) is int and value >= 0
-
-
-def _rule(name: str) -> str:
-    if name == _NAME:
-        return "a text"
-    return "a list of three ints" if name in _SIZES else "an int of at least 0"
