@@ -43,9 +43,7 @@ def test_architectures_have_two_numbers(number: int, text: str) -> None:
 @pytest.mark.parametrize("name", REQUIRED_FIELDS)
 def test_a_missing_field_is_named(name: str) -> None:
     rest = {other: value for other, value in FIELDS.items() if other != name}
-    with pytest.raises(
-        ConfigError, match=rf"h200\.json: .*`{name}`; .*save-device-profile"
-    ):
+    with pytest.raises(ConfigError, match=rf"h200\.json: .*`{name}`; .*save-device-profile"):
         DeviceProfile.parse(json.dumps(rest), "h200.json")
 
 
