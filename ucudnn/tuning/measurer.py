@@ -20,11 +20,10 @@ from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementK
 from ucudnn.solvers.lazy import Outlook
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.system.forking import cached_property
+from ucudnn.tuning.bounds import Elimination, WorkspaceModel, must_be_known
 from ucudnn.tuning.candidates import KernelCandidates
-from ucudnn.tuning.elimination import Elimination
 from ucudnn.tuning.requests import TOLERANCE, Requests, interval_of
 from ucudnn.tuning.session import Session
-from ucudnn.tuning.workspace_model import WorkspaceModel, must_be_known
 
 
 class KernelRecords:

@@ -19,8 +19,8 @@ from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.splits import CHUNK_NS, WORTHWHILE_NS, BatchSplits
 
 if TYPE_CHECKING:
+    from ucudnn.tuning.bounds import Elimination
     from ucudnn.tuning.candidates import KernelCandidates
-    from ucudnn.tuning.elimination import Elimination
     from ucudnn.tuning.measurer import KernelRecords
     from ucudnn.tuning.session import Session
 
