@@ -12,9 +12,8 @@ import numpy as np
 
 from ucudnn.cache.base import AbstractCache
 from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport, info_of
-from ucudnn.cache.hdf5.check import check_folder
 from ucudnn.cache.hdf5.codec import DamagedError, verify
-from ucudnn.cache.hdf5.files import DeviceFiles, foreign_in, kinds_in, read_file
+from ucudnn.cache.hdf5.files import DeviceFiles, foreign_in, is_set_aside, kinds_in, read_file
 from ucudnn.cache.hdf5.store import DeviceStore
 from ucudnn.cache.schema import matches, parse_where
 from ucudnn.cache.table import select_rows
@@ -153,7 +152,7 @@ class HDF5Cache(AbstractCache):
         """Read every file and report what is wrong."""
         with self._lock:
             try:
-                return check_folder(self._path)
+                return _check(self._path)
             except OSError as error:
                 raise CacheError(
                     f"cannot read the cache {self._path}: {error.strerror}; let this user read it"
@@ -257,3 +256,22 @@ def open_existing(path: str | os.PathLike[str]) -> HDF5Cache:
     if not os.path.isdir(path):
         raise TableError(f"there is no cache in {path}: it is not a folder; name one that is")
     return HDF5Cache(Path(path), "r")
+
+
+def _check(root: Path) -> CheckReport:
+    """Read every file in the folder of a cache, and change nothing."""
+    problems: list[str] = []
+    notes = []
+    records = files = 0
+    for kind in kinds_in(root):
+        of_kind = DeviceFiles(root, kind, use_locks=False)
+        # A new store reads the files as the next process will find them.
+        table = DeviceStore(of_kind, False, problems.append).table()
+        records, files = records + len(table), files + len(of_kind.paths())
+        for path in of_kind.strays():
+            what = "was set aside" if is_set_aside(path.name) else "was left by a killed writer"
+            notes.append(f"{path} {what}; nothing needs it")
+    notes += [
+        f"{path} is not a file of this cache: it was left as it is" for path in foreign_in(root)
+    ]
+    return CheckReport(records, files, tuple(problems), tuple(notes))

@@ -54,32 +54,26 @@ def show(
         print(text, end="")
         return
     if kernel is None:
-        _show_all(loaded)
+        if loaded.origin is not None:
+            out.print(str(loaded.origin))
+        print_plan(loaded)
     else:
         _show_kernels(loaded, kernel, cache)
 
 
-def _show_all(plan: Plan) -> None:
+def print_plan(plan: Plan) -> None:
     """Print one row per kernel, and what is known of the whole step."""
-    from ucudnn.reports.text import as_sentence, layout_table, plan_summary, plan_table
+    from ucudnn.reports.text import layout_table, plan_summary, plan_table, plan_verdict
     from ucudnn.tuning.noise import noise_of
 
-    if plan.origin is not None:
-        out.print(str(plan.origin))
     # The width decides which columns the table has.
     out.print(plan_table(plan, out.width))
     out.print(plan_summary(plan))
-    if plan.layout_race is not None:
-        if plan.layout_race.contestants:
-            out.print(layout_table(plan.layout_race))
-        say(as_sentence(str(plan.layout_race)))
-    if plan.layout_hint is not None:
-        say(as_sentence(str(plan.layout_hint)))
-    if plan.compilation is not None:
-        say(as_sentence(str(plan.compilation)))
-    if plan.memory is not None:
-        say(as_sentence(str(plan.memory)))
-    out.print(f"Noise: {noise_of(plan)}.")
+    if plan.layout_race is not None and plan.layout_race.contestants:
+        out.print(layout_table(plan.layout_race))
+    for sentence in plan_verdict(plan):
+        say(sentence)
+    say(f"Noise: {noise_of(plan)}.")
 
 
 def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:
@@ -135,14 +129,7 @@ def _explain(plan: Plan, kernel: KernelPlan, cache: str | None) -> None:
     for heading in ("split", "time", "workspace", "error", "why not"):
         table.add_column(heading, overflow="fold")
     for one in found:
-        time_ns = "-" if one.time_ns is None else format_ns(one.time_ns)
-        table.add_row(
-            str(one.split),
-            time_ns if one.is_measured or one.time_ns is None else f"~{time_ns}",
-            "-" if one.workspace_bytes is None else format_bytes(one.workspace_bytes),
-            "-" if one.error is None else f"{one.error:.1e}",
-            one.reason,
-        )
+        table.add_row(*one.cells)
     out.print(table)
 
 

@@ -13,9 +13,10 @@ import typer
 from msgspec import to_builtins
 
 from ucudnn.cli import options
-from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, out, progress, say, say_error
+from ucudnn.cli.console import SAYS_NO, InterruptedCommandError, progress, say, say_error
 from ucudnn.cli.models import NamedModel, Recipe, name_model
 from ucudnn.cli.options import JsonOption, settings, with_passes
+from ucudnn.cli.plans import print_plan
 from ucudnn.cli.tables import TableFlags, read_traced
 from ucudnn.config import SETTINGS, Config
 from ucudnn.errors import ConfigError, TuningInterruptedError
@@ -214,14 +215,7 @@ def _keep(plan: Plan, calls: int, output: Path | None) -> str:
 def _print_tuned(
     plan: Plan, counts: dict[str, int], seconds: float, output: Path | None, as_json: bool
 ) -> None:
-    from ucudnn.reports.text import (
-        layout_table,
-        payback,
-        plan_summary,
-        plan_table,
-        plan_verdict,
-        steps_to_pay_back,
-    )
+    from ucudnn.reports.text import payback, steps_to_pay_back
     from ucudnn.tuning.noise import noise_of
 
     if as_json:
@@ -245,13 +239,7 @@ def _print_tuned(
         # Not through rich, which breaks long lines.
         print(json.dumps(summary))
         return
-    out.print(plan_table(plan, out.width))
-    out.print(plan_summary(plan))
-    if plan.layout_race is not None and plan.layout_race.contestants:
-        out.print(layout_table(plan.layout_race))
-    for sentence in plan_verdict(plan):
-        say(sentence)
-    say(f"Noise: {noise_of(plan)}.")
+    print_plan(plan)
     # What came from the cache cost no tuning that would have to pay back.
     if counts["measured"]:
         say(payback(plan, seconds))

@@ -16,12 +16,12 @@ from urllib.parse import quote
 from rich.table import Table
 
 from ucudnn.errors import UcudnnError
-from ucudnn.plan import KernelPlan, Plan
+from ucudnn.plan import Plan
 from ucudnn.reports.charts import Chart, charts, fronts_chart, rows_of, short_names
 from ucudnn.reports.text import layout_table, plan_csv, plan_summary, plan_table, plan_verdict
 from ucudnn.system.files import write
 from ucudnn.system.markup import printable
-from ucudnn.tuning.rationale import Rationale
+from ucudnn.tuning.rationale import Alternative, Rationale
 from ucudnn.units import format_bytes, format_ns
 
 # More kernels than this are drawn in a box that scrolls.
@@ -197,12 +197,18 @@ def _layout(plan: Plan) -> Iterator[str]:
 def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], str]) -> str:
     """Time over workspace of one kernel at a time, and the candidates of all."""
     chart, names = fronts_chart(plan, rationales), short_names(plan)
-    table = Table("#", "kernel", "split", "time", "of the plan's", "workspace", "error", "why not")
-    for heading in (0, 3, 4, 5, 6):
+    table = Table("#", "kernel", "split", "time", "workspace", "error", "why not")
+    for heading in (0, 3, 4, 5):
         table.columns[heading].justify = "right"
     for row in rows_of(plan):
-        for cells in _candidates(row.kernel, rationales[row.number]):
-            table.add_row(str(row.number), names[row.number], *cells)
+        timing, known = row.kernel.timing, rationales[row.number].alternatives
+        plans = Alternative(
+            *(row.split, timing.time_ns, timing.workspace_bytes, None),
+            not timing.is_predicted,
+            "the plan",
+        )
+        for one in (plans, *known):
+            table.add_row(str(row.number), names[row.number], *one.cells)
     return _section(
         "Why these splits",
         "" if any(one.front for one in rationales) else _missing("Fronts"),
@@ -212,23 +218,6 @@ def _why(plan: Plan, rationales: Sequence[Rationale], draw: Callable[[Chart], st
         "measurements. ~: the sum of chunks, not timed as a call.</p>",
         _table("candidates", table),
     )
-
-
-def _candidates(kernel: KernelPlan, rationale: Rationale) -> Iterator[tuple[str, ...]]:
-    timing, split = kernel.timing, kernel.split(kernel.problem.batch)
-    about = "~" if timing.is_predicted else ""
-    time, size = f"{about}{format_ns(timing.time_ns)}", format_bytes(timing.workspace_bytes)
-    yield str(split), time, "1.00x", size, "-", "the plan"
-    for one in rationale.alternatives:
-        about = "" if one.is_measured else "~"
-        yield (
-            str(one.split),
-            "-" if one.time_ns is None else f"{about}{format_ns(one.time_ns)}",
-            "-" if one.time_ns is None else f"{one.time_ns / timing.time_ns:.2f}x",
-            "-" if one.workspace_bytes is None else format_bytes(one.workspace_bytes),
-            "-" if one.error is None else f"{one.error:.1e}",
-            one.reason,
-        )
 
 
 def _kernels(plan: Plan) -> Iterator[str]:

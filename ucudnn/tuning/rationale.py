@@ -12,7 +12,7 @@ from ucudnn.problem import Problem
 from ucudnn.solvers import Item
 from ucudnn.tuning.items import chunk_items
 from ucudnn.tuning.splits import BatchSplits, RowSplits, pareto
-from ucudnn.units import format_bytes
+from ucudnn.units import format_bytes, format_ns
 
 # Measurements of the plan's machine, by their problem with a batch of 1.
 _Known = dict[Problem, list[Measurement]]
@@ -45,6 +45,18 @@ class Alternative:
     error: float | None
     is_measured: bool
     reason: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Split, time, workspace, error and reason, for tables."""
+        about = "" if self.is_measured else "~"
+        return (
+            str(self.split),
+            "-" if self.time_ns is None else f"{about}{format_ns(self.time_ns)}",
+            "-" if self.workspace_bytes is None else format_bytes(self.workspace_bytes),
+            "-" if self.error is None else f"{self.error:.1e}",
+            self.reason,
+        )
 
 
 @dataclass(frozen=True, slots=True)
