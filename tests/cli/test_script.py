@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,14 +100,12 @@ def plan(train: Path, one_thread: None) -> Path:
     net = space["model"]()  # type: ignore[operator]
     config = ucudnn.Config(policy="undivided", ops=("fprop",), step_race=False)
     made = ucudnn.tune(net, torch.ones(4, 3, 9, 9), config)
-    document = made.to_dict()
-    for kernel in document["kernels"]:
-        kernel["algorithms"] = ["slow_conv2d"] * len(kernel["algorithms"])
-    del document["checksum"], document["hash"]
-    from ucudnn.system.documents import sha256_of
-
     path = train.with_name("plan.json")
-    path.write_text(json.dumps({**document, "checksum": sha256_of(document)}))
+    slow = (
+        replace(kernel, algorithms=("slow_conv2d",) * len(kernel.algorithms))
+        for kernel in made.kernels
+    )
+    replace(made, kernels=tuple(slow)).save(path)
     assert all(
         kernel.split(4).steps[0].algorithm == "slow_conv2d"
         for kernel in ucudnn.Plan.load(path).kernels
@@ -222,12 +221,8 @@ def test_a_plan_that_is_not_there_or_for_another_device(run: Run, train: Path, p
     assert strict.returncode == 1
     (sentence,) = strict.stderr.splitlines()
     assert sentence.startswith("ucudnn: cannot read the plan none.json")
-    document = json.loads(plan.read_text())
-    document["device"]["name"] = "another processor"
-    del document["checksum"]
-    from ucudnn.system.documents import sha256_of
-
-    plan.write_text(json.dumps({**document, "checksum": sha256_of(document)}))
+    made = ucudnn.Plan.load(plan)
+    replace(made, device=replace(made.device, name="another processor")).save(plan)
     by_plan = ("-m", "ucudnn", "run", "--plan", plan, "--", train)
     other = run(*by_plan, UCUDNN_UNPLANNED="error")
     assert other.returncode == 1

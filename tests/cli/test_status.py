@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,13 +115,8 @@ def no_from_tune(at: Setting) -> None:
 
 
 def no_from_check(at: Setting) -> None:
-    from ucudnn.system.documents import sha256_of
-
-    document = json.loads(at.plan.read_text())
-    document["device"]["name"] = "another"
-    del document["checksum"]
-    other = at.folder / "other.json"
-    other.write_text(json.dumps({**document, "checksum": sha256_of(document)}))
+    plan, other = Plan.load(at.plan), at.folder / "other.json"
+    replace(plan, device=replace(plan.device, name="another")).save(other)
     assert at.status("check", other) == 1
 
 
