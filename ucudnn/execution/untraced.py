@@ -15,6 +15,7 @@ from torch._C._dynamo import eval_frame
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _SKIP = eval_frame._FrameAction.SKIP
 _SKIP_ALL = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+_SKIP_THIS = eval_frame._FrameExecStrategy(_SKIP, eval_frame._FrameAction.DEFAULT)
 
 
 def untraced(function: _Function) -> _Function:
@@ -30,5 +31,19 @@ def untraced(function: _Function) -> _Function:
     2
     """
     eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALL)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # breaks the caller's graph
+    return function
+
+
+def untraced_alone(function: _Function) -> _Function:
+    """Decorate a function that Dynamo must not compile, though it may compile what it calls.
+
+    >>> @untraced_alone
+    ... def twice(layer, x):
+    ...     return layer(layer(x))
+    >>> twice(abs, -1)
+    1
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP_THIS)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # breaks the caller's graph
     return function

@@ -1,0 +1,107 @@
+"""Segments: modules that run in micro-batches, and the micro-batches of a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ucudnn.errors import ConfigError, PlanError, quoted
+from ucudnn.units import Count
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A module that runs in micro-batches, and what it keeps for its backward.
+
+    >>> print(Segment("layers.0", 4))
+    layers.0 in micro-batches of 4, recomputed
+
+    Args:
+        module: its name in the model; "" is the model itself.
+        micro_batch: the most samples that it runs at once.
+        recompute: keep its inputs alone, and compute each micro-batch again in backward.
+        offload: keep what backward needs in memory of the host, not of the GPU.
+        shared: places of tensors among the leaves of its arguments that all samples share, such as
+            a mask; all others whose first axis is as long as that of the first are split.
+        training: how many of its modules were in training mode when its samples were found not to
+            depend on each other. With more of them it runs undivided. None: no such limit.
+
+    Raises:
+        PlanError: a field is out of range, or it recomputes and offloads.
+    """
+
+    module: str
+    micro_batch: int
+    recompute: bool = True
+    offload: bool = False
+    shared: tuple[Count, ...] = ()
+    training: Count | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.micro_batch) is not int or self.micro_batch < 1:
+            raise PlanError(
+                f"micro_batch of segment {self.module!r} must be an int of at least 1, got "
+                f"{quoted(self.micro_batch)}"
+            )
+        if self.recompute and self.offload:
+            raise PlanError(
+                f"segment {self.module!r} recomputes, which leaves nothing to offload; choose one"
+            )
+
+    def __str__(self) -> str:
+        name = self.module or "the model"
+        kept = "recomputed" if self.recompute else "offloaded" if self.offload else "kept"
+        return f"{name} in micro-batches of {self.micro_batch}, {kept}"
+
+
+class MicroBatch(tuple[Any, ...]):
+    """Part of a batch, with its share of the samples.
+
+    Attributes:
+        weight: samples of this part over those of the batch: a mean over the part, times this, is
+            its share of the mean over the batch.
+    """
+
+    weight: float
+
+
+def micro_batches(size: int | None, batch: tuple[Any, ...]) -> Iterator[MicroBatch]:
+    """Cut a batch along the first axis of its tensors.
+
+    >>> [(*part, part.weight) for part in micro_batches(2, ([1, 2, 3], "abc"))]
+    [([1, 2], 'ab', 0.6666666666666666), ([3], 'c', 0.3333333333333333)]
+
+    Args:
+        size: samples of a part, the last of which may be smaller; None: all of the batch.
+        batch: tensors, arrays, lists of samples, and tuples and mappings of these.
+
+    Raises:
+        ConfigError: the batch is empty, or its parts differ in their number of samples.
+    """
+    lengths = {len(one) for one in _leaves(batch)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ConfigError(
+            f"a batch must have the same number of samples, at least 1, in everything that is "
+            f"given to micro_batches, got {sorted(lengths)}"
+        )
+    count = lengths.pop()
+    size = size or count
+    for start in range(0, count, size):
+        part = MicroBatch(_cut(one, slice(start, start + size)) for one in batch)
+        part.weight = min(size, count - start) / count
+        yield part
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, Mapping)):
+        for branch in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _leaves(branch)
+    else:
+        yield tree
+
+
+def _cut(tree: Any, where: slice) -> Any:
+    if isinstance(tree, Mapping):
+        return {name: _cut(branch, where) for name, branch in tree.items()}
+    return tuple(_cut(one, where) for one in tree) if isinstance(tree, tuple) else tree[where]

@@ -1,0 +1,262 @@
+"""Profile of a step by modules: what each call keeps until its backward, its peak and its time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ucudnn.backends import AbstractBackend, Span
+from ucudnn.execution.stepping import tensors_of
+from ucudnn.solvers import Option
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module in a step, with the numbers of its marks.
+
+    Args:
+        name: of the module.
+        forward: before and after its forward.
+        backward: before and after its backward; None: it has none.
+        children: calls inside it, in order.
+        result_bytes: of the tensors that it returns.
+        argument_bytes: of its arguments that have gradients.
+    """
+
+    name: str
+    forward: list[int]
+    backward: list[int] = field(default_factory=list)
+    children: list[Call] = field(default_factory=list)
+    result_bytes: int = 0
+    argument_bytes: int = 0
+
+    def walk(self) -> Iterator[Call]:
+        """This call and all inside it, in order of their forward."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    @property
+    def is_nested(self) -> bool:
+        """True if the backward of its children runs inside its own, in the reverse order."""
+        if not self.backward:
+            return not any(child.backward for child in self.children)
+        times = [self.backward[0]]
+        for child in reversed(self.children):
+            times += child.backward
+        return times == sorted(times) and times[-1] <= self.backward[1]
+
+
+class ModuleWatcher:
+    """Makes marks at the begin and end of modules, in forward and in backward.
+
+    Args:
+        model: the model whose step is run.
+        names: of the modules; each call of one is noted.
+        mark: makes a mark.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str], mark: Callable[[], None]) -> None:
+        self.root = Call("", [])
+        self._mark = mark
+        self._marks = 0
+        self._stack = [self.root]
+        # Calls whose backward has begun. What nothing else ends, because its arguments have no
+        # gradients or are written to, ends at whatever begins or ends outside it.
+        self._open: list[Call] = []
+        self._model = model
+        self._names = names
+
+    def mark(self) -> int:
+        """Make a mark and return its number."""
+        self._mark()
+        self._marks += 1
+        return self._marks - 1
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Run a step, and note the calls of modules in it."""
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                if name in self._names:
+                    # First of all hooks before forward and last of those after it.
+                    begin = module.register_forward_pre_hook(
+                        self._beginner(name), prepend=False, with_kwargs=True
+                    )
+                    end = module.register_forward_hook(self._end, always_call=False)
+                    stack.callback(begin.remove)
+                    stack.callback(end.remove)
+            self.root.forward = [self.mark()]
+            step()
+            end_mark = self.mark()
+        self._close(end_mark, self.root)
+        self.root.forward.append(end_mark)
+
+    def _beginner(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            del module
+            call = Call(name, [])
+            self._stack[-1].children.append(call)
+            self._stack.append(call)
+            ends = list[Tensor]()
+
+            def apart(tensor: Tensor) -> Tensor:
+                # A view of this call's own: its gradient is there when this backward is over.
+                if not (tensor.requires_grad and torch.is_grad_enabled()):
+                    return tensor
+                ends.append(tensor.view_as(tensor))
+                return ends[-1]
+
+            arguments = tree_map_only(Tensor, apart, (args, kwargs))
+            call.argument_bytes = sum(map(_bytes, ends))
+            left = [len(ends)]
+
+            def ended(_: object) -> None:
+                left[0] -= 1
+                if not left[0] and call in self._open:
+                    number = self.mark()
+                    self._open.remove(call)
+                    call.backward.append(number)
+                    self._close(number, call)
+
+            for tensor in ends:
+                assert tensor.grad_fn is not None
+                tensor.grad_fn.register_prehook(ended)
+            call.forward.append(self.mark())
+            return arguments
+
+        return begin
+
+    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
+        del module, args
+        path = self._stack[1:]
+        call = self._stack.pop()
+        call.forward.append(self.mark())
+        tensors = tensors_of(result)
+        call.result_bytes = sum(map(_bytes, tensors))
+
+        def began(_: object) -> None:
+            # What holds a call begins with it at the latest.
+            for one in path:
+                if not one.backward:
+                    number = self.mark()
+                    self._close(number, one)
+                    one.backward.append(number)
+                    self._open.append(one)
+
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(began)
+
+    def _close(self, number: int, at: Call) -> None:
+        """End the backward of all calls that are open and do not hold the one at which it is."""
+        held = [one for one in self._open if at in one.walk()]
+        for one in self._open:
+            if one not in held:
+                one.backward.append(number)
+        self._open = held
+
+
+@dataclass(frozen=True)
+class ModuleProfile:
+    """Memory and times at the calls of modules in a step.
+
+    Args:
+        root: the step, which has the calls.
+        spans: memory between marks.
+        times_ns: at each mark.
+    """
+
+    root: Call
+    spans: Sequence[Span]
+    times_ns: Sequence[int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the step has allocated above what was there before it."""
+        return max(span.peak_bytes for span in self.spans)
+
+    @property
+    def time_ns(self) -> int:
+        """Time of the step."""
+        return self.times_ns[-1] - self.times_ns[0]
+
+    def option(self, call: Call, choice: Any) -> Option:
+        """What a call costs as it was run."""
+        return self._option([call.forward, call.backward], choice)
+
+    def between(self, call: Call) -> list[Option]:
+        """What runs in a call before, between and after its children."""
+        forward, backward = [call.forward[0]], call.backward[-1:]
+        for child in call.children:
+            forward += child.forward
+            backward += child.backward[::-1]
+        forward.append(call.forward[-1])
+        backward += call.backward[:1]
+        return [
+            self._option([forward[n : n + 2], backward[n : n + 2][::-1]], None)
+            for n in range(0, len(forward), 2)
+        ]
+
+    def _option(self, intervals: Sequence[Sequence[int]], choice: Any) -> Option:
+        before = self._level(intervals[0][0])
+        found = [interval for interval in intervals if len(interval) == 2]
+        return Option(
+            kept_bytes=self._level(intervals[0][1]) - before,
+            peak_bytes=max(0, *(self._peak(*interval) - before for interval in found)),
+            time_ns=sum(self.times_ns[end] - self.times_ns[begin] for begin, end in found),
+            choice=choice,
+        )
+
+    def _level(self, mark: int) -> int:
+        return self.spans[mark].end_bytes
+
+    def _peak(self, begin: int, end: int) -> int:
+        inside = [span.peak_bytes for span in self.spans[begin + 1 : end + 1]]
+        return max(inside, default=self._level(begin))
+
+
+def profiled(
+    model: nn.Module,
+    step: Callable[[], object],
+    names: Collection[str],
+    backend: AbstractBackend,
+) -> ModuleProfile:
+    """Run a step twice, for memory and for times, and note the calls of modules.
+
+    Args:
+        model: whose step it is.
+        step: runs it.
+        names: of the modules to note.
+        backend: of its device; one that can say what is allocated.
+    """
+    gc.collect()
+    watchers: list[ModuleWatcher] = []
+
+    def watched(mark: Callable[[], None]) -> None:
+        watchers.append(ModuleWatcher(model, names, mark))
+        watchers[-1].run(step)
+
+    spans = backend.spans(watched)
+    assert spans is not None
+    times: list[int] = []
+    is_gpu = backend.device().type == "cuda"
+
+    def clock() -> None:
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(perf_counter_ns())
+
+    ModuleWatcher(model, names, clock).run(step)
+    return ModuleProfile(watchers[0].root, spans, times)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
