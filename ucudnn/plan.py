@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,12 +22,13 @@ from ucudnn.outcomes import (
     StepRace,
 )
 from ucudnn.problem import Problem
+from ucudnn.segment import Division, MicroBatch, Segment, micro_batches
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.system import documents
 from ucudnn.system.files import write
 from ucudnn.system.forking import cached_property
 from ucudnn.system.markup import html_table
-from ucudnn.units import format_bytes
+from ucudnn.units import Positive, format_bytes
 
 __all__ = [
     "BY_BATCH",
@@ -34,6 +36,7 @@ __all__ = [
     "DEFAULT_ALGORITHM",
     "KernelPlan",
     "Plan",
+    "Segment",
     "Split",
     "Step",
     "Timing",
@@ -66,6 +69,11 @@ class Plan:
         origin: how it came about; None if the plan was put together by hand.
         compilation: how steps of a compiled model were compiled before they judged the plan; None
             if the model was not compiled, or if no steps were run.
+        segments: modules that run in micro-batches.
+        micro_batch: samples that a training loop should run at once; None: the whole batch.
+
+    Raises:
+        PlanError: segments hold each other, or a micro-batch is larger than any batch of a kernel.
     """
 
     kernels: tuple[KernelPlan, ...]
@@ -81,6 +89,53 @@ class Plan:
     memory: StepMemory | None = field(default=None, compare=False)
     origin: Origin | None = field(default=None, compare=False)
     compilation: Compilation | None = field(default=None, compare=False)
+    segments: tuple[Segment, ...] = ()
+    micro_batch: Positive | None = None
+
+    def __post_init__(self) -> None:
+        names = [one.module for one in self.segments]
+        for outer in names:
+            inside = [one for one in names if one.startswith(f"{outer}." if outer else "")]
+            if names.count(outer) > 1 or [one for one in inside if one != outer]:
+                raise PlanError(
+                    f"segments must not hold each other, and {outer or 'the model'!r} holds "
+                    f"{inside or names}; leave one of them out"
+                )
+        most = max((kernel.problem.batch for kernel in self.kernels), default=None)
+        # What was found by tuning may have more samples than any convolution, such as windows.
+        sizes = {one.module: one.micro_batch for one in self.segments if one.training is None}
+        for name, size in [*sizes.items(), ("of a loop", self.micro_batch)]:
+            if most is not None and size is not None and size > most:
+                raise PlanError(
+                    f"micro_batch {name!r} must be at most {most}, the largest batch of the plan's "
+                    f"kernels, got {size}"
+                )
+
+    @property
+    def division(self) -> Division:
+        """How a step by this plan is divided."""
+        return Division(self.segments, self.micro_batch)
+
+    def micro_batches(self, *batch: Any) -> Iterator[MicroBatch]:
+        """Cut a batch as a training loop should, along the first axis of its tensors.
+
+        >>> plan = Plan((), Device("cpu", ""), Software(""), Conditions(), Config(), micro_batch=2)
+        >>> for images, labels in plan.micro_batches(["a", "b", "c"], [0, 1, 2]):
+        ...     print(images, labels)
+        ['a', 'b'] [0, 1]
+        ['c'] [2]
+
+        A mean over a part, times its `weight`, is its share of the mean over the batch: of a loss,
+        `(loss(model(part[0]), part[1]) * part.weight).backward()` for each part adds up to the
+        gradients of the batch.
+
+        Args:
+            batch: tensors, arrays, lists of samples, and tuples and mappings of these.
+
+        Raises:
+            ConfigError: the batch is empty, or its parts differ in their number of samples.
+        """
+        return micro_batches(self.micro_batch, batch)
 
     def __repr__(self) -> str:
         # The generated one would print every table of every kernel.
@@ -184,6 +239,8 @@ class Plan:
             "config": self.config.to_dict(),
             "device": asdict(self.device),
             "memory_format": self.memory_format,
+            "segments": to_builtins(self.segments),
+            "micro_batch": self.micro_batch,
         }
         return documents.sha256_of(decisions)
 

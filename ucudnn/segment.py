@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ucudnn.errors import ConfigError, PlanError, quoted
 from ucudnn.units import Count
@@ -19,7 +19,7 @@ class Segment:
 
     Args:
         module: its name in the model; "" is the model itself.
-        micro_batch: the most samples that it runs at once.
+        micro_batch: the most samples that it runs at once; None: all of them, however many.
         recompute: keep its inputs alone, and compute each micro-batch again in backward.
         offload: keep what backward needs in memory of the host, not of the GPU.
         shared: places of tensors among the leaves of its arguments that all samples share, such as
@@ -32,17 +32,18 @@ class Segment:
     """
 
     module: str
-    micro_batch: int
+    micro_batch: int | None
     recompute: bool = True
     offload: bool = False
     shared: tuple[Count, ...] = ()
     training: Count | None = None
 
     def __post_init__(self) -> None:
-        if type(self.micro_batch) is not int or self.micro_batch < 1:
+        size = self.micro_batch
+        if size is not None and (type(size) is not int or size < 1):
             raise PlanError(
-                f"micro_batch of segment {self.module!r} must be an int of at least 1, got "
-                f"{quoted(self.micro_batch)}"
+                f"micro_batch of segment {self.module!r} must be an int of at least 1, or None for "
+                f"all samples, got {quoted(size)}"
             )
         if self.recompute and self.offload:
             raise PlanError(
@@ -51,8 +52,27 @@ class Segment:
 
     def __str__(self) -> str:
         name = self.module or "the model"
-        kept = "recomputed" if self.recompute else "offloaded" if self.offload else "kept"
-        return f"{name} in micro-batches of {self.micro_batch}, {kept}"
+        return f"{name} {self.manner}"
+
+    @property
+    def manner(self) -> str:
+        """How it runs, in words."""
+        size = "whole" if self.micro_batch is None else f"in micro-batches of {self.micro_batch}"
+        kept = ", offloaded" if self.offload else ", recomputed" if self.recompute else ""
+        return f"{size}{kept}"
+
+
+class Division(NamedTuple):
+    """How a step is divided.
+
+    Args:
+        segments: modules that run in micro-batches.
+        micro_batch: samples of a part, for a training loop that runs the model on parts of the
+            batch and adds their gradients up; None: the whole batch.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    micro_batch: int | None = None
 
 
 class MicroBatch(tuple[Any, ...]):

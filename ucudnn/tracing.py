@@ -39,9 +39,11 @@ from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.copying import copied
 from ucudnn.execution.randomness import same_random_states, same_settings
-from ucudnn.execution.stepping import run_step, tensors_of
+from ucudnn.execution.micro_batching import segment_
+from ucudnn.execution.stepping import parts_of, run_step, tensors_of
 from ucudnn.execution.strays import Watched, without_strays
 from ucudnn.problem import OPS, Problem
+from ucudnn.segment import Division
 
 # Below autograd and autocast every convolution of torch is one of these two.
 _CONVOLUTION = torch.ops.aten.convolution.default
@@ -110,6 +112,7 @@ def trace_layers(
     real: bool = False,
     device_type: str | None = None,
     memory_format: str = "keep",
+    division: Division = Division(),
 ) -> Traced:
     """Like `trace`, each problem with the name of the module that computes it.
 
@@ -121,15 +124,17 @@ def trace_layers(
         device_type: as for `trace`.
         memory_format: "keep", or "channels_last": as if `convert_` had put the model into this
             layout.
+        division: how the step is divided.
     """
     recorder = _Recorder(passes, device_type)
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    several = [part for one in several for part in parts_of(one, division.micro_batch)]
     with _interrupted_later(), _uncompiled() if is_compiled(model) else nullcontext():
         for inputs in several:
             _require_tensors(inputs)
             # Names without the wrapper, as `convert_` finds the layers.
             with nullcontext() if real else without_strays(model) as recorder.watched:
-                _trace_one(original_of(model), inputs, recorder, real, memory_format)
+                _trace_one(original_of(model), inputs, recorder, real, memory_format, division)
     return Traced(recorder.layers, frozenset(recorder.biased))
 
 
@@ -171,7 +176,12 @@ def _require_tensors(inputs: Any) -> None:
 
 
 def _trace_one(
-    model: nn.Module, inputs: Any, recorder: _Recorder, real: bool, memory_format: str
+    model: nn.Module,
+    inputs: Any,
+    recorder: _Recorder,
+    real: bool,
+    memory_format: str,
+    division: Division,
 ) -> None:
     # tensors that a model keeps outside its parameters and buffers are made fake on the way
     fake_mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -186,7 +196,7 @@ def _trace_one(
             same_settings(),
             _without_log(),
         ):
-            _run(model, inputs, recorder, fake_mode, memory_format)
+            _run(model, inputs, recorder, fake_mode, memory_format, division)
     except UnsupportedError as error:
         raise ConfigError(f"no step can be traced: {error}") from error
     except _MODEL_ERRORS as error:
@@ -205,8 +215,10 @@ def _run(
     recorder: _Recorder,
     fake_mode: FakeTensorMode | None,
     memory_format: str,
+    division: Division,
 ) -> None:
     model, inputs = copied(model, inputs, fake_mode)
+    segment_(model, division.segments)
     if fake_mode is not None:
         _let_hooks_fail(model)
         recorder.watch([*model.parameters(), *model.buffers()])

@@ -42,9 +42,9 @@ class SegmentForward:
         count = self._count(leaves)
         run = partial(self._run, spec)
         size = self.segment.micro_batch
-        if count <= size or self._is_mixing():
+        if size is None or count <= size or self._is_mixing():
             return self._once(run, leaves, is_whole=True)
-        chunks = self._chunks(leaves, count)
+        chunks = self._chunks(leaves, count, size)
         if torch.is_grad_enabled():
             return _joined(map(partial(self._once, run), chunks), size)
         return _written(starmap(run, chunks), size, count)
@@ -52,8 +52,7 @@ class SegmentForward:
     def extra_repr(self) -> str:
         """The module's own, and how it runs."""
         own = type(self.module).extra_repr(self.module)
-        kept = str(self.segment).split(" in ", maxsplit=1)[1]
-        return f"{own}, {kept}" if own else kept
+        return f"{own}, {self.segment.manner}" if own else self.segment.manner
 
     @untraced_alone
     def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
@@ -85,9 +84,8 @@ class SegmentForward:
         return True
 
     @untraced_alone
-    def _chunks(self, leaves: Sequence[Any], count: int) -> Iterator[list[Any]]:
+    def _chunks(self, leaves: Sequence[Any], count: int, size: int) -> Iterator[list[Any]]:
         """The arguments of each micro-batch."""
-        size = self.segment.micro_batch
         # Views of one operator: its backward puts all gradients into one tensor.
         views = {
             n: leaf.split(size)

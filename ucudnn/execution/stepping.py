@@ -22,12 +22,14 @@ from ucudnn.execution.compiling import (
     uncompiled,
 )
 from ucudnn.execution.copying import copied
+from ucudnn.execution.micro_batching import segment_
 from ucudnn.execution.randomness import (
     SameRandomNumbers,
     same_random_states,
     same_settings,
     seed_all,
 )
+from ucudnn.segment import Division
 
 # What a step may raise where it was traced but cannot be computed here.
 STEP_ERRORS = (
@@ -65,6 +67,32 @@ def run_step(
     return outputs
 
 
+def batch_of(inputs: Any) -> int:
+    """Samples of an input: the length of its first tensor that has axes; 0 if there is none.
+
+    >>> batch_of((torch.ones(()), torch.ones(4, 3)))
+    4
+    """
+    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return next((len(tensor) for tensor in tensors if tensor.dim()), 0)
+
+
+def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
+    """Inputs with so many samples each; tensors of another length go with all of them.
+
+    >>> [len(part) for part in parts_of(torch.ones(5, 3), 2)]
+    [2, 2, 1]
+    """
+    count = batch_of(inputs)
+    for start in range(0, count, micro_batch) if micro_batch else ():
+        where = slice(start, start + micro_batch)
+        yield tree_map_only(
+            Tensor, lambda one, at=where: one[at] if one.dim() and len(one) == count else one, inputs
+        )
+    if not micro_batch:
+        yield inputs
+
+
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -99,6 +127,10 @@ class Steps:
             list of these.
         backward: run the backward pass too.
         memory_format: "keep", or "channels_last": the copy is in that layout.
+        division: how the step is divided.
+
+    Attributes:
+        model: the copy.
 
     Raises:
         UnsupportedError: the model cannot be copied.
@@ -110,6 +142,7 @@ class Steps:
         example_inputs: Any,
         backward: bool = True,
         memory_format: str = "keep",
+        division: Division = Division(),
     ) -> None:
         self._model = model
         # A list means several examples; positional inputs of one example are a tuple.
@@ -117,13 +150,15 @@ class Steps:
         self._examples = example_inputs if is_list else [example_inputs]
         self._backward = backward
         self._is_last = memory_format == "channels_last"
+        self.division = division
         # Modules that are compiled are run as they were written until `compile`.
         self._is_held_back = self._has_compiled = is_compiled(model)
-        self._copy, self._inputs = self._copied()
-        self._run: Callable[..., Any] = self._copy
+        self.model, self._inputs = self._copied()
+        self._run: Callable[..., Any] = self.model
 
     def _copied(self) -> tuple[nn.Module, list[Any]]:
         model, inputs = copied(original_of(self._model), self._examples)
+        segment_(model, self.division.segments)
         if self._is_last:
             lay_out_(model)
         return model, inputs
@@ -132,21 +167,32 @@ class Steps:
         """Compute all steps."""
         with uncompiled(self._is_held_back):
             for inputs in self._inputs:
-                run_step(self._run, inputs, self._backward)
-                _drop_gradients(self._copy)
+                for part in parts_of(inputs, self.division.micro_batch):
+                    run_step(self._run, part, self._backward)
+                _drop_gradients(self.model)
+
+    @property
+    def batch(self) -> int:
+        """Samples of the first example."""
+        return batch_of(self._inputs[0])
+
+    def divide(self, division: Division) -> None:
+        """Divide all further steps so."""
+        self.division = division
+        segment_(self.model, division.segments)
 
     def compile(self) -> None:
         """Compute the steps by compiled code from now on, which this compiles, if it can be.
 
         It is compiled for this object alone: for its layout and its sizes of inputs.
         """
-        self._is_held_back, self._run = False, compiled_as(self._model, self._copy)
+        self._is_held_back, self._run = False, compiled_as(self._model, self.model)
         try:
             # Twice: what was compiled for the first of several sizes may be replaced at the second.
             for _ in range(2):
                 self()
         except BaseException:
-            self._is_held_back, self._run = self._has_compiled, self._copy
+            self._is_held_back, self._run = self._has_compiled, self.model
             raise
 
     def results(self, nudge: float = 0.0) -> Results:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends import AbstractBackend, Span
-from ucudnn.execution.stepping import tensors_of
+from ucudnn.execution.stepping import Steps, batch_of, tensors_of
 from ucudnn.solvers import Option
 
 
@@ -23,18 +23,20 @@ class Call:
     """One call of a module in a step, with the numbers of its marks.
 
     Args:
-        name: of the module.
+        name: of the module; None: the whole step.
         forward: before and after its forward.
         backward: before and after its backward; None: it has none.
         children: calls inside it, in order.
+        samples: of its arguments.
         result_bytes: of the tensors that it returns.
         argument_bytes: of its arguments that have gradients.
     """
 
-    name: str
+    name: str | None
     forward: list[int]
     backward: list[int] = field(default_factory=list)
     children: list[Call] = field(default_factory=list)
+    samples: int = 0
     result_bytes: int = 0
     argument_bytes: int = 0
 
@@ -65,7 +67,7 @@ class ModuleWatcher:
     """
 
     def __init__(self, model: nn.Module, names: Collection[str], mark: Callable[[], None]) -> None:
-        self.root = Call("", [])
+        self.root = Call(None, [])
         self._mark = mark
         self._marks = 0
         self._stack = [self.root]
@@ -97,12 +99,15 @@ class ModuleWatcher:
             step()
             end_mark = self.mark()
         self._close(end_mark, self.root)
-        self.root.forward.append(end_mark)
+        begins = [call.backward[0] for call in self.root.walk() if call.backward]
+        # Backward begins with the first of them, that of what ran last.
+        self.root.forward.append(min(begins, default=end_mark))
+        self.root.backward = [min(begins), end_mark] if begins else []
 
     def _beginner(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
         def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
             del module
-            call = Call(name, [])
+            call = Call(name, [], samples=batch_of((args, kwargs)))
             self._stack[-1].children.append(call)
             self._stack.append(call)
             ends = list[Tensor]()
@@ -164,6 +169,32 @@ class ModuleWatcher:
         self._open = held
 
 
+class Cost(NamedTuple):
+    """What a call of a module costs.
+
+    Args:
+        kept_bytes: from the end of its forward on.
+        forward_bytes: the most in its forward, above what there was before that.
+        backward_bytes: the most in its backward, above the same.
+        beside_bytes: what is there beside what it keeps, when its backward begins: the gradients of
+            its result, and of parameters of later modules.
+        forward_ns: time of its forward.
+        backward_ns: time of its backward; 0 if it has none.
+    """
+
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    beside_bytes: int
+    forward_ns: int
+    backward_ns: int
+
+    def option(self, choice: Any) -> Option:
+        """The same for the solver."""
+        peak, time_ns = max(self[1:3]), self.forward_ns + self.backward_ns
+        return Option(self.kept_bytes, max(0, peak), time_ns, choice)
+
+
 @dataclass(frozen=True)
 class ModuleProfile:
     """Memory and times at the calls of modules in a step.
@@ -188,12 +219,22 @@ class ModuleProfile:
         """Time of the step."""
         return self.times_ns[-1] - self.times_ns[0]
 
-    def option(self, call: Call, choice: Any) -> Option:
+    def cost(self, call: Call) -> Cost:
         """What a call costs as it was run."""
-        return self._option([call.forward, call.backward], choice)
+        (begin, end), before = call.forward, self._level(call.forward[0])
+        kept, forward_ns = self._level(end) - before, self._ns(begin, end)
+        forward_bytes = self._peak(begin, end) - before
+        if not call.backward:
+            return Cost(kept, forward_bytes, 0, 0, forward_ns, 0)
+        back, over = call.backward
+        beside = max(0, self._level(back) - before - kept)
+        backward_bytes = self._peak(back, over) - before
+        return Cost(
+            kept, forward_bytes, backward_bytes, beside, forward_ns, self._ns(back, over)
+        )
 
     def between(self, call: Call) -> list[Option]:
-        """What runs in a call before, between and after its children."""
+        """What runs in a call, or in the step, before, between and after its children."""
         forward, backward = [call.forward[0]], call.backward[-1:]
         for child in call.children:
             forward += child.forward
@@ -201,19 +242,22 @@ class ModuleProfile:
         forward.append(call.forward[-1])
         backward += call.backward[:1]
         return [
-            self._option([forward[n : n + 2], backward[n : n + 2][::-1]], None)
+            self._option([forward[n : n + 2], backward[n : n + 2][::-1]])
             for n in range(0, len(forward), 2)
         ]
 
-    def _option(self, intervals: Sequence[Sequence[int]], choice: Any) -> Option:
-        before = self._level(intervals[0][0])
+    def _option(self, intervals: Sequence[Sequence[int]]) -> Option:
+        (begin, end), before = intervals[0], self._level(intervals[0][0])
         found = [interval for interval in intervals if len(interval) == 2]
         return Option(
-            kept_bytes=self._level(intervals[0][1]) - before,
+            kept_bytes=self._level(end) - before,
             peak_bytes=max(0, *(self._peak(*interval) - before for interval in found)),
-            time_ns=sum(self.times_ns[end] - self.times_ns[begin] for begin, end in found),
-            choice=choice,
+            time_ns=sum(self._ns(*interval) for interval in found),
+            choice=None,
         )
+
+    def _ns(self, begin: int, end: int) -> int:
+        return self.times_ns[end] - self.times_ns[begin]
 
     def _level(self, mark: int) -> int:
         return self.spans[mark].end_bytes
@@ -223,27 +267,22 @@ class ModuleProfile:
         return max(inside, default=self._level(begin))
 
 
-def profiled(
-    model: nn.Module,
-    step: Callable[[], object],
-    names: Collection[str],
-    backend: AbstractBackend,
-) -> ModuleProfile:
+def profiled(steps: Steps, names: Collection[str], backend: AbstractBackend) -> ModuleProfile:
     """Run a step twice, for memory and for times, and note the calls of modules.
 
     Args:
-        model: whose step it is.
-        step: runs it.
+        steps: the step.
         names: of the modules to note.
         backend: of its device; one that can say what is allocated.
     """
-    gc.collect()
     watchers: list[ModuleWatcher] = []
 
     def watched(mark: Callable[[], None]) -> None:
-        watchers.append(ModuleWatcher(model, names, mark))
-        watchers[-1].run(step)
+        watchers.append(ModuleWatcher(steps.model, names, mark))
+        watchers[-1].run(steps)
 
+    # What a cycle of references holds is freed at an arbitrary moment.
+    gc.collect()
     spans = backend.spans(watched)
     assert spans is not None
     times: list[int] = []
@@ -254,7 +293,7 @@ def profiled(
             torch.cuda.synchronize()
         times.append(perf_counter_ns())
 
-    ModuleWatcher(model, names, clock).run(step)
+    ModuleWatcher(steps.model, names, clock).run(steps)
     return ModuleProfile(watchers[0].root, spans, times)
 
 

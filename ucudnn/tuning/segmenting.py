@@ -1,0 +1,360 @@
+"""Search for the segments of a step: costs foreseen by a profile, then measured in real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from time import monotonic
+from typing import NamedTuple
+
+from torch import nn
+
+from ucudnn.backends import AbstractBackend
+from ucudnn.errors import ConfigError
+from ucudnn.execution.stepping import Steps, gradient_mode
+from ucudnn.segment import Division, Segment
+from ucudnn.solvers import Node, Option, SegmentTable, segment
+from ucudnn.tuning.independence import Finding, examined
+from ucudnn.tuning.module_profile import Call, Cost, ModuleProfile, profiled
+from ucudnn.tuning.step_rounds import Raced, race, raced_of, tells
+
+# A module that saves less than this fraction of the peak of a step is part of the one around it.
+_LEAST_SHARE = 0.01
+# Micro-batches are halves of a batch, and halves of these, as often as this.
+_MOST_HALVINGS = 7
+# Peaks that differ by less than this fraction of the peak of the step are the same to the solver.
+_RESOLUTION = 1 / 4096
+# The rest of a step that is not divided tells of the machine's load from this share of it on.
+_TELLING = 0.2
+# Bytes per ns between a GPU and its host.
+_LINK = 20
+# A single step must be faster than the one as it is by this factor, to be raced against it.
+_CLEARLY = 0.95
+# Steps that a race takes at least: each warms up, and one round; and those of a trial before it.
+_LEAST_STEPS = 6
+# Steps of segments that are measured for one limit at most.
+_MOST_TRIALS = 8
+
+
+class Seen(NamedTuple):
+    """A step that was run.
+
+    Args:
+        division: how it was divided.
+        peak_bytes: above what was allocated before it.
+        time_ns: that it took.
+    """
+
+    division: Division
+    peak_bytes: int
+    time_ns: int
+
+
+@dataclass
+class _Known:
+    """A segment, with what it is foreseen or known to cost."""
+
+    segment: Segment
+    foreseen: Option
+    measured: Option | None = None
+
+
+class SegmentSearch:
+    """Finds segments of one step.
+
+    Attributes:
+        seen: the steps that were run, the one as it is first.
+        findings: what is known of modules that were to run in micro-batches.
+
+    Args:
+        steps: of the model, one for one example.
+        backend: of its device; one that can say what is allocated.
+        is_training: forward and backward; else forward without a graph.
+        until: the `time.monotonic` after which no step is begun; None: no end.
+    """
+
+    def __init__(
+        self, steps: Steps, backend: AbstractBackend, is_training: bool, until: float | None = None
+    ) -> None:
+        self._steps = steps
+        self._backend = backend
+        self._is_training = is_training
+        self._until = until
+        self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
+        self.findings: dict[str, Finding] = {}
+        self._known: dict[Segment, _Known] = {}
+        # Measured over foreseen times, by the number of micro-batches.
+        self._ratios: dict[int, list[float]] = {}
+        # A leaf of the module tree keeps its result and little else.
+        names = [name for name, one in self._modules.items() if any(one.children())]
+        with gradient_mode(is_training):
+            steps()
+            self._own = profiled(steps, names, backend)
+        self.seen = [Seen(Division(), self._own.peak_bytes, self._own.time_ns)]
+        self._root = self._tree(self._own.root)
+        self._samples = {call.name: call.samples for call in self._root.walk()}
+
+    def _tree(self, root: Call) -> Call:
+        """The calls that may be segments."""
+        counts: dict[str | None, int] = {}
+        for call in root.walk():
+            counts[call.name] = counts.get(call.name, 0) + 1
+        least = _LEAST_SHARE * self._own.peak_bytes
+
+        def matters(call: Call) -> bool:
+            if counts[call.name] > 1 or not call.samples:
+                return False
+            cost = self._own.cost(call)
+            if not self._is_training:
+                return cost.forward_bytes - call.result_bytes >= least
+            return len(call.backward) == 2 and cost.kept_bytes - call.result_bytes >= least
+
+        def pruned(call: Call) -> Iterator[Call]:
+            children = [one for child in call.children for one in pruned(child)]
+            if not matters(call):
+                yield from children
+            else:
+                yield replace(call, children=children)
+
+        top = replace(root, children=[one for child in root.children for one in pruned(child)])
+        for call in top.walk():
+            if call.name is not None:
+                self._foresee(call)
+        return top
+
+    def _foresee(self, call: Call) -> None:
+        """Note the segments that a call may be, with what they may cost."""
+        assert call.name is not None
+        cost, name = self._own.cost(call), call.name
+        gradients = sum(
+            one.numel() * one.element_size()
+            for one in self._modules[name].parameters()
+            if one.requires_grad
+        )
+        sizes = [call.samples >> n for n in range(_MOST_HALVINGS) if call.samples >> n]
+        for size in sizes:
+            part = size / call.samples
+            if self._is_training:
+                one = Segment(name, size if part < 1 else None)
+                option = _recomputed(call, cost, part, gradients, one)
+            elif part < 1:
+                one = Segment(name, size, recompute=False)
+                peak = call.result_bytes + round(part * cost.forward_bytes)
+                option = Option(cost.kept_bytes, peak, cost.forward_ns, one)
+            else:
+                continue
+            self._known[one] = _Known(one, option)
+        if self._is_training and self._backend.device().type == "cuda":
+            one = Segment(name, None, recompute=False, offload=True)
+            moved = cost.kept_bytes - call.result_bytes
+            time_ns = cost.forward_ns + cost.backward_ns + 2 * moved // _LINK
+            peak = max(cost.forward_bytes, cost.backward_bytes - moved)
+            self._known[one] = _Known(one, Option(call.result_bytes, peak, time_ns, one))
+
+    def table(self) -> SegmentTable:
+        """The front of the step, by what is known so far."""
+        resolution = max(1, round(self._own.peak_bytes * _RESOLUTION))
+        return segment(self._node(self._root), resolution)
+
+    def _node(self, call: Call) -> Node:
+        options = [
+            self._option(known)
+            for one, known in self._known.items()
+            if one.module == call.name and self._may_be(one)
+        ]
+        if not (call.children and call.is_nested):
+            return Node((self._own.cost(call).option(None), *options))
+        between = [Node((option,)) for option in self._own.between(call)]
+        children = [between[0]]
+        for child, after in zip(call.children, between[1:], strict=True):
+            children += [self._node(child), after]
+        return Node(tuple(options), tuple(children))
+
+    def _may_be(self, one: Segment) -> bool:
+        found = self.findings.get(one.module)
+        if found is None:
+            return True
+        can_split = one.micro_batch is None or not found.reason
+        return can_split and (found.repeats or not one.recompute)
+
+    def _option(self, known: _Known) -> Option:
+        if known.measured is not None:
+            return known.measured
+        ratios = self._ratios.get(self._count(known.segment))
+        if not ratios:
+            return known.foreseen
+        return replace(known.foreseen, time_ns=round(known.foreseen.time_ns * median(ratios)))
+
+    def _count(self, one: Segment) -> int:
+        """Micro-batches of a segment."""
+        return 1 if one.micro_batch is None else -(-self._samples[one.module] // one.micro_batch)
+
+    def is_over(self, steps: int) -> bool:
+        """True if there is no time for so many more steps."""
+        step_s = max(one.time_ns for one in self.seen) / 1e9
+        return self._until is not None and monotonic() + steps * step_s >= self._until
+
+    def within(self, limit: int) -> Seen:
+        """The fastest step within a limit that was run; the one of the smallest peak if none was.
+
+        Args:
+            limit: of the peak, in bytes above what is allocated before the step.
+        """
+        last = len(self.seen) + _MOST_TRIALS
+        while len(self.seen) < last:
+            table = self.table()
+            options = table.choose(max(limit, table.smallest_bytes))
+            chosen = [option.choice for option in options if option.choice is not None]
+            if not self._may_all_be(chosen):
+                continue
+            division = Division(tuple(map(self._described, chosen)))
+            if any(one.division == division for one in self.seen) or self.is_over(3):
+                break
+            self.try_(division)
+        fitting = [one for one in self.seen if one.peak_bytes <= limit]
+        if fitting:
+            return min(fitting, key=lambda one: one.time_ns)
+        return min(self.seen, key=lambda one: one.peak_bytes)
+
+    def in_parts(self, limit: int | None = None) -> Seen | None:
+        """The fastest step of a loop over micro-batches; None if none fits.
+
+        Args:
+            limit: of the peak, as for `within`; None: any.
+
+        Raises:
+            ConfigError: the samples of the model depend on each other.
+        """
+        batch = self._steps.batch
+        sizes = [batch >> n for n in range(1, _MOST_HALVINGS) if batch >> n]
+        reason = self.reason_against_parts()
+        if reason:
+            raise ConfigError(f"loop runs a model on parts of the batch, and {reason}")
+        tried = [one for one in self.seen if one.division.micro_batch]
+        for size in sizes:
+            if not self.is_over(2) and all(one.division.micro_batch != size for one in tried):
+                tried.append(self.try_(Division(micro_batch=size)))
+        fitting = [one for one in tried if limit is None or one.peak_bytes <= limit]
+        return min(fitting, key=lambda one: one.time_ns, default=None)
+
+    def reason_against_parts(self) -> str:
+        """Why the model cannot run on parts of a batch one by one; "" if it can."""
+        batch = self._steps.batch
+        self._examine({"": max(1, batch // 2)})
+        found = self.findings[""]
+        if found.reason:
+            return f"of this model {found.reason}"
+        return "" if found.samples == batch else "its samples are not those of its first tensor"
+
+    def faster(self) -> Division:
+        """The division by which steps are faster beyond the noise, within the same memory."""
+        own = self.seen[0]
+        # What fits the cache gains nothing by being there in parts.
+        if own.peak_bytes <= self._backend.cache_bytes() or self.is_over(_LEAST_STEPS):
+            return Division()
+        if self.reason_against_parts():
+            return Division()
+        described = [
+            self._described(Segment("", self._steps.batch >> n, recompute=False))
+            for n in range(1, _MOST_HALVINGS)
+            if self._steps.batch >> n
+        ]
+        for one in described:
+            if not self.is_over(_LEAST_STEPS):
+                self.try_(Division((one,)))
+        fitting = [one for one in self.seen if one.peak_bytes <= own.peak_bytes]
+        best = min(fitting, key=lambda one: one.time_ns)
+        if best.time_ns > own.time_ns * _CLEARLY or not self.race(best.division).pays:
+            return Division()
+        return best.division
+
+    def race(self, division: Division, rival: Division = Division()) -> Raced:
+        """Time steps that are divided in two ways in turn."""
+        samples = race(
+            [partial(self._elapsed_ns, one) for one in (rival, division)],
+            self.is_over,
+            lambda samples: tells(samples[1], samples[0]),
+        )
+        self._steps.divide(Division())
+        return raced_of(*samples)
+
+    def _elapsed_ns(self, division: Division) -> int:
+        self._steps.divide(division)
+        with gradient_mode(self._is_training):
+            return self._backend.elapsed_ns(self._steps)
+
+    def _examine(self, sizes: Mapping[str, int]) -> None:
+        """Find out which modules may run in micro-batches."""
+        left = {name: size for name, size in sizes.items() if name not in self.findings}
+        if left:
+            with gradient_mode(self._is_training):
+                self.findings.update(examined(self._steps.model, self._steps, left))
+
+    def _may_all_be(self, segments: Sequence[Segment]) -> bool:
+        """True if all modules may run so; what is not known yet is found out."""
+        self._examine({one.module: one.micro_batch or 1 for one in segments})
+        return all(map(self._may_be, segments))
+
+    def _described(self, one: Segment) -> Segment:
+        """A segment with what was found of its module."""
+        found = self.findings[one.module]
+        modes = (module.training for module in self._modules[one.module].modules())
+        return replace(one, shared=found.shared, training=sum(modes))
+
+    def try_(self, division: Division) -> Seen:
+        """Run a step that is divided in some way, and note what its segments cost there."""
+        steps, names = self._steps, {one.module: one for one in division.segments}
+        steps.divide(division)
+        try:
+            with gradient_mode(self._is_training):
+                profile = profiled(steps, names, self._backend)
+        finally:
+            steps.divide(Division())
+        self.seen.append(Seen(division, profile.peak_bytes, profile.time_ns))
+        drift = self._drift(profile, names)
+        for call in profile.root.walk():
+            if call.name is not None:
+                plain = replace(names[call.name], shared=(), training=None)
+                known = self._known.get(plain)
+                if known is None:
+                    continue
+                option = profile.cost(call).option(plain)
+                known.measured = replace(option, time_ns=round(option.time_ns / drift))
+                ratio = known.measured.time_ns / max(1, known.foreseen.time_ns)
+                self._ratios.setdefault(self._count(plain), []).append(ratio)
+        return self.seen[-1]
+
+
+    def _drift(self, profile: ModuleProfile, names: Collection[str]) -> float:
+        """How much longer the rest of a step takes now than it did in the step as it is."""
+
+        def rest_ns(of: ModuleProfile) -> int:
+            costs = (of.cost(call) for call in of.root.walk() if call.name in names)
+            return of.time_ns - sum(cost.forward_ns + cost.backward_ns for cost in costs)
+
+        before, now = rest_ns(self._own), rest_ns(profile)
+        # A small rest tells nothing.
+        return now / before if before > _TELLING * self._own.time_ns and now > 0 else 1.0
+
+
+def _recomputed(call: Call, cost: Cost, part: float, gradients: int, one: Segment) -> Option:
+    """What recomputing a call in micro-batches may cost.
+
+    Args:
+        call: as it is.
+        cost: what it costs as it is.
+        part: samples of a micro-batch over those of the batch.
+        gradients: bytes of the gradients of its parameters.
+        one: the segment.
+    """
+    result = call.result_bytes
+    inside = cost.kept_bytes - result
+    beside = min(cost.beside_bytes + gradients, cost.backward_bytes)
+    transient = max(0, cost.backward_bytes - cost.kept_bytes - beside)
+    # The results of micro-batches lie beside the one that they become.
+    forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
+    backward = result + beside + call.argument_bytes + round(part * (inside + transient))
+    time_ns = 2 * cost.forward_ns + cost.backward_ns
+    return Option(result, max(forward, backward), time_ns, one)
