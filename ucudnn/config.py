@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -13,6 +14,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from ucudnn.errors import ConfigError, quoted, warn
 from ucudnn.problem import OPS
 from ucudnn.units import parse_bytes
+
+# A share of what a step by torch has allocated, such as 50%.
+_SHARE = re.compile(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*")
 
 Policy = Literal["undivided", "powers-of-two", "all"]
 Unplanned = Literal["torch", "error"]
@@ -84,6 +88,11 @@ def _size(name: str, value: Any) -> int | None:
     return None if value is None else parse_bytes(value, name)
 
 
+def _budget(name: str, value: Any) -> int | str | None:
+    share = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    return f"{share[1]}%" if share else _size(name, value)
+
+
 def _choice(name: str, value: Any) -> str:
     allowed = SETTINGS[name].choices
     # An array compares with each word by its elements.
@@ -140,11 +149,18 @@ SETTINGS: dict[str, Setting] = {
     ),
     "memory_budget": Setting(
         None,
-        _size,
-        "Memory that a whole step may have allocated, such as 8GiB. Parameters, gradients, "
-        "optimiser state, activations and workspace count; a kernel may use what the step leaves "
-        "when it runs.",
+        _budget,
+        "Memory that a whole step may have allocated, such as 8GiB, or 50% of what it has by "
+        "torch. Parameters, gradients, optimiser state, activations and workspace count. Modules "
+        "run in micro-batches where it takes that to stay within it.",
         "SIZE",
+        page="memory.md",
+    ),
+    "loop": Setting(
+        False,
+        _switch,
+        "Plan for a training loop that runs the model on micro-batches and adds their gradients "
+        "up, by plan.micro_batches, where that is faster or the budget asks for it.",
         page="memory.md",
     ),
     "total_workspace": Setting(
@@ -279,6 +295,7 @@ class Config:
     workspace_limit: int | str | None = _default("workspace_limit")
     total_workspace: int | str | None = _default("total_workspace")
     memory_budget: int | str | None = _default("memory_budget")
+    loop: bool = _default("loop")
     solver: Solver = _default("solver")
     policy: Policy = _default("policy")
     ops: tuple[str, ...] = _default("ops")
@@ -334,9 +351,19 @@ class Config:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The memory budget in bytes, None for none."""
-        assert not isinstance(self.memory_budget, str)
-        return self.memory_budget
+        """The memory budget in bytes, None for none, or where it is a share that is not known yet.
+
+        >>> Config(memory_budget="50%").with_budget_of(300).budget_bytes
+        150
+        """
+        return None if isinstance(self.memory_budget, str) else self.memory_budget
+
+    def with_budget_of(self, peak_bytes: int) -> Config:
+        """The settings with a memory budget in bytes, where it is a share of a peak."""
+        if not isinstance(self.memory_budget, str):
+            return self
+        share = float(self.memory_budget.removesuffix("%")) / 100
+        return replace(self, memory_budget=int(share * peak_bytes))
 
     @property
     def is_replayed(self) -> bool:

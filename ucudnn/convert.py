@@ -18,6 +18,7 @@ from ucudnn.config import Config, Startup, settings_here
 from ucudnn.errors import PlanError, warn
 from ucudnn.execution.channels_last import lay_out_, restore_layout_
 from ucudnn.execution.compiling import original_of
+from ucudnn.execution.micro_batching import require_modules, segment_, unsegment_
 from ucudnn.execution.override import Installation
 from ucudnn.execution.recording import Recorder
 from ucudnn.execution.runner import Layer, Runner, is_followed
@@ -55,6 +56,7 @@ class Conversion:
         unplanned: names of the convolution layers that the plan does not cover.
         not_swappable: names of planned layers that are not torch.nn convolutions: modules that call
             a function, subclasses and parametrized modules. `ucudnn.installed` reaches them.
+        segments: names of the modules that run in micro-batches or are recomputed.
     """
 
     model: nn.Module
@@ -63,6 +65,7 @@ class Conversion:
     left: tuple[str, ...]
     unplanned: tuple[str, ...]
     not_swappable: tuple[str, ...]
+    segments: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         # The generated one would print the whole model and the whole plan.
@@ -75,6 +78,7 @@ class Conversion:
             "torch's own by plan": self.left,
             "not planned": self.unplanned,
             "planned, but not swappable": self.not_swappable,
+            "in micro-batches or recomputed": self.segments,
         }
         return html_table(
             f"Conversion of {type(self.model).__name__}",
@@ -83,11 +87,14 @@ class Conversion:
         )
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{len(self.swapped)} layers follow the plan, {len(self.left)} stay torch's own by "
             f"plan, {len(self.unplanned)} are not planned, {len(self.not_swappable)} are planned "
             f"but not swappable"
         )
+        if self.segments:
+            text += f"; {len(self.segments)} modules run in micro-batches or are recomputed"
+        return text
 
 
 def convert_(
@@ -100,7 +107,9 @@ def convert_(
     """Make the torch.nn convolutions of a model follow a plan, in place.
 
     The modules, their parameters, names, hooks and modes stay the same objects; only the class of
-    a module changes. A layer all of whose plans are torch's own convolution is left as it is.
+    a convolution changes. A layer all of whose plans are torch's own convolution is left as it is.
+    Modules that the plan has as segments run in micro-batches from now on; the gradients are those
+    of the batch, up to rounding.
 
     A plan for channels_last (`plan.memory_format`) converts the whole model to that layout:
     parameters, buffers, gradients and the state of optimisers keep their values and get other
@@ -121,7 +130,8 @@ def convert_(
             input.
 
     Raises:
-        PlanError: the plan covers no convolution of the model, or its file cannot be read; with
+        PlanError: the plan covers no convolution of the model, or has segments that the model
+            lacks, or its file cannot be read; with
             `unplanned="error"` also: something of it does not hold here, or a convolution of the
             model has no plan.
     """
@@ -133,6 +143,7 @@ def convert_(
     if not is_followed(plan, config):
         return Conversion(model, plan, (), (), tuple(found.convolutions), ())
     _require_some(plan, found)
+    require_modules(original, plan.segments)
     if config.unplanned == "error":
         _require_all(found)
     _warn_of(found.otherwise)
@@ -141,8 +152,10 @@ def convert_(
     # With "keep" the model may still be laid out by an earlier plan.
     restore_layout_(original) if plan.memory_format == "keep" else lay_out_(original, parameters)
     # From here nothing fails.
+    segment_(original, plan.segments)
     swapped, left = _swap(found, changed, runner)
-    return Conversion(model, plan, swapped, left, found.unplanned, found.otherwise)
+    segments = tuple(one.module for one in plan.segments)
+    return Conversion(model, plan, swapped, left, found.unplanned, found.otherwise, segments)
 
 
 class _Found(NamedTuple):
@@ -262,7 +275,8 @@ def _warn_of(otherwise: Sequence[str]) -> None:
 def revert_(model: Model) -> Model:
     """Turn every planned convolution of a model back into torch.nn's, in place.
 
-    Tensors whose strides `convert_` changed get their old strides back.
+    Tensors whose strides `convert_` changed get their old strides back, and no module runs in
+    micro-batches any more.
 
     >>> revert_(nn.Sequential(planned_nn.Conv2d(3, 8, 3)))
     Sequential(
@@ -271,6 +285,7 @@ def revert_(model: Model) -> Model:
     """
     original = original_of(model)
     restore_layout_(original)
+    unsegment_(original)
     _unswap(original)
     return model
 

@@ -315,12 +315,29 @@ class LayoutHint:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a step, with the peak of its memory and its time.
+
+    Args:
+        name: such as "torch".
+        peak_bytes: the most that is allocated at any moment.
+        time_ns: of the step.
+        is_estimated: computed from what was measured of parts of a step; else it was run.
+    """
+
+    name: str
+    peak_bytes: Count
+    time_ns: Count
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepMemory:
     """Memory of a whole step: the budget, what is live all along, and peaks.
 
     >>> memory = StepMemory(100, 20, 0, 40, 10, 90, 130, 98, is_training=True)
-    >>> memory.workspace_share  # of torch's peak
-    0.3076923076923077
+    >>> memory.activations_bytes, memory.workspace_bytes
+    (20, 40)
 
     Args:
         budget_bytes: that the step may have allocated at any moment.
@@ -328,12 +345,14 @@ class StepMemory:
         gradients_bytes: gradients that existed when tuning began.
         optimizer_bytes: state of the optimisers that existed then.
         other_bytes: buffers and inputs; on a GPU also what else the process had allocated.
-        own_peak_bytes: peak of a step without any workspace of its convolutions.
-        torch_peak_bytes: peak by torch's own convolutions.
+        own_peak_bytes: peak by torch without any workspace of its convolutions.
+        torch_peak_bytes: peak by torch's own convolutions, of a step that is not divided.
         plan_peak_bytes: peak by the plan; 0 where it was not taken yet.
         is_training: of forward and backward; else of forward without a graph.
         calls: (index of a kernel in the plan, bytes live beside its workspace) of each of its
             convolutions in a step by the plan, in order.
+        ways: steps that were run or estimated, torch's first.
+        whole: modules that cannot run in micro-batches, each with the reason.
     """
 
     budget_bytes: Count
@@ -346,28 +365,35 @@ class StepMemory:
     plan_peak_bytes: Count = 0
     is_training: bool = True
     calls: tuple[tuple[Count, Count], ...] = ()
+    ways: tuple[Way, ...] = ()
+    whole: tuple[tuple[str, str], ...] = ()
 
     @property
-    def workspace_share(self) -> float:
-        """Fraction of torch's peak that is there because of workspace."""
-        if not self.torch_peak_bytes:
-            return 0.0
-        return max(0, self.torch_peak_bytes - self.own_peak_bytes) / self.torch_peak_bytes
+    def activations_bytes(self) -> int:
+        """What is allocated during a step by torch at its peak, without workspace."""
+        held = self.parameters_bytes + self.gradients_bytes
+        return max(0, self.own_peak_bytes - held - self.optimizer_bytes - self.other_bytes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Workspace at the peak of a step by torch."""
+        return max(0, self.torch_peak_bytes - self.own_peak_bytes)
 
     def __str__(self) -> str:
         parts = {
+            "activations and new gradients": self.activations_bytes,
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
             "optimiser state": self.optimizer_bytes,
             "buffers, inputs and others": self.other_bytes,
+            "workspace": self.workspace_bytes,
         }
-        held = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
+        said = ", ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
         kind = "a training step" if self.is_training else "an inference"
         text = (
-            f"{kind} has at most {format_bytes(self.own_peak_bytes)} allocated without any "
-            f"workspace ({held or 'nothing'} all along), {format_bytes(self.torch_peak_bytes)} by "
-            f"torch's own convolutions, of which workspace is {self.workspace_share:.0%}"
+            f"{kind} by torch has at most {format_bytes(self.torch_peak_bytes)} allocated "
+            f"({said or 'nothing'})"
         )
         if self.plan_peak_bytes:
-            text += f", and {format_bytes(self.plan_peak_bytes)} by the plan"
+            text += f", by the plan {format_bytes(self.plan_peak_bytes)}"
         return f"{text}; the budget is {format_bytes(self.budget_bytes)}"

@@ -75,7 +75,11 @@ class Division(NamedTuple):
     micro_batch: int | None = None
 
 
-class MicroBatch(tuple[Any, ...]):
+# A step as it is.
+WHOLE = Division()
+
+
+class MicroBatch(tuple[Any, ...]):  # noqa: SLOT001 - one with slots has no room for a weight
     """Part of a batch, with its share of the samples.
 
     Attributes:

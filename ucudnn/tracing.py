@@ -38,12 +38,12 @@ from ucudnn.errors import ConfigError, UnsupportedError, warn
 from ucudnn.execution.channels_last import lay_out_copy
 from ucudnn.execution.compiling import is_compiled, original_of, uncompiled
 from ucudnn.execution.copying import copied
-from ucudnn.execution.randomness import same_random_states, same_settings
 from ucudnn.execution.micro_batching import segment_
+from ucudnn.execution.randomness import same_random_states, same_settings
 from ucudnn.execution.stepping import parts_of, run_step, tensors_of
 from ucudnn.execution.strays import Watched, without_strays
 from ucudnn.problem import OPS, Problem
-from ucudnn.segment import Division
+from ucudnn.segment import WHOLE, Division
 
 # Below autograd and autocast every convolution of torch is one of these two.
 _CONVOLUTION = torch.ops.aten.convolution.default
@@ -112,7 +112,7 @@ def trace_layers(
     real: bool = False,
     device_type: str | None = None,
     memory_format: str = "keep",
-    division: Division = Division(),
+    division: Division = WHOLE,
 ) -> Traced:
     """Like `trace`, each problem with the name of the module that computes it.
 

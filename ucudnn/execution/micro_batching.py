@@ -133,9 +133,10 @@ class _BuffersBefore:
             # A copy each time: a graph that is kept may be computed from again.
             buffers[name] = value.clone()
 
-    def __exit__(self, *_: object) -> None:
-        for (buffers, name, _), own in zip(self._found, self._own, strict=True):
-            buffers[name] = own
+    def __exit__(self, *error: object) -> None:
+        del error
+        for (buffers, name, _), before in zip(self._found, self._own, strict=True):
+            buffers[name] = before
 
 
 def _contexts(
@@ -143,7 +144,7 @@ def _contexts(
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of the forward of a micro-batch and of its repetition in backward."""
     # Only a module whose forward leaves its buffers alone runs in several micro-batches.
-    changes_buffers = is_whole and module.training
+    changes_buffers = is_whole and any(one.training for one in module.modules())
     return nullcontext(), _BuffersBefore(module) if changes_buffers else nullcontext()
 
 
@@ -155,7 +156,7 @@ def _joined(parts: Iterable[Any], size: int) -> Any:
     return tree_unflatten(joined, specs[0])
 
 
-def _joined_leaf(size: int, parts: Sequence[Any]) -> Any:
+def _joined_leaf(size: int, parts: tuple[Any, ...]) -> Any:
     # What is no part of a batch is the same for all.
     return torch.cat(parts) if _is_part(parts[0], size) else parts[0]
 
@@ -191,29 +192,38 @@ def _room(size: int, count: int, leaf: Any) -> Any:
     return leaf.new_empty((count, *rest))
 
 
-def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
-    """Let modules of a model run in micro-batches, in place; those of earlier segments no more.
+def require_modules(model: nn.Module, segments: Sequence[Segment]) -> None:
+    """Refuse segments of another model.
 
     Raises:
-        PlanError: the model lacks a module, or one runs more than once under several names.
+        PlanError: the model lacks a module.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {name for name, _ in model.named_modules()}
     for one in segments:
-        if one.module not in modules:
+        if one.module not in names:
             raise PlanError(
-                f"the plan runs {one.module!r} in micro-batches, and the model has no such module; "
-                f"use the plan of this model"
+                f"the plan has {one.module!r} as a segment, and {type(model).__name__} has no such "
+                f"module; use the plan of this model"
             )
+
+
+def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
+    """Let modules of a model run as segments, in place; those of earlier segments no more.
+
+    Args:
+        model: which has these modules.
+        segments: none of which holds another.
+    """
     unsegment_(model)
+    modules = dict(model.named_modules())
     for one in segments:
-        module = modules[one.module]
-        forward = SegmentForward(module, one)
-        # Methods hide those of the class; `repr` shows the segment.
-        vars(module).update(forward=forward, extra_repr=forward.extra_repr)
+        forward = SegmentForward(modules[one.module], one)
+        # Attributes hide methods of the class; `repr` shows the segment.
+        vars(forward.module).update(forward=forward, extra_repr=forward.extra_repr)
 
 
 def unsegment_(model: nn.Module) -> None:
-    """Let all modules of a model run as a whole, in place."""
+    """Let all modules of a model run as they are, in place."""
     for module in model.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, SegmentForward):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from ucudnn.execution.randomness import (
     same_settings,
     seed_all,
 )
-from ucudnn.segment import Division
+from ucudnn.segment import WHOLE, Division
 
 # What a step may raise where it was traced but cannot be computed here.
 STEP_ERRORS = (
@@ -83,14 +84,17 @@ def parts_of(inputs: Any, micro_batch: int | None) -> Iterator[Any]:
     >>> [len(part) for part in parts_of(torch.ones(5, 3), 2)]
     [2, 2, 1]
     """
-    count = batch_of(inputs)
-    for start in range(0, count, micro_batch) if micro_batch else ():
-        where = slice(start, start + micro_batch)
-        yield tree_map_only(
-            Tensor, lambda one, at=where: one[at] if one.dim() and len(one) == count else one, inputs
-        )
     if not micro_batch:
         yield inputs
+        return
+    count = batch_of(inputs)
+
+    def part(where: slice, one: Tensor) -> Tensor:
+        return one[where] if one.dim() and len(one) == count else one
+
+    for start in range(0, count, micro_batch):
+        where = slice(start, start + micro_batch)
+        yield tree_map_only(Tensor, partial(part, where), inputs)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -142,7 +146,7 @@ class Steps:
         example_inputs: Any,
         backward: bool = True,
         memory_format: str = "keep",
-        division: Division = Division(),
+        division: Division = WHOLE,
     ) -> None:
         self._model = model
         # A list means several examples; positional inputs of one example are a tuple.

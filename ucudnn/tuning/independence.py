@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def examined(
         for name, size in sizes.items():
             hidden = vars(modules[name]).get("forward")
             probe = _Probe(modules[name], hidden, name, size, found, busy)
-            vars(modules[name])["forward"] = probe
+            modules[name].__dict__.update(forward=probe)
             stack.callback(probe.remove)
         step()
     return found
@@ -74,7 +75,7 @@ class _Probe:
     def remove(self) -> None:
         del self.module.forward
         if self.hidden is not None:
-            vars(self.module)["forward"] = self.hidden
+            self.module.__dict__.update(forward=self.hidden)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.hidden or type(self.module).forward.__get__(self.module)
@@ -84,7 +85,7 @@ class _Probe:
             args, kwargs = tree_unflatten(leaves, spec)
             return forward(*args, **kwargs)
 
-        # Trials are not tried. Of a module that runs several times, the first call that fails counts.
+        # Trials are not tried. Of a module that runs several times the first failure counts.
         if not self.busy and not self.found.get(self.name, Finding()).reason:
             self.busy.append(self)
             with torch.no_grad(), same_random_states():
@@ -135,9 +136,7 @@ class _Trial:
             return Finding(what)
         reason = "it updates its buffers" if is_updated else self._dependence(size, whole, spec)
         shared = (n for n, leaf in enumerate(self._leaves) if _has_samples(leaf))
-        return Finding(
-            reason, True, self._count, tuple(n for n in shared if n not in self._split)
-        )
+        return Finding(reason, True, self._count, tuple(n for n in shared if n not in self._split))
 
     def _dependence(self, size: int, whole: Sequence[Tensor], spec: TreeSpec) -> str:
         """Why samples must stay together; "" if they need not."""
@@ -147,13 +146,12 @@ class _Trial:
             return "its results are not one for each sample"
         # All other samples are no numbers, and one must be what it was.
         kept = self._count // 2
-        alone, _ = self._results(self._parts(lambda leaf: _all_but(leaf, kept)))
+        alone, _ = self._results(self._parts(partial(_all_but, kept)))
         if any(_is_other(a[kept], b[kept]) for a, b in zip(whole, alone, strict=True)):
             return "its samples depend on each other"
         size = min(size, self._count - 1)
         for where in (slice(0, size), slice(self._count - size, self._count)):
-            cut = (lambda place: lambda leaf: leaf[place].clone())(where)
-            part, part_spec = self._results(self._parts(cut))
+            part, part_spec = self._results(self._parts(partial(_cut, where)))
             wanted = [one[where] for one in whole]
             is_other = part_spec != spec or [a.shape for a in part] != [b.shape for b in wanted]
             # Part of a batch draws other random numbers.
@@ -188,7 +186,11 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _all_but(leaf: Tensor, kept: int) -> Tensor:
+def _cut(where: slice, leaf: Tensor) -> Tensor:
+    return leaf[where].detach().clone()
+
+
+def _all_but(kept: int, leaf: Tensor) -> Tensor:
     """A batch in which one sample is left, and others are no numbers or, if integers, that one."""
     if leaf.is_floating_point() or leaf.is_complex():
         others = torch.full_like(leaf, float("nan"))

@@ -73,7 +73,7 @@ def judged(
     backend = open_backend(plan.backend)
     try:
         with _undisturbed(model):
-            step = Steps(model, example_inputs, _has_backward(plan))
+            step = Steps(model, example_inputs, _has_backward(plan), division=plan.division)
             compilation = compile_steps(model, step, plan.device.type)
             plan = with_relaid(replace(plan, compilation=compilation), step)
             # The first step warms up, and says how long the default budget is.
@@ -137,7 +137,7 @@ def _hint(model: nn.Module, inputs: Any, plan: Plan, step: Steps, meter: StepMet
     if meter.is_over(HINT_STEPS):
         return LayoutHint(reason=_USED_UP)
     try:
-        other = Steps(model, inputs, _has_backward(plan), "channels_last")
+        other = Steps(model, inputs, _has_backward(plan), "channels_last", plan.division)
         # Steps of both layouts are compiled, or none.
         if plan.compilation is not None and plan.compilation.is_compiled:
             other.compile()
@@ -182,7 +182,10 @@ def judged_in_layouts(
     compilation: Compilation | None = None
     try:
         with _undisturbed(model):
-            steps = {which: Steps(model, example_inputs, backward, which) for which in plans}
+            steps = {
+                which: Steps(model, example_inputs, backward, which, one.division)
+                for which, one in plans.items()
+            }
             step_ns = backend.elapsed_ns(steps["keep"])
             until = _until(config, began, step_ns, LAYOUT_RACE_STEPS, len(plans))
             if until is not None and monotonic() + _LEAST_STEPS * step_ns / 1e9 > until:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,11 +15,13 @@ from ucudnn.benchmark.failures import first_line
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.execution.compiling import is_compiled
-from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps
-from ucudnn.outcomes import StepMemory
+from ucudnn.execution.stepping import STEP_ERRORS, reason_against_steps, undisturbed
+from ucudnn.outcomes import StepMemory, Way
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.segment import WHOLE, Division
 from ucudnn.tracing import Traced
+from ucudnn.tuning.segmenting import SegmentSearch, half_of
 from ucudnn.tuning.step_profile import Held, StepProfile, StepProfiler
 from ucudnn.units import format_bytes
 
@@ -106,23 +108,28 @@ class _Layout:
 
     profiler: StepProfiler
     held: Held
-    memory: StepMemory
     live_bytes: dict[Problem, int]
 
 
 class MemoryBudget:
     """The memory budget of the steps of one model.
 
+    Attributes:
+        config: the settings, with the budget in bytes.
+        division: how steps are divided to stay within it.
+
     Args:
         model: any module.
         inputs: example inputs.
         config: settings with a memory budget.
+        began: the `time.monotonic` from which the time budget counts.
 
     Raises:
         ConfigError: no step can be run here, or the model is compiled.
+        PlanError: a step cannot be computed, or needs more than the budget in any way.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, config: Config) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, config: Config, began: float) -> None:
         if config.is_replayed:
             raise ConfigError(
                 "memory_budget is of a step that is run here, and the settings name a recording; "
@@ -136,20 +143,78 @@ class MemoryBudget:
             )
         self._model = model
         self._inputs = inputs
-        self._config = config
         self._is_training = config.ops != ("fprop",)
         self._layouts: dict[str, _Layout] = {}
         self._backend: AbstractBackend = open_backend(config.backend)
         reason = reason_against_steps(model, inputs, self._backend.device().type)
         if reason:
             raise ConfigError(f"memory_budget is of a step, and none can be run: {reason}")
+        own = self._profiler("keep", WHOLE)
+        profile = _computed(own.profile)
+        self.config = config = config.with_budget_of(profile.peak_bytes)
+        budget, held = config.budget_bytes, profile.held
+        assert budget is not None
+        self._memory = StepMemory(
+            budget_bytes=budget,
+            parameters_bytes=held.parameters,
+            gradients_bytes=held.gradients,
+            optimizer_bytes=held.optimizers,
+            other_bytes=held.others,
+            own_peak_bytes=profile.own_peak_bytes,
+            torch_peak_bytes=profile.peak_bytes,
+            is_training=self._is_training,
+        )
+        self.division = WHOLE
+        # Within it by torch, but for the workspace of convolutions: limits of workspace suffice.
+        if budget >= profile.own_peak_bytes and not config.loop:
+            return
+        divided = _computed(lambda: self._divided(budget, held, began))
+        if divided is None:
+            raise _too_small(self._memory)
+        self.division = divided
+
+    def _divided(self, budget: int, held: Held, began: float) -> Division | None:
+        """How to divide a step that it stays within the budget; None if there is no way."""
+        if isinstance(self._inputs, list):
+            if len(self._inputs) > 1:
+                return None
+            (self._inputs,) = self._inputs
+        limit = budget - held.total
+        with undisturbed(self._model):
+            search = SegmentSearch(
+                *(self._model, self._inputs, self._backend, self._is_training),
+                until=half_of(self.config, began),
+                effort=self.config.effort,
+            )
+            best = search.within(limit)
+            if self.config.loop:
+                in_parts = search.in_parts(limit)
+                best = min(filter(None, (best, in_parts)), key=lambda one: one.cost(limit))
+        self._memory = replace(self._memory, ways=search.ways(held.total), whole=search.reasons())
+        if best.peak_bytes <= limit:
+            return best.division
+        # Where workspace alone exceeds the budget, limits of it suffice.
+        profile = self._profiler("keep", best.division).profile()
+        if profile.own_peak_bytes <= budget:
+            return best.division
+        with undisturbed(self._model):
+            if not self.config.loop and not search.reason_against_parts():
+                search.try_(Division(micro_batch=1))
+        self._memory = replace(self._memory, ways=search.ways(held.total))
+        return None
+
+    def _profiler(self, memory_format: str, division: Division) -> StepProfiler:
+        return StepProfiler(
+            *(self._model, self._inputs, self._backend, self._is_training),
+            *(memory_format, division),
+        )
 
     def limits(self, memory_format: str, traced: Traced) -> Limits:
         """Workspace that each kernel may use; a step is run at the first call for a layout.
 
         Args:
             memory_format: layout of the model, as for `Steps`.
-            traced: the convolutions of the model in it.
+            traced: the convolutions of the model in it, of divided steps.
 
         Raises:
             PlanError: a step cannot be computed, follows another plan, or needs more than the
@@ -157,45 +222,32 @@ class MemoryBudget:
         """
         if memory_format not in self._layouts:
             self._layouts[memory_format] = self._profiled(memory_format, traced)
-        layout = self._layouts[memory_format]
-        memory, held = layout.memory, layout.held
+        layout, config = self._layouts[memory_format], self.config
         # Gradients of parameters are allocated during the step, as large at any batch.
-        fixed = held.total + held.parameters
-        return Limits(self._config.limit_bytes, memory.budget_bytes, layout.live_bytes, fixed)
+        fixed = layout.held.total + layout.held.parameters
+        return Limits(config.limit_bytes, config.budget_bytes, layout.live_bytes, fixed)
 
     def _profiled(self, memory_format: str, traced: Traced) -> _Layout:
-        profiler = StepProfiler(
-            self._model, self._inputs, self._backend, self._is_training, memory_format
-        )
-        # Function modes of the caller, as `with torch.device("meta")`, would change where tensors
-        # are allocated.
-        try:
-            with torch._C.DisableTorchFunction():
-                profile = profiler.profile()
-        # A model that was traced on fake tensors may still fail on real ones.
-        except STEP_ERRORS as error:
-            raise PlanError(
-                f"memory_budget is of a step, and none could be computed ({first_line(error)})"
-            ) from error
+        profiler = self._profiler(memory_format, self.division)
+        profile = _computed(profiler.profile)
         for name, problem in traced.layers:
             if problem not in profile.live_bytes:
                 raise PlanError(
                     f"memory_budget needs all convolutions of a step to be torch's own, and "
                     f"{problem} ({name}) was not; call ucudnn.revert_(model) first"
                 )
-        budget = self._config.budget_bytes
+        budget = self.config.budget_bytes
         assert budget is not None
         if budget < profile.own_peak_bytes:
-            raise _too_small(budget, profile)
-        memory = profile.memory(budget, self._is_training)
-        return _Layout(profiler, profile.held, memory, dict(profile.live_bytes))
+            raise _too_small(self._memory)
+        return _Layout(profiler, profile.held, dict(profile.live_bytes))
 
     def noted(self, plan: Plan) -> Plan:
         """The plan with the memory of a step, and what is live at each kernel."""
         layout = self._layouts[plan.memory_format]
-        limits = Limits(None, layout.memory.budget_bytes, layout.live_bytes)
+        limits = Limits(None, self.config.budget_bytes, layout.live_bytes)
         kernels = tuple(replace(one, live_bytes=limits.live(one.problem)) for one in plan.kernels)
-        return replace(plan, kernels=kernels, memory=layout.memory)
+        return replace(plan, kernels=kernels, memory=self._memory)
 
     def checked(self, plan: Plan) -> Plan | None:
         """The plan with the peak of a step by it; None where that exceeds the budget.
@@ -206,9 +258,11 @@ class MemoryBudget:
             PlanError: a kernel that has no plan exceeds it.
         """
         layout, memory = self._layouts[plan.memory_format], plan.memory
+        budget = self.config.budget_bytes
         assert memory is not None
+        assert budget is not None
         profile = layout.profiler.profile(plan)
-        if profile.peak_bytes <= memory.budget_bytes:
+        if profile.peak_bytes <= budget:
             memory = replace(
                 memory,
                 plan_peak_bytes=profile.peak_bytes,
@@ -217,22 +271,22 @@ class MemoryBudget:
             return replace(plan, memory=memory)
         planned = {kernel.problem: kernel for kernel in plan.kernels}
         for problem, peak in profile.call_peaks.items():
-            excess = peak - memory.budget_bytes
+            excess = peak - budget
             if excess <= 0:
                 continue
             if problem not in planned:
                 raise PlanError(
-                    f"{problem} has no plan and exceeds memory_budget="
-                    f"{format_bytes(memory.budget_bytes)} by {format_bytes(excess)}; raise the "
-                    f"budget, or time_budget_s if the time was over"
+                    f"{problem} has no plan and exceeds memory_budget={format_bytes(budget)} by "
+                    f"{format_bytes(excess)}; raise the budget, or time_budget_s if the time was "
+                    f"over"
                 )
             layout.live_bytes[problem] = layout.live_bytes.get(problem, 0) + excess
         return None
 
-    def refusal(self, plan: Plan) -> PlanError:
-        """The error for a plan whose steps exceed the budget again and again."""
-        assert plan.memory is not None
-        budget = format_bytes(plan.memory.budget_bytes)
+    def refusal(self) -> PlanError:
+        """The error where steps by plans exceed the budget again and again."""
+        assert self.config.budget_bytes is not None
+        budget = format_bytes(self.config.budget_bytes)
         return PlanError(
             f"steps by every plan that was tried exceed memory_budget={budget}, by workspace that "
             f"kernels need in a step and not when they run alone; raise the budget"
@@ -245,12 +299,41 @@ def _calls(plan: Plan, profile: StepProfile) -> tuple[tuple[int, int], ...]:
     return tuple((places[problem], live) for problem, live in profile.calls if problem in places)
 
 
-def _too_small(budget: int, profile: StepProfile) -> PlanError:
-    held = profile.held
-    missing = format_bytes(profile.own_peak_bytes - budget)
+Result = TypeVar("Result")
+
+
+def _computed(run: Callable[[], Result]) -> Result:
+    """What steps of the model tell.
+
+    Raises:
+        PlanError: they cannot be computed.
+    """
+    # Function modes of the caller, as `with torch.device("meta")`, would change where tensors
+    # are allocated.
+    try:
+        with torch._C.DisableTorchFunction():
+            return run()
+    except (ConfigError, PlanError):
+        raise
+    # A model that was traced on fake tensors may still fail on real ones.
+    except STEP_ERRORS as error:
+        raise PlanError(
+            f"memory_budget is of a step, and none could be computed ({first_line(error)})"
+        ) from error
+
+
+def _too_small(memory: StepMemory) -> PlanError:
+    """The error for a budget that no way is known to keep, with the ways and their peaks."""
+    budget = memory.budget_bytes
+    ways = memory.ways or (Way("torch without workspace", memory.own_peak_bytes, 0),)
+    least = min(ways, key=lambda way: way.peak_bytes)
+    rows = [f"  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways]
+    sentence = (
+        f"memory_budget={format_bytes(budget)} is too small: the smallest peak of a step that was "
+        f"found is {format_bytes(least.peak_bytes)}; raise the budget to it, lower the batch, or "
+        f"train in micro-batches (loop). Peaks:"
+    )
     return PlanError(
-        f"memory_budget={format_bytes(budget)} is too small by {missing}: without any workspace a "
-        f"step has {format_bytes(profile.own_peak_bytes)} allocated at its peak, of which "
-        f"{format_bytes(held.total)} all along; raise the budget, or lower the batch",
-        profile.own_peak_bytes,
+        "\n".join([sentence, *rows]),
+        least.peak_bytes,
     )

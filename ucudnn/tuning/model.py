@@ -17,6 +17,7 @@ from ucudnn.execution.compiling import original_of
 from ucudnn.execution.stepping import tensors_of
 from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
+from ucudnn.segment import WHOLE
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import (
     HINT_STEPS,
@@ -28,6 +29,7 @@ from ucudnn.tuning.judging import (
 )
 from ucudnn.tuning.memory_budget import MemoryBudget
 from ucudnn.tuning.progress import Progress
+from ucudnn.tuning.segmenting import faster_division
 from ucudnn.tuning.tuner import tune_problems
 
 # A step may need more than its kernels did alone; each pass leaves them so much less.
@@ -131,6 +133,7 @@ class _Tuning:
         self._remeasure = remeasure
         self._began = began
         self._budget: MemoryBudget | None = None
+        self._division = WHOLE
 
     def run(
         self,
@@ -150,14 +153,27 @@ class _Tuning:
         self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
     ) -> Plan:
         if self._config.memory_budget is None:
-            return self._tuned_and_judged(model, inputs, traced, how)
-        self._budget = MemoryBudget(model, inputs, self._config)
+            self._division = faster_division(model, inputs, traced, self._config, self._began)
+            return self._tuned_and_judged(
+                model, inputs, self._divided(model, inputs, traced, how), how
+            )
+        self._budget = budget = MemoryBudget(model, inputs, self._config, self._began)
+        self._config, self._division = budget.config, budget.division
+        traced = self._divided(model, inputs, traced, how)
         for _ in range(_MOST_PASSES):
             plan = self._tuned_and_judged(model, inputs, traced, how)
-            checked = self._budget.checked(plan)
+            checked = budget.checked(plan)
             if checked is not None:
                 return checked
-        raise self._budget.refusal(plan)
+        raise budget.refusal()
+
+    def _divided(
+        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
+    ) -> Traced:
+        """The convolutions of divided steps."""
+        if self._division == WHOLE:
+            return traced
+        return trace_layers(model, inputs, self._config.ops, **how, division=self._division)
 
     def _tuned_and_judged(
         self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
@@ -169,7 +185,14 @@ class _Tuning:
         reason = why_not_channels_last(original_of(model))
         if reason is None:
             try:
-                last = trace_layers(model, inputs, config.ops, **how, memory_format="channels_last")
+                last = trace_layers(
+                    model,
+                    inputs,
+                    config.ops,
+                    **how,
+                    memory_format="channels_last",
+                    division=self._division,
+                )
             # A model that cannot be computed in channels_last keeps its layout. The error of its
             # own code is the cause; the one around it is about inputs, which were traced before.
             except ConfigError as error:
@@ -247,7 +270,10 @@ class _Tuning:
             limits=None if budget is None else budget.limits(memory_format, traced),
             budget_s=budget_s,
         )
-        plan = replace(plan, memory_format=memory_format)
+        segments, micro_batch = self._division
+        plan = replace(
+            plan, memory_format=memory_format, segments=segments, micro_batch=micro_batch
+        )
         return plan if budget is None else budget.noted(plan)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ucudnn.backends import AbstractBackend, Span
 from ucudnn.execution.stepping import Steps, batch_of, tensors_of
@@ -229,9 +229,7 @@ class ModuleProfile:
         back, over = call.backward
         beside = max(0, self._level(back) - before - kept)
         backward_bytes = self._peak(back, over) - before
-        return Cost(
-            kept, forward_bytes, backward_bytes, beside, forward_ns, self._ns(back, over)
-        )
+        return Cost(kept, forward_bytes, backward_bytes, beside, forward_ns, self._ns(back, over))
 
     def between(self, call: Call) -> list[Option]:
         """What runs in a call, or in the step, before, between and after its children."""
@@ -247,7 +245,7 @@ class ModuleProfile:
         ]
 
     def _option(self, intervals: Sequence[Sequence[int]]) -> Option:
-        (begin, end), before = intervals[0], self._level(intervals[0][0])
+        end, before = intervals[0][1], self._level(intervals[0][0])
         found = [interval for interval in intervals if len(interval) == 2]
         return Option(
             kept_bytes=self._level(end) - before,

@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from statistics import median
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from ucudnn.backends import AbstractBackend
+from ucudnn.backends import AbstractBackend, open_backend
+from ucudnn.config import Config
 from ucudnn.errors import ConfigError
-from ucudnn.execution.stepping import Steps, gradient_mode
-from ucudnn.segment import Division, Segment
+from ucudnn.execution.compiling import is_compiled
+from ucudnn.execution.stepping import (
+    STEP_ERRORS,
+    Steps,
+    gradient_mode,
+    reason_against_steps,
+    undisturbed,
+)
+from ucudnn.outcomes import Way
+from ucudnn.segment import WHOLE, Division, Segment
 from ucudnn.solvers import Node, Option, SegmentTable, segment
+from ucudnn.tracing import Traced
+from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.independence import Finding, examined
 from ucudnn.tuning.module_profile import Call, Cost, ModuleProfile, profiled
 from ucudnn.tuning.step_rounds import Raced, race, raced_of, tells
@@ -34,6 +47,8 @@ _LINK = 20
 _CLEARLY = 0.95
 # Steps that a race takes at least: each warms up, and one round; and those of a trial before it.
 _LEAST_STEPS = 6
+# Points of the front that are shown.
+_SHOWN = 16
 # Steps of segments that are measured for one limit at most.
 _MOST_TRIALS = 8
 
@@ -50,6 +65,18 @@ class Seen(NamedTuple):
     division: Division
     peak_bytes: int
     time_ns: int
+
+    def cost(self, limit: int) -> tuple[int, int]:
+        """What is less for the better of two steps: the excess over a limit, then the time."""
+        return max(0, self.peak_bytes - limit), self.time_ns
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        segments, size = self.division
+        if size is not None:
+            return f"loop, micro-batches of {size}"
+        return f"{len(segments)} segments" if len(segments) > 1 else str((*segments, "torch")[0])
 
 
 @dataclass
@@ -69,19 +96,28 @@ class SegmentSearch:
         findings: what is known of modules that were to run in micro-batches.
 
     Args:
-        steps: of the model, one for one example.
+        model: any module.
+        inputs: an example.
         backend: of its device; one that can say what is allocated.
         is_training: forward and backward; else forward without a graph.
-        until: the `time.monotonic` after which no step is begun; None: no end.
+        until: the `time.monotonic` after which no step is begun that need not be; None: the default
+            budget of an effort from now on.
+        effort: as in `Config`.
     """
 
     def __init__(
-        self, steps: Steps, backend: AbstractBackend, is_training: bool, until: float | None = None
+        self,
+        model: nn.Module,
+        inputs: Any,
+        backend: AbstractBackend,
+        is_training: bool,
+        *,
+        until: float | None = None,
+        effort: str = "normal",
     ) -> None:
-        self._steps = steps
+        self._steps = steps = Steps(model, inputs, is_training)
         self._backend = backend
         self._is_training = is_training
-        self._until = until
         self._modules: Mapping[str, nn.Module] = dict(steps.model.named_modules())
         self.findings: dict[str, Finding] = {}
         self._known: dict[Segment, _Known] = {}
@@ -92,9 +128,31 @@ class SegmentSearch:
         with gradient_mode(is_training):
             steps()
             self._own = profiled(steps, names, backend)
-        self.seen = [Seen(Division(), self._own.peak_bytes, self._own.time_ns)]
+        self.seen = [Seen(WHOLE, self._own.peak_bytes, self._own.time_ns)]
+        budget_s = EFFORTS[effort].budget_s(self._own.time_ns)
+        self._until = until
+        if until is None and budget_s is not None:
+            self._until = monotonic() + budget_s
         self._root = self._tree(self._own.root)
         self._samples = {call.name: call.samples for call in self._root.walk()}
+
+    def ways(self, held_bytes: int) -> tuple[Way, ...]:
+        """The steps that were run, and others of the front.
+
+        Args:
+            held_bytes: allocated all through a step.
+        """
+        run = [Way(one.name, one.peak_bytes + held_bytes, one.time_ns) for one in self.seen]
+        front = self.table().front()
+        front = front[:: max(1, len(front) // _SHOWN)]
+        return (
+            *run,
+            *(Way("segments", peak + held_bytes, time_ns, True) for peak, time_ns in front),
+        )
+
+    def reasons(self) -> tuple[tuple[str, str], ...]:
+        """Modules that cannot run in micro-batches, each with the reason."""
+        return tuple((name, one.reason) for name, one in self.findings.items() if one.reason)
 
     def _tree(self, root: Call) -> Call:
         """The calls that may be segments."""
@@ -210,13 +268,13 @@ class SegmentSearch:
             if not self._may_all_be(chosen):
                 continue
             division = Division(tuple(map(self._described, chosen)))
-            if any(one.division == division for one in self.seen) or self.is_over(3):
+            if any(one.division == division for one in self.seen):
+                break
+            # Where nothing fits yet, going on is worth more than the time.
+            if self.is_over(3) and any(one.peak_bytes <= limit for one in self.seen):
                 break
             self.try_(division)
-        fitting = [one for one in self.seen if one.peak_bytes <= limit]
-        if fitting:
-            return min(fitting, key=lambda one: one.time_ns)
-        return min(self.seen, key=lambda one: one.peak_bytes)
+        return min(self.seen, key=lambda one: one.cost(limit))
 
     def in_parts(self, limit: int | None = None) -> Seen | None:
         """The fastest step of a loop over micro-batches; None if none fits.
@@ -234,7 +292,10 @@ class SegmentSearch:
             raise ConfigError(f"loop runs a model on parts of the batch, and {reason}")
         tried = [one for one in self.seen if one.division.micro_batch]
         for size in sizes:
-            if not self.is_over(2) and all(one.division.micro_batch != size for one in tried):
+            is_known = any(one.division.micro_batch == size for one in tried)
+            # Where nothing fits yet, going on is worth more than the time.
+            is_found = any(limit is None or one.peak_bytes <= limit for one in tried)
+            if not is_known and not (is_found and self.is_over(2)):
                 tried.append(self.try_(Division(micro_batch=size)))
         fitting = [one for one in tried if limit is None or one.peak_bytes <= limit]
         return min(fitting, key=lambda one: one.time_ns, default=None)
@@ -248,36 +309,34 @@ class SegmentSearch:
             return f"of this model {found.reason}"
         return "" if found.samples == batch else "its samples are not those of its first tensor"
 
-    def faster(self) -> Division:
-        """The division by which steps are faster beyond the noise, within the same memory."""
+    def faster(self, loop: bool = False) -> Division:
+        """The division by which steps are faster beyond the noise, within the same memory.
+
+        Args:
+            loop: steps may be those of a loop over micro-batches.
+        """
         own = self.seen[0]
-        # What fits the cache gains nothing by being there in parts.
-        if own.peak_bytes <= self._backend.cache_bytes() or self.is_over(_LEAST_STEPS):
-            return Division()
         if self.reason_against_parts():
-            return Division()
-        described = [
-            self._described(Segment("", self._steps.batch >> n, recompute=False))
-            for n in range(1, _MOST_HALVINGS)
-            if self._steps.batch >> n
-        ]
-        for one in described:
-            if not self.is_over(_LEAST_STEPS):
-                self.try_(Division((one,)))
-        fitting = [one for one in self.seen if one.peak_bytes <= own.peak_bytes]
-        best = min(fitting, key=lambda one: one.time_ns)
+            return WHOLE
+        sizes = [self._steps.batch >> n for n in range(1, _MOST_HALVINGS)]
+        for size in filter(None, sizes):
+            one = self._described(Segment("", size, recompute=False))
+            for division in (Division((one,)), Division(micro_batch=size))[: 1 + loop]:
+                if not self.is_over(_LEAST_STEPS):
+                    self.try_(division)
+        best = min(self.seen, key=lambda one: one.cost(own.peak_bytes))
         if best.time_ns > own.time_ns * _CLEARLY or not self.race(best.division).pays:
-            return Division()
+            return WHOLE
         return best.division
 
-    def race(self, division: Division, rival: Division = Division()) -> Raced:
+    def race(self, division: Division, rival: Division = WHOLE) -> Raced:
         """Time steps that are divided in two ways in turn."""
         samples = race(
             [partial(self._elapsed_ns, one) for one in (rival, division)],
             self.is_over,
             lambda samples: tells(samples[1], samples[0]),
         )
-        self._steps.divide(Division())
+        self._steps.divide(WHOLE)
         return raced_of(*samples)
 
     def _elapsed_ns(self, division: Division) -> int:
@@ -311,7 +370,7 @@ class SegmentSearch:
             with gradient_mode(self._is_training):
                 profile = profiled(steps, names, self._backend)
         finally:
-            steps.divide(Division())
+            steps.divide(WHOLE)
         self.seen.append(Seen(division, profile.peak_bytes, profile.time_ns))
         drift = self._drift(profile, names)
         for call in profile.root.walk():
@@ -326,7 +385,6 @@ class SegmentSearch:
                 self._ratios.setdefault(self._count(plain), []).append(ratio)
         return self.seen[-1]
 
-
     def _drift(self, profile: ModuleProfile, names: Collection[str]) -> float:
         """How much longer the rest of a step takes now than it did in the step as it is."""
 
@@ -337,6 +395,64 @@ class SegmentSearch:
         before, now = rest_ns(self._own), rest_ns(profile)
         # A small rest tells nothing.
         return now / before if before > _TELLING * self._own.time_ns and now > 0 else 1.0
+
+
+def faster_division(
+    model: nn.Module, inputs: Any, traced: Traced, config: Config, began: float
+) -> Division:
+    """How to divide steps so that they are faster, within the memory that they need as they are.
+
+    Args:
+        model: any module.
+        inputs: that it was traced with.
+        traced: its convolutions.
+        config: the settings, without a memory budget.
+        began: the `time.monotonic` from which the time budget counts.
+    """
+    several = inputs if isinstance(inputs, list) else [inputs]
+    is_run = config.step_race and not config.is_replayed and not is_compiled(model)
+    if not is_run or len(several) > 1:
+        return WHOLE
+    (inputs,), backend = several, open_backend(config.backend)
+    # What fits the cache as it is gains nothing by being there in parts.
+    results = sum(
+        prod(problem.result_shape) * problem.bytes_per_element
+        for _, problem in traced.layers
+        if problem.op == "fprop"
+    )
+    if results <= backend.cache_bytes() or reason_against_steps(
+        model, inputs, backend.device().type
+    ):
+        return WHOLE
+    try:
+        with undisturbed(model):
+            # Before anything is profiled: most networks in training are no case.
+            steps = Steps(model, inputs, backward=False)
+            with torch.no_grad():
+                found = examined(steps.model, steps, {"": max(1, steps.batch // 2)})[""]
+            if not found.reason and found.samples == steps.batch:
+                del steps
+                search = SegmentSearch(
+                    *(model, inputs, backend, config.ops != ("fprop",)),
+                    until=half_of(config, began),
+                    effort=config.effort,
+                )
+                return search.faster(config.loop)
+    # A model that was traced on fake tensors may still fail on real ones: whoever judges the plan
+    # says so.
+    except STEP_ERRORS:
+        pass
+    return WHOLE
+
+
+def half_of(config: Config, began: float) -> float | None:
+    """The `time.monotonic` at which half of a time budget that was set is over; None: none was.
+
+    Args:
+        config: the settings.
+        began: the `time.monotonic` from which the budget counts.
+    """
+    return None if config.time_budget_s is None else began + config.time_budget_s / 2
 
 
 def _recomputed(call: Call, cost: Cost, part: float, gradients: int, one: Segment) -> Option:

@@ -17,9 +17,9 @@ from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import Steps, gradient_mode, undisturbed
 from ucudnn.execution.watching import WatchedCall, Watcher
-from ucudnn.outcomes import StepMemory
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
+from ucudnn.segment import WHOLE, Division
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +64,6 @@ class StepProfile:
     peak_bytes: int
     calls: tuple[tuple[Problem, int], ...] = ()
 
-    def memory(self, budget_bytes: int, is_training: bool) -> StepMemory:
-        """The profile, of a step by torch's own convolutions, as a plan keeps it."""
-        held = self.held
-        return StepMemory(
-            budget_bytes=budget_bytes,
-            parameters_bytes=held.parameters,
-            gradients_bytes=held.gradients,
-            optimizer_bytes=held.optimizers,
-            other_bytes=held.others,
-            own_peak_bytes=self.own_peak_bytes,
-            torch_peak_bytes=self.peak_bytes,
-            is_training=is_training,
-        )
-
 
 class StepProfiler:
     """Runs steps of a model and profiles their memory.
@@ -88,6 +74,7 @@ class StepProfiler:
         backend: of the device that it runs on; one that can say what is allocated.
         is_training: forward and backward; else forward without a graph, as for inference.
         memory_format: as for `Steps`.
+        division: how the step is divided.
     """
 
     def __init__(
@@ -97,12 +84,14 @@ class StepProfiler:
         backend: AbstractBackend,
         is_training: bool,
         memory_format: str = "keep",
+        division: Division = WHOLE,
     ) -> None:
         self._model = model
         self._inputs = inputs
         self._backend = backend
         self._is_training = is_training
         self._memory_format = memory_format
+        self._division = division
 
     def profile(self, plan: Plan | None = None) -> StepProfile:
         """Profile a step by a plan, or by torch's own convolutions."""
@@ -113,7 +102,9 @@ class StepProfiler:
             config = replace(plan.config, unplanned="torch")
             runner = Runner(plan, config)
         with undisturbed(self._model):
-            step = Steps(self._model, self._inputs, self._is_training, self._memory_format)
+            step = Steps(
+                self._model, self._inputs, self._is_training, self._memory_format, self._division
+            )
             with gradient_mode(self._is_training):
                 # The first step finds kernels and fills caches, which later ones have.
                 self._watched(step, runner, _no_mark)
