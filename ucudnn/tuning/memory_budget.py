@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -122,14 +124,16 @@ class MemoryBudget:
         model: any module.
         inputs: example inputs.
         config: settings with a memory budget.
-        began: the `time.monotonic` from which the time budget counts.
+        began: the `time.monotonic` from which the time budget counts; None: now.
 
     Raises:
         ConfigError: no step can be run here, or the model is compiled.
         PlanError: a step cannot be computed, or needs more than the budget in any way.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, config: Config, began: float) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Any, config: Config, began: float | None = None
+    ) -> None:
         if config.is_replayed:
             raise ConfigError(
                 "memory_budget is of a step that is run here, and the settings name a recording; "
@@ -168,7 +172,8 @@ class MemoryBudget:
         # Within it by torch, but for the workspace of convolutions: limits of workspace suffice.
         if budget >= profile.own_peak_bytes and not config.loop:
             return
-        divided = _computed(lambda: self._divided(budget, held, began))
+        began = monotonic() if began is None else began
+        divided = _computed(partial(self._divided, budget, held, began))
         if divided is None:
             raise _too_small(self._memory)
         self.division = divided
@@ -197,10 +202,12 @@ class MemoryBudget:
         profile = self._profiler("keep", best.division).profile()
         if profile.own_peak_bytes <= budget:
             return best.division
-        with undisturbed(self._model):
-            if not self.config.loop and not search.reason_against_parts():
-                search.try_(Division(micro_batch=1))
-        self._memory = replace(self._memory, ways=search.ways(held.total))
+        if not self.config.loop:
+            with undisturbed(self._model):
+                if not search.reason_against_parts():
+                    search.try_(Division(micro_batch=1))
+        least = Way(f"{best.name}, without workspace", profile.own_peak_bytes, 0)
+        self._memory = replace(self._memory, ways=(*search.ways(held.total), least))
         return None
 
     def _profiler(self, memory_format: str, division: Division) -> StepProfiler:
@@ -325,7 +332,7 @@ def _computed(run: Callable[[], Result]) -> Result:
 def _too_small(memory: StepMemory) -> PlanError:
     """The error for a budget that no way is known to keep, with the ways and their peaks."""
     budget = memory.budget_bytes
-    ways = memory.ways or (Way("torch without workspace", memory.own_peak_bytes, 0),)
+    ways = memory.ways or (Way("torch, without workspace", memory.own_peak_bytes, 0),)
     least = min(ways, key=lambda way: way.peak_bytes)
     rows = [f"  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways]
     sentence = (
