@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -319,12 +319,14 @@ class Way:
     """One way to run a step, with the peak of its memory and its time.
 
     Args:
-        name: such as "torch".
+        kind: "torch" as it is, "segments", "loop" over micro-batches, or "plan".
+        name: in tables.
         peak_bytes: the most that is allocated at any moment.
-        time_ns: of the step.
+        time_ns: of the step; 0 where it was not timed.
         is_estimated: computed from what was measured of parts of a step; else it was run.
     """
 
+    kind: Literal["torch", "segments", "loop", "plan"]
     name: str
     peak_bytes: Count
     time_ns: Count

@@ -26,7 +26,8 @@ _MODELS, _TABLES = "More about a model", "For a CSV file of layers"
 _SETTINGS, _OUTPUT = "More settings", "Output and errors"
 # Settings of the first panel.
 _FIRST = (
-    *("workspace_limit", "memory_budget", "policy", "layout", "effort", "time_budget_s", "cache"),
+    *("memory_budget", "loop", "workspace_limit", "policy", "layout", "effort", "time_budget_s"),
+    "cache",
 )
 
 

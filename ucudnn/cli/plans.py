@@ -35,6 +35,13 @@ def show(
             metavar="KERNEL",
         ),
     ] = None,
+    segments: Annotated[
+        bool,
+        typer.Option(
+            "--segments",
+            help="Modules that run in micro-batches, those that cannot, and peaks of all ways.",
+        ),
+    ] = False,
     cache: CacheOption = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one row per kernel.")] = False,
     as_json: JsonOption = False,
@@ -43,8 +50,8 @@ def show(
 
     Example: ucudnn show resnet18.plan.json --kernel 3
     """
-    if sum([as_csv, as_json, kernel is not None]) > 1:
-        raise ConfigError("--csv, --json and --kernel exclude each other; leave one")
+    if sum([as_csv, as_json, segments, kernel is not None]) > 1:
+        raise ConfigError("--csv, --json, --segments and --kernel exclude each other; leave one")
     loaded = Plan.load(plan)
     if as_csv or as_json:
         from ucudnn.reports.text import plan_csv, plan_document
@@ -53,7 +60,9 @@ def show(
         text = plan_csv(loaded) if as_csv else f"{json.dumps(plan_document(loaded))}\n"
         print(text, end="")
         return
-    if kernel is None:
+    if segments:
+        _show_segments(loaded)
+    elif kernel is None:
         if loaded.origin is not None:
             out.print(str(loaded.origin))
         print_plan(loaded)
@@ -74,6 +83,25 @@ def print_plan(plan: Plan) -> None:
     for sentence in plan_verdict(plan):
         say(sentence)
     say(f"Noise: {noise_of(plan)}.")
+
+
+def _show_segments(plan: Plan) -> None:
+    """Print what runs in micro-batches, what cannot, and what ways to run the step there are."""
+    from ucudnn.reports.text import as_sentence, ways_table
+
+    for one in plan.segments:
+        say(as_sentence(str(one)))
+    if plan.micro_batch is not None:
+        say(f"A training loop runs the model in micro-batches of {plan.micro_batch}.")
+    if not plan.segments and plan.micro_batch is None:
+        say("No module runs in micro-batches.")
+    if plan.memory is None:
+        return
+    for name, reason in plan.memory.whole:
+        say(f"{name or 'The model'} cannot run in micro-batches: {reason}.")
+    say(as_sentence(str(plan.memory)))
+    if plan.memory.ways:
+        out.print(ways_table(plan.memory))
 
 
 def _show_kernels(plan: Plan, wanted: str, cache: str | None) -> None:

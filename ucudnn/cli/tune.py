@@ -234,6 +234,8 @@ def _print_tuned(
             "layout_race": to_builtins(plan.layout_race),
             "compilation": to_builtins(plan.compilation),
             "memory": to_builtins(plan.memory),
+            "segments": to_builtins(plan.segments),
+            "micro_batch": plan.micro_batch,
             "output": None if output is None else str(output),
         }
         # Not through rich, which breaks long lines.

@@ -14,6 +14,7 @@ from itertools import accumulate, groupby, product
 from math import ceil, floor, log2, log10
 from typing import Any, NamedTuple
 
+from ucudnn.outcomes import Way
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Timing
 from ucudnn.reports.text import counted
 from ucudnn.system.markup import printable
@@ -28,6 +29,7 @@ _COLORS = {
     "peak": "#8c8c8c",
 }
 _COLOR_BY_OP = {"fprop": "#56b4e9", "dgrad": "#e69f00", "wgrad": "#009e73"}
+_COLOR_BY_WAY = {"torch": "#8c8c8c", "segments": "#009e73", "loop": "#e69f00", "plan": "#0072b2"}
 # Grey for torch's default, then Okabe and Ito's, which colour-blind people can tell apart.
 _PALETTE = ("#c4c4c4", *("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00"))
 _PATTERNS = ("", "/", ".", "x", "-", "|", "+", "\\")
@@ -92,7 +94,7 @@ def plain(text: str) -> str:
 def charts(plan: Plan) -> tuple[Chart, ...]:
     """Charts of times, workspaces and splits of the kernels, and of the memory of a step."""
     rows = rows_of(plan)
-    return (_times(rows), _workspaces(rows, plan), *_splits(rows), *_timeline(plan))
+    return (*_ways(plan), _times(rows), _workspaces(rows, plan), *_splits(rows), *_timeline(plan))
 
 
 def rows_of(plan: Plan) -> list[Row]:
@@ -380,6 +382,47 @@ def _timeline(plan: Plan) -> Iterator[Chart]:
     )
     layout = {**_over(xaxis, yaxis), "barmode": "stack", "bargap": 0}
     yield Chart("Timeline", caption, traces, layout)
+
+
+def _ways(plan: Plan) -> Iterator[Chart]:
+    """Time of a step over its peak of memory, by each way that is known."""
+    memory, race = plan.memory, plan.step_race
+    known = [] if memory is None else [way for way in memory.ways if way.time_ns]
+    if memory is None or len(known) < 2:
+        return
+    if race is not None and race.rounds and memory.plan_peak_bytes:
+        known.append(Way("plan", "this plan", memory.plan_peak_bytes, race.plan_ns))
+    traces = []
+    for kind, color in _COLOR_BY_WAY.items():
+        for is_estimated in (True, False):
+            ways = [one for one in known if (one.kind, one.is_estimated) == (kind, is_estimated)]
+            ways.sort(key=lambda way: way.peak_bytes)
+            about = ", estimated" if is_estimated else ""
+            marker = {"color": color, "size": 6 if is_estimated else 11}
+            trace = {
+                "type": "scatter",
+                "mode": "lines+markers" if is_estimated else "markers",
+                "name": f"{kind}{about}",
+                "x": [way.peak_bytes for way in ways],
+                "y": [way.time_ns / 1e9 for way in ways],
+                "text": [plain(way.name) for way in ways],
+                "marker": marker,
+                "line": {"color": color, "dash": "dot"},
+            }
+            traces += [trace] if ways else []
+    budget = memory.budget_bytes
+    slowest = max(way.time_ns for way in known) / 1e9
+    traces.append(_limit(f"budget {format_bytes(budget)}", [budget, budget], [0, slowest]))
+    most = max(budget, *(way.peak_bytes for way in known))
+    ticks = range(0, most + 1, 2 ** max(0, ceil(log2(max(most, 10) / 10))))
+    axis = {"title": {"text": "peak of a step"}, "range": [0, most * 1.05]}
+    axis |= {"tickvals": [*ticks], "ticktext": [*map(format_bytes, ticks)]}
+    caption = (
+        "Each mark is a step that was run, as large dots, or estimated from the parts of such "
+        "steps. Further left is less memory, further down is faster."
+    )
+    yaxis = {"title": {"text": "time of a step"}, **_SECONDS, "rangemode": "tozero"}
+    yield Chart("Memory and time", caption, traces, _over(axis, yaxis))
 
 
 def _allocated(

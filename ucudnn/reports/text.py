@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ucudnn.outcomes import LayoutRace
+from ucudnn.outcomes import LayoutRace, StepMemory
 from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.reports.comparison import Comparison
 from ucudnn.system.markup import csv_table
@@ -186,6 +186,14 @@ def left_out_sentence(plan: Plan) -> str:
 def plan_verdict(plan: Plan) -> list[str]:
     """Effects of the plan in sentences: faster and slower kernels, the limit, the step."""
     sentences = _kernel_verdict(plan)
+    if plan.segments:
+        count = counted(len(plan.segments), "module")
+        sentences.append(f"{count} in micro-batches or recomputed: `ucudnn show --segments`.")
+    if plan.micro_batch is not None:
+        sentences.append(
+            f"The training loop runs the model in micro-batches of {plan.micro_batch}: see "
+            f"plan.micro_batches."
+        )
     if plan.memory is not None:
         sentences.append(as_sentence(str(plan.memory)))
     if plan.layout_race is not None:
@@ -239,6 +247,23 @@ def as_sentence(said: str) -> str:
     "The layout is the model's own."
     """
     return f"{said[0].upper()}{said[1:]}."
+
+
+def ways_table(memory: StepMemory) -> Table:
+    """One row per way to run a step, by falling peak."""
+    table = Table(
+        title="Ways to run a step",
+        caption="~: estimated from the parts of steps that were run",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("way", "peak", "step"):
+        table.add_column(heading, justify="left" if heading == "way" else "right")
+    for way in sorted(memory.ways, key=lambda way: -way.peak_bytes):
+        about = "~" if way.is_estimated else ""
+        time = f"{about}{format_ns(way.time_ns)}" if way.time_ns else "-"
+        table.add_row(way.name, f"{about}{format_bytes(way.peak_bytes)}", time)
+    return table
 
 
 def layout_table(layouts: LayoutRace) -> Table:

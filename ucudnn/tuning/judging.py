@@ -20,7 +20,13 @@ from ucudnn.errors import TuningInterruptedError, UnplannedWarning
 from ucudnn.execution.compiling import is_compiled
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
-from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
+from ucudnn.execution.stepping import (
+    STEP_ERRORS,
+    Steps,
+    gradient_mode,
+    reason_against_steps,
+    undisturbed,
+)
 from ucudnn.execution.timing import KernelTimer
 from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepRace
 from ucudnn.plan import Plan
@@ -29,7 +35,8 @@ from ucudnn.tuning.budget import LEAST_RACE_STEPS
 from ucudnn.tuning.compiled_steps import compile_steps, with_relaid
 from ucudnn.tuning.effort import EFFORTS
 from ucudnn.tuning.layout import LayoutJudge, by_sums, reason_against_layout
-from ucudnn.tuning.step_judge import NO_ROOM, StepJudge, StepMeter
+from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, StepJudge, StepMeter
+from ucudnn.tuning.step_rounds import race, raced_of, tells
 
 # Steps that tuning leaves time for, and that a default budget never takes from a race: both
 # contestants warm up, and three rounds decide a clear race.
@@ -99,6 +106,56 @@ def judged(
     except STEP_ERRORS as error:
         reason = f"a step could not be computed ({first_line(error)})"
         return replace(plan, step_race=StepRace(reason=reason))
+
+
+def judged_divided(
+    model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float
+) -> Plan:
+    """The plan after a race of its divided steps against torch's, which are not divided.
+
+    Args:
+        model: that the plan was made for.
+        example_inputs: that it was traced with.
+        plan: whose kernels were judged by divided steps already.
+        config: with the time budget.
+        began: the `time.monotonic` from which the budget counts.
+    """
+    reason = _reason_against_steps(model, example_inputs, plan, config)
+    kernels = plan.step_race or StepRace()
+    if reason:
+        return replace(plan, step_race=replace(kernels, reason=reason))
+    backend = open_backend(plan.backend)
+    is_training = config.ops != ("fprop",)
+    try:
+        with _undisturbed(model), gradient_mode(is_training):
+            own = Steps(model, example_inputs, is_training)
+            step_ns = backend.elapsed_ns(own)
+            until = _until(config, began, step_ns, RACE_STEPS)
+            meter = _meter(backend, [plan], until, step_ns)
+            if meter.is_over(LEAST_STEPS):
+                return replace(plan, step_race=StepRace(reason=NO_ROOM, dropped=kernels.dropped))
+            divided = Steps(model, example_inputs, is_training, plan.memory_format, plan.division)
+            # With a memory budget the peaks are known from steps that checked it.
+            peaks = (0, 0)
+            if plan.memory is None:
+                peaks = (meter.peak_bytes(own, None), meter.peak_bytes(divided, plan))
+            by_torch, by_plan = race(
+                [partial(meter.elapsed_ns, own, None), partial(meter.elapsed_ns, divided, plan)],
+                meter.is_over,
+                lambda samples: tells(*samples),
+            )
+    except KeyboardInterrupt:
+        raise TuningInterruptedError(plan) from None
+    except STEP_ERRORS as error:
+        reason = f"a step could not be computed ({first_line(error)})"
+        return replace(plan, step_race=StepRace(reason=reason, dropped=kernels.dropped))
+    raced = replace(
+        raced_of(by_torch, by_plan).race,
+        torch_peak_bytes=peaks[0],
+        plan_peak_bytes=peaks[1],
+        dropped=kernels.dropped,
+    )
+    return replace(plan, step_race=raced)
 
 
 def _is_too_late(plan: Plan, config: Config, began: float) -> bool:

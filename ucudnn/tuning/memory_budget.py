@@ -206,7 +206,10 @@ class MemoryBudget:
             with undisturbed(self._model):
                 if not search.reason_against_parts():
                     search.try_(Division(micro_batch=1))
-        least = Way(f"{best.name}, without workspace", profile.own_peak_bytes, 0)
+        way = best.way(held.total)
+        least = replace(
+            way, name=f"{way.name}, without workspace", peak_bytes=profile.own_peak_bytes, time_ns=0
+        )
         self._memory = replace(self._memory, ways=(*search.ways(held.total), least))
         return None
 
@@ -332,9 +335,9 @@ def _computed(run: Callable[[], Result]) -> Result:
 def _too_small(memory: StepMemory) -> PlanError:
     """The error for a budget that no way is known to keep, with the ways and their peaks."""
     budget = memory.budget_bytes
-    ways = memory.ways or (Way("torch, without workspace", memory.own_peak_bytes, 0),)
+    ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)
     least = min(ways, key=lambda way: way.peak_bytes)
-    rows = [f"  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways]
+    rows = [f"  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways if not way.is_estimated]
     sentence = (
         f"memory_budget={format_bytes(budget)} is too small: the smallest peak of a step that was "
         f"found is {format_bytes(least.peak_bytes)}; raise the budget to it, lower the batch, or "

@@ -25,6 +25,7 @@ from ucudnn.tuning.judging import (
     RACE_STEPS,
     convolutions_s,
     judged,
+    judged_divided,
     judged_in_layouts,
 )
 from ucudnn.tuning.memory_budget import MemoryBudget
@@ -147,6 +148,8 @@ class _Tuning:
         """Tune and judge, until a step keeps the memory budget."""
         how: dict[str, Any] = {"real": real, "device_type": device_type}
         plan = self._within_budget(model, inputs, traced, how)
+        if self._division != WHOLE:
+            plan = judged_divided(model, inputs, plan, self._config, self._began)
         return _described(plan, model, inputs, self._began)
 
     def _within_budget(

@@ -70,13 +70,20 @@ class Seen(NamedTuple):
         """What is less for the better of two steps: the excess over a limit, then the time."""
         return max(0, self.peak_bytes - limit), self.time_ns
 
-    @property
-    def name(self) -> str:
-        """Name in tables."""
+    def way(self, held_bytes: int) -> Way:
+        """The same as a plan keeps it.
+
+        Args:
+            held_bytes: allocated all through a step.
+        """
         segments, size = self.division
+        peak = self.peak_bytes + held_bytes
         if size is not None:
-            return f"loop, micro-batches of {size}"
-        return f"{len(segments)} segments" if len(segments) > 1 else str((*segments, "torch")[0])
+            return Way("loop", f"loop, micro-batches of {size}", peak, self.time_ns)
+        if not segments:
+            return Way("torch", "torch", peak, self.time_ns)
+        name = str(segments[0]) if len(segments) == 1 else f"{len(segments)} segments"
+        return Way("segments", name, peak, self.time_ns)
 
 
 @dataclass
@@ -142,12 +149,12 @@ class SegmentSearch:
         Args:
             held_bytes: allocated all through a step.
         """
-        run = [Way(one.name, one.peak_bytes + held_bytes, one.time_ns) for one in self.seen]
+        run = [one.way(held_bytes) for one in self.seen]
         front = self.table().front()
         front = front[:: max(1, len(front) // _SHOWN)]
         return (
             *run,
-            *(Way("segments", peak + held_bytes, time_ns, True) for peak, time_ns in front),
+            *(Way("segments", "segments", peak + held_bytes, ns, True) for peak, ns in front),
         )
 
     def reasons(self) -> tuple[tuple[str, str], ...]:
