@@ -60,7 +60,8 @@ def _findings(plan: Plan, canaries: int) -> Iterator[Finding]:
         return
     if plan.left_out:
         count = len(plan.left_out)
-        said = f"{count} of {count + len(plan.kernels)} kernels are not in it, tune again to go on"
+        some = f"{count} kernel{'s' * (count > 1)}"
+        said = f"it lacks {some}, or some batches of {'them' if count > 1 else 'it'}; tune again"
         yield Finding("complete", None, said)
     yield from findings_without_running(plan, backend)
     # Another device has other times.

@@ -38,7 +38,8 @@ class Origin:
         budget: seconds that tuning might take, "" without an end.
         seconds: that it took, rounded.
         load: of the machine at the end: processes that were ready to run, on average of a minute.
-        left_out: kernels without a plan, because the time was over before they had one.
+        left_out: kernels without a plan, or without one of a smaller batch, because the time was
+            over.
         over_limit: kernels without a plan, because nothing fits the workspace limit.
     """
 

@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Kernels that the plan lacks: the time was over, or nothing fits the workspace limit."""
+        """Kernels that the plan lacks, or some batches of: for lack of time, or nothing fits."""
         return () if self.origin is None else (*self.origin.left_out, *self.origin.over_limit)
 
     def split(self, problem: Problem) -> Split:

@@ -79,7 +79,7 @@ def test_a_budget_that_ends_before_the_first_kernel_warns_on_all_ranks(launch):
     for one in launch("tune_whole", 2, time_budget_s=1e-3).end():
         assert (one["kernels"], one["left out"], one["set"]) == (0, 5, 1e-3)
         (sentence,) = one["warned"]
-        assert "5 of 5 kernels are not in the plan" in sentence
+        assert "5 kernels are not in the plan" in sentence
 
 
 def test_one_plan_per_kind_of_device(launch):

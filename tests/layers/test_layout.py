@@ -528,3 +528,23 @@ def test_an_axis_of_one_element_is_no_other_layout(planned_for, batch, size, pla
     truth(x.double()).square().sum().backward()
     for ours, other in zip(model.parameters(), truth.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.double(), other.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [3, 1])
+@pytest.mark.usefixtures("one_thread")
+def test_a_single_sample_that_loses_channels_last_on_the_way_follows_the_plan(
+    batch, plan_last, computed
+):
+    model = nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.ConvTranspose3d(4, 2, 2, 2))
+    x = torch.randn(3, 3, 5, 5, 5)
+    plan = plan_last(model, x, LAST_3D, config=Config(unplanned="error"))
+    truth = copy.deepcopy(model).double()
+    # On one thread torch computes one volume by a kernel whose result is channels first.
+    between = copy.deepcopy(model[0]).to(memory_format=LAST_3D)(x[:1].to(memory_format=LAST_3D))
+    assert between.is_contiguous()
+    ucudnn.convert_(model, plan)
+    model(x[:batch]).square().sum().backward()
+    assert len(computed) == 5
+    truth(x[:batch].double()).square().sum().backward()
+    for ours, other in zip(model.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), other.grad, rtol=1e-3, atol=1e-4)

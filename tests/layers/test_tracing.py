@@ -256,6 +256,18 @@ def test_an_output_padding_of_a_stride_is_no_gradient_of_a_convolution(padding, 
         assert problem.result_shape == y.shape
 
 
+def test_a_trace_is_the_same_where_anomalies_are_detected():
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1)),
+        torch.randn(2, 3, 8, 8),
+    )
+    truth = ucudnn.trace(model, x)
+    with torch.autograd.set_detect_anomaly(True):
+        assert ucudnn.trace(model, x) == truth
+        assert ucudnn.trace(model, x, real=True) == truth
+        assert torch.is_anomaly_enabled()
+
+
 @pytest.mark.parametrize("call", [ucudnn.trace, ucudnn.tune, ucudnn.advise])
 def test_a_shape_in_place_of_inputs_is_said_to_be_one(call) -> None:
     with pytest.raises(ConfigError, match=r"for a shape give torch.empty\(2, 3, 9, 9\)"):

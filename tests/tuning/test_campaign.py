@@ -69,7 +69,7 @@ def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
 
 def test_kernels_that_were_not_looked_at_are_named_in_a_warning(scripted, clock):
     scripted(torch_default=linear(2.0))
-    with pytest.warns(progress.UntunedWarning, match="2 of 2 kernels are not in the plan"):
+    with pytest.warns(progress.UntunedWarning, match="2 kernels are not in the plan"):
         plan = tune_problems([("a", NARROW), ("b", WIDE)], Config(time_budget_s=0.5))
     assert plan.kernels == ()
 

@@ -198,4 +198,4 @@ def test_a_partial_plan_is_said_to_be_one_and_no_reason_to_say_no():
     assert "complete" not in {finding.about for finding in check(plan, 0)}
     findings = {one.about: one for one in check(replace(plan, origin=origin), 0)}
     assert findings["complete"].is_true is None
-    assert "1 of 1 kernels are not in it" in findings["complete"].said
+    assert "it lacks 1 kernel, or some batches of it" in findings["complete"].said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import warnings
 import weakref
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
 from ucudnn.benchmark.bench import Arm, LocalBench
 from ucudnn.config import Config
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, UntunedWarning
 from ucudnn.measurement import Role
 from ucudnn.plan import Step
 from ucudnn.problem import Problem
@@ -132,6 +133,31 @@ def test_every_smaller_batch_has_a_split_within_the_limit(scripted, limit_mib):
             assert (
                 limit_mib is None or backend.costs[step.algorithm](step.size)[1] <= limit_mib * MIB
             )
+
+
+@pytest.mark.parametrize("limit_mib", [None, 3])
+def test_batches_that_there_was_no_time_for_are_named(scripted, monkeypatch, tmp_path, limit_mib):
+    """Looks at the clock take a second each; each batch has an implementation of its own."""
+    partial = 0
+    for budget in range(1, 120, 3):
+        ticks = itertools.count()
+        for module in ("tuning.budget", "tuning.session", "tuning.scheduler"):
+            monkeypatch.setattr(
+                f"ucudnn.{module}.monotonic", lambda ticks=ticks: float(next(ticks))
+            )
+        backend = scripted(**COSTS)
+        backend.kernels = {(name, n): f"{name} {n}" for name in COSTS for n in range(1, 17)}
+        limit = None if limit_mib is None else limit_mib * MIB
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UntunedWarning)
+            plan, _ = tune(
+                workspace_limit=limit, time_budget_s=budget, cache=str(tmp_path / f"{budget}")
+            )
+        for kernel in plan.kernels:
+            missing = [str(FPROP.with_batch(n)) for n in kernel.uncovered()]
+            partial += bool(missing)
+            assert plan.left_out == tuple(missing[-1:])
+    assert partial or limit is None
 
 
 def test_a_candidate_above_the_limit_is_run_once_for_its_workspace_and_no_larger(scripted):

@@ -103,8 +103,7 @@ def tune(
             raise one
     plan: Plan = received[team[0]]
     if is_shared:
-        left_out = len(plan.left_out)
-        warn_of_untuned(left_out, left_out + len(plan.kernels), config.time_budget_s)
+        warn_of_untuned(len(plan.left_out), config.time_budget_s)
     return plan
 
 
@@ -201,7 +200,9 @@ def _decide(
         left = replace(config, time_budget_s=max(least_s, budget_s - (monotonic() - began)))
     with warnings.catch_warnings():
         # All ranks are told, with the budget that was set.
-        warnings.filterwarnings("ignore", ".* kernels are not in the plan", UntunedWarning)
+        warnings.filterwarnings(
+            "ignore", ".* not in the plan, or not at every batch", UntunedWarning
+        )
         plan = alone.tune(model, inputs, left, on_progress, real=real)
     # The plan states the budget that the user set, and the time of all of tuning.
     origin = replace(plan.origin or Origin(), seconds=round(monotonic() - began))

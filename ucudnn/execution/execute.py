@@ -182,10 +182,13 @@ def refusal_of(backend: AbstractBackend, problem: Problem, split: Split) -> str 
 
     Nothing is built, so that every batch of a plan can be asked for.
     """
-    refusal = backend.slab_refusal if split.axis == "spatial" else backend.refusal
-    parts = (part for part, *_ in _parts(problem, split))
-    names = (step.algorithm for step in split.steps)
-    for part, algorithm in dict.fromkeys(zip(parts, names, strict=True)):
+    is_slabs = split.axis == "spatial"
+    refusal = backend.slab_refusal if is_slabs else backend.refusal
+    # Chunks of samples are alike where their steps are, and a split may have hundreds.
+    chunks = split if is_slabs else Split(split.axis, tuple(dict.fromkeys(split.steps)))
+    parts = (part for part, *_ in _parts(problem, chunks))
+    for part, step in zip(parts, chunks.steps, strict=True):
+        algorithm = step.algorithm
         reason = refusal(part, algorithm) if part else None
         if reason is not None:
             return f"{algorithm} does not compute {part}: {reason}"

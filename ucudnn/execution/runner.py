@@ -123,8 +123,11 @@ class Runner(AbstractRunner):
         is_meant = other.layout == "nchw" and not w.is_contiguous()
         if is_meant or not self.plan.covers(other):
             return problem
-        is_lost = problem.batch == 1 and self.plan.memory_format == "keep"
-        return other if is_lost or x.is_contiguous(memory_format=memory_format(other)) else problem
+        form = memory_format(other)
+        # A model that is not in the plan's layout is told so.
+        is_laid_out = self.plan.memory_format == "keep" or w.is_contiguous(memory_format=form)
+        is_lost = problem.batch == 1 and is_laid_out
+        return other if is_lost or x.is_contiguous(memory_format=form) else problem
 
     def bind(self, which: str, bound: Bound, has_bias: bool = False) -> Pass | None:
         """Look up the call that computes a pass, and keep it for later calls."""

@@ -168,7 +168,7 @@ def plan_summary(plan: Plan) -> str:
 
 
 def left_out_sentence(plan: Plan) -> str:
-    """Sentence on the kernels that a partial plan lacks."""
+    """Sentence on the kernels, and batches of kernels, that a partial plan lacks."""
     count = len(plan.left_out)
     assert plan.origin is not None
     reasons = []
@@ -178,8 +178,8 @@ def left_out_sentence(plan: Plan) -> str:
         over = ", ".join(plan.origin.over_limit)
         reasons.append(f"nothing fits the workspace limit for {over}")
     return (
-        f"The plan is partial: {count} of {count + len(plan.kernels)} kernels are not in it, "
-        f"because {'; and '.join(reasons)}."
+        f"The plan is partial: it lacks {count} kernel{'s' * (count > 1)}, or some batches of "
+        f"{'them' if count > 1 else 'it'}, because {'; and '.join(reasons)}."
     )
 
 

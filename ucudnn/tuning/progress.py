@@ -14,7 +14,6 @@ class Progress:
     Args:
         kernel: the kernel that is tuned now.
         done: kernels finished; if kernels divide a pool, those that have a part of it so far.
-        total: kernels in all.
         measured: candidates timed so far.
         reused: candidates found in the cache so far.
         seconds_left: estimated; None before the first kernel is finished.
@@ -33,20 +32,21 @@ class Progress:
     division_ns: int | None = None
 
 
-def warn_of_untuned(
-    left_out: int, total: int, budget_s: float | None, is_recorded: bool = False
-) -> None:
-    """Warn of kernels that are not in the plan, if there are any.
+def warn_of_untuned(left_out: int, budget_s: float | None, is_recorded: bool = False) -> None:
+    """Warn of kernels that are not in the plan, or not at every batch, if there are any.
 
     Args:
         left_out: number of these kernels.
-        total: kernels in all.
         budget_s: the time budget in seconds, None without one.
         is_recorded: a recording was replayed, which takes no time.
     """
     if not left_out:
         return
-    said = f"{left_out} of {total} kernels are not in the plan: "
+    several = left_out > 1
+    said = (
+        f"{left_out} kernel{'s' * several} {'are' if several else 'is'} not in the plan, or not at "
+        f"every batch: "
+    )
     if is_recorded:
         warn(
             f"{said}nothing that was recorded of them fits, and torch's own convolution serves "

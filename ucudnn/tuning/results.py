@@ -29,7 +29,7 @@ class Results:
             tried, to name the worst one.
         over_limit: errors of kernels of which nothing fits the limit of the user. They are named
             together at the end, so that the limit can be raised once.
-        unfinished: kernels left to torch of which the time did not suffice for smaller batches.
+        unfinished: kernels of which the time did not suffice for some smaller batches.
         pool: the pool that the kernels divide; None: there is none.
 
     Args:
@@ -64,8 +64,13 @@ class Results:
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """The best plan so far of each kernel that has one within the limit."""
-        finished = (p for p in self._layers if p not in self.unfinished)
-        return tuple(filter(None, (self.plans.get(p) or self.by_torch(p) for p in finished)))
+        plans = (self.plans.get(p) or self.by_torch(p) for p in self._layers)
+        # By torch's own convolution nothing is lost.
+        return tuple(
+            plan
+            for plan in plans
+            if plan and not (plan.is_default and plan.problem in self.unfinished)
+        )
 
     @property
     def missing(self) -> list[Problem]:
@@ -83,9 +88,13 @@ class Results:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Kernels that have no plan because the time was over."""
-        planned = {kernel.problem for kernel in self.kernels} | self.over_limit.keys()
-        return tuple(str(problem) for problem in self._layers if problem not in planned)
+        """Kernels that have no plan, or none of a smaller batch, because the time was over."""
+        plans = {kernel.problem: kernel for kernel in self.kernels}
+        planned = plans.keys() | self.over_limit.keys()
+        missing = [problem for problem in self._layers if problem not in planned]
+        # Each at the largest batch that has none.
+        cut = [p.with_batch(plans[p].uncovered()[-1]) for p in plans if p in self.unfinished]
+        return tuple(map(str, missing + cut))
 
     def limit_of(self, problem: Problem) -> int | None:
         """Workspace that a call may use: its part of the pool, or what the settings leave it."""

@@ -143,7 +143,7 @@ class TuningScheduler:
         self._report("")
         self.results.judge_over_limit()
         left_out, is_recorded = len(self.results.left_out), self.session.is_recorded
-        warn_of_untuned(left_out, len(self._layers), self.budget_s, is_recorded)
+        warn_of_untuned(left_out, self.budget_s, is_recorded)
 
     @property
     def budget_s(self) -> float | None:
@@ -283,8 +283,7 @@ class TuningScheduler:
         with torch.autocast("cpu", enabled=False):
             completed = self._completed(plan)
         self.results.plans[plan.problem] = completed
-        # Of torch's own convolution nothing is known at some batch, and no plan is lost.
-        if self.session.is_over and completed.is_default and completed.uncovered():
+        if self.session.is_over and completed.uncovered():
             self.results.unfinished.add(plan.problem)
 
     def _completed(self, plan: KernelPlan) -> KernelPlan:
