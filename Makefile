@@ -1,7 +1,7 @@
 # Everything a developer runs. Each target makes the environment it needs, with pip and venv alone;
 # stamps keep what is up to date. PYTHON is the interpreter to build environments from (>= 3.11).
 #
-#   make demo   .venv       tunes ResNet-18 on this machine
+#   make demo   .venv       steps within half and a quarter of torch's memory, on this machine
 #   make quick  .venv-test  what takes no time and no processes of its own, on the installed package:
 #                           for while you work
 #   make test   .venv-test  the suite and the doctests, but for what is nightly, on the installed
@@ -58,7 +58,7 @@ EXTRAS.venv-bare :=
 TOOLS.venv-bare := pytest pytest-xdist hypothesis
 
 demo: .venv/.installed
-	.venv/bin/python examples/resnet18.py
+	.venv/bin/python examples/demo.py
 
 # Outside the checkout, without PYTHONPATH and with -P: only the installed ucudnn can be imported.
 # Arguments: environment, module and its arguments.

@@ -24,15 +24,6 @@ class Network(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Shortcut(nn.Sequential):
-    """Adds its input to its output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The sum."""
-        result: Tensor = super().forward(x)
-        return x + result
-
-
 class Gated(nn.Module):
     """A layer of WaveNet: a gated dilated convolution of two taps, and a shortcut.
 
@@ -54,25 +45,10 @@ class Gated(nn.Module):
         return result
 
 
-def conformer(width: int = 512, blocks: int = 4) -> nn.Module:
-    """Convolution modules of a conformer: pointwise, gated, depthwise of 31 taps, pointwise."""
-    return nn.Sequential(
-        *(
-            Shortcut(
-                nn.Conv1d(width, 2 * width, 1),
-                nn.GLU(1),
-                nn.Conv1d(width, width, 31, padding=15, groups=width),
-                nn.BatchNorm1d(width),
-                nn.SiLU(),
-                nn.Conv1d(width, width, 1),
-            )
-            for _ in range(blocks)
-        )
-    )
-
-
 def large_kernels(width: int = 128, blocks: int = 2) -> nn.Module:
     """Depthwise 31x31 convolutions between 1x1 ones."""
+    from models import Shortcut
+
     return nn.Sequential(
         nn.Conv2d(3, width, 4, 4),
         *(
@@ -141,7 +117,7 @@ def unet3d() -> nn.Module:
     return network
 
 
-def resnet(name: str) -> nn.Module:
+def plain(name: str) -> nn.Module:
     """One of the examples'."""
     import models
 
@@ -152,8 +128,8 @@ def resnet(name: str) -> nn.Module:
 NETWORKS = {
     "alexnet": Network(alexnet, (128, 3, 224, 224)),
     "cifar10": Network(cifar10, (1024, 3, 32, 32)),
-    "resnet18": Network(partial(resnet, "resnet18"), (32, 3, 224, 224)),
-    "resnet50": Network(partial(resnet, "resnet50"), (16, 3, 224, 224)),
+    "resnet18": Network(partial(plain, "resnet18"), (32, 3, 224, 224)),
+    "resnet50": Network(partial(plain, "resnet50"), (16, 3, 224, 224)),
     "vgg11": Network(vgg11, (8, 3, 224, 224)),
     "mobilenetv2": Network(partial(hugging_face, "MobileNetV2Model"), (8, 3, 224, 224)),
     "efficientnet": Network(
@@ -175,7 +151,7 @@ NETWORKS = {
         partial(hugging_face, "Wav2Vec2Model", apply_spec_augment=False, layerdrop=0.0), (2, 32000)
     ),
     "hifigan": Network(partial(hugging_face, "SpeechT5HifiGan"), (2, 64, 80)),
-    "conformer": Network(conformer, (8, 512, 200)),
+    "conformer": Network(partial(plain, "conformer"), (8, 512, 200)),
     "wavenet": Network(wavenet, (4, 1, 4096)),
     "conv1d": Network(lambda: nn.Conv1d(512, 512, 3, 2), (4, 512, 6400)),
 }

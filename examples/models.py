@@ -1,4 +1,8 @@
-"""ResNet-18 and ResNet-50, written plainly (He, Zhang, Ren, Sun, CVPR 2016, table 1)."""
+"""Networks of the examples, written plainly.
+
+ResNet-18 and ResNet-50 (He, Zhang, Ren, Sun, CVPR 2016, table 1), an image classifier in the manner
+of ConvNeXt, a residual network that segments volumes, and the convolution blocks of a conformer.
+"""
 
 from __future__ import annotations
 
@@ -81,4 +85,70 @@ def _resnet(stages: list[nn.Module], channels: int, classes: int) -> nn.Sequenti
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(channels, classes),
+    )
+
+
+class Shortcut(nn.Sequential):
+    """Adds its input to its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum."""
+        result: Tensor = super().forward(x)
+        return x + result
+
+
+def classifier(width: int = 48, depth: int = 3, classes: int = 1000) -> nn.Sequential:
+    """Blocks of a depthwise 7x7 convolution and two pointwise ones, as those of ConvNeXt."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 4), nn.GroupNorm(1, width)]
+    for stage in range(3):
+        if stage:
+            layers += [nn.GroupNorm(1, width), nn.Conv2d(width, 2 * width, 2, 2)]
+            width *= 2
+        layers.append(nn.Sequential(*(_inverted(width) for _ in range(depth))))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
+
+
+def _inverted(width: int) -> Shortcut:
+    return Shortcut(
+        nn.Conv2d(width, width, 7, padding=3, groups=width),
+        nn.GroupNorm(1, width),
+        nn.Conv2d(width, 4 * width, 1),
+        nn.GELU(),
+        nn.Conv2d(4 * width, width, 1),
+    )
+
+
+def segmenter(width: int = 16, classes: int = 2) -> nn.Sequential:
+    """Residual blocks with group normalisation at three resolutions of a volume, down and up."""
+    layers: list[nn.Module] = [nn.Conv3d(1, width, 3, padding=1), _residual3d(width)]
+    for _ in range(2):
+        layers += [nn.Conv3d(width, 2 * width, 3, 2, 1), _residual3d(2 * width)]
+        width *= 2
+    for _ in range(2):
+        layers += [nn.ConvTranspose3d(width, width // 2, 2, 2), _residual3d(width // 2)]
+        width //= 2
+    return nn.Sequential(*layers, nn.GroupNorm(8, width), nn.ReLU(), nn.Conv3d(width, classes, 1))
+
+
+def _residual3d(width: int) -> Shortcut:
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        layers += [nn.GroupNorm(8, width), nn.ReLU(), nn.Conv3d(width, width, 3, padding=1)]
+    return Shortcut(*layers)
+
+
+def conformer(width: int = 512, blocks: int = 4) -> nn.Sequential:
+    """Convolution modules of a conformer: pointwise, gated, depthwise of 31 taps, pointwise."""
+    return nn.Sequential(
+        *(
+            Shortcut(
+                nn.Conv1d(width, 2 * width, 1),
+                nn.GLU(1),
+                nn.Conv1d(width, width, 31, padding=15, groups=width),
+                nn.BatchNorm1d(width),
+                nn.SiLU(),
+                nn.Conv1d(width, width, 1),
+            )
+            for _ in range(blocks)
+        )
     )

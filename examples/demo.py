@@ -1,0 +1,181 @@
+"""Training steps within half and a quarter of torch's memory, and a network whose layers gain.
+
+python examples/demo.py
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from models import classifier, conformer, segmenter
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ucudnn
+from ucudnn.backends import open_backend
+from ucudnn.benchmark.statistics import median_ns, ratio_interval
+from ucudnn.units import format_bytes, format_ns
+
+ROUNDS = 5
+TUNING_S = 20.0
+console = Console(soft_wrap=True, highlight=False)
+
+
+class Task(NamedTuple):
+    """What is trained: a network, a batch and its labels."""
+
+    title: str
+    make: Callable[[], nn.Module]
+    images: Tensor
+    labels: Tensor
+
+
+def main() -> None:
+    """Two networks within less memory, then one that gets faster."""
+    torch.manual_seed(0)
+    began = time.monotonic()
+    volumes = torch.randn(4, 1, 32, 32, 32), torch.randint(2, (4, 32, 32, 32))
+    images = torch.randn(16, 3, 128, 128), torch.randint(1000, (16,))
+    for task in (
+        Task("Segmentation of volumes, 4 x 1 x 32 x 32 x 32", segmenter, *volumes),
+        Task("Image classifier, 16 x 3 x 128 x 128", classifier, *images),
+    ):
+        within_less_memory(task)
+    faster_layers()
+    console.print(f"All of it took {time.monotonic() - began:.0f} s.")
+
+
+def step(model: nn.Module, task: Task, plan: ucudnn.Plan | None = None) -> None:
+    """Forward, loss and backward."""
+    model.zero_grad()
+    if plan is None:
+        nn.functional.cross_entropy(model(task.images), task.labels).backward()
+        return
+    for part in plan.micro_batches(task.images, task.labels):
+        loss = nn.functional.cross_entropy(model(part[0]), part[1])
+        (loss * part.weight).backward()
+
+
+def within_less_memory(task: Task) -> None:
+    """Compare steps by torch, by its checkpoints and by plans: memory, time and gradients."""
+    model = task.make()
+    steps = {
+        "torch": partial(step, model, task),
+        "torch.utils.checkpoint": partial(step, checkpointed(model), task),
+    }
+    for share in ("50%", "25%"):
+        for loop in (False, True):
+            config = ucudnn.Config(
+                memory_budget=share, loop=loop, effort="quick", time_budget_s=TUNING_S
+            )
+            name = f"plan within {share}" + ", loop" * loop
+            try:
+                with console.status(f"tuning: {name}"):
+                    plan = ucudnn.tune(model, task.images, config)
+            except ucudnn.errors.PlanError as error:
+                console.print(f"{name}: {str(error).splitlines()[0]}")
+                continue
+            planned = copy.deepcopy(model)
+            ucudnn.convert_(planned, plan)
+            steps[name] = partial(step, planned, task, plan)
+    print_steps(task.title, steps, deviations(model, steps))
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """A copy of a sequence whose parts are recomputed one by one, as is usual with torch."""
+    twin = copy.deepcopy(model)
+    for part in twin.children():
+        if any(part.children()):
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+    return twin
+
+
+def deviations(model: nn.Module, steps: Mapping[str, partial[None]]) -> dict[str, float]:
+    """Largest deviation of a gradient from that in float64, of the largest gradient."""
+    first = next(iter(steps.values()))
+    exact = copy.deepcopy(model).double()
+    task: Task = first.args[1]
+    step(exact, task._replace(images=task.images.double()))
+    wanted = [p.grad for p in exact.parameters()]
+    most = max(float(grad.abs().max()) for grad in wanted)
+    found = {}
+    for name, run in steps.items():
+        run()
+        pairs = zip(run.args[0].parameters(), wanted, strict=True)
+        found[name] = max(float((p.grad - grad).abs().max()) for p, grad in pairs) / most
+    return found
+
+
+def peak_bytes(run: partial[None]) -> int:
+    """Parameters, and the most that a step allocates beside them."""
+    model: nn.Module = run.args[0]
+    # Gradients that are there before it would be freed by the step.
+    model.zero_grad()
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    return held + open_backend("torch_cpu").workspace_bytes(run, ())
+
+
+def print_steps(
+    title: str, steps: Mapping[str, partial[None]], errors: Mapping[str, float]
+) -> None:
+    """Run steps in turn, and print a row for each way."""
+    backend = open_backend("torch_cpu")
+    peaks = {name: peak_bytes(run) for name, run in steps.items()}
+    samples: dict[str, list[int]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, run in steps.items():
+            samples[name].append(backend.elapsed_ns(run))
+    table = Table(
+        title=title,
+        caption="peak: parameters, gradients, activations and workspace; ratios are to torch, of "
+        f"{ROUNDS} steps in turn with their 95 % interval; deviation: of the gradients from "
+        "float64, largest over largest",
+    )
+    for heading in ("step by", "peak", "", "time", "ratio", "deviation"):
+        table.add_column(heading, justify="left" if heading == "step by" else "right")
+    for name, taken in samples.items():
+        ratio, low, high = ratio_interval(taken, samples["torch"])
+        table.add_row(
+            name,
+            format_bytes(peaks[name]),
+            f"{peaks[name] / peaks['torch']:.0%}",
+            format_ns(median_ns(taken)),
+            f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+            f"{errors[name]:.0e}",
+        )
+    console.print(table)
+    console.print()
+
+
+def faster_layers() -> None:
+    """Tune the layers of a network, and time its inference."""
+    model, x = conformer().eval(), torch.randn(8, 512, 200)
+    config = ucudnn.Config(ops=("fprop",), time_budget_s=TUNING_S)
+    with console.status("tuning the layers of a conformer"):
+        plan = ucudnn.tune(model, x, config)
+    planned = copy.deepcopy(model)
+    conversion = ucudnn.convert_(planned, plan)
+    backend, samples = open_backend("torch_cpu"), {"torch": list[int](), "plan": list[int]()}
+    with torch.no_grad():
+        for number in range(4 * ROUNDS):
+            for name, network in (("torch", model), ("plan", planned)):
+                time_ns = backend.elapsed_ns(partial(network, x))
+                if number:  # the first round warms up
+                    samples[name].append(time_ns)
+    ratio, low, high = ratio_interval(samples["torch"], samples["plan"])
+    console.print(
+        f"Inference of conformer blocks, 8 x 512 x 200: {format_ns(median_ns(samples['torch']))} "
+        f"by torch, {format_ns(median_ns(samples['plan']))} by the plan, which is {ratio:.2f} "
+        f"({low:.2f} to {high:.2f}) times as fast. {conversion}."
+    )
+
+
+if __name__ == "__main__":
+    main()
