@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,6 @@ import pytest
 
 from ucudnn.config import SETTINGS, Config, read_environment, require_config
 from ucudnn.errors import ConfigError, quoted
-
-
-def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UCUDNN_CACHE")
-    config = Config()
-    assert config.limit_bytes is None
-    assert config.policy == "powers-of-two"
-    assert config.ops == ("fprop", "dgrad", "wgrad")
-    assert config.unplanned == "torch"
-    assert config.cache is None
-    assert config.backend == "auto"
 
 
 @pytest.mark.parametrize(
@@ -34,10 +22,6 @@ def test_the_limit_is_read_as_bytes(limit: int | str | None, count: int | None) 
 def test_ops_are_kept_in_one_order_so_that_equal_settings_are_equal() -> None:
     assert Config(ops=("wgrad", "fprop", "wgrad")) == Config(ops="fprop,wgrad")
     assert Config(ops=["dgrad"]).ops == ("dgrad",)
-
-
-def test_the_cache_may_be_a_path() -> None:
-    assert Config(cache=Path("some") / "folder").cache == str(Path("some") / "folder")
 
 
 REFUSED: list[tuple[str, Any, str]] = [
