@@ -90,17 +90,6 @@ def test_the_costliest_kernel_comes_first(scripted):
     assert backend.runs
 
 
-def test_the_time_left_is_estimated_once_a_kernel_is_done(scripted):
-    scripted(torch_default=linear(2.0), fast=linear(1.0))
-    events = []
-    tune_problems([("a", NARROW), ("b", WIDE)], Config(), events.append)
-    estimates = [event.seconds_left for event in events]
-    assert estimates[0] is None
-    assert estimates[-1] == 0
-    assert any(left for left in estimates if left)
-    assert [event.done for event in events] == sorted(event.done for event in events)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", range(0, 30, 3))
 def test_ctrl_c_keeps_the_plan_so_far(scripted, moment):
@@ -276,19 +265,6 @@ def test_where_a_call_needs_more_than_its_chunks_smaller_chunks_are_tried(
     assert tune_problems([("layer", NARROW)], Config(workspace_limit=smallest))
 
 
-def test_a_little_more_than_the_limit_is_not_tried_again_and_again(scripted, monkeypatch):
-    backend = scripted(
-        torch_default=lambda size: (4 * size * MS, 20 * MIB),
-        fast=lambda size: (size * MS, 4 * MIB if size <= 4 else 20 * MIB),
-    )
-    of_chunks = backend.workspace_bytes
-    monkeypatch.setattr(
-        backend, "workspace_bytes", lambda run, parts: of_chunks(run, parts) + 4 * MIB + 512
-    )
-    with pytest.raises(PlanError, match="fits workspace_limit=8 MiB"):
-        tune_problems([("layer", NARROW.with_batch(8))], Config(workspace_limit="8MiB"))
-
-
 def test_a_default_whose_call_needs_more_than_its_chunk_is_split(scripted, monkeypatch):
     backend = scripted(torch_default=linear(1.0, 1.0))
     of_chunks = backend.workspace_bytes
@@ -324,26 +300,6 @@ def test_batches_that_run_as_the_default_are_passed_by_chains_of_others(other, s
     plan = tune_problems([("layer", NARROW.with_batch(8))], Config())
     for batch in range(1, 9):
         assert plan.split(NARROW.with_batch(batch)).size == batch
-
-
-@pytest.mark.parametrize("op", ["fprop", "wgrad"])
-def test_what_one_batch_learns_another_of_its_geometry_knows(op, scripted):
-    costs = {
-        "torch_default": linear(1, 0.5),
-        "lean": linear(1.2, 0.25, 1),
-        "leaner": linear(1.1, 0.1, 0.5),
-    }
-    problem = Problem(op, 6, 2, 2, (4, 4), (1, 1))
-    layers = [("six", problem), ("five", problem.with_batch(5))]
-    hashes, counts = [], []
-    for _ in range(2):
-        scripted(**costs)
-        events = []
-        plan = tune_problems(layers, Config(policy="all", workspace_limit="1MiB"), events.append)
-        hashes.append(plan.hash)
-        counts.append(events[-1].measured)
-    assert hashes[0] == hashes[1]
-    assert counts[1] == 0
 
 
 def test_when_tuning_pays_back():
