@@ -190,6 +190,24 @@ def test_a_file_that_took_the_place_of_ours_is_not_moved(segment: Path) -> None:
     assert (root / "cpu-one.h5").read_bytes() == foreign
 
 
+def test_a_file_replaced_by_a_sound_one_in_the_meantime_is_used(
+    segment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = segment.read_bytes()
+    flip(segment, -1)
+    rename = os.rename
+
+    def replaced(source: Path, target: Path) -> None:
+        if Path(source) == segment:
+            segment.write_bytes(sound)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", replaced)
+    with caches.open(root_of(segment)) as cache:
+        assert texts(cache) == texts(SAMPLES)
+        assert cache.check().clean
+
+
 def test_leftovers_of_killed_writers_are_noted_when_old(segment: Path) -> None:
     young, old = (segment.parent / f".new-{name}" for name in ("7-0123abcd", "8-0123abcd"))
     for path in (young, old):
