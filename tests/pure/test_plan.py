@@ -456,6 +456,7 @@ SIGNED: list[tuple[str, object, str]] = [
     ("is_perturbed", 1, "Expected `bool`, got `int`"),
     ("predicted_time_ns", 2**63, "Expected `int` <= 9223372036854775807"),
     ("timing", {**asdict(TIMING), "time_ns": 0}, "Expected `int` >= 1"),
+    ("live_bytes", -1, "Expected `int` >= 0"),
     ("problem", {**asdict(kernel().problem), "groups": 3}, "must be divisible by groups"),
 ]
 
