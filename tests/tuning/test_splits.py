@@ -156,9 +156,9 @@ def table_of(
 ) -> AbstractSplitTable:
     """The table; `timed_only`: without sizes that are bounded by the time of larger ones."""
     if known.axis.name == "spatial":
-        return RowSplits.of(known.axis, known.sizes, known.measurements, kernel_of, limit)
+        return RowSplits(known.axis, known.sizes, known.measurements, kernel_of, limit)
     sizes = () if timed_only else known.sizes
-    return BatchSplits.of(known.axis, sizes, known.measurements, kernel_of, limit)
+    return BatchSplits(known.axis, sizes, known.measurements, kernel_of, limit)
 
 
 def plan_of(
@@ -207,7 +207,7 @@ def timed(*chunks: Chunk, sizes=range(1, N + 1)) -> BatchSplits:
         measured(kernel().with_batch(one.size), "alone" if one.size == N else "later", one)
         for one in chunks
     ]
-    return BatchSplits.of(BatchAxis(kernel()), sizes, entries, one_kernel, None)
+    return BatchSplits(BatchAxis(kernel()), sizes, entries, one_kernel, None)
 
 
 def sizes_of(split: Split) -> list[int]:
@@ -246,7 +246,7 @@ def test_the_largest_batch_is_split_into_sizes_that_were_timed():
 def test_where_nothing_timed_adds_up_smaller_chunks_of_the_same_kernel_are_raced():
     known = Known(BatchAxis(kernel()), (3,), 0, names=("gemm",))
     assert table_of(known, timed_only=True).splits() == []
-    table = BatchSplits.of(known.axis, (1, 2, 3), known.measurements, one_kernel, None)
+    table = BatchSplits(known.axis, (1, 2, 3), known.measurements, one_kernel, None)
     (split,) = table.splits()
     assert sorted(step.size for step in split.steps) == [2, 3]
     assert table.chunks(split) is None
