@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import by_hand
 import pytest
 
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, TuningInterruptedError
-from ucudnn.plan import KernelPlan, Plan, Split, Step, Timing
+from ucudnn.plan import Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back
 from ucudnn.tuning import budget, progress, session
@@ -228,20 +229,6 @@ def test_a_planned_call_costs_more_than_was_timed_of_it():
     assert choose([large, other], 1, overhead_ns=50) == other
 
 
-def kernel(default_ms: float, plan_ms: float, calls: int) -> KernelPlan:
-    default, timing = (Timing(int(ms * MS), 0, 0, 9) for ms in (default_ms, plan_ms))
-    return KernelPlan(
-        problem=NARROW.with_batch(1),
-        layers=("layer",) * calls,
-        algorithms=("gemm",),
-        alone=(0,),
-        last=((0, -1),),
-        predicted_time_ns=timing.time_ns,
-        timing=timing,
-        default=default,
-    )
-
-
 @pytest.mark.parametrize("more_mib", [1, 3, 7])
 def test_where_a_call_needs_more_than_its_chunks_smaller_chunks_are_tried(
     more_mib, scripted, monkeypatch
@@ -303,12 +290,17 @@ def test_batches_that_run_as_the_default_are_passed_by_chains_of_others(other, s
 
 
 def test_when_tuning_pays_back():
-    backend_free = Plan((kernel(5.0, 3.0, calls=2),), None, None, None, Config())
-    assert steps_to_pay_back(backend_free, 1.0) == 250  # of 4 ms each
-    assert "paid back after 250 steps" in payback(backend_free, 1.0)
-    none = Plan((kernel(3.0, 5.0, calls=2),), None, None, None, Config())
-    assert steps_to_pay_back(none, 1.0) is None
-    assert "saves memory or nothing" in payback(none, 1.0)
+    three, five = (Timing(ms * MS, 0, 0, 9) for ms in (3, 5))
+    faster, slower = (
+        by_hand.plan_of(
+            by_hand.kernel(4, batch=1, timing=plan, default=default, layers=("layer",) * 2)
+        )
+        for default, plan in ((five, three), (three, five))
+    )
+    assert steps_to_pay_back(faster, 1.0) == 250  # of 4 ms each
+    assert "paid back after 250 steps" in payback(faster, 1.0)
+    assert steps_to_pay_back(slower, 1.0) is None
+    assert "saves memory or nothing" in payback(slower, 1.0)
 
 
 def test_equal_geometries_share_measurements_and_settle_together(scripted):
