@@ -85,12 +85,14 @@ test: .venv-test/.installed
 quick: .venv-test/.installed
 	$(call outside,.venv-test,$(PARALLEL) -m "$(QUICK)")
 
-# As on a processor without AVX-512, as far as libraries can be told so.
+# As on a processor without AVX-512, as far as libraries can be told so; without tests of the check
+# against float64 and of cuDNN's engines, which are the same on any.
 avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 avx2: export ATEN_CPU_CAPABILITY := avx2
 avx2: .venv-test/.installed
 	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
-	-p no:cacheprovider -n $(WORKERS) -m "not nightly" "$(ROOT)/tests/backend" $(PYTEST_ARGS))
+	-p no:cacheprovider -n $(WORKERS) -m "not nightly" "$(ROOT)/tests/backend" \
+	--ignore-glob "*/test_accuracy.py" --ignore-glob "*/test_engine_executable.py" $(PYTEST_ARGS))
 
 # What else computes with torch alone, which is the same with optional dependencies and without.
 bare: .venv-bare/.installed
