@@ -11,7 +11,7 @@
 #   make cudnn  .venv-test  tests/cudnn by real cuDNN without a GPU; fetches the wheels of CUDNNS,
 #                           500 MB each
 #   make simulated-gpu      .venv-test: tests/gpu and failures on a GPU that is simulated by cuDNN
-#   make nightly            .venv-test: what takes long: models, processors, ranks, damaged files in
+#   make nightly            .venv-test: what takes long: models, processors, ranks, plan files damaged in
 #                           their thousands, three releases of cuDNN, all benchmarks on the
 #                           simulated GPU, the documentation site; some hours
 #   make gpu    PYTHON      tests and measurements on this machine's GPU, in GPU_MINUTES; PYTHON is
@@ -85,12 +85,14 @@ test: .venv-test/.installed
 quick: .venv-test/.installed
 	$(call outside,.venv-test,$(PARALLEL) -m "$(QUICK)")
 
-# As on a processor without AVX-512, as far as libraries can be told so.
+# As on a processor without AVX-512, as far as libraries can be told so; without tests of the check
+# against float64 and of cuDNN's engines, which are the same on any.
 avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 avx2: export ATEN_CPU_CAPABILITY := avx2
 avx2: .venv-test/.installed
 	$(call outside,.venv-test,pytest -rs --config-file "$(ROOT)/pyproject.toml" --rootdir "$(ROOT)" \
-	-p no:cacheprovider -n $(WORKERS) -m "not nightly" "$(ROOT)/tests/backend" $(PYTEST_ARGS))
+	-p no:cacheprovider -n $(WORKERS) -m "not nightly" "$(ROOT)/tests/backend" \
+	--ignore-glob "*/test_accuracy.py" --ignore-glob "*/test_engine_executable.py" $(PYTEST_ARGS))
 
 # What else computes with torch alone, which is the same with optional dependencies and without.
 bare: .venv-bare/.installed
@@ -116,7 +118,7 @@ simulated-gpu: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 	--rootdir "$(ROOT)" -p no:cacheprovider -m "not nightly" "$(ROOT)/tests/simulated_gpu" \
 	$(PYTEST_ARGS))
 
-# Every case of what has no end, and 10,000 damaged files of each kind.
+# Every case of what has no end, and 10,000 damaged plan files.
 nightly: .venv-test/.installed .cudnn/$(SIMULATED_CUDNN)/.unpacked
 	$(SIMULATED); $(call outside,.venv-test,$(PARALLEL) -m nightly --complete --mutations 10000)
 	$(MAKE) cudnn CUDNNS="$(ALL_CUDNNS)"

@@ -215,7 +215,7 @@ def best_split(
     problem: Problem, entries: Sequence[Measurement], session: Session, limit: int | None
 ) -> Split:
     """The fastest split by what was timed."""
-    splits = BatchSplits.of(BatchAxis(problem), (), entries, session.kernel_of, limit).splits()
+    splits = BatchSplits(BatchAxis(problem), (), entries, session.kernel_of, limit).splits()
     if session.kernel_of(problem, DEFAULT_ALGORITHM) is not None:
         splits.insert(0, Split("batch", (Step(problem.batch, DEFAULT_ALGORITHM),)))
     return min(splits, key=lambda split: cost_ns(split, entries))

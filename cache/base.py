@@ -83,11 +83,9 @@ class AbstractCache(AbstractClosable):
     def info(self) -> CacheInfo:
         """Location and contents of the cache."""
 
-    @abstractmethod
     def refresh(self) -> None:
         """Read entries that other processes have put since."""
 
-    @abstractmethod
     def close(self) -> None:
         """Write entries that could not be written so far, and compact. Reading works afterwards."""
 

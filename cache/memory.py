@@ -89,9 +89,3 @@ class MemoryCache(AbstractCache):
     def info(self) -> CacheInfo:
         """Contents of the cache."""
         return info_of("memory", True, (), self.entries())
-
-    def refresh(self) -> None:
-        """Do nothing: no other process can have put anything."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to write."""

@@ -163,27 +163,5 @@ def test_splits_obey_the_limit(results):
         assert int(row["chunks"]) == math.ceil(chunks)
 
 
-def test_a_loop_of_one_chunk_is_the_undivided_call(results):
-    for row in rows(results / "splits.csv"):
-        if row["chunks"] == "1":
-            assert row["split_rounds_us"] == row["undivided_rounds_us"]
-
-
 def test_the_tables_read_the_files(results, script):
     assert len(script("gpu_tables").read_loops(results)) == 12
-
-
-def test_tuning_shares_the_time_among_limits(suite_module, layers, tmp_path, monkeypatch):
-    asked = []
-
-    def tune_problems(layers, config):
-        asked.append((config.workspace_limit >> 20, config.time_budget_s))
-        raise suite_module.UcudnnError("not here")
-
-    monkeypatch.setattr(suite_module, "tune_problems", tune_problems)
-    options = options_of(tmp_path / "other", layers, limits="8,64,512")
-    suite = suite_module.Suite(argparse.Namespace(**vars(options), benchmark=False))
-    suite_module.tune_layers(suite)
-    assert suite.skipped["tune at 512 MiB: not here"] == 1
-    assert [limit for limit, _ in asked] == [64, 8, 512]
-    assert [round(seconds) for _, seconds in asked] == [20, 30, 60]

@@ -120,25 +120,3 @@ def test_loops_against_predictions_capture_and_host(
     ]
     # divided: host 4, 8, 5, 6; time per chunk 50, 50, 12.5, 50: the first alone is 10x
     assert found["Host time per chunk"] == [["fp32 nchw", "4", "4.0", "5.0", "8.0", "25 %"]]
-
-
-def test_errors_and_answers(
-    tables: Callable[..., dict[str, list[list[str]]]],
-) -> None:
-    found = tables()
-    assert found["Relative error against float64"] == [
-        ["fp32", "nchw", "fprop", "1", "3.0e-04", "3.0e-04", "", "0"],
-        ["fp32", "nchw", "wgrad", "2", "2.0e-06", "3.0e-06", "2.0e-06", "1"],
-    ]
-    assert "What the device answered" in found
-
-
-def test_what_is_missing_is_named(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="has no results"):
-        script("gpu_tables").main([str(tmp_path)])
-    (tmp_path / "splits.csv").write_text("name,op\n")
-    with pytest.raises(SystemExit, match="lacks the columns dtype"):
-        script("gpu_tables").main([str(tmp_path)])
-    (tmp_path / "splits.csv").write_text(SPLITS)
-    with pytest.raises(SystemExit, match=r"timings\.csv is not there"):
-        script("gpu_tables").main([str(tmp_path)])

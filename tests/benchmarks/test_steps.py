@@ -107,14 +107,6 @@ def test_demonstration_a(
     assert script("demo_unet").judge(runs[:2]) == "not decided: ucudnn took no step"
 
 
-def test_noise_decides_nothing(
-    script: Callable[[str], ModuleType], make_run: Callable[..., Any]
-) -> None:
-    runs = [make_run("eager", 20, 20, 20), make_run("ucudnn@none", 10, 16, 21)]
-    assert script("demo_unet").judge(runs).startswith("UNDECIDED: ucudnn@none is 1.25 times")
-    assert script("demo_cold_start").judge([], runs)[-1].startswith("UNDECIDED")
-
-
 def test_demonstration_b(script: Callable[[str], ModuleType]) -> None:
     demo = script("demo_memory")
     here, x = " in 24 GiB", "x the fastest without a limit"
@@ -136,17 +128,6 @@ def test_demonstration_b(script: Callable[[str], ModuleType]) -> None:
     rows[2][f"ucudnn@64MiB{here}"] = 211
     assert "N=2: does not hold" in demo.judge_memory(rows, 24)
     assert "| 3 |  |  | out of memory | 300 ns |  |" in demo.table(rows)
-
-
-def test_demonstration_b_degradation(
-    script: Callable[[str], ModuleType], make_run: Callable[..., Any]
-) -> None:
-    runs = [make_run("eager", 19, batch=63), make_run("eager", 1193, batch=64)]
-    runs += [make_run("ucudnn@none", 19, batch=63), make_run("ucudnn@none", 38, batch=64)]
-    assert script("demo_memory").judge_degradation(runs) == (
-        "eager at N=64 takes 62.8 times as long as at N=63; reproduces; "
-        "ucudnn@none: 2.0 times eager's N=63"
-    )
 
 
 def test_demonstration_c(script: Callable[[str], ModuleType], make_run: Callable[..., Any]) -> None:

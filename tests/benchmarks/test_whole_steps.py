@@ -119,40 +119,6 @@ def test_networks_of_mucudnn_have_its_shapes(
     )
 
 
-class Seen(nn.Module):
-    """Remembers, for all copies, in which layout and mode it was called."""
-
-    calls: list[tuple[bool, bool]] = []  # noqa: RUF012 - shared on purpose
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.norm(self.conv(x))
-        is_last = y.is_contiguous(memory_format=torch.channels_last)
-        Seen.calls.append((is_last, torch.is_grad_enabled()))
-        return y
-
-
-def test_steps_run_in_their_layout_on_copies(
-    script: Callable[[str], ModuleType], random_plan: Callable[..., Any]
-) -> None:
-    steps, ways = script("steps"), script("found_steps").WAYS
-    model, x = Seen(), torch.randn(2, 3, 9, 9)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    plan = random_plan(model, x, random.Random(0))
-    for name, is_last in (("eager", False), ("channels_last", True), ("plan", False)):
-        Seen.calls.clear()
-        bench = steps.bench_steps(model, x, (plan, plan), [ways[name]], rounds=5)
-        assert len(bench.ways[0].samples_ns) == 5
-        assert set(Seen.calls) == {(is_last, True)}
-    steps.bench_steps(model, x, (plan, plan), [ways["eager"]], training=False, rounds=5)
-    assert Seen.calls[-1] == (False, False)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-
-
 def test_a_way_that_fails_is_named_and_the_others_are_timed(
     script: Callable[[str], ModuleType],
     random_plan: Callable[..., Any],
@@ -245,22 +211,6 @@ def test_steps_under_limits(
     assert all(row["kernels"] + row["over_limit"] == 2 for row in second["rows"][1:])
 
 
-def test_published_values_stand_at_their_limit_alone(script: Callable[[str], ModuleType]) -> None:
-    row = {"tuned_s": 1, "kernels": 3, "divided": 1, "over_limit": 0, "workspace_bytes": 1}
-    row |= {"peak_bytes": 1}
-    rows = [{**row, "limit": "", "policy": "", "samples_ns": [20] * 6}]
-    rows += [
-        {**row, "limit": limit, "policy": policy, "samples_ns": [taken] * 6}
-        for limit in ("8MiB", "64MiB")
-        for policy, taken in (("undivided", 30), ("all", 10))
-    ]
-    found = [{"network": "cifar10", "input": [1024, 3, 32, 32], "rows": rows}]
-    table = script("found_limits").steps_table(found, {})
-    assert [line[4] for line in table[2:]] == ["1", "3.00 (3.00 to 3.00)"] * 2
-    assert [line[5] for line in table[2:]] == ["-", "-", "1.00", "1.09"]
-    assert table[3][6] == "2.00 (2.00 to 2.00)"
-
-
 def test_layers_of_the_figure(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -284,16 +234,3 @@ def test_layers_of_the_figure(
     heading, row = script("found_limits").layers_table({"layers": [layer]})
     assert len(heading) == len(row) == 9
     assert row[4] == "1.00"
-
-
-def test_batch_norms_of_an_inference_have_seen_a_batch(script: Callable[[str], ModuleType]) -> None:
-    """Else activations of random weights fade, and what is timed is denormal numbers."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, momentum=0.3)).eval()
-    x = 1e-3 * torch.randn(8, 3, 9, 9)
-    script("networks").calibrate_(model, x)
-    assert not any(one.training for one in model)
-    assert model[1].momentum == 0.3
-    seen = model[0](x).transpose(0, 1).flatten(1)
-    torch.testing.assert_close(model[1].running_mean, seen.mean(1))
-    torch.testing.assert_close(model[1].running_var, seen.var(1))

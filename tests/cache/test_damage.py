@@ -190,31 +190,6 @@ def test_a_file_that_took_the_place_of_ours_is_not_moved(segment: Path) -> None:
     assert (root / "cpu-one.h5").read_bytes() == foreign
 
 
-def test_something_in_place_of_the_folder_of_segments_is_left(tmp_path: Path) -> None:
-    (tmp_path / "cpu-one.h5.d").symlink_to("cpu-one.h5.d")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with caches.open(tmp_path) as cache:
-            cache.put(OLD)
-            assert texts(cache) == texts(OLD)
-            assert [f"{tmp_path}" in one for one in cache.check().problems] == [True]
-    said = [str(one.message) for one in caught]
-    assert "is not a folder: it was left as it is; move it elsewhere" in said[0]
-    assert "are kept in memory" in said[1]
-    assert len(said) == 2
-    assert (tmp_path / "cpu-one.h5.d").is_symlink()
-
-
-def test_what_was_read_before_the_damage_is_written_again(segment: Path) -> None:
-    root = root_of(segment)
-    with caches.open(root) as cache:
-        assert len(cache) == len(SAMPLES)
-        flip(root / "cpu-one.h5", -1)
-        cache.put([replace(OLD[0], notes=("again",))])
-    with caches.open(root) as cache:
-        assert texts(cache) == texts([replace(OLD[0], notes=("again",)), *OLD[1:], *NEW])
-
-
 def test_a_file_replaced_by_a_sound_one_in_the_meantime_is_used(
     segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,38 +224,6 @@ def test_what_waited_is_written_when_the_disk_takes_it_again(
             assert texts(other) == texts(MEASUREMENTS)
 
 
-def test_what_waited_and_was_pruned_is_not_written_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with caches.open(tmp_path) as cache:
-        cache.put(MEASUREMENTS[:5])
-        with monkeypatch.context() as patch:
-            refusing(patch, "replace", lambda _: True)
-            with pytest.warns(CacheWarning, match="are kept in memory"):
-                cache.put(MEASUREMENTS[5:])
-        assert cache.prune({}) == len(MEASUREMENTS)
-        cache.put(MEASUREMENTS[:1])
-        with caches.open(tmp_path, "r") as other:
-            assert texts(other) == texts(MEASUREMENTS[:1])
-
-
-def test_what_waited_is_in_the_file_that_a_merge_makes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with caches.open(tmp_path / "other") as other:
-        other.put(MEASUREMENTS[:5])
-    cache = caches.open(tmp_path / "mine")
-    with monkeypatch.context() as patch:
-        refusing(patch, "replace", lambda _: True)
-        with pytest.warns(CacheWarning, match="are kept in memory"):
-            cache.put(MEASUREMENTS[5:])
-    cache.merge(tmp_path / "other")
-    with caches.open(tmp_path / "mine", "r") as reader:
-        assert texts(reader) == texts(MEASUREMENTS)
-    cache.close()
-    assert len(list((tmp_path / "mine").rglob("*.h5"))) == 1
-
-
 def test_what_waited_is_written_at_the_end(tmp_path: Path) -> None:
     place = tmp_path / "cache"
     place.write_text("in the way")
@@ -407,19 +375,6 @@ def test_nobody_waits_for_a_lock_but_pruning_says_so(
         assert cache.get(MEASUREMENTS[0].key).notes == ("newer",)
 
 
-def test_a_clock_that_runs_behind_does_not_hide_what_is_put(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with caches.open(tmp_path) as cache:
-        cache.put(MEASUREMENTS)
-    monkeypatch.setattr(store, "time_ns", lambda: 1)
-    newer = replace(MEASUREMENTS[0], notes=("newer",))
-    with caches.open(tmp_path) as cache:
-        cache.put([newer])
-    with caches.open(tmp_path) as cache:
-        assert cache.get(newer.key) == newer
-
-
 def test_a_clock_far_ahead_hides_nothing_and_stops_nobody(tmp_path: Path) -> None:
     with caches.open(tmp_path) as cache:
         cache.put_entries([Entry(MEASUREMENTS[0], LATEST_NS - 1)])
@@ -459,19 +414,6 @@ def test_a_folder_that_cannot_be_listed_is_named(
         cache.check()
 
 
-def test_segments_that_cannot_be_listed_are_named_and_the_rest_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with caches.open(tmp_path) as cache:
-        cache.put(MEASUREMENTS[:5])
-    caches.open(tmp_path).put(MEASUREMENTS[5:])
-    refusing(monkeypatch, "listdir", lambda path: path.suffix == ".d")
-    with caches.open(tmp_path, "r") as cache:
-        with pytest.warns(CacheWarning, match=r"h5\.d cannot be read \(Permission denied\)"):
-            assert texts(cache) == texts(MEASUREMENTS[:5])
-        assert cache.info().files == 1
-
-
 def test_a_compacted_file_that_cannot_be_read_is_named_and_the_rest_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,16 +443,6 @@ def test_pruning_a_disk_that_takes_nothing_removes_nothing(
         assert texts(cache) == texts(MEASUREMENTS)
 
 
-def test_pruning_also_removes_what_another_process_has_put_since(tmp_path: Path) -> None:
-    with caches.open(tmp_path) as cache:
-        cache.put(MEASUREMENTS[:5])
-        assert len(cache) == 5
-        caches.open(tmp_path).put(MEASUREMENTS[5:])
-        assert cache.prune({}) == len(MEASUREMENTS)
-    with caches.open(tmp_path, "r") as cache:
-        assert not list(cache)
-
-
 def test_merging_says_which_file_cannot_be_read_or_where_there_is_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,17 +459,6 @@ def test_merging_says_which_file_cannot_be_read_or_where_there_is_no_room(
             with pytest.raises(CacheError, match="mine: Permission denied; make room or merge"):
                 cache.merge(other)
         assert cache.merge(other).added == len(MEASUREMENTS)
-
-
-def test_an_overlay_sees_what_others_put_into_any_of_its_caches(tmp_path: Path) -> None:
-    mine, image = tmp_path / "mine", tmp_path / "image"
-    with caches.open(f"{mine}{os.pathsep}{image}") as cache:
-        assert len(cache) == 0
-        for folder, one in zip((mine, image), MEASUREMENTS, strict=False):
-            with caches.open(folder) as other:
-                other.put([one])
-        cache.refresh()
-        assert texts(cache) == texts(MEASUREMENTS[:2])
 
 
 def test_a_child_leaves_it_to_its_parent_to_write_what_waits(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import pytest
 
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning
-from ucudnn.cache import table as tables
 from ucudnn.cache.exchange import read_entries, write_entries
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, verify, wrap
 from ucudnn.errors import UcudnnError
@@ -102,15 +100,6 @@ def replace_table(file: h5py.File, table: str, old: Any, kinds: dict[str, Any]) 
     file[table] = new
 
 
-def test_a_file_begins_with_its_version_length_and_digest(file: Path) -> None:
-    data = file.read_bytes()
-    lines = data[:ENVELOPE_BYTES].rstrip(b"\0").decode().splitlines()
-    assert lines[0] == "ucudnn-cache 1"
-    assert lines[1] == f"bytes {len(data) - ENVELOPE_BYTES}"
-    digest = hashlib.sha256(b"ucudnn-cache 1\n" + data[ENVELOPE_BYTES:]).hexdigest()
-    assert lines[2] == f"sha256 {digest}"
-
-
 def test_any_hdf5_tool_reads_it(file: Path) -> None:
     with h5py.File(file) as opened:
         rows = opened["measurements"][()]
@@ -182,23 +171,6 @@ def test_sound_bytes_with_senseless_tables_are_set_aside(
     assert len(list(file.parent.glob("*.damaged-*"))) == 1
 
 
-def test_a_small_table_may_stand_in_the_header_of_its_dataset(file: Path) -> None:
-    """HDF5 calls this layout compact; h5py writes it only when it is asked to."""
-
-    def change(opened: h5py.File) -> None:
-        samples = opened["samples"][()]
-        del opened["samples"]
-        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        properties.set_layout(h5py.h5d.COMPACT)
-        kind, space = h5py.h5t.py_create(samples.dtype), h5py.h5s.create_simple(samples.shape)
-        dataset = h5py.h5d.create(opened.id, b"samples", kind, space, properties)
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, samples)
-
-    edit(file, change)
-    with caches.open(file.parent) as cache:
-        assert [cache.get(key) for key in KEYS] == MEASUREMENTS
-
-
 def test_many_rows_are_compressed_and_come_back(tmp_path: Path) -> None:
     many = [
         Measurement(replace(KEYS[0], protocol=number), "ok", number + 1, samples=(number + 1,))
@@ -214,19 +186,6 @@ def test_many_rows_are_compressed_and_come_back(tmp_path: Path) -> None:
     with caches.open(tmp_path) as cache:
         assert sorted(one.time_ns for one in cache) == list(range(1, 3001))
         assert cache.get(many[2345].key) == many[2345]
-
-
-def test_more_problems_than_are_remembered_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tables, "_MEMO_PROBLEMS", 2)
-    with caches.open(tmp_path) as cache:
-        cache.put(MEASUREMENTS)
-        for _ in range(2):
-            for one in MEASUREMENTS:
-                assert cache.get(one.key) == one
-                other = replace(one.key, problem=one.key.problem.with_batch(77))
-                assert cache.get(other) is None
 
 
 def claims(name: str, **storage: Any) -> Callable[[h5py.File], None]:
@@ -297,22 +256,7 @@ def test_no_truncation_goes_unseen() -> None:
             verify(data[:length])
 
 
-def test_samples_of_many_seconds_stay_whole_in_a_file_that_grows(tmp_path: Path) -> None:
-    # As narrow as they can be, these take 64 bits without a sign.
-    samples = (5_000_000_001, 6_000_000_007)
-    long = replace(MEASUREMENTS[0], time_ns=samples[0], samples=samples)
-    for measurement in (long, *MEASUREMENTS[1:3]):
-        with caches.open(tmp_path) as cache:
-            cache.put([measurement])
-    with caches.open(tmp_path, "r") as cache:
-        assert cache.check().clean
-        assert [cache.get(key) for key in KEYS[:3]] == [long, *MEASUREMENTS[1:3]]
-
-
 # Facts beside the numbers; laws.py has that they come back
-
-FAILED = Measurement(KEYS[0], "failed", reason="why")
-
 
 SPLIT = Split("batch", (Step(3, "gemm"), Step(1, "“gemm”")))
 OTHER_SUBJECTS = [
@@ -368,10 +312,3 @@ def test_facts_that_are_none_are_damage(file: Path, text: str) -> None:
     edit(file, lambda opened: opened["facts"].__setitem__(0, text))
     with caches.open(file.parent) as cache, pytest.warns(caches.CacheWarning):
         assert not list(cache)
-
-
-def test_notes_of_today_are_left_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "timings.json"
-    entry = caches.Entry(Measurement(KEYS[0], "ok", 5, notes=("load=1.5", "nondeterministic")), 1)
-    write_entries(path, [entry])
-    assert read_entries(path) == [entry]

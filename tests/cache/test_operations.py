@@ -24,32 +24,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_info_counts(folder: Path) -> None:
-    with caches.open(folder, "r") as cache:
-        info = cache.info()
-    assert info.location == str(folder)
-    assert info.records == 40
-    assert info.files == 2
-    assert info.file_bytes == sum(path.stat().st_size for path in folder.glob("*.h5"))
-    assert info.writable
-
-
 def test_a_folder_that_cannot_be_written_is_said_to_be_read_only(folder: Path) -> None:
     file = folder.parent / "a file"
     file.write_text("")
     assert not caches.open(file / "cache", "r").info().writable
-
-
-def test_check_of_a_cache_that_is_read_only_looks(folder: Path) -> None:
-    assert caches.open(folder, "r").check().clean
-    victim = min(folder.glob("*.h5"))
-    os.truncate(victim, 100)
-    before = sorted(folder.rglob("*"))
-    report = caches.open(folder, "r").check()
-    assert not report.clean
-    assert len(report.problems) == 1
-    assert str(victim) in report.problems[0]
-    assert sorted(folder.rglob("*")) == before
 
 
 def test_merge_adds_several(folder: Path, tmp_path: Path) -> None:

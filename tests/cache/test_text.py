@@ -13,7 +13,7 @@ import pytest
 
 from ucudnn.cache import Entry, MemoryCache
 from ucudnn.cache.schema import FIELD_BY_NAME
-from ucudnn.errors import CacheError, ConfigError
+from ucudnn.errors import CacheError
 from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, Software
 from ucudnn.problem import Problem
 
@@ -217,8 +217,3 @@ def test_files_that_cannot_be_reached_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="cannot write .*choose another path"):
         MemoryCache().export(tmp_path / "file" / "x.csv")
-
-
-def test_a_filter_names_fields_that_exist() -> None:
-    with pytest.raises(ConfigError, match="there is no field 'batch'; fields are problem.op"):
-        list(MemoryCache().select({"batch": 3}))

@@ -116,24 +116,6 @@ def test_cache_commands_over_the_life_of_a_cache(ucudnn, table, tmp_path):
     assert json.loads(cache("info", "--json").out)["devices"] == []
 
 
-@pytest.mark.slow
-def test_a_damaged_cache_is_said_and_put_right(ucudnn, table, tmp_path):
-    arguments = ("tune", table(), "--ops", "fprop", "--policy", "undivided", "--json")
-    ucudnn(*arguments, "--cache", tmp_path / "cache")
-    for path in (tmp_path / "cache").rglob("*.h5"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[:-100])
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        checked = ucudnn("cache", "check", "--cache", tmp_path / "cache")
-        assert checked.status == 1
-        assert "problems: " in checked.out
-        assert "Traceback" not in checked.err
-        again = ucudnn(*arguments, "--cache", tmp_path / "cache")
-        assert json.loads(again.out)["kernels"] == 1
-        assert ucudnn("cache", "check", "--cache", tmp_path / "cache").status == 0
-
-
 def test_a_name_that_no_terminal_can_show_is_printed_all_the_same(ucudnn, tmp_path):
     one = laws.sample_measurements(2)[1]
     odd = replace(
@@ -162,12 +144,6 @@ def test_no_advice_on_a_recording(ucudnn, model):
     done = ucudnn("advise", f"{model}:net", "--input", "8x3x12x12", "--backend", "recorded")
     assert done.status == 2
     assert "advice is about this machine" in done.err
-
-
-def test_explain_needs_a_field(ucudnn):
-    done = ucudnn("cache", "explain")
-    assert done.status == 2
-    assert "name one or more" in done.err
 
 
 def test_a_hit_is_explained_with_its_result(ucudnn, tmp_path):
@@ -273,10 +249,6 @@ def test_the_version(ucudnn):
     import ucudnn as package
 
     assert ucudnn("--version").out == f"ucudnn {package.__version__}\n"
-
-
-def test_completion_is_offered(ucudnn):
-    assert "--show-completion" in ucudnn("--help").out
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import random
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from urllib.parse import unquote
@@ -210,12 +209,6 @@ def test_times_are_those_of_all_calls_with_their_spread(drawn, mixed):
     assert "8-&gt;16" in names[0]
 
 
-def test_a_slower_kernel_stands_above_a_faster_one(drawn):
-    fast = kernel(default=Timing(1 * MS, 0, 0, 5))
-    figure = drawn(plan_of(kernel(default=None), fast, kernel())).figures["Times"]
-    assert [name.split()[0] for name in figure[1]["yaxis"]["ticktext"]] == ["2", "1", "0"]
-
-
 @pytest.mark.parametrize("chart", ["Times", "Workspaces"])
 def test_a_predicted_time_is_never_drawn_as_a_measured_one(drawn, mixed, chart):
     figure = drawn(mixed).figures[chart]
@@ -394,29 +387,6 @@ def test_the_command_writes_the_page(drawn, mixed, ucudnn, tmp_path):
     assert remarks[0] in Page(path.read_text()).text
     assert ucudnn("report", tmp_path / "plan.json").status == 2
     assert ucudnn("report", tmp_path / "none.json", "-o", tmp_path / "b.html").status == 2
-
-
-def test_without_plotly_one_sentence_says_what_to_install(ucudnn, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    plan_of(kernel()).save(tmp_path / "plan.json")
-    done = ucudnn("report", tmp_path / "plan.json", "-o", tmp_path / "report.html")
-    assert done.status == 3
-    assert "run: pip install plotly" in done.err
-    assert done.err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-
-
-@pytest.mark.parametrize("target", ["nowhere/report.html", "plan.json/report.html", "folder"])
-def test_a_report_that_cannot_be_written(drawn, ucudnn, tmp_path, target):
-    plan_of(kernel()).save(tmp_path / "plan.json")
-    (tmp_path / "folder").mkdir()
-    done = ucudnn("report", tmp_path / "plan.json", "-o", tmp_path / target)
-    assert done.status == 3
-    assert f"cannot write the report to {tmp_path / target}: " in done.err
-    assert "Traceback" not in done.err
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "plan.json"]
 
 
 def test_half_a_character_in_a_name_is_written(drawn, tmp_path):

@@ -24,26 +24,15 @@ COLUMNS = ("tune", "show", "check", "compare", "cache")
 
 
 class Setting(NamedTuple):
-    """What the tests of all cells need.
+    """What the tests of all cells need."""
 
-    Args:
-        status: runs a command and returns its exit status.
-        net: a model on a command line, with its input.
-        table: a table of a layer, with the flags of a short tuning.
-        both: the same with a second layer, which needs no workspace.
-        plan: file of a plan of this machine, by chance.
-        damaged: a file that is no plan.
-        folder: an empty one.
-        patch: pytest's `monkeypatch`.
-    """
-
-    status: Callable[..., int]
-    net: tuple[str, ...]
-    table: tuple[Any, ...]
-    both: tuple[Any, ...]
-    plan: Path
-    damaged: Path
-    folder: Path
+    status: Callable[..., int]  # runs a command
+    net: tuple[str, ...]  # a model on a command line, with its input
+    table: tuple[Any, ...]  # a table of a layer, with the flags of a short tuning
+    both: tuple[Any, ...]  # the same with a second layer, which needs no workspace
+    plan: Path  # of this machine, by chance
+    damaged: Path  # no plan
+    folder: Path  # an empty one
     patch: pytest.MonkeyPatch
 
 
@@ -71,6 +60,20 @@ def setting(ucudnn, model, table, random_plan, tmp_path, monkeypatch) -> Setting
     )
 
 
+CELLS: dict[tuple[int, str], Callable[[Setting], None]] = {}
+
+
+def cell(status: int, *commands: str) -> Callable[[Any], Any]:
+    """A test of one or more cells of the table."""
+
+    def add(test: Callable[[Setting], None]) -> Callable[[Setting], None]:
+        CELLS.update({(status, command): test for command in commands})
+        return test
+
+    return add
+
+
+@cell(0, "tune")
 def done_tune(at: Setting) -> None:
     assert at.status("trace", *at.net) == 0
     assert at.status(*at.table) == 0
@@ -79,20 +82,24 @@ def done_tune(at: Setting) -> None:
     assert Plan.load(at.folder / "p").left_out
 
 
+@cell(0, "show")
 def done_show(at: Setting) -> None:
     pytest.importorskip("plotly")
     assert at.status("show", at.plan) == 0
     assert at.status("report", at.plan, "-o", at.folder / "r.html") == 0
 
 
+@cell(0, "check")
 def done_check(at: Setting) -> None:
     assert at.status("check", at.plan, "--canaries", 0) == 0
 
 
+@cell(0, "compare")
 def done_compare(at: Setting) -> None:
     assert at.status("compare", at.plan, at.plan) == 0
 
 
+@cell(0, "cache")
 def done_cache(at: Setting) -> None:
     with caches.open(at.folder) as cache:
         cache.put(laws.sample_measurements(1))
@@ -102,6 +109,7 @@ def done_cache(at: Setting) -> None:
         assert at.status("cache", *words.split(), *mine) == 0, words
 
 
+@cell(1, "tune")
 def no_from_tune(at: Setting) -> None:
     limit = ("--workspace-limit", "1")
     assert at.status(*at.table, *limit) == 1
@@ -113,18 +121,21 @@ def no_from_tune(at: Setting) -> None:
     assert at.status(*at.table, "--remeasure", "--fail-if-noisy") == 1
 
 
+@cell(1, "check")
 def no_from_check(at: Setting) -> None:
     plan, other = Plan.load(at.plan), at.folder / "other.json"
     replace(plan, device=replace(plan.device, name="another")).save(other)
     assert at.status("check", other) == 1
 
 
+@cell(1, "compare")
 def no_from_compare(at: Setting) -> None:
     plan, other = Plan.load(at.plan), at.folder / "other.json"
     Plan((), plan.device, plan.software, plan.conditions, plan.config).save(other)
     assert at.status("compare", at.plan, other) == 1
 
 
+@cell(1, "cache")
 def no_from_cache(at: Setting) -> None:
     with caches.open(at.folder) as cache:
         cache.put(laws.sample_measurements(20))
@@ -136,6 +147,7 @@ def no_from_cache(at: Setting) -> None:
     assert at.status("cache", "check", *mine) == 1
 
 
+@cell(2, "tune")
 def usage_of_tune(at: Setting) -> None:
     assert at.status("tune", at.folder / "none.csv") == 2
     assert at.status(*at.table, "--fast") == 2
@@ -148,6 +160,7 @@ def usage_of_tune(at: Setting) -> None:
     assert at.status(*("enumerate", at.table[1]), "--device-profile", "none", "-o", "o") == 2
 
 
+@cell(2, "show")
 def usage_of_show(at: Setting) -> None:
     for wrong in (at.folder / "none.json", at.damaged):
         assert at.status("show", wrong) == 2
@@ -155,18 +168,21 @@ def usage_of_show(at: Setting) -> None:
     assert at.status("report", at.plan) == 2
 
 
+@cell(2, "check")
 def usage_of_check(at: Setting) -> None:
     for wrong in (at.folder / "none.json", at.damaged):
         assert at.status("check", wrong) == 2
         assert at.status("run", "--plan", wrong, "--", __file__) == 2
 
 
+@cell(2, "compare")
 def usage_of_compare(at: Setting) -> None:
     for wrong in (at.folder / "none.json", at.damaged):
         assert at.status("compare", at.plan, wrong) == 2
         assert at.status("compare", wrong, at.plan) == 2
 
 
+@cell(2, "cache")
 def usage_of_cache(at: Setting) -> None:
     table = at.folder / "table.csv"
     assert at.status("cache", "import", table) == 2
@@ -185,6 +201,7 @@ def full_disk(at: Setting) -> None:
     at.patch.setattr(os, "fsync", no_space)
 
 
+@cell(3, "tune")
 def environment_of_tune(at: Setting) -> None:
     assert at.status(*at.table, "--backend", "cudnn") == 3
     full_disk(at)
@@ -192,6 +209,7 @@ def environment_of_tune(at: Setting) -> None:
     assert list(at.folder.iterdir()) == []
 
 
+@cell(3, "show")
 def environment_of_show(at: Setting) -> None:
     with at.patch.context() as patch:
         for loaded in [one for one in sys.modules if one.partition(".")[0] == "plotly"]:
@@ -204,6 +222,7 @@ def environment_of_show(at: Setting) -> None:
     assert list(at.folder.iterdir()) == []
 
 
+@cell(3, "cache")
 def environment_of_cache(at: Setting) -> None:
     with caches.open(at.folder / "sound") as cache:
         cache.put(laws.sample_measurements(1))
@@ -216,33 +235,28 @@ def environment_of_cache(at: Setting) -> None:
     assert not full.exists()
 
 
+@cell(4, "tune")
 def bug_in_tune(at: Setting) -> None:
     at.patch.setattr(models, "load_model", lambda *_: 1 / 0)
     for command in ("tune", "trace", "advise"):
         assert at.status(command, *at.net) == 4, command
 
 
-def bug_in_show(at: Setting) -> None:
+@cell(4, "show", "check", "compare")
+def bug_in_reading_a_plan(at: Setting) -> None:
     at.patch.setattr(Plan, "load", lambda *_: 1 / 0)
-    assert at.status("show", at.plan) == 4
-    assert at.status("report", at.plan, "-o", at.folder / "r.html") == 4
-
-
-def bug_in_check(at: Setting) -> None:
-    at.patch.setattr(Plan, "load", lambda *_: 1 / 0)
-    assert at.status("check", at.plan) == 4
-
-
-def bug_in_compare(at: Setting) -> None:
-    at.patch.setattr(Plan, "load", lambda *_: 1 / 0)
+    for words in (("show",), ("report", "-o", at.folder / "r.html"), ("check",)):
+        assert at.status(*words, at.plan) == 4, words
     assert at.status("compare", at.plan, at.plan) == 4
 
 
+@cell(4, "cache")
 def bug_in_cache(at: Setting) -> None:
     at.patch.setattr("ucudnn.cache.open", lambda *_: 1 / 0)
     assert at.status("cache", "info") == 4
 
 
+@cell(130, "tune")
 def interrupted_tune(at: Setting) -> None:
     def interrupted(*_: object, **named: object) -> None:
         raise TuningInterruptedError(Plan.load(at.plan))
@@ -250,33 +264,6 @@ def interrupted_tune(at: Setting) -> None:
     at.patch.setattr("ucudnn.tuning.tuner.tune_problems", interrupted)
     assert at.status(*at.table, "-o", at.folder / "p.json") == 130
     assert (at.folder / "p.json").exists()
-
-
-CELLS: dict[tuple[int, str], Callable[[Setting], None]] = {
-    (0, "tune"): done_tune,
-    (0, "show"): done_show,
-    (0, "check"): done_check,
-    (0, "compare"): done_compare,
-    (0, "cache"): done_cache,
-    (1, "tune"): no_from_tune,
-    (1, "check"): no_from_check,
-    (1, "compare"): no_from_compare,
-    (1, "cache"): no_from_cache,
-    (2, "tune"): usage_of_tune,
-    (2, "show"): usage_of_show,
-    (2, "check"): usage_of_check,
-    (2, "compare"): usage_of_compare,
-    (2, "cache"): usage_of_cache,
-    (3, "tune"): environment_of_tune,
-    (3, "show"): environment_of_show,
-    (3, "cache"): environment_of_cache,
-    (4, "tune"): bug_in_tune,
-    (4, "show"): bug_in_show,
-    (4, "check"): bug_in_check,
-    (4, "compare"): bug_in_compare,
-    (4, "cache"): bug_in_cache,
-    (130, "tune"): interrupted_tune,
-}
 
 
 @pytest.mark.slow

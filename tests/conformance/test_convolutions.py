@@ -491,10 +491,8 @@ def chunks_of(problem: Problem, plan: Plan) -> list[tuple[str, str, int]]:
     if split.axis == "batch":
         return [(problem.op, step.algorithm, step.size) for step in split.steps]
     parts = slabs(problem, [step.size for step in split.steps])
-    most = split.samples or problem.batch
     return [
-        (problem.op, step.algorithm, min(most, problem.batch - begin))
-        for begin in range(0, problem.batch, most)
+        (problem.op, step.algorithm, problem.batch)
         for step, part in zip(split.steps, parts, strict=True)
         if part.problem is not None
     ]

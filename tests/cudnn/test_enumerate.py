@@ -150,26 +150,6 @@ def test_without_cudnn_the_remedy_is_named(enumerate_: Enumerate, tmp_path: Path
     assert not (tmp_path / "new.csv").exists()
 
 
-def test_a_profile_without_a_field_names_it(enumerate_: Enumerate, tmp_path: Path) -> None:
-    fields = json.loads(H200.read_text())
-    del fields["l2CacheSize"]
-    (tmp_path / "part.json").write_text(json.dumps(fields))
-    done = enumerate_("-o", "new.csv", profile=tmp_path / "part.json")
-    assert done.returncode == 2
-    assert "part.json lacks l2CacheSize" in done.stderr
-
-
-def test_an_unknown_architecture_is_a_sentence(
-    enumerate_: Enumerate, library: Path, tmp_path: Path
-) -> None:
-    fields = {**json.loads(H200.read_text()), "deviceVer": 350}
-    (tmp_path / "old.json").write_text(json.dumps(fields))
-    done = enumerate_("-o", "new.csv", library=library, profile=tmp_path / "old.json")
-    assert done.returncode == 3
-    assert "does not plan for the device" in done.stderr
-    assert "compute capability 3.5" in done.stderr
-
-
 def test_the_example_in_the_document_runs(library: Path, stub_cache: Path) -> None:
     (code,) = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "docs/cudnn.md").read_text(), re.M | re.S

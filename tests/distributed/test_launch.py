@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ucudnn import config
 from ucudnn.backends import open_backend
 from ucudnn.distributed.counting import search
 from ucudnn.distributed.launching import Launch, launch, mps_daemon
 from ucudnn.errors import ConfigError, UnsupportedError
-from ucudnn.solvers import divide
 
 pytestmark = pytest.mark.nightly
 STARTED = Path(__file__).with_name("started.py")
@@ -202,14 +199,6 @@ def test_no_rank_is_left_when_one_dies(begin, forever):
     assert job.is_clean(said)
 
 
-def test_restarts_are_torchruns(begin, tmp_path):
-    words = ["--ranks-per-gpu=2", "--torchrun", "--max-restarts=1"]
-    job = begin([*CLI, *words, "--", str(STARTED), str(tmp_path), "die once"])
-    status, output = job.end()
-    assert status == 0, output
-    assert [one["attempt"] for one in job.said(2)] == ["1", "1"]
-
-
 # --- MPS, by a program that stands in for NVIDIA's
 
 CONTROL = """#!{python}
@@ -325,23 +314,6 @@ def test_mps_needs_a_gpu():
 
 
 # --- what each rank gets
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90)), min_size=1, max_size=5),
-    st.integers(1, 4),
-    st.integers(0, 200),
-)
-def test_equal_parts_are_best_for_the_slowest_rank(points, ranks, budget):
-    """No division of a device's workspace makes the slowest of equal ranks faster."""
-    front = []
-    for workspace, time_ns in [(0, 100), *sorted(points)]:
-        if not front or (workspace > front[-1][0] and time_ns < front[-1][1]):
-            front.append((workspace, time_ns))
-    equal = min(time_ns for workspace, time_ns in front if workspace <= budget // ranks)
-    divided = divide([front] * ranks, budget)
-    slowest = max(front[choice][1] for choice in divided.choice)
-    assert equal <= slowest
 
 
 def test_ranks_per_device_are_conditions_of_a_measurement(monkeypatch):

@@ -71,32 +71,6 @@ def test_the_command_line_has_every_command_and_flag(hook: Import) -> None:
     assert count == len(sections) > 20
 
 
-def test_broken_links_of_the_site_are_found(hook: Import, tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "picture.svg").write_text("<svg/>")
-    (tmp_path / "index.html").write_text(
-        '<h1 id="top-most">x</h1><a href="sub/page.html#there">1</a><a href="#top-most">2</a>'
-        '<a href="https://example.org/#x">3</a><img src="picture.svg"><a name="old"></a>'
-        '<a href="#old">4</a><a href="#">5</a><a href="mailto:a@example.org">6</a>'
-    )
-    page = tmp_path / "sub" / "page.html"
-    page.write_text('<p id="there"><a href="../index.html">1</a>')
-    problems = hook("site_links").problems
-    assert problems(tmp_path) == []
-    page.write_text(
-        '<p><a href="gone.html">1</a><a href="#away">2</a><img src="../index.html#no">'
-        '<script src="https://example.org/x.js"></script><link rel="stylesheet" href="//h/x.css">'
-    )
-    assert sorted(problems(tmp_path)) == [
-        "index.html links to sub/page.html#there, which has no such anchor",
-        "sub/page.html links to #away, which has no such anchor",
-        "sub/page.html links to ../index.html#no, which has no such anchor",
-        "sub/page.html links to gone.html, which is not there",
-        "sub/page.html loads //h/x.css from the network",
-        "sub/page.html loads https://example.org/x.js from the network",
-    ]
-
-
 def test_the_citation_names_this_version(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     assert f"Version {project['version']}" in (repository / "docs" / "citation.md").read_text()

@@ -20,8 +20,6 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from ucudnn.cache import CacheWarning
-
 MOST_REPORTED = 5
 IN_MEMORY = Path("/dev/shm")  # nothing here must survive a crash, and a disk would be waited for
 LONGEST_SENTENCE = 1000  # what a file says may be far longer
@@ -59,6 +57,5 @@ def run(name: str, count: int, seed: int) -> dict[str, object]:
 if __name__ == "__main__":
     # a number that overflows on its way is a finding, too
     warnings.simplefilter("error")
-    warnings.simplefilter("ignore", CacheWarning)
     module, mutations, start = sys.argv[1:]
     sys.stdout.write(json.dumps(run(module, int(mutations), int(start)), indent=1) + "\n")

@@ -188,7 +188,7 @@ def state_of(model):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["wrapped, with a break", "in place", "in parts"])
 def test_nothing_of_the_users_is_disturbed(kind):
     made, breaks, _, _ = KINDS[kind]
     backend, model, x = Counting(), Net(breaks), torch.randn(SHAPE)
@@ -360,6 +360,7 @@ def test_advice_says_that_its_steps_are_not_compiled():
 # In the model's own layout some of its convolutions are in channels_last all the same.
 @pytest.mark.filterwarnings("ignore::ucudnn.errors.UnplannedWarning")
 @inductor
+@pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
 def test_by_inductor_a_compiled_model_that_follows_its_plan_computes_what_torch_does(
     tmp_path, monkeypatch

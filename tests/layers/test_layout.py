@@ -484,17 +484,6 @@ def test_an_installed_plan_changes_no_model_and_says_once_what_it_should_be(plan
     assert len(computed) == 8
 
 
-def test_an_unplanned_layout_obeys_the_settings(plan_last):
-    model, x = Small(), torch.randn(INPUT)
-    plan = plan_last(model, x, config=Config(unplanned="error"))
-    with (
-        ucudnn.installed(plan),
-        pytest.warns(UserWarning, match="channels_last"),
-        pytest.raises(ucudnn.PlanError, match="has no plan"),
-    ):
-        model(x)
-
-
 class Attention(nn.Module):
     """Attention over pixels with a residual, as in the UNets of diffusion models."""
 

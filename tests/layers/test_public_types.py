@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, get_args, get_type_hints
 
 import ucudnn
-from ucudnn import errors, types
+from ucudnn import types
 
 PUBLIC = ("ucudnn", "ucudnn.types", "ucudnn.errors", "ucudnn.distributed", "ucudnn.nn")
 
@@ -57,11 +57,3 @@ def test_what_public_functions_return_has_a_documented_place():
     ways = returned()
     assert types.StepMemory in ways
     assert {way: one for one, way in ways.items() if id(one) not in documented} == {}
-
-
-def test_every_name_of_types_is_there():
-    for name in types.__all__:
-        assert getattr(types, name) is not None
-    assert sorted(types.__all__) == sorted(set(types.__all__))
-    # Errors and warnings have their own place.
-    assert not [name for name in types.__all__ if hasattr(errors, name)]

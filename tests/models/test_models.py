@@ -283,21 +283,6 @@ def test_compiled_whole_a_converted_resnet_gives_the_same_numbers(repository, ra
         torch.testing.assert_close(results, eager, rtol=1e-7, atol=1e-7, msg=name)
 
 
-@pytest.mark.usefixtures("_own_compilations")
-@compiled
-def test_a_compiled_graph_follows_what_is_installed(repository, random_plan):
-    network = runpy.run_path(str(repository / "examples" / "train_loop.py"))["network"]
-    torch.manual_seed(0)
-    # Inductor would lay it out so anyway
-    model = network().double().to(memory_format=torch.channels_last)
-    x = torch.randn(4, 3, 16, 16, dtype=torch.float64).to(memory_format=torch.channels_last)
-    eager = step(copy.deepcopy(model), x)
-    # where a convolution of the graph had no plan, that would be an error
-    with ucudnn.installed(random_plan(model, x, random.Random(0))):
-        results = step(torch.compile(model, fullgraph=True), x)
-    torch.testing.assert_close(results, eager, rtol=1e-7, atol=1e-7)
-
-
 def step(model: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     """The loss and all gradients of one step."""
     loss = model(x).square().mean()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,6 @@ import pytest
 
 from ucudnn.config import SETTINGS, Config, read_environment, require_config
 from ucudnn.errors import ConfigError, quoted
-
-
-def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UCUDNN_CACHE")
-    config = Config()
-    assert config.limit_bytes is None
-    assert config.policy == "powers-of-two"
-    assert config.ops == ("fprop", "dgrad", "wgrad")
-    assert config.unplanned == "torch"
-    assert config.cache is None
-    assert config.backend == "auto"
 
 
 @pytest.mark.parametrize(
@@ -36,24 +24,15 @@ def test_ops_are_kept_in_one_order_so_that_equal_settings_are_equal() -> None:
     assert Config(ops=["dgrad"]).ops == ("dgrad",)
 
 
-def test_the_cache_may_be_a_path() -> None:
-    assert Config(cache=Path("some") / "folder").cache == str(Path("some") / "folder")
-
-
 REFUSED: list[tuple[str, Any, str]] = [
     ("workspace_limit", "64MB", "workspace_limit must be a number of bytes"),
     ("workspace_limit", -1, "workspace_limit must be a number of bytes"),
-    ("workspace_limit", True, "workspace_limit must be a number of bytes"),
     ("policy", "some", "policy must be one of undivided, powers-of-two, all, got 'some'"),
-    ("policy", None, "policy must be one of undivided, powers-of-two, all, got None"),
     ("layout", "nhwc", "layout must be one of keep, auto, got 'nhwc'"),
     ("unplanned", "ignore", "unplanned must be one of torch, error, got 'ignore'"),
     ("backend", "cudnn8", "backend must be one of auto, torch_cpu.*, got 'cudnn8'"),
     ("ops", "forward", "ops must name some of fprop, dgrad, wgrad, got 'forward'"),
-    ("ops", "", "ops must name some of fprop, dgrad, wgrad, got ''"),
     ("ops", (), r"ops must name some of fprop, dgrad, wgrad, got \(\)"),
-    ("ops", None, "ops must name some of fprop, dgrad, wgrad, got None"),
-    ("ops", 3, "ops must name some of fprop, dgrad, wgrad, got 3"),
     ("ops", [["fprop"]], "ops must name some of fprop, dgrad, wgrad, got"),
     ("device", 3, "device must be a device's name or a profile or None, got 3"),
     ("policy", "x" * 100_000, "policy must be one of .*, got 'xxx.* ... .*xxx'$"),
@@ -62,12 +41,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("layout", np.array(["keep", "auto"]), r"layout must be one of .*, got array\("),
     ("ops", [np.array(["fprop"])], r"ops must name some of .*, got \[array\("),
     ("cache", 3, "cache must be a folder's path or None, got 3"),
-    ("cache", b"folder", "cache must be a folder's path or None, got b'folder'"),
     ("deterministic", 3, "deterministic must be True, False or None, got 3"),
     ("step_race", "yes", "step_race must be True or False, got 'yes'"),
-    ("step_race", 1, "step_race must be True or False, got 1"),
     ("max_error", 0, "max_error must be a number above 0 or None, got 0"),
-    ("max_error", "much", "max_error must be a number above 0 or None, got 'much'"),
     ("time_budget_s", True, "time_budget_s must be a number above 0 or None, got True"),
     ("time_budget_s", 10**400, "time_budget_s must be a number above 0 or None, got 1000"),
     ("effort", "some", "effort must be one of quick, normal, thorough, got 'some'"),

@@ -61,16 +61,6 @@ def test_exact_is_what_exhaustive_search_finds(fronts: Fronts, room: int, scale:
     assert all(type(value) is int for value in (division.time_ns, *division.choice))
 
 
-@settings(max_examples=60)
-@given(FRONTS, st.integers(0, 40))
-def test_highs_agrees_on_small_pools(fronts: Fronts, room: int) -> None:
-    total_bytes = smallest_bytes(fronts) + room
-    division = divide(fronts, total_bytes, "highs")
-    assert_adds_up(division, fronts, total_bytes)
-    assert division.is_optimal
-    assert division.time_ns == divide(fronts, total_bytes, "exact").time_ns
-
-
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 @pytest.mark.parametrize("seed", range(12))
 def test_integer_programming_agrees_on_networks(solver: str, seed: int) -> None:

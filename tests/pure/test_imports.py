@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import ucudnn
-from ucudnn.system.version import own_version
 
 HEAVY = {"torch", "h5py", "pulp", "highspy", "cupy", "pynvml"}
 
@@ -55,16 +54,6 @@ def test_importing_the_package_loads_one_module_of_it_and_reads_no_metadata(pack
     assert {name.partition(".")[0] for name in loaded} - {"ucudnn"} <= sys.stdlib_module_names
     # The slowest of what the standard library would be asked for.
     assert not {"importlib.metadata", "typing"} & set(loaded)
-
-
-def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr("ucudnn.system.version.version", lambda name: asked.append(name) or "9.8")
-    own_version.cache_clear()
-    assert ucudnn.__version__ == "9.8"
-    own_version.cache_clear()
-    assert asked == ["ucudnn"]
-    assert "__version__" in dir(ucudnn)
 
 
 def test_at_most_fourteen_public_names_and_each_is_there() -> None:

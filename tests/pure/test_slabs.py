@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucudnn.axis import BatchAxis, RowAxis
+from ucudnn.axis import RowAxis
 from ucudnn.errors import ProblemError
 from ucudnn.plan import Step
 from ucudnn.problem import OPS, Problem
@@ -111,13 +111,6 @@ def test_other_axes_and_everything_else_stay(data: st.DataObject) -> None:
     assert back == problem
 
 
-def test_consecutive_slabs_leave_no_row_out() -> None:
-    problem = Problem("dgrad", 1, 1, 1, (10,), (3,))
-    rows = [entry.x_rows for entry in slabs(problem, (4, 1, 5))]
-    assert [rows[0][0], rows[-1][1]] == [0, 10]
-    assert all(left[1] == right[0] for left, right in pairwise(rows))
-
-
 @pytest.mark.parametrize("rows", [(-1, 2), (2, 2), (3, 1), (0, 8), (7, 8)])
 def test_rows_that_the_problem_has_not_are_refused(rows: tuple[int, int]) -> None:
     with pytest.raises(ProblemError, match=r"must be within \[0, 7\), got \["):
@@ -169,12 +162,3 @@ def test_the_last_slab_of_a_strided_gradient_may_be_smaller() -> None:
     assert split.axis == "spatial"
     assert [step.size for step in split.steps] == [24, 12, 4]
     assert [step.algorithm for step in split.steps] == ["a", "b", "a"]
-
-
-def test_batches_are_as_the_policy_says() -> None:
-    axis = BatchAxis(CONV.with_batch(6))
-    assert axis.sizes("undivided") == (6,)
-    assert axis.sizes("all") == (1, 2, 3, 4, 5, 6)
-    assert axis.part(4) == CONV.with_batch(4)
-    assert axis.ends(4) == ()
-    assert axis.split([Step(4, "a"), Step(2, "a")]).size == 6

@@ -1,20 +1,16 @@
-"""A backend whose clock and memory the test writes, and a model that a step would change."""
+"""A backend whose clock and memory the test writes."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ucudnn.backends import AbstractBackend, Activity, Executable
 from ucudnn.measurement import Candidate, Conditions, Device, Software
 from ucudnn.problem import Problem
-
-MIB = 1 << 20
 
 
 class ScriptedExecutable(Executable):
@@ -140,31 +136,3 @@ def scripted(monkeypatch) -> Callable[..., ScriptedBackend]:
         return backend
 
     return install
-
-
-class StatefulModel(nn.Module):
-    """With what a step would disturb: statistics, dropout, gradients, tied and frozen weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.tied = nn.Conv2d(8, 8, 3, padding=1)
-        self.again = nn.Conv2d(8, 8, 3, padding=1)
-        self.again.weight = self.tied.weight
-        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
-        self.register_buffer("scale", torch.rand(1, 8, 1, 1))
-        self.calls, self.seen = 0, list[float]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(random.random() + np.random.rand())
-        x = nn.functional.dropout(self.norm(self.first(x)), 0.1)
-        return self.frozen(self.again(self.tied(x)) * self.scale)
-
-
-@pytest.fixture
-def stateful_model() -> StatefulModel:
-    """A model on which traces of a step that was run in secret can be found."""
-    torch.manual_seed(0)
-    return StatefulModel()

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from by_hand import kernel, plan_of
 
 from ucudnn.config import Config
-from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import LayoutRace
-from ucudnn.plan import KernelPlan, Plan, Timing
-from ucudnn.problem import Problem
+from ucudnn.plan import Timing
 from ucudnn.tuning.layout import LayoutJudge, by_sums, entrants, winner
 from ucudnn.tuning.step_judge import StepMeter
 
@@ -20,34 +19,14 @@ MIB = 1 << 20
 LAYOUTS = {"keep": "nchw", "channels_last": "nhwc"}
 
 
-def kernel(size, layout, time_ns=10, default_ns=20):
-    """A kernel by gemm whose default takes 4 MiB."""
-    return KernelPlan(
-        problem=Problem("fprop", 2, 2, 2, (size, size), (3, 3), layout=layout),
-        layers=("layer",),
-        algorithms=("gemm",),
-        alone=(0, 0),
-        last=((0, -1), (0, -1)),
-        predicted_time_ns=time_ns,
-        timing=Timing(time_ns, 0, 0, 5),
-        default=Timing(default_ns, 0, 4 * MIB, 5),
-    )
-
-
 def plans_of(own, last, limit=None):
     """Plans in either layout of kernels of these sizes; an empty one changes nothing."""
     plans = {}
     for memory_format, layout, sizes in (("keep", "nchw", own), ("channels_last", "nhwc", last)):
-        kernels = [kernel(size, layout) for size in sizes]
-        kernels = kernels or [kernel(4, layout).by_default(every_batch=True)]
-        plans[memory_format] = Plan(
-            kernels=tuple(kernels),
-            device=Device("cpu", "scripted"),
-            software=Software("0"),
-            conditions=Conditions(),
-            config=Config(workspace_limit=limit, layout="auto"),
-            memory_format=memory_format,
-        )
+        kernels = [kernel(size, width=3, layout=layout) for size in sizes]
+        kernels = kernels or [kernel(4, width=3, layout=layout).by_default(every_batch=True)]
+        config = Config(workspace_limit=limit, layout="auto")
+        plans[memory_format] = plan_of(*kernels, config=config, memory_format=memory_format)
     return plans
 
 
@@ -142,13 +121,6 @@ def test_a_plan_within_the_limit_wins_though_torchs_default_beyond_it_is_faster(
     assert plan.step_race.is_loss
 
 
-def test_where_layouts_tie_the_model_keeps_its_own():
-    for seed in range(5):
-        machine = Machine(1_000_000, 996_000, {4: 0, 5: 0}, noise=0.002)
-        machine.chance.seed(seed)
-        assert machine.judge(plans_of([4], [5])).memory_format == "keep"
-
-
 @pytest.mark.parametrize(
     ("last", "chosen"),
     [
@@ -203,8 +175,3 @@ def test_sums_of_other_kernels_are_not_compared():
     assert race == LayoutRace(
         reason="not all kernels have a plan in both layouts, and step_race is off"
     )
-
-
-def test_a_layout_is_part_of_what_a_plan_is():
-    last = plans_of([4], [5])["channels_last"]
-    assert replace(last, memory_format="keep").hash != last.hash

@@ -123,29 +123,6 @@ def test_random_numbers_are_no_difference():
     assert not torch.equal(*found)
 
 
-class Chaotic(nn.Module):
-    """Magnifies rounding until nothing else is left."""
-
-    def __init__(self):
-        super().__init__()
-        # which sums in the order of memory
-        self.net = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16))
-
-    def forward(self, x):
-        x = self.net(x)
-        for _ in range(30):
-            x = (40 * x).sin()
-        return x
-
-
-def test_what_rounding_does_to_a_model_is_no_difference():
-    torch.manual_seed(0)
-    model, x = Chaotic(), torch.randn(2, 16, 12, 12)
-    own, last = (m(x) for m in (model, copy.deepcopy(model).to(memory_format=torch.channels_last)))
-    assert not torch.allclose(own, last, atol=0.1)
-    assert against(model, x) == ""
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_an_ordinary_network_computes_the_same(seed):
     torch.manual_seed(seed)
@@ -189,12 +166,6 @@ def test_without_memory_for_a_step_the_sums_of_kernels_decide(only_last):
         for which in ("keep", "channels_last")
     )
     assert (plan.memory_format == "channels_last") == (last < 0.99 * own)
-
-
-def test_without_a_race_the_sums_of_kernels_decide():
-    plan = ucudnn.tune(nn.Conv2d(3, 4, 3), torch.randn(SHAPE), Config(**AUTO, step_race=False))
-    assert plan.layout_race.is_by_sums
-    assert plan.layout_race.reason == "step_race is off"
 
 
 @pytest.fixture
@@ -329,7 +300,7 @@ class Seen(nn.Conv2d):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("last_ns", "keep_ns"), [(800, 1000), (990, 1000), (1200, 1000)])
+@pytest.mark.parametrize(("last_ns", "keep_ns"), [(800, 1000), (990, 1000)])
 def test_a_plan_that_keeps_the_layout_says_what_channels_last_promises(
     monkeypatch, tmp_path, last_ns, keep_ns
 ):
@@ -359,9 +330,3 @@ def test_there_is_no_hint_where_layout_is_decided_or_makes_no_difference():
     assert hinted(nn.Conv1d(3, 4, 3), line).layout_hint is None
     assert hinted(nn.Conv2d(3, 4, 3), layout="auto").layout_hint is None
     assert hinted(nn.Conv2d(3, 4, 3), step_race=False).layout_hint is None
-
-
-def test_a_model_that_fails_in_channels_last_is_no_reason_to_lose_its_plan():
-    plan = hinted(Fragile(3, 8, 3))
-    assert plan.layout_hint.rounds == 0
-    assert "I need contiguous images" in str(plan.layout_hint)

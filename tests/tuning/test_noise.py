@@ -6,15 +6,16 @@ import itertools
 import time
 import warnings
 
+import by_hand
 import pytest
+from by_hand import plan_of
 
 from ucudnn import cache as caches
 from ucudnn.backends import DeviceState
 from ucudnn.backends.torch_cpu.machine import LoadMeter
 from ucudnn.config import Config
 from ucudnn.errors import NoiseWarning
-from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.plan import Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import plan_table
 from ucudnn.tuning.noise import Noise, noise_of
@@ -27,21 +28,8 @@ REAL_OTHERS = LoadMeter.others  # which tests are not to hang on
 
 def kernel(size, time_ms=10.0, spread_ms=0.0, samples=9, predicted_ms=10.0, is_perturbed=False):
     timing = Timing(int(time_ms * MS), int(spread_ms * MS), 0, samples)
-    return KernelPlan(
-        problem=Problem("fprop", 1, 2, 2, (size, size), (1, 1)),
-        layers=("layer",),
-        algorithms=("gemm",),
-        alone=(0,),
-        last=((0, 0),),
-        predicted_time_ns=int(predicted_ms * MS),
-        timing=timing,
-        default=timing,
-        is_perturbed=is_perturbed,
-    )
-
-
-def plan_of(*kernels):
-    return Plan(kernels, Device("cpu", "made up"), Software("0"), Conditions(), Config())
+    more = {"predicted_time_ns": int(predicted_ms * MS), "is_perturbed": is_perturbed}
+    return by_hand.kernel(size, batch=1, timing=timing, default=timing, **more)
 
 
 def test_each_sign_is_counted():

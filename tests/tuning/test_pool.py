@@ -188,17 +188,6 @@ def test_an_algorithm_between_the_best_and_half_of_it_is_not_overlooked(scripted
     assert [str(kernel.split(N)) for kernel in plan.kernels] == ["8 fast", "8 torch_default"]
 
 
-@pytest.mark.parametrize("mib", [1, 1.5, 2, 4, 90, 110])
-def test_more_pool_is_never_slower(mib, scripted):
-    """Short chunks that need little, and others that are worth their launch and are slow."""
-    scripted(
-        torch_default=flat(10, 2),
-        short=lambda size: (size * MS // 10, MIB if size == 1 else 100 * MIB),
-    )
-    plan = tune_problems([("a", NARROW)], Config(total_workspace=int(mib * MIB)))
-    assert time_of(plan) <= N * MS // 10
-
-
 @pytest.mark.slow
 def test_calls_that_need_more_than_their_chunks_divide_the_pool_anew(scripted, monkeypatch):
     backend = scripted(torch_default=cost(4, 0.5), fast=cost(1, 2))
@@ -360,15 +349,6 @@ def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkey
         warnings.simplefilter("ignore", progress.UntunedWarning)
         plan = tune_problems(LAYERS, Config(total_workspace="9MiB", time_budget_s=budget))
     assert plan.workspace_bytes <= 9 * MIB
-
-
-def test_a_pool_is_part_of_what_a_plan_is(scripted, tmp_path):
-    scripted(torch_default=cost(4, 1), fast=cost(1, 2))
-    plan = tune_problems(LAYERS, Config(total_workspace="9MiB", solver="exact"))
-    plan.save(tmp_path / "plan.json")
-    again = Plan.load(tmp_path / "plan.json")
-    assert (again.config.total_bytes, again.config.solver) == (9 * MIB, "exact")
-    assert (again.hash, again.workspace_bytes) == (plan.hash, plan.workspace_bytes)
 
 
 def test_a_missing_solver_is_named_before_anything_is_measured(scripted, monkeypatch):

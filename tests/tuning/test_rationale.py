@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
 from ucudnn import cache as caches
-from ucudnn.cli import app, console
 from ucudnn.config import Config
 from ucudnn.measurement import Measurement
 from ucudnn.outcomes import StepRace
@@ -106,20 +104,6 @@ def test_measurements_of_other_machines_say_nothing(planned):
     other = replace(plan, software=replace(plan.software, torch="9"))
     assert list(found(other, config)) == ["8 torch_default"]  # which the plan itself knows
     assert not known(other, config)[0][0].front
-
-
-def test_show_prints_them(planned, tmp_path, monkeypatch):
-    monkeypatch.setattr(console.out, "width", 200)
-    plan, config = planned
-    plan.save(tmp_path / "plan.json")
-    command = ["show", str(tmp_path / "plan.json"), "--kernel", "0", "--cache", config.cache]
-    shown = CliRunner().invoke(app, command)
-    assert shown.exit_code == 0, shown.output
-    assert "rejected alternatives" in shown.output
-    assert "takes 3.00 times as long" in shown.output
-    nowhere = CliRunner().invoke(app, [*command[:-1], str(tmp_path / "none")])
-    assert nowhere.exit_code == 0, nowhere.output
-    assert "torch_default" in nowhere.output
 
 
 def known(plan, config):

@@ -136,15 +136,6 @@ def test_what_was_not_raced_is_predicted_and_marked(tmp_path, limit_mib, steps, 
         assert "predicted, not timed" in plan_summary(plan)
 
 
-def test_a_plan_that_is_predicted_stays_so_in_its_file(tmp_path):
-    plan = replay(record(tmp_path, alone()))
-    plan.save(tmp_path / "h200.plan.json")
-    loaded = ucudnn.Plan.load(tmp_path / "h200.plan.json")
-    assert loaded == plan
-    assert loaded.kernels[0].timing.is_predicted
-    assert str(tmp_path) not in (tmp_path / "h200.plan.json").read_text()
-
-
 def test_half_precision_gradients_count_the_chunk_and_the_sum_as_workspace(tmp_path):
     problem = Problem("wgrad", 8, 64, 64, (9, 9), (3, 3), dtype="float16")
     chunks = [entry(problem.with_batch(n), "eng0", 10 * n, 1) for n in (1, 2, 4)]
@@ -162,13 +153,6 @@ def test_a_kernel_that_was_not_recorded_is_a_miss_that_names_the_nearest(tmp_pat
     assert "differs in problem.out_channels (8 wanted, 4 there)" in str(caught.value)
     with pytest.raises(PlanError, match="problem.math"):
         replay(folder, replace(FPROP, math="strict"))
-
-
-def test_a_limit_that_nothing_recorded_fits(tmp_path):
-    folder = record(tmp_path, [one for one in alone() if one.key.algorithm == "eng67_k2=20"])
-    with pytest.raises(PlanError, match="the smallest needs 10 MiB") as caught:
-        replay(folder, workspace_limit="9MiB")
-    assert caught.value.smallest_bytes == 10 * MIB
 
 
 def test_the_device_is_named_where_there_are_several(tmp_path):
@@ -231,11 +215,6 @@ def test_the_command_plans_for_a_gpu_that_is_not_here(tmp_path, monkeypatch, cap
     plan = ucudnn.Plan.load(output)
     assert (plan.backend, plan.device) == ("cudnn", GPU)
     assert plan.kernels[0].problem == FPROP  # float32 with TF32, as torch's on a GPU
-
-
-def test_an_empty_recording(tmp_path):
-    with pytest.raises(ConfigError, match="it has none; import or merge some"):
-        replay(tmp_path / "nothing")
 
 
 def test_a_device_without_a_recording_is_refused():

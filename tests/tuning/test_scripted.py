@@ -14,10 +14,8 @@ import torch
 
 from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
-from ucudnn.benchmark.bench import Arm, LocalBench
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, UntunedWarning
-from ucudnn.measurement import Role
 from ucudnn.plan import Step
 from ucudnn.problem import Problem
 from ucudnn.tuning.measurer import KernelMeasurer
@@ -168,15 +166,6 @@ def test_a_candidate_above_the_limit_is_run_once_for_its_workspace_and_no_larger
     assert set(sizes) <= {1, 2}
 
 
-def test_an_algorithm_that_is_far_too_slow_is_looked_at_once(scripted):
-    backend = scripted(torch_default=linear(1.0, 0.0), crawl=lambda _: (100 * MS, 0))
-    tune(policy="all")
-    sizes = [size for name, size in backend.runs if name == "crawl"]
-    assert set(sizes) == {16}
-    warm_up_and_round = 3
-    assert len(sizes) <= 2 + warm_up_and_round
-
-
 def test_torchs_own_convolution_is_not_raced_alone(scripted):
     scripted(torch_default=linear(1.0, 0.0), slow=linear(9.0, 0.0))
     plan, _ = tune(workspace_limit="9MiB")
@@ -203,18 +192,6 @@ def test_time_for_races_is_used_where_a_kernel_must_have_a_plan(
         pass
     assert bool(measurer.usable) == (has_time_for_races and limit is not None)
     session.close()
-
-
-@pytest.mark.parametrize(("ms", "more"), [(60.0, 0), (1.0, 2)], ids=["long", "short"])
-def test_what_ran_a_moment_ago_is_warmed_up_only_if_it_is_short(scripted, ms, more):
-    backend = scripted(torch_default=linear(ms, 0.0))
-    bench = LocalBench(backend, BatchAxis(FPROP))
-    arm = Arm(1, "torch_default", Role.ALONE)
-    bench.look(arm, None)
-    seen = len(backend.runs)
-    (result,) = bench.rounds([arm], {})
-    per_sample = max(1, round(4 / ms))
-    assert len(backend.runs) - seen == more + per_sample * len(result.samples)
 
 
 def test_a_second_tune_measures_nothing(scripted):
@@ -281,16 +258,6 @@ def test_a_failing_algorithm_is_kept_with_its_reason_and_not_tried_again(scripte
     assert tried == 1
     tune()
     assert backend.runs.count(("broken", 1)) == tried
-
-
-def test_a_limit_that_nothing_fits_names_the_smallest(scripted):
-    scripted(torch_default=linear(1.0, 9.0), other=linear(1.0, 7.0))
-    with pytest.raises(PlanError) as caught:
-        tune(workspace_limit="1MiB")
-    assert caught.value.smallest_bytes == 7 * MIB
-    assert "fits workspace_limit=1 MiB; the smallest needs 7 MiB (micro-batch 1, other)" in str(
-        caught.value
-    )
 
 
 def test_interrupted_tuning_keeps_what_was_measured(scripted):

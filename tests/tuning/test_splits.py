@@ -15,8 +15,6 @@ from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, 
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import slabs
-from ucudnn.solvers import Item
-from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.planner import predict
 from ucudnn.tuning.splits import (
@@ -158,9 +156,9 @@ def table_of(
 ) -> AbstractSplitTable:
     """The table; `timed_only`: without sizes that are bounded by the time of larger ones."""
     if known.axis.name == "spatial":
-        return RowSplits.of(known.axis, known.sizes, known.measurements, kernel_of, limit)
+        return RowSplits(known.axis, known.sizes, known.measurements, kernel_of, limit)
     sizes = () if timed_only else known.sizes
-    return BatchSplits.of(known.axis, sizes, known.measurements, kernel_of, limit)
+    return BatchSplits(known.axis, sizes, known.measurements, kernel_of, limit)
 
 
 def plan_of(
@@ -209,7 +207,7 @@ def timed(*chunks: Chunk, sizes=range(1, N + 1)) -> BatchSplits:
         measured(kernel().with_batch(one.size), "alone" if one.size == N else "later", one)
         for one in chunks
     ]
-    return BatchSplits.of(BatchAxis(kernel()), sizes, entries, one_kernel, None)
+    return BatchSplits(BatchAxis(kernel()), sizes, entries, one_kernel, None)
 
 
 def sizes_of(split: Split) -> list[int]:
@@ -248,7 +246,7 @@ def test_the_largest_batch_is_split_into_sizes_that_were_timed():
 def test_where_nothing_timed_adds_up_smaller_chunks_of_the_same_kernel_are_raced():
     known = Known(BatchAxis(kernel()), (3,), 0, names=("gemm",))
     assert table_of(known, timed_only=True).splits() == []
-    table = BatchSplits.of(known.axis, (1, 2, 3), known.measurements, one_kernel, None)
+    table = BatchSplits(known.axis, (1, 2, 3), known.measurements, one_kernel, None)
     (split,) = table.splits()
     assert sorted(step.size for step in split.steps) == [2, 3]
     assert table.chunks(split) is None
@@ -461,23 +459,6 @@ def fits(chunk: Chunk, limit: int) -> bool:
     return chunk.workspace_bytes <= limit
 
 
-def test_the_default_serves_the_batches_at_which_the_same_kernel_runs():
-    known = batch_of(4)
-    default = Split("batch", (Step(N, DEFAULT_ALGORITHM),))
-
-    def kernel_of(problem, algorithm):
-        return "small" if problem.batch in (1, 3) else algorithm
-
-    plan = plan_of(default, table_of(known, kernel_of=kernel_of))
-    alike = [n for n in range(1, N + 1) if plan.split(n).is_default]
-    assert {2, 4, 5} <= set(alike)
-    launch_ns = penalty_of(known, default)
-    for n in (1, 3):
-        # Each is split, or computed undivided, as if there were no default.
-        found = time_of(chunks_by_truth(known, plan.split(n)), launch_ns)
-        assert found == min(time_of(split, launch_ns) for split in known.splits(n))
-
-
 def test_chains_lead_through_batches_that_the_default_computes():
     default = Split("batch", (Step(N, DEFAULT_ALGORITHM),))
 
@@ -492,18 +473,6 @@ def test_chains_lead_through_batches_that_the_default_computes():
     # The chain of 4 needs the one of 3, and nothing needs one of 5.
     assert plan.last[2] == plan.last[3]
     assert plan.last[4] == (0, -1)
-
-
-def test_an_undivided_winner_that_no_table_has_is_the_plan_of_its_batch_alone():
-    known = batch_of(5, names=ALGORITHMS[1:])
-    winner = Split("batch", (Step(N, "cufft"),))
-    plan = plan_of(winner, table_of(known))
-    assert plan.split(N) == winner
-    assert plan.predicted_time_ns == TIMING.time_ns
-    # The others are split into few, large chunks, of what was timed.
-    for n in range(1, N):
-        found = time_of(chunks_by_truth(known, plan.split(n)), CHUNK_NS[1])
-        assert found == min(time_of(split, CHUNK_NS[1]) for split in known.splits(n))
 
 
 def test_the_winners_table_comes_first_and_the_others_fill_what_it_lacks():
@@ -558,22 +527,3 @@ def test_nothing_measured_is_nothing_to_plan_with():
     assert not table_of(lone).is_empty
     assert table_of(lone).splits() == []
     assert table_of(Known(RowAxis(kernel()), (4,), 0)).is_empty
-
-
-def test_over_the_limit_slabs_are_nothing_to_plan_with():
-    known = rows_of(2)
-    least, _ = table_of(known).smallest()
-    assert least > 0
-    assert table_of(known, least - 1).is_empty
-    assert not table_of(known, least).is_empty
-
-
-def test_lists_that_hold_no_split_are_not_solved():
-    one = [Item(1, 0, 5, "gemm")]
-    nothing = {"alone": [], "first": [], "later": []}
-    assert reuse_by_position(nothing, 2) is None
-    assert reuse_by_position({**nothing, "first": one}, 2) is None
-    assert reuse_by_position({**nothing, "later": one}, 2) is None
-    assert reuse_by_position({**nothing, "alone": one}, 1).time_ns(1) == 5
-    both = reuse_by_position({**nothing, "first": one, "later": one}, 2, launch_ns=3)
-    assert both.time_ns(2) == 16

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import by_hand
 import pytest
+from by_hand import plan_of
 
-from ucudnn.config import Config
-from ucudnn.measurement import Conditions, Device, Software
-from ucudnn.plan import KernelPlan, Plan, Timing
-from ucudnn.problem import Problem
 from ucudnn.tuning.step_rounds import StepTimes, raced_inside
 
 
-def kernel(size, batch=8, layout="nchw"):
-    return KernelPlan(
-        problem=Problem("fprop", batch, 2, 2, (size, size), (3, 3), layout=layout),
-        layers=("layer",),
-        algorithms=("gemm",),
-        alone=(0,) * batch,
-        last=((0, -1),) * batch,
-        predicted_time_ns=10,
-        timing=Timing(10, 0, 0, 5),
-        default=Timing(20, 0, 0, 5),
-    )
-
-
-def plan_of(*kernels):
-    return Plan(kernels, Device("cpu", "scripted"), Software("0"), Conditions(), Config())
+def kernel(size, layout="nchw"):
+    return by_hand.kernel(size, batch=8, width=3, layout=layout)
 
 
 def rounds(steps_ns, **kernels_ns):

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import by_hand
+
 from ucudnn.config import Config
-from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import Contestant, LayoutRace, StepRace
-from ucudnn.plan import KernelPlan, Plan, Timing
-from ucudnn.problem import Problem
+from ucudnn.plan import Timing
 from ucudnn.reports.text import plan_verdict
 
 MIB, MS = 1 << 20, 1_000_000
 
 
 def kernel(size, default_ms, default_mib, plan_ms):
-    return KernelPlan(
-        problem=Problem("fprop", 1, 2, 2, (size, size), (1, 1)),
-        layers=("layer",),
-        algorithms=("gemm",),
-        alone=(0,),
-        last=((0, -1),),
-        predicted_time_ns=plan_ms * MS,
-        timing=Timing(plan_ms * MS, 0, MIB, 5),
-        default=Timing(default_ms * MS, 0, default_mib * MIB, 5),
-    )
+    timing = Timing(plan_ms * MS, 0, MIB, 5)
+    default = Timing(default_ms * MS, 0, default_mib * MIB, 5)
+    return by_hand.kernel(size, batch=1, timing=timing, default=default)
 
 
 def plan_of(*kernels):
-    config = Config(workspace_limit="1MiB")
-    return Plan(kernels, Device("cpu", "any"), Software("0"), Conditions(), config)
+    return by_hand.plan_of(*kernels, config=Config(workspace_limit="1MiB"))
 
 
 def test_faster_and_slower_kernels_are_named_apart():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from ucudnn.axis import AbstractAxis
 from ucudnn.backends import AbstractBackend
 from ucudnn.benchmark.accuracy import Accuracy, Check, Reference
-from ucudnn.benchmark.failures import Failure, failure_of
+from ucudnn.benchmark.failures import failure_of
 from ucudnn.benchmark.protocol import FINALS, ChunkLoop, Protocol, Ring, Sampler, WholeLoop
 from ucudnn.benchmark.rounds import Entrant, Result, run_rounds
 from ucudnn.errors import UnsupportedError
@@ -204,33 +205,45 @@ class LocalBench(AbstractBench):
         self, arms: Sequence[Arm], known: Mapping[tuple[int, str], tuple[int, int]]
     ) -> list[Result]:
         """Time candidates in interleaved rounds; those of one size and role race each other."""
-        entrants: list[Entrant] = []
-        failures: dict[int, Failure] = {}
-        for place, arm in enumerate(arms):
+
+        def enter(arm: Arm) -> Entrant:
+            sampler = self._sampler(arm)
+            sampler.warm_up(self._how.chunks)
+            return Entrant(sampler.sample_ns, (arm.size, arm.role))
+
+        entering = [partial(enter, arm) for arm in arms]
+        return self._raced(entering, self._how.chunks, self._how.until, known)
+
+    def _raced(
+        self,
+        entering: Sequence[Callable[[], Entrant]],
+        protocol: Protocol,
+        until: float | None,
+        known: Mapping[tuple[int, str], tuple[int, int]] | None = None,
+    ) -> list[Result]:
+        """Results of rounds, and the failures of those that cannot enter them."""
+        entrants: dict[int, Entrant] = {}
+        results = [Result() for _ in entering]
+        for place, enter in enumerate(entering):
             self._on_turn(place)
             try:
-                sampler = self._sampler(arm)
-                sampler.warm_up(self._how.chunks)
+                entrants[place] = enter()
             # One that fails leaves the race, and the others are timed; unless the device is broken,
             # as after a fault on a GPU, when all of them would fail.
             except (RuntimeError, UnsupportedError) as error:
                 if self._backend.is_broken():
                     raise
-                failures[place] = failure_of(error)
-                continue
-            group = (arm.size, arm.role)
-            entrants.append(Entrant(sampler.sample_ns, group))
-        places = [place for place in range(len(arms)) if place not in failures]
+                results[place] = Result(failure=failure_of(error))
+        places = list(entrants)
         found = run_rounds(
             self._backend,
-            entrants,
-            self._how.chunks,
+            list(entrants.values()),
+            protocol,
             known,
             lambda number: self._on_turn(places[number]),
-            self._how.until,
+            until,
         )
         # Rounds number those that take part; callers number all that were asked for.
-        results = [Result(failure=failures.get(place)) for place in range(len(arms))]
         for place, result in zip(places, found, strict=True):
             # -1 stands for a rival of an earlier time, which is none of these.
             if result.beaten_by is not None and result.beaten_by >= 0:
@@ -251,34 +264,20 @@ class LocalBench(AbstractBench):
         """Time whole calls, each of them in every round; where there is a bias they add it."""
         ring = self.ring
         bias = ring.bias() if has_bias else None
-        samplers: dict[int, Sampler] = {}
         workspaces = [0] * len(splits)
-        failures: dict[int, Failure] = {}
-        for place, split in enumerate(splits):
-            self._on_turn(place)
-            try:
-                call = bind(self._backend, self._axis.problem, split)
-                loop = WholeLoop(ring, call, bias)
-                samplers[place] = Sampler(loop, self._backend)
-                # The first run: a call that cannot be computed fails here, and leaves the race.
-                workspaces[place] = self._workspace_of(loop, call)
-                samplers[place].warm_up(self._how.wholes)
-            except (RuntimeError, UnsupportedError) as error:
-                if self._backend.is_broken():
-                    raise
-                failures[place] = failure_of(error)
-        places = [place for place in range(len(splits)) if place not in failures]
-        entrants = [Entrant(samplers[place].sample_ns) for place in places]
-        found = run_rounds(
-            self._backend,
-            entrants,
-            self._how.wholes,
-            on_turn=lambda number: self._on_turn(places[number]),
-            until=self._how.wholes_until,
-        )
-        results = {place: Result(failure=failure) for place, failure in failures.items()}
-        results.update(zip(places, found, strict=True))
-        return [Whole(results[place], workspaces[place]) for place in range(len(splits))]
+
+        def enter(place: int) -> Entrant:
+            call = bind(self._backend, self._axis.problem, splits[place])
+            loop = WholeLoop(ring, call, bias)
+            sampler = Sampler(loop, self._backend)
+            # The first run: a call that cannot be computed fails here, and leaves the race.
+            workspaces[place] = self._workspace_of(loop, call)
+            sampler.warm_up(self._how.wholes)
+            return Entrant(sampler.sample_ns)
+
+        entering = [partial(enter, place) for place in range(len(splits))]
+        found = self._raced(entering, self._how.wholes, self._how.wholes_until)
+        return list(map(Whole, found, workspaces))
 
     def _workspace_of(self, loop: WholeLoop, call: Call) -> int:
         """Workspace of a call in bytes.

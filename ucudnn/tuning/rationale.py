@@ -127,8 +127,8 @@ def _front(problem: Problem, known: _Known) -> tuple[tuple[int, int], ...]:
             if entry.adds_bias == adds_bias and entry.workspace_bytes is not None
         ]
         tables = (
-            BatchSplits.of(samples, (), usable, _as_timed, None),
-            RowSplits.of(rows, sizes, usable, _as_timed, None),
+            BatchSplits(samples, (), usable, _as_timed, None),
+            RowSplits(rows, sizes, usable, _as_timed, None),
         )
         points += [point for table in tables for point in table.front()]
     return tuple((point.workspace_bytes, point.time_ns) for point in pareto(points))

@@ -169,7 +169,7 @@ class AbstractSource(ABC):
             limit: workspace in bytes that a split may use, None for any.
         """
         return [
-            cut.table.of(cut.axis, cut.sizes, entries, self.session.kernel_of, limit)
+            cut.table(cut.axis, cut.sizes, entries, self.session.kernel_of, limit)
             for cut, entries in zip(self.cuts, measurements, strict=True)
         ]
 
@@ -181,13 +181,12 @@ class AbstractSource(ABC):
     def look_at_default(self) -> Measurement | None:
         """Torch's own convolution of the whole batch, run at least once; None if it fails."""
 
-    @abstractmethod
-    def look_at_chunks(self, most: int) -> None:
+    def look_at_chunks(self, most: int) -> None:  # noqa: B027 - a recording does nothing
         """Run torch's own convolution once for the largest chunks of at most so many samples."""
 
-    @abstractmethod
     def step(self) -> bool:
         """Measure the micro-batches that the solver asks for next; False if it asks for none."""
+        return False
 
     @abstractmethod
     def evidence(self) -> Evidence:
@@ -198,16 +197,15 @@ class AbstractSource(ABC):
         """
 
     @property
-    @abstractmethod
     def lacks_time(self) -> bool:
         """True if something was left out that would have ended after the time budget."""
+        return False
 
     @abstractmethod
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """Time splits as whole calls, or recall the race; None if neither is possible."""
 
-    @abstractmethod
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - a recording has none
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
 
 
@@ -332,13 +330,6 @@ class ReplayedSource(AbstractSource):
         known = (entry for entry in whole if entry.key.algorithm == DEFAULT_ALGORITHM)
         return next(known, None)
 
-    def look_at_chunks(self, most: int) -> None:
-        """Do nothing: a recording measures nothing."""
-
-    def step(self) -> bool:
-        """False: a recording measures nothing."""
-        return False
-
     def evidence(self) -> Evidence:
         """Recall the measurements.
 
@@ -402,17 +393,9 @@ class ReplayedSource(AbstractSource):
         # Recordings made by other means may lack errors; one that is not known excludes nothing.
         return most is None or (entry.error or 0.0) <= most
 
-    @property
-    def lacks_time(self) -> bool:
-        """False: a recording takes no time."""
-        return False
-
     def race(self, splits: Sequence[Split]) -> list[Finalist] | None:
         """The race as it was recorded."""
         return recall_race(self.session, self.kernel.problem, splits, self.kernel.has_bias)
-
-    def release(self) -> None:
-        """Do nothing: there are no operands."""
 
 
 def source_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from ucudnn.axis import AbstractAxis, axis_of
 from ucudnn.measurement import Measurement, Role, positions, role_of
@@ -64,32 +64,31 @@ def pareto(points: Iterable[Point]) -> Front:
     return tuple(listed[place] for place in undominated([point[:2] for point in listed]))
 
 
+@dataclass(frozen=True, eq=False)
 class AbstractSplitTable(ABC):
-    """Splits of one kernel into chunks of one kind, by the measurements of such chunks.
+    """Splits of one kernel along one axis, by the measurements of its chunks.
 
     Law: every split that it offers computes the whole, by chunks that fit the limit. The first one
     is the fastest of all whose chunks were timed and are worth their launch.
+
+    Args:
+        axis: of the kernel, along which it is split.
+        sizes: of the chunks that a split may have, timed or not.
+        measurements: of such chunks, and perhaps of others.
+        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
+        limit: workspace in bytes that a split may use, None for any.
     """
 
-    @classmethod
-    @abstractmethod
-    def of(
-        cls,
-        axis: AbstractAxis,
-        sizes: Iterable[int],
-        measurements: Sequence[Measurement],
-        kernel_of: KernelOf,
-        limit: int | None,
-    ) -> Self:
-        """Collect the measurements of one kind of chunks.
+    axis: AbstractAxis
+    sizes: Sequence[int]
+    measurements: Sequence[Measurement]
+    kernel_of: KernelOf
+    limit: int | None
 
-        Args:
-            axis: of the kernel, along which it is split.
-            sizes: of the chunks that a split may have, timed or not.
-            measurements: of such chunks, and perhaps of others.
-            kernel_of: which kernel an algorithm runs a problem by, None where it does not.
-            limit: workspace in bytes that a split may use, None for any.
-        """
+    @property
+    @abstractmethod
+    def items(self) -> Items:
+        """What was timed, by the position of the chunk in a split."""
 
     @property
     @abstractmethod
@@ -101,21 +100,6 @@ class AbstractSplitTable(ABC):
         """Splits of the largest batch worth timing as wholes, the fastest as measured first."""
 
     @abstractmethod
-    def front(self) -> Front:
-        """Front of time over workspace of the splits of the largest batch, whatever the limit."""
-
-    @abstractmethod
-    def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each step in its position.
-
-        Args:
-            split: of any table of the kernel.
-
-        Returns:
-            None where one has none.
-        """
-
-    @abstractmethod
     def smallest(self) -> tuple[int, str] | None:
         """The least workspace in bytes of any split, and its description; None without any."""
 
@@ -123,25 +107,11 @@ class AbstractSplitTable(ABC):
     def fill(self, draft: PlanDraft) -> None:
         """Add what is known of each batch to a plan in the making."""
 
-
-@dataclass(frozen=True, eq=False)
-class MeasuredSplits(AbstractSplitTable):
-    """A split table of the chunks that were timed along one axis.
-
-    Args:
-        axis: of the kernel, along which it is split.
-        items: what was timed, by the position of the chunk in a split.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
-        limit: workspace in bytes that a split may use, None for any.
-    """
-
-    axis: AbstractAxis
-    items: Items
-    kernel_of: KernelOf
-    limit: int | None
-
     def front(self) -> Front:
-        """The front of what is worthwhile, and of anything where that does not fit."""
+        """Front of time over workspace of the splits of the largest batch, whatever the limit.
+
+        Below the workspace that chunks worth their launch need, it goes on with shorter ones.
+        """
         points: list[Point] = []
         for choice in (worthwhile(self.items), self.items):
             # From there on a split of longer chunks exists, which is taken though it may be slower.
@@ -155,7 +125,7 @@ class MeasuredSplits(AbstractSplitTable):
         return pareto(points)
 
     def chunks(self, split: Split) -> tuple[Item, ...] | None:
-        """The fastest measurement of each step."""
+        """The fastest measurement of each step of any split; None where one has none."""
         if axis_of(self.axis.problem, split) != self.axis:
             return None
         found = []
@@ -177,32 +147,13 @@ class MeasuredSplits(AbstractSplitTable):
         return None if table is None or least is None else (least, table.split(extent, least))
 
 
-@dataclass(frozen=True, eq=False)
-class BatchSplits(MeasuredSplits):
-    """Splits of every batch from 1 to N into micro-batches.
+class BatchSplits(AbstractSplitTable):
+    """Splits of every batch from 1 to N into micro-batches."""
 
-    Args:
-        axis: the samples of the kernel at the largest batch.
-        items: as in `MeasuredSplits`.
-        kernel_of: as in `MeasuredSplits`.
-        limit: as in `MeasuredSplits`.
-        sizes: chunks that a split may have, timed or not: a smaller batch may need them.
-    """
-
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        axis: AbstractAxis,
-        sizes: Iterable[int],
-        measurements: Sequence[Measurement],
-        kernel_of: KernelOf,
-        limit: int | None,
-    ) -> BatchSplits:
-        """Collect the measurements of micro-batches."""
-        items = items_by_role(axis.problem, measurements, kernel_of)
-        return cls(axis, items, kernel_of, limit, tuple(sizes))
+    @cached_property
+    def items(self) -> Items:
+        """Measurements of micro-batches."""
+        return items_by_role(self.axis.problem, self.measurements, self.kernel_of)
 
     @property
     def is_empty(self) -> bool:
@@ -279,34 +230,19 @@ class BatchSplits(MeasuredSplits):
         ]
 
 
-@dataclass(frozen=True, eq=False)
-class RowSplits(MeasuredSplits):
-    """Splits of the largest batch into slabs, which may serve smaller batches, too.
+class RowSplits(AbstractSplitTable):
+    """Splits of the largest batch into slabs, which may serve smaller batches, too."""
 
-    Args:
-        axis: the rows of the kernel.
-        items: as in `MeasuredSplits`.
-        kernel_of: as in `MeasuredSplits`.
-        limit: as in `MeasuredSplits`.
-    """
-
-    @classmethod
-    def of(
-        cls,
-        axis: AbstractAxis,
-        sizes: Iterable[int],
-        measurements: Sequence[Measurement],
-        kernel_of: KernelOf,
-        limit: int | None,
-    ) -> RowSplits:
-        """Collect the measurements of slabs."""
-        size_by_part = {axis.part(size): size for size in sizes}
+    @cached_property
+    def items(self) -> Items:
+        """Measurements of slabs."""
+        problem, size_by_part = self.axis.problem, {self.axis.part(one): one for one in self.sizes}
         first, later = (
-            chunk_items(axis.problem, measurements, role_of(axis.problem, position), size_by_part)
+            chunk_items(problem, self.measurements, role_of(problem, position), size_by_part)
             for position in (Role.FIRST, Role.LATER)
         )
         # No slab runs alone: the undivided call is a split along the batch.
-        return cls(axis, {Role.ALONE: (), Role.FIRST: first, Role.LATER: later}, kernel_of, limit)
+        return {Role.ALONE: (), Role.FIRST: first, Role.LATER: later}
 
     @property
     def is_empty(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from math import gcd
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
 from ucudnn.system.forking import ForkSafeLock
+
+if TYPE_CHECKING:
+    from ucudnn.backends.cudnn.engine import ExecutionPlan
+    from ucudnn.backends.cudnn.runtime import Runtime
 
 # Sets of addresses for which a variant pack is kept. Training steps repeat the same addresses; a
 # program that never does would otherwise keep one pack per call.
@@ -40,35 +44,6 @@ class RefusedError(UnsupportedError, RuntimeError):
     """An engine's first run has shown that it does not compute these operands."""
 
 
-class AnyPlan(Protocol):
-    """The part of a plan that an executable uses."""
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Workspace of a run in bytes."""
-
-
-class AnyRuntime(Protocol):
-    """The methods of `Runtime` that an executable uses."""
-
-    def build(
-        self,
-        device: int,
-        problem: Problem,
-        identity: str,
-        alpha: float,
-        beta: float,
-        views: Views,
-    ) -> Any:
-        """A plan."""
-
-    def pack(self, plan: Any, pointers: tuple[int, ...], workspace: int) -> Any:
-        """Addresses for a launch."""
-
-    def launch(self, device: int, plan: Any, pack: Any) -> None:
-        """Enqueue a plan."""
-
-
 class EngineExecutable(Executable):
     """A cuDNN engine for operands with any number of samples, strides and alignment.
 
@@ -82,7 +57,7 @@ class EngineExecutable(Executable):
         identity: the engine and its knobs.
     """
 
-    def __init__(self, runtime: AnyRuntime, problem: Problem, identity: str) -> None:
+    def __init__(self, runtime: Runtime, problem: Problem, identity: str) -> None:
         self._runtime = runtime
         self._problem = problem
         self._identity = identity
@@ -228,7 +203,7 @@ class _Built:
     plans per thread would be built again in each thread, even during a capture.
     """
 
-    def __init__(self, runtime: AnyRuntime, device: int, plan: AnyPlan) -> None:
+    def __init__(self, runtime: Runtime, device: int, plan: ExecutionPlan) -> None:
         self._runtime = runtime
         self._device = device
         self._plan = plan

@@ -1,0 +1,42 @@
+"""Plans made by hand: kernels that an algorithm computes undivided, on a device that is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ucudnn.config import Config
+from ucudnn.measurement import Conditions, Device, Software
+from ucudnn.plan import KernelPlan, Plan, Timing
+from ucudnn.problem import Problem
+
+MIB = 1 << 20
+
+
+def kernel(
+    size: int,
+    *,
+    batch: int = 2,
+    width: int = 1,
+    layout: str = "nchw",
+    timing: Timing = Timing(10, 0, 0, 5),  # noqa: B008 - it never changes
+    default: Timing = Timing(20, 0, 4 * MIB, 5),  # noqa: B008
+    **more: Any,
+) -> KernelPlan:
+    """A forward pass of images of one size by gemm, whose default takes 4 MiB."""
+    fields = {
+        "problem": Problem("fprop", batch, 2, 2, (size, size), (width, width), layout=layout),
+        "layers": ("layer",),
+        "algorithms": ("gemm",),
+        "alone": (0,) * batch,
+        "last": ((0, -1),) * batch,
+        "predicted_time_ns": timing.time_ns,
+        "timing": timing,
+        "default": default,
+    }
+    return KernelPlan(**{**fields, **more})
+
+
+def plan_of(*kernels: KernelPlan, config: Config | None = None, **more: Any) -> Plan:
+    """A plan of these kernels."""
+    made_on = Device("cpu", "scripted"), Software("0"), Conditions()
+    return Plan(kernels, *made_on, config or Config(), **more)
