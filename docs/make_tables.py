@@ -19,7 +19,6 @@ from make_steps import NAME_BY_NETWORK
 
 from ucudnn.benchmark.statistics import ratio_interval
 from ucudnn.config import SETTINGS
-from ucudnn.outcomes import StepMemory
 from ucudnn.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -28,7 +27,7 @@ from found_steps import Found
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 # The machine of each file of results; of the others it is the Intel Xeon.
-MACHINES = {"tuning_time.json": "amd-epyc", "tuning_haste.json": "amd-epyc"}
+MACHINES = dict.fromkeys(("tuning_time.json", "tuning_haste.json", "fit_the_step.json"), "amd-epyc")
 NAMES = {
     **NAME_BY_NETWORK,
     "vgg11": "VGG-11, N=8",
@@ -196,59 +195,38 @@ def gained_row(one: Found) -> Row:
     return [NAMES[one.values["network"]], one.values["mode"], *times, ratio(gain(one))]
 
 
-# Cases of benchmarks/memory_budget.py, in the order of the table.
-BUDGETED = {
-    "resnet18": "ResNet-18, N=64, 224x224",
-    "unet3d": "3-D U-Net, N=1, 64x64x64",
-    "srcnn": "SRCNN (9-5-5), N=4, 512x512",
+# Networks of benchmarks/fit_the_step.py, in the order of the table.
+FITTED = {
+    "convnext": "ConvNeXt-T, N=16, 224x224",
+    "segresnet": "SegResNet, N=4, 64x64x64",
+    "denoiser": "diffusion U-Net, N=8, 64x64",
+    "hifigan": "HiFi-GAN, N=8",
+    "wav2vec2": "wav2vec 2.0, N=4",
+    "resnet50": "ResNet-50, N=32, 224x224",
+    "unet3d": "3-D U-Net with BatchNorm, N=2, 64x64x64",
 }
 
 
-def budgeted() -> list[Row]:
-    """Workspace in the peak of a step, from memory_budget.json."""
-    # The first row is of torch without a plan.
-    found = {
-        one["case"]: StepMemory(**one["rows"][1]["memory"]) for one in results("memory_budget.json")
-    }
-    rows = [["network", "step", "without workspace", "by torch's own", "workspace"]]
-    for network, name in BUDGETED.items():
-        kinds = [kind for kind in ("training", "inference") if f"{network}-{kind}" in found]
-        for kind in kinds:
-            memory = found[f"{network}-{kind}"]
-            sizes = format_bytes(memory.own_peak_bytes), format_bytes(memory.torch_peak_bytes)
-            share = f"{round(100 * memory.workspace_share)} %"
-            rows.append([name if kind == kinds[0] else "", kind, *sizes, share])
-    return rows
-
-
-def within_budgets() -> list[Row]:
-    """Steps within five budgets, from memory_budget.json."""
-    found = {one["case"]: one["rows"] for one in results("memory_budget.json")}
-    rows = [
-        ["network", "step", "budget", "allocated at most", "torch's step over the plan's (95 %)"]
-    ]
-    for network, name in BUDGETED.items():
-        for kind in ("training", "inference"):
-            torchs, *planned = found.get(f"{network}-{kind}", [None])
-            for row in planned:
-                is_first = row is planned[0]
-                # In one unit with one digit, so that budgets that differ by little are told apart.
-                size, taken = (
-                    f"{number / 2**20:.1f} MiB"
-                    for number in (row["memory"]["budget_bytes"], row["allocated_bytes"])
-                )
-                asked = {"least": f"least: {size}", "unlimited": "no limit"}.get(
-                    row["budget"], size
-                )
-                rows.append(
-                    [
-                        name if is_first else "",
-                        kind if is_first else "",
-                        asked,
-                        taken,
-                        ratio(ratio_interval(torchs["samples_ns"], row["samples_ns"])),
-                    ]
-                )
+def fitted() -> list[Row]:
+    """Training steps within less memory, from fit_the_step.json."""
+    found = {one["network"]: one["ways"] for one in results("fit_the_step.json")}
+    rows = [["network", "step by", "peak", "of torch's", "time over torch's (95 %)", "deviation"]]
+    for network, name in FITTED.items():
+        ways = found.get(network, {})
+        for title, way in ways.items():
+            torchs = ways["torch"]
+            share = way["peak_bytes"] / torchs["peak_bytes"]
+            times = ratio(ratio_interval(way["samples_ns"], torchs["samples_ns"]))
+            rows.append(
+                [
+                    name if way is torchs else "",
+                    title,
+                    format_bytes(way["peak_bytes"]),
+                    f"{share:.0%}",
+                    "1" if way is torchs else times,
+                    f"{way['deviation']:.0e}",
+                ]
+            )
     return rows
 
 
@@ -273,8 +251,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "caps": lambda: steps_table(results("limits.json"), SHORT_NAMES),
     "hast": hasty,
     "deep": lambda: layers_table(results("limits_layers.json")),
-    "pays": budgeted,
-    "fits": within_budgets,
+    "fits": fitted,
 }
 # Where the file of a table says how it was made, a sentence below the table does, too.
 FILES = {
@@ -283,6 +260,7 @@ FILES = {
     "make": "bench.json",
     "caps": "limits.json",
     "deep": "limits_layers.json",
+    "fits": "fit_the_step.json",
 }
 # Some benchmarks need a quiet machine for an hour, and are run after their table was designed.
 MISSING = "Not measured yet."

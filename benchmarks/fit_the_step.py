@@ -1,0 +1,227 @@
+"""Training steps within less memory: torch, its checkpoints, and plans by segments and by loops.
+
+    python benchmarks/fit_the_step.py --out fit_the_step.json          # all networks, an hour
+    python benchmarks/fit_the_step.py segresnet convnext --rounds 5
+
+Each network runs in a process of its own. Its ways run in turn, on the same weights and inputs;
+peaks are torch's allocator's own count, with parameters and inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from networks import hugging_face, plain, unet3d
+from provenance import provenance
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ucudnn
+from ucudnn.backends import open_backend
+from ucudnn.errors import PlanError
+from ucudnn.execution.stepping import tensors_of
+
+
+class Case(NamedTuple):
+    """A network, the shape of its input, and the shares of torch's peak that are asked for.
+
+    Args:
+        make: makes the network.
+        shape: of the input.
+        shares: for segments.
+        loops: for a loop in micro-batches.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    shares: tuple[str, ...]
+    loops: tuple[str, ...] = ()
+
+
+def segresnet() -> nn.Module:
+    """Of MONAI, with group normalisation."""
+    from monai.networks.nets import SegResNet
+
+    network: nn.Module = SegResNet(spatial_dims=3, init_filters=16, in_channels=1, out_channels=2)
+    return network
+
+
+class Denoiser(nn.Module):
+    """A diffusion model's UNet at one time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from diffusers import UNet2DModel
+
+        self.unet = UNet2DModel(
+            sample_size=64,
+            block_out_channels=(64, 128, 128),
+            down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
+            norm_num_groups=16,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Noise of the same shape."""
+        noise: Tensor = self.unet(x, torch.full((len(x),), 10)).sample
+        return noise
+
+
+CASES = {
+    "convnext": Case(
+        partial(hugging_face, "ConvNextModel"), (16, 3, 224, 224), ("60%", "40%", "25%"), ("60%",)
+    ),
+    "segresnet": Case(segresnet, (4, 1, 64, 64, 64), ("50%", "25%"), ("50%", "15%")),
+    "denoiser": Case(Denoiser, (8, 3, 64, 64), ("50%",)),
+    "hifigan": Case(partial(hugging_face, "SpeechT5HifiGan"), (8, 64, 80), ("50%",)),
+    "wav2vec2": Case(
+        partial(hugging_face, "Wav2Vec2Model", apply_spec_augment=False, layerdrop=0.0),
+        (4, 32000),
+        ("50%",),
+    ),
+    "resnet50": Case(partial(plain, "resnet50"), (32, 3, 224, 224), ("65%",)),
+    "unet3d": Case(unet3d, (2, 1, 64, 64, 64), ("65%",)),
+}
+
+
+class Contestant(NamedTuple):
+    """A way to run a step: the model that it runs, and how its batch is cut."""
+
+    model: nn.Module
+    plan: ucudnn.Plan | None = None
+    tuning_s: float = 0.0
+
+    def step(self, x: Tensor) -> None:
+        """Forward, the mean of squares, and backward."""
+        self.model.zero_grad()
+        parts = [x] if self.plan is None else (part[0] for part in self.plan.micro_batches(x))
+        for part in parts:
+            results = tensors_of(self.model(part))
+            weight = len(part) / len(x)
+            torch.autograd.backward([weight * one.square().mean() for one in results])
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost members of sequences and lists that hold modules themselves."""
+    for child in model.children():
+        is_list = isinstance(model, (nn.Sequential, nn.ModuleList))
+        if is_list and any(child.children()):
+            yield child
+        else:
+            yield from blocks(child)
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """A copy whose blocks are recomputed one by one."""
+    twin = copy.deepcopy(model)
+    for block in blocks(twin):
+        vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+    return twin
+
+
+def planned(model: nn.Module, x: Tensor, share: str, loop: bool) -> Contestant:
+    """A copy that follows a plan within a share of torch's peak."""
+    config = ucudnn.Config(memory_budget=share, loop=loop, effort="quick")
+    began = time.monotonic()
+    plan = ucudnn.tune(model, x, config)
+    twin = copy.deepcopy(model)
+    ucudnn.convert_(twin, plan)
+    return Contestant(twin, plan, time.monotonic() - began)
+
+
+def gradients(contestant: Contestant, x: Tensor) -> list[Tensor]:
+    """Those of one step."""
+    torch.manual_seed(1)
+    contestant.step(x)
+    return [p.grad.double() for p in contestant.model.parameters() if p.grad is not None]
+
+
+def deviation(some: list[Tensor], exact: list[Tensor]) -> float:
+    """Largest difference of a gradient, of the largest gradient."""
+    most = max(float(one.abs().max()) for one in exact)
+    return max(float((a - b).abs().max()) for a, b in zip(some, exact, strict=True)) / most
+
+
+def peak_bytes(contestant: Contestant, x: Tensor) -> int:
+    """Parameters and inputs, and the most that a step allocates beside them."""
+    contestant.model.zero_grad()
+    tensors = [*contestant.model.parameters(), *contestant.model.buffers(), x]
+    held = sum(one.numel() * one.element_size() for one in tensors)
+    run = partial(contestant.step, x)
+    return held + open_backend("torch_cpu").workspace_bytes(run, ())
+
+
+def measured(name: str, rounds: int) -> dict[str, Any]:
+    """All ways of one network, as JSON values."""
+    case, backend = CASES[name], open_backend("torch_cpu")
+    torch.manual_seed(0)
+    model, x = case.make(), torch.randn(case.shape)
+    ways = {"torch": Contestant(model), "torch.utils.checkpoint": Contestant(checkpointed(model))}
+    refused: dict[str, str] = {}
+    wanted = [(share, False) for share in case.shares] + [(share, True) for share in case.loops]
+    for share, loop in wanted:
+        title = f"{'loop' if loop else 'segments'} within {share}"
+        try:
+            ways[title] = planned(model, x, share, loop)
+        except PlanError as error:
+            refused[title] = str(error).splitlines()[0]
+    exact = gradients(Contestant(copy.deepcopy(model).double()), x[: case.shape[0]].double())
+    rows: dict[str, dict[str, Any]] = {
+        title: {
+            "peak_bytes": peak_bytes(way, x),
+            "deviation": deviation(gradients(way, x), exact),
+            "tuning_s": round(way.tuning_s, 1),
+            "segments": 0 if way.plan is None else len(way.plan.segments),
+            "micro_batch": None if way.plan is None else way.plan.micro_batch,
+            "samples_ns": [],
+        }
+        for title, way in ways.items()
+    }
+    for number in range(rounds + 1):
+        for title, way in ways.items():
+            time_ns = backend.elapsed_ns(partial(way.step, x))
+            if number:  # the first round warms up
+                rows[title]["samples_ns"].append(time_ns)
+    return {"network": name, "shape": case.shape, "ways": rows, "refused": refused}
+
+
+def in_a_process(name: str, rounds: int) -> dict[str, Any]:
+    """The same in a process that has run nothing else."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return {**pool.apply(measured, (name, rounds)), "made": provenance()}
+
+
+def main() -> None:
+    """Run the networks, and write what was found after each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("networks", nargs="*", default=[*CASES], metavar="NETWORK")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.networks) - set(CASES):
+        parser.error(f"networks must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    found: list[dict[str, Any]] = []
+    for name in arguments.networks:
+        found.append(in_a_process(name, arguments.rounds))
+        for title, row in found[-1]["ways"].items():
+            median = sorted(row["samples_ns"])[arguments.rounds // 2] / 1e6
+            print(f"{name}: {title}: {row['peak_bytes'] >> 20} MiB, {median:.0f} ms", flush=True)
+        for title, reason in found[-1]["refused"].items():
+            print(f"{name}: {title}: {reason}", flush=True)
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
