@@ -126,14 +126,15 @@ def options(command: Any) -> Iterator[str]:
     yield "--help"
 
 
-def test_the_picture_of_steps_is_what_its_script_draws(repository: Path, tmp_path: Path) -> None:
-    kept, drawn = repository / "docs" / "steps.svg", tmp_path / "steps.svg"
-    script = repository / "docs" / "make_steps.py"
+@pytest.mark.parametrize("name", ["steps", "fit"])
+def test_pictures_are_what_their_scripts_draw(repository: Path, tmp_path: Path, name: str) -> None:
+    kept, drawn = repository / "docs" / f"{name}.svg", tmp_path / f"{name}.svg"
+    script = repository / "docs" / f"make_{name}.py"
     subprocess.run([sys.executable, script, drawn], check=True, cwd=tmp_path)
-    assert drawn.read_text() == kept.read_text(), "python docs/make_steps.py docs/steps.svg"
+    assert drawn.read_text() == kept.read_text(), f"python docs/make_{name}.py docs/{name}.svg"
 
 
-TABLES = {"docs/results.md": 7, "docs/memory.md": 2, "docs/reference.md": 1, "README.md": 1}
+TABLES = {"docs/results.md": 7, "docs/memory.md": 1, "docs/reference.md": 1, "README.md": 1}
 
 
 def test_tables_are_those_of_the_files_and_of_the_settings(
