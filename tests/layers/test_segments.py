@@ -6,9 +6,9 @@ import copy
 import io
 import pickle
 import warnings
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.errors import PlanError, UcudnnWarning
 from ucudnn.execution.micro_batching import segment_, unsegment_
@@ -70,10 +69,14 @@ def gradients(model, *inputs, call=None, **named):
         else one
         for one in inputs
     ]
-    result = (call or model)(*given, **named)
+    result = (model if call is None else call)(*given, **named)
     leaves = [one for one in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(one)]
-    loss = sum((one * torch.linspace(0.1, 1, one.numel()).view(one.shape)).square().sum() for one in leaves)
-    wanted = [one for one in (*given, *model.parameters()) if torch.is_tensor(one) and one.requires_grad]
+    loss = sum(
+        (one * torch.linspace(0.1, 1, one.numel()).view(one.shape)).square().sum() for one in leaves
+    )
+    wanted = [
+        one for one in (*given, *model.parameters()) if torch.is_tensor(one) and one.requires_grad
+    ]
     return [*leaves, *torch.autograd.grad(loss, wanted, allow_unused=True)]
 
 
@@ -84,7 +87,7 @@ def assert_equal(ours, theirs, bound=1e-12):
         if a is not None:
             assert a.shape == b.shape
             assert a.stride() == b.stride()
-            assert (a - b).abs().max() <= bound * b.abs().max()
+            assert (a - b).double().norm() <= bound * b.double().norm()
 
 
 def divided(model, *segments):
@@ -102,12 +105,11 @@ def numbers(*shape, needs=True):
 @pytest.mark.parametrize("needs", [True, False])
 def test_results_and_gradients_are_those_of_the_batch(way, batch, needs):
     model, x = Net().double(), numbers(batch, 6, needs=needs)
-    if batch:
-        assert_equal(gradients(divided(model, way), x), gradients(model, x))
-    assert divided(model, way)(x).shape == (batch, 3)
+    ours = divided(model, way)
+    assert_equal(gradients(ours, x), gradients(model, x))
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
-            assert_equal([divided(model, way)(x)], [model(x)] if batch else [x[:, :3]])
+            assert_equal([ours(x)], [model(x)])
 
 
 @EACH_WAY
@@ -174,7 +176,13 @@ class Holder:
 
 @pytest.mark.parametrize(
     "nest",
-    [Holder, lambda x: (x, Holder(x)), lambda x: (x, x.mean()), lambda x: (x, len(x)), lambda x: [*x]],
+    [
+        Holder,
+        lambda x: (x, Holder(x)),
+        lambda x: (x, x.mean()),
+        lambda x: (x, len(x)),
+        lambda x: [*x],
+    ],
     ids=["object", "object beside", "scalar", "number of samples", "list of samples"],
 )
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad])
@@ -192,7 +200,9 @@ class Turned(nn.Module):
         self.axes = axes
 
     def forward(self, x):
-        return x.permute(self.axes).contiguous().permute(sorted(range(x.dim()), key=self.axes.index))
+        return (
+            x.permute(self.axes).contiguous().permute(sorted(range(x.dim()), key=self.axes.index))
+        )
 
 
 @EACH_WAY
@@ -203,7 +213,8 @@ def test_channels_last_stays(way, dims):
     model = nn.Sequential(convolution).to(memory_format=layout)
     x = numbers(5, 3, *[4] * dims).to(memory_format=layout)
     ours = divided(model, replace(way, module="0"))
-    assert ours(x).is_contiguous(memory_format=layout)
+    # torch's own three-dimensional convolution on a CPU has results in the default layout.
+    assert ours(x).is_contiguous(memory_format=layout) == (dims == 2)
     assert_equal(gradients(ours, x.detach()), gradients(model, x.detach()))
     with torch.no_grad():
         assert_equal([ours(x)], [model(x)])
@@ -281,11 +292,10 @@ def test_dropout_drops_the_same_in_recomputation(way):
 
 
 def changing():
-    linear = nn.Linear(6, 6)
     return {
         "BatchNorm": nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()),
-        "spectral norm": parametrizations.spectral_norm(linear),
-        "spectral norm by a hook": nn.utils.spectral_norm(copy.deepcopy(nn.Linear(6, 6))),
+        "spectral norm": parametrizations.spectral_norm(nn.Linear(6, 6)),
+        "spectral norm by a hook": nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6))),
         "a buffer that is replaced": Average(),
     }
 
@@ -342,7 +352,10 @@ def test_the_module_stays_what_it_is():
     assert type(model.body) is kind
     assert "body): Body(\n    in micro-batches of 2, recomputed\n" in repr(model)
     segment_(model, [Segment("body.first", 3, recompute=False)])
-    assert "first): Linear(in_features=6, out_features=6, bias=True, in micro-batches of 3)" in repr(model)
+    assert (
+        "first): Linear(in_features=6, out_features=6, bias=True, in micro-batches of 3)"
+        in repr(model)
+    )
     assert "of 2" not in repr(model)
     assert not model.eval().body.training
     unsegment_(model.train())
@@ -402,6 +415,8 @@ def test_planned_in_evaluation_mode_it_runs_undivided_in_training():
     assert seen == [2, 2, 2]
 
 
+# torch reads `.grad` of what is no leaf, of any module behind a break of the graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.slow
 @EACH_WAY
 def test_compiled_from_outside(way):
@@ -440,8 +455,9 @@ def test_programs_made_of_the_model_are_those_of_the_modules():
         traced = torch.fx.symbolic_trace(one)
         assert "checkpoint" not in traced.code
         assert torch.allclose(traced(x[:3]), model(x[:3]))
-        assert torch.allclose(torch.jit.trace(one, x)(x[:3]), model(x[:3]))
-        unsegment_(ours)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            assert torch.allclose(torch.jit.trace(one, x)(x[:3]), model(x[:3]))
 
 
 def test_functions_of_parameters():
@@ -453,10 +469,10 @@ def test_functions_of_parameters():
     def loss(of, values, sample):
         return functional_call(of, values, sample[None]).square().sum()
 
-    for one in (ours, model):
-        found = vmap(grad(lambda v, s, one=one: loss(one, v, s)), (None, 0))(other, x)
-        expected = found if one is ours else expected
-        assert_equal([*found.values()], [*expected.values()])
+    found, expected = (
+        vmap(grad(partial(loss, one)), (None, 0))(other, x).values() for one in (ours, model)
+    )
+    assert_equal([*found], [*expected])
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -464,7 +480,7 @@ def test_forward_of_another_library(is_first):
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
     class Doubled(ModelHook):
-        def post_forward(self, module, output):
+        def post_forward(self, module, output):  # noqa: ARG002 - Accelerate's names
             return output * 2
 
     model, x = Net().double(), numbers(5, 6)
@@ -510,41 +526,36 @@ def test_checkpoints_of_the_user_hold_segments():
     assert_equal(found, gradients(model, x))
 
 
-# Samples of a chain of layers: a step's memory is counted by hand.
-WIDTH, BATCH = 256, 64
+def test_memory_of_a_segment_is_what_is_counted_by_hand():
+    # A chain of tanh, each of which keeps its result, the last that of the chain; its input is the
+    # result of another before it. In units of one result of a batch of 8.
+    unit, chain = 1 << 20, nn.Sequential(*[nn.Tanh() for _ in range(4)])
+    model = nn.Sequential(nn.Tanh(), chain)
+    x = torch.randn(8, unit // 32, requires_grad=True)
+    for way, kept, forward, backward in [
+        # Backward has all that is kept, and three gradients: of the result, and of the result and
+        # the argument of the tanh before.
+        (None, 4, 4, 7),
+        # The result, all of them again, and two gradients, or one result less and three.
+        (Segment("1", None), 1, 2, 7),
+        # Forward has all results twice when they are joined; backward the result, its gradient,
+        # and the gradients of the argument, as parts and joined.
+        (Segment("1", 1), 1, 2, 4),
+        # The results of micro-batches stay beside the one; of a micro-batch there is a gradient.
+        (Segment("1", 2, recompute=False), 5, 5, 6.25),
+    ]:
+        segment_(model, [way] if way else [])
 
+        def run(mark):
+            hidden = model[0](x)
+            mark()
+            result = model[1](hidden)
+            mark()
+            torch.autograd.backward(result, torch.ones_like(result))
 
-@pytest.mark.parametrize(
-    ("way", "kept", "peak"),
-    [
-        # As it is: tanh keeps each result, of which the last is the result of the segment.
-        (None, 4, 4 + 1),
-        (Segment("1", None), 1, 1 + 3 + 1),
-        (Segment("1", 16), 1, None),
-        (Segment("1", 16, recompute=False), 5, None),
-    ],
-)
-def test_memory_of_a_segment_is_what_is_counted_by_hand(way, kept, peak):
-    size = BATCH * WIDTH * 4
-    body = nn.Sequential(*[nn.Tanh() for _ in range(4)])
-    model = nn.Sequential(nn.Tanh(), body, nn.Identity())
-    x = torch.randn(BATCH, WIDTH, requires_grad=True)
-    if way:
-        segment_(model, [way])
-    seen = []
-
-    def run(mark):
-        hidden = model[0](x)
-        mark()
-        result = model[1](hidden)
-        mark()
-        seen.append(result)
-        torch.autograd.backward(result, torch.ones_like(result))
-
-    run(lambda: None)
-    seen.clear()
-    x.grad = None
-    before, within, backward = open_backend("torch_cpu").spans(run)
-    assert within.end_bytes - before.end_bytes == pytest.approx(kept * size, abs=4096)
-    if peak:
-        assert backward.peak_bytes - before.end_bytes == pytest.approx((peak + 1) * size, abs=size)
+        run(lambda: None)
+        before, within, after = open_backend("torch_cpu").spans(run)
+        found = [within.end_bytes, within.peak_bytes, after.peak_bytes]
+        found = [(one - before.end_bytes) / unit for one in found]
+        # Of each micro-batch the state of the random numbers is kept, 5 KiB.
+        assert found == pytest.approx([kept, forward, backward], abs=0.05), way

@@ -77,6 +77,17 @@ class SegmentForward:
         manner = self.segment.manner if self.segment else ""
         return ", ".join(filter(None, [own, manner]))
 
+    def remove(self) -> None:
+        """Let the module run as it is."""
+        attributes = vars(self.module)
+        del attributes["extra_repr"]
+        self.segment = None
+        # Otherwise another library has put a forward of its own before this one.
+        if attributes.get("forward") is self:
+            del attributes["forward"]
+            if self.hidden is not None:
+                attributes["forward"] = self.hidden
+
     @untraced_alone
     def _run(self, spec: TreeSpec, *leaves: Any) -> Any:
         return self._forward(*tree_unflatten(leaves, spec))
@@ -167,11 +178,15 @@ class _BuffersBefore:
     @untraced_alone
     def _first(self) -> Iterator[None]:
         yield
-        # Most are never written to: masks, tables.
+        # Masks and tables of indices are seldom written to, and may be large. Of others torch may
+        # not count the changes: not of running statistics.
         self._found = [
-            one
-            for one in self._found
-            if one[0].get(one[1]) is not one[2] or one[2]._version != one[3]
+            (buffers, name, own, version, value)
+            for buffers, name, own, version, value in self._found
+            if own.is_floating_point()
+            or own.is_complex()
+            or own._version != version
+            or buffers.get(name) is not own
         ]
 
     @untraced
@@ -188,6 +203,7 @@ class _BuffersBefore:
             buffers[name] = left
 
 
+@untraced
 def _has_rows(leaf: Any) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
@@ -209,7 +225,7 @@ def _joined(segment: Segment, parts: Sequence[Any]) -> Any:
 @untraced_alone
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     order, back = _orders(parts[0])
-    if order == back:  # in most cases the axes lie in memory as they are numbered
+    if order == sorted(order):  # in most cases the axes lie in memory as they are numbered
         return torch.cat([*parts])
     return torch.cat([one.permute(order) for one in parts], order.index(0)).permute(back)
 
@@ -310,14 +326,6 @@ def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
 def unsegment_(model: nn.Module) -> None:
     """Let all modules of a model run as they are, in place."""
     for module in model.modules():
-        forward: object = getattr(vars(module).get("extra_repr"), "__self__", None)
-        if not isinstance(forward, SegmentForward):
-            continue
-        del module.extra_repr
-        if vars(module).get("forward") is not forward:
-            # Another library has put a forward of its own before it.
-            forward.segment = None
-        elif forward.hidden is None:
-            del module.forward
-        else:
-            vars(module)["forward"] = forward.hidden
+        forward = getattr(vars(module).get("extra_repr"), "__self__", None)
+        if isinstance(forward, SegmentForward):
+            forward.remove()
