@@ -9,6 +9,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+import ucudnn
 from ucudnn.backends import open_backend
-from ucudnn.errors import PlanError, UcudnnWarning
+from ucudnn.errors import ConfigError, PlanError, UcudnnWarning
 from ucudnn.execution.micro_batching import segment_, unsegment_
 from ucudnn.segment import Segment
 
@@ -559,3 +561,138 @@ def test_memory_of_a_segment_is_what_is_counted_by_hand():
         found = [(one - before.end_bytes) / unit for one in found]
         # Of each micro-batch the state of the random numbers is kept, 5 KiB.
         assert found == pytest.approx([kept, forward, backward], abs=0.05), way
+
+
+def network():
+    """A network of convolutions with two parts that may be segments."""
+    block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 3, 3))
+    return nn.Sequential(block, nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten())).double()
+
+
+@pytest.fixture
+def plan(plan_by_hand):
+    """Of `network`, with both parts as segments."""
+    made = plan_by_hand(network(), numbers(4, 3, 7, 7))
+    return replace(made, segments=(Segment("0", 2), Segment("1", None)), micro_batch=3)
+
+
+def test_convert_and_revert(plan):
+    model, x = network(), numbers(4, 3, 7, 7)
+    twin, before = copy.deepcopy(model), repr(model)
+    conversion = ucudnn.convert_(twin, plan)
+    assert conversion.segments == ("0", "1")
+    assert "2 modules run in micro-batches" in str(conversion)
+    for inputs in (x, x[:3], x[:1]):
+        assert_equal(gradients(twin, inputs.detach()), gradients(model, inputs.detach()))
+    # Another plan takes the place of this one; a plan without segments ends them.
+    ucudnn.convert_(twin, replace(plan, segments=(Segment("", 1),)))
+    assert repr(twin).count("micro-batches") == 1
+    assert_equal(gradients(twin, x), gradients(model, x))
+    ucudnn.convert_(twin, replace(plan, segments=()))
+    assert "micro-batches" not in repr(twin)
+    ucudnn.convert_(twin, plan)
+    assert repr(ucudnn.revert_(twin)) == before
+    assert_equal(gradients(twin, x), gradients(model, x), bound=0)
+
+
+def test_segments_of_a_model_without_planned_convolutions(plan):
+    model, x = Net().double(), numbers(5, 6)
+    twin = copy.deepcopy(model)
+    ucudnn.convert_(twin, replace(plan, kernels=(), segments=(Segment("body", 2),)))
+    assert "in micro-batches of 2" in repr(twin)
+    assert_equal(gradients(twin, x), gradients(model, x))
+
+
+def test_a_plan_of_another_model_changes_nothing(plan):
+    model = network()
+    ucudnn.convert_(model, plan)
+    before = repr(model)
+    lacking = replace(plan, segments=(Segment("0", 1), Segment("decoder.3", 1)))
+    with pytest.raises(PlanError, match="'decoder.3'.*no such module; use the plan of this model"):
+        ucudnn.convert_(model, lacking)
+    assert repr(model) == before
+
+
+def test_a_file_keeps_segments(plan, tmp_path):
+    described = Segment("1", 1, recompute=False, offload=True, shared=(1, 4), training=0)
+    plan = replace(plan, segments=(Segment("0", None), described))
+    plan.save(tmp_path / "plan.json")
+    again = ucudnn.Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.hash == plan.hash
+    others = [
+        replace(plan, segments=()),
+        replace(plan, segments=(Segment("0", 2), described)),
+        replace(plan, segments=(Segment("0", None), replace(described, shared=(1,)))),
+        replace(plan, micro_batch=2),
+        replace(plan, micro_batch=None),
+    ]
+    assert len({one.hash for one in (plan, *others)}) == 6
+
+
+BAD = {
+    "no samples": (lambda _: Segment("0", 0), "segment '0' must be an int of at least 1.*got 0"),
+    "no int": (lambda _: Segment("0", True), "or None for all samples, got True"),
+    "both": (lambda _: Segment("0", 2, offload=True), "'0' recomputes.*choose one"),
+    "too large": (
+        lambda p: replace(p, segments=(Segment("0", 5),)),
+        "'0' must be at most 4.*5",
+    ),
+    "loop too large": (lambda p: replace(p, micro_batch=5), "'of a loop' must be at most 4.*got 5"),
+    "empty loop": (lambda p: replace(p, micro_batch=0), "micro_batch must be an int.*got 0"),
+    "loop of text": (lambda p: replace(p, micro_batch="2"), "micro_batch must be an int.*got '2'"),
+    "nested": (
+        lambda p: replace(p, segments=(Segment("0", 1), Segment("0.2", 1))),
+        "'0' holds .*'0.2'.*leave one of them out",
+    ),
+    "all": (lambda p: replace(p, segments=(Segment("0", 1), Segment("", 1))), "'the model' holds"),
+    "twice": (lambda p: replace(p, segments=(Segment("0", 1),) * 2), "'0' holds .*leave one"),
+}
+
+
+@pytest.mark.parametrize(("change", "sentence"), BAD.values(), ids=BAD)
+def test_bad_values_are_refused(plan, change, sentence):
+    with pytest.raises(PlanError, match=sentence):
+        change(plan)
+
+
+def test_names_that_only_begin_alike_do_not_hold_each_other(plan):
+    assert len(replace(plan, segments=(Segment("1", 1), Segment("10", 1))).segments) == 2
+
+
+class Named(NamedTuple):
+    numbers: torch.Tensor
+    names: list[str]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, None])
+def test_a_loop_over_parts_adds_up_to_the_gradients_of_the_batch(plan, size):
+    model, images = Net().double(), numbers(7, 6, needs=False)
+    batch = {"images": images, "more": Named(torch.arange(7), [*"abcdefg"])}
+    labels = torch.randint(3, (7,))
+    plan = replace(plan, kernels=(), micro_batch=size)
+    loss = nn.functional.cross_entropy
+    loss(model(images), labels).backward()
+    expected = [one.grad for one in model.parameters()]
+    model.zero_grad()
+    seen, weights = [], []
+    for part in plan.micro_batches(batch, labels):
+        assert [*part[0]] == ["images", "more"]
+        assert len(part[0]["images"]) == len(part[1]) == len(part[0]["more"][0])
+        (loss(model(part[0]["images"]), part[1]) * part.weight).backward()
+        seen += part[0]["more"].names
+        weights.append(part.weight)
+    assert_equal([one.grad for one in model.parameters()], expected)
+    assert seen == [*"abcdefg"]
+    assert len(weights) == (1 if size is None else -(-7 // size))
+    assert sum(weights) == pytest.approx(1, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [(), (torch.ones(0, 3),), (torch.ones(3), torch.ones(4)), ({"a": torch.ones(2), "b": (1, 2)},)],
+    ids=["nothing", "empty", "uneven", "no samples"],
+)
+def test_what_is_no_batch_is_refused(plan, batch):
+    with pytest.raises(ConfigError, match="the same number of samples, at least 1"):
+        next(plan.micro_batches(*batch))
