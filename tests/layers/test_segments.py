@@ -134,6 +134,18 @@ def test_arguments_pass_as_they_are(way):
     assert_equal(gradients(square, wide, wide), gradients(Product(), wide, wide))
 
 
+class Same(nn.Module):
+    def forward(self, a, b):
+        return a * b if a is b else a * 0
+
+
+@EACH_WAY
+def test_arguments_that_are_one_tensor_stay_one(way):
+    x = numbers(5, 6)
+    (found,) = torch.autograd.grad(divided(Same(), replace(way, module=""))(x, x).sum(), x)
+    assert_equal([found], [2 * x])
+
+
 class Product(nn.Module):
     def forward(self, x, table):
         return x @ table

@@ -55,10 +55,15 @@ class SegmentForward:
         size = segment.micro_batch
         if size is None or count <= size or self._is_mixing(segment):
             return self._once(segment, run, leaves, is_whole=True)
-        # Views of one operator: its backward puts all gradients into one tensor.
-        views = {n: one.split(size) for n, one in split.items() if len(one) == count}
+        # Views of one operator: its backward puts all gradients into one tensor. And one for each
+        # tensor: attention looks whether its arguments are the same.
+        rows = {id(one): one for one in split.values() if len(one) == count}
+        views = {key: one.split(size) for key, one in rows.items()}
         chunks = (
-            [views[n][place] if n in views else one for n, one in enumerate(leaves)]
+            [
+                views[id(one)][place] if n in split and id(one) in views else one
+                for n, one in enumerate(leaves)
+            ]
             for place in range(-(-count // size))
         )
         if torch.is_grad_enabled():
