@@ -146,6 +146,14 @@ def test_arguments_that_are_one_tensor_stay_one(way):
     assert_equal([found], [2 * x])
 
 
+def test_batches_without_a_first_axis_to_cut_run_undivided():
+    model = divided(nn.Linear(3, 2), Segment("", 1))
+    ragged = [torch.randn(n, 3) for n in (2, 4)]
+    found = model(torch.nested.nested_tensor(ragged, layout=torch.jagged)).unbind()
+    assert all(torch.allclose(a, model(b)) for a, b in zip(found, ragged, strict=True))
+    assert model(torch.randn(0, 3)).shape == (0, 2)
+
+
 class Product(nn.Module):
     def forward(self, x, table):
         return x @ table

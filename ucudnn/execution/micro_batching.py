@@ -48,7 +48,7 @@ class SegmentForward:
             return self._forward(args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         run = partial(self._run, spec)
-        split = {n: one for n, one in enumerate(leaves) if _has_rows(one)}
+        split = {n: one for n, one in enumerate(leaves) if has_samples(one)}
         for place in segment.shared:
             split.pop(place, None)
         count = len(next(iter(split.values()), ()))
@@ -108,9 +108,10 @@ class SegmentForward:
         most = segment.training
         if most is None or sum(one.training for one in self.module.modules()) <= most:
             return False
+        planned = f"with {most} of its modules in training mode" if most else "in evaluation mode"
         warn(
-            f"{segment.module or 'the model'} was planned in evaluation mode, in which its "
-            f"samples do not depend on each other; in training mode it runs undivided"
+            f"{segment.module or 'the model'} was planned {planned}, where its samples do not "
+            f"depend on each other; with more of them in training mode it runs undivided"
         )
         return True
 
@@ -209,8 +210,10 @@ class _BuffersBefore:
 
 
 @untraced
-def _has_rows(leaf: Any) -> TypeGuard[Tensor]:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
+def has_samples(leaf: Any) -> TypeGuard[Tensor]:
+    """True for a tensor with a first axis along which it can be divided."""
+    is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+    return is_plain and leaf.dim() > 0
 
 
 @untraced_alone
@@ -274,7 +277,7 @@ def _orders(leaf: Tensor) -> tuple[list[int], list[int]]:
 @untraced_alone
 def _rows(segment: Segment, leaves: Sequence[Any]) -> list[bool]:
     """Which results of the first micro-batch are one for each sample."""
-    return [_has_rows(leaf) and len(leaf) == segment.micro_batch for leaf in leaves]
+    return [has_samples(leaf) and len(leaf) == segment.micro_batch for leaf in leaves]
 
 
 @untraced_alone
@@ -289,7 +292,7 @@ def _require_alike(
     odd = "other results for each micro-batch" if own != spec else ""
     for a, b, row in zip(leaves, found, is_row, strict=False):
         is_same = a is b or (isinstance(a, _CONSTANTS) and a == b)
-        if not (is_same or (row and _has_rows(b) and a.shape[1:] == b.shape[1:])):
+        if not (is_same or (row and has_samples(b) and a.shape[1:] == b.shape[1:])):
             odd = f"a {type(a).__name__}"
     if odd:
         raise PlanError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ucudnn.benchmark.failures import first_line
+from ucudnn.execution.micro_batching import has_samples
 from ucudnn.execution.randomness import same_random_states
 from ucudnn.execution.stepping import STEP_ERRORS, tensors_of
 
@@ -125,9 +126,9 @@ class _Trial:
             (one, one.get_state()) for one in generators if isinstance(one, torch.Generator)
         ]
         self._random = _random_states()
-        self._count = next((len(leaf) for leaf in leaves if _has_samples(leaf)), 0)
+        self._count = next((len(leaf) for leaf in leaves if has_samples(leaf)), 0)
         self._split = {
-            n for n, leaf in enumerate(leaves) if _has_samples(leaf) and len(leaf) == self._count
+            n for n, leaf in enumerate(leaves) if has_samples(leaf) and len(leaf) == self._count
         }
         self._is_random = False
         # True as soon as it is known that the same comes out again.
@@ -152,7 +153,7 @@ class _Trial:
         self.repeats = True
         reason = "it updates its buffers" if is_updated else ""
         reason = reason or self._dependence(size, whole, spec, left)
-        shared = (n for n, leaf in enumerate(self._leaves) if _has_samples(leaf))
+        shared = (n for n, leaf in enumerate(self._leaves) if has_samples(leaf))
         return Finding(reason, True, self._count, tuple(n for n in shared if n not in self._split))
 
     def _dependence(
@@ -182,7 +183,7 @@ class _Trial:
 
     def _is_divisible(self, result: Any) -> bool:
         return isinstance(result, _CONSTANTS) or (
-            _has_samples(result) and len(result) == self._count
+            has_samples(result) and len(result) == self._count
         )
 
     def _parts(self, change: Callable[[Tensor], Tensor]) -> list[Any]:
@@ -220,10 +221,6 @@ class _Trial:
             attributes.update(had)
         for generator, state in self._generators:
             generator.set_state(state)
-
-
-def _has_samples(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def _copy(leaf: Any) -> Any:
