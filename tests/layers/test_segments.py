@@ -160,12 +160,11 @@ class Product(nn.Module):
 
 
 def nests():
-    from transformers.modeling_outputs import BaseModelOutput
-
+    outputs = pytest.importorskip("transformers.modeling_outputs")
     return {
         "tuple": lambda x: (x, (x * 2, None)),
         "dict": lambda x: {"a": x, "n": 3, "kind": "text", "b": [x.sum(1)]},
-        "output": lambda x: BaseModelOutput(last_hidden_state=x, hidden_states=(x, x * 3)),
+        "output": lambda x: outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(x, x * 3)),
     }
 
 
@@ -503,9 +502,9 @@ def test_functions_of_parameters():
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_forward_of_another_library(is_first):
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+    hooks = pytest.importorskip("accelerate.hooks")
 
-    class Doubled(ModelHook):
+    class Doubled(hooks.ModelHook):
         def post_forward(self, module, output):  # noqa: ARG002 - Accelerate's names
             return output * 2
 
@@ -513,7 +512,9 @@ def test_forward_of_another_library(is_first):
     expected, sizes = model(x), []
     model.body.first.register_forward_hook(lambda *a: sizes.append(len(a[2])))
     for step in (is_first, not is_first):
-        add_hook_to_module(model.body, Doubled()) if step else segment_(model, [Segment("body", 2)])
+        hooks.add_hook_to_module(model.body, Doubled()) if step else segment_(
+            model, [Segment("body", 2)]
+        )
     doubled = model.head(2 * Body.forward(model.body, model.stem(x)))
     sizes.clear()
     assert_equal([model(x)], [doubled])
@@ -528,18 +529,18 @@ def test_forward_of_another_library(is_first):
     assert_equal([model(x)], [doubled])
     assert sizes == [3, 2]
     unsegment_(model)
-    remove_hook_from_module(model.body)
+    hooks.remove_hook_from_module(model.body)
     assert_equal([model(x)], [expected])
 
 
 def test_a_hook_that_goes_away_takes_no_segment_with_it_unsaid():
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+    hooks = pytest.importorskip("accelerate.hooks")
 
     model, x, sizes = Net().double(), numbers(5, 6), []
     model.body.first.register_forward_hook(lambda *a: sizes.append(len(a[2])))
     segment_(model, [Segment("body", 2)])
-    add_hook_to_module(model.body, ModelHook())
-    remove_hook_from_module(model.body)
+    hooks.add_hook_to_module(model.body, hooks.ModelHook())
+    hooks.remove_hook_from_module(model.body)
     model(x)
     assert sizes == [2, 2, 1]
     assert "micro-batches of 2" in repr(model)

@@ -254,9 +254,8 @@ def test_what_keeps_samples_apart_is_accepted(name):
 
 
 def diffusion():
-    from diffusers import UNet2DModel
-
-    model = UNet2DModel(
+    library = pytest.importorskip("diffusers")
+    model = library.UNet2DModel(
         *(8, 3, 3),
         block_out_channels=(8, 8),
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
@@ -272,17 +271,17 @@ def diffusion():
 
 
 def convnext():
-    from transformers import ConvNextConfig, ConvNextModel
-
-    config = ConvNextConfig(hidden_sizes=[8, 8], depths=[1, 1], num_stages=2, drop_path_rate=0.1)
-    model = ConvNextModel(config).train()
+    library = pytest.importorskip("transformers")
+    config = library.ConvNextConfig(
+        hidden_sizes=[8, 8], depths=[1, 1], num_stages=2, drop_path_rate=0.1
+    )
+    model = library.ConvNextModel(config).train()
     return model, (torch.randn(4, 3, 32, 32),), ["", "encoder", "encoder.stages.1"]
 
 
 def wav2vec2():
-    from transformers import Wav2Vec2Config, Wav2Vec2Model
-
-    config = Wav2Vec2Config(
+    library = pytest.importorskip("transformers")
+    config = library.Wav2Vec2Config(
         hidden_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -295,13 +294,16 @@ def wav2vec2():
         feat_extract_norm="layer",
         mask_time_prob=0.0,
     )
-    return Wav2Vec2Model(config), (torch.randn(4, 400),), ["", "feature_extractor", "encoder"]
+    return (
+        library.Wav2Vec2Model(config),
+        (torch.randn(4, 400),),
+        ["", "feature_extractor", "encoder"],
+    )
 
 
 def segresnet():
-    from monai.networks.nets import SegResNet
-
-    model = SegResNet(
+    library = pytest.importorskip("monai.networks.nets")
+    model = library.SegResNet(
         init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 1), blocks_up=(1,)
     )
     return model, (torch.randn(4, 1, 8, 8, 8),), ["", "down_layers.1", "up_layers.0"]
