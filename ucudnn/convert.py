@@ -130,8 +130,8 @@ def convert_(
             input.
 
     Raises:
-        PlanError: the plan covers no convolution of the model, or has segments that the model
-            lacks, or its file cannot be read; with
+        PlanError: the plan covers no convolution of the model and has no segments, or has segments
+            that the model lacks, or its file cannot be read; with
             `unplanned="error"` also: something of it does not hold here, or a convolution of the
             model has no plan.
     """
@@ -232,8 +232,8 @@ def _swap(
 
 
 def _require_some(plan: Plan, found: _Found) -> None:
-    """Refuse a plan for another model."""
-    if not found.matched:
+    """Refuse a plan for another model, unless it has segments, which are then looked for."""
+    if not found.matched and not plan.segments:
         listed = _listed(found.otherwise)
         raise PlanError(
             f"the plan of {len(plan.kernels)} kernels covers none of this model's "

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import convert, to_builtins
 
 from ucudnn.config import Config, check_environment
-from ucudnn.errors import PlanError
+from ucudnn.errors import PlanError, quoted
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import (
     Compilation,
@@ -22,7 +22,7 @@ from ucudnn.outcomes import (
     StepRace,
 )
 from ucudnn.problem import Problem
-from ucudnn.segment import Division, MicroBatch, Segment, micro_batches
+from ucudnn.segment import Division, MicroBatch, Segment, is_size, micro_batches
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.system import documents
 from ucudnn.system.files import write
@@ -73,7 +73,8 @@ class Plan:
         micro_batch: samples that a training loop should run at once; None: the whole batch.
 
     Raises:
-        PlanError: segments hold each other, or a micro-batch is larger than any batch of a kernel.
+        PlanError: segments hold each other, or a micro-batch is no size, or larger than any batch
+            of a kernel.
     """
 
     kernels: tuple[KernelPlan, ...]
@@ -93,6 +94,11 @@ class Plan:
     micro_batch: Positive | None = None
 
     def __post_init__(self) -> None:
+        if self.micro_batch is not None and not is_size(self.micro_batch):
+            raise PlanError(
+                f"micro_batch must be an int of at least 1, or None for the whole batch, got "
+                f"{quoted(self.micro_batch)}"
+            )
         names = [one.module for one in self.segments]
         for outer in names:
             inside = [one for one in names if one.startswith(f"{outer}." if outer else "")]

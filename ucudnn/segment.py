@@ -40,7 +40,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         size = self.micro_batch
-        if size is not None and (type(size) is not int or size < 1):
+        if size is not None and not is_size(size):
             raise PlanError(
                 f"micro_batch of segment {self.module!r} must be an int of at least 1, or None for "
                 f"all samples, got {quoted(size)}"
@@ -60,6 +60,11 @@ class Segment:
         size = "whole" if self.micro_batch is None else f"in micro-batches of {self.micro_batch}"
         kept = ", offloaded" if self.offload else ", recomputed" if self.recompute else ""
         return f"{size}{kept}"
+
+
+def is_size(value: object) -> bool:
+    """True for what may be the samples of a micro-batch."""
+    return type(value) is int and value >= 1
 
 
 class Division(NamedTuple):
@@ -103,7 +108,7 @@ def micro_batches(size: int | None, batch: tuple[Any, ...]) -> Iterator[MicroBat
     Raises:
         ConfigError: the batch is empty, or its parts differ in their number of samples.
     """
-    lengths = {len(one) for one in _leaves(batch)}
+    lengths = set(map(_length, _leaves(batch)))
     if len(lengths) != 1 or 0 in lengths:
         raise ConfigError(
             f"a batch must have the same number of samples, at least 1, in everything that is "
@@ -125,7 +130,17 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
+def _length(one: Any) -> int:
+    try:
+        return len(one)
+    except TypeError:  # a number, or a tensor of one
+        return 0
+
+
 def _cut(tree: Any, where: slice) -> Any:
     if isinstance(tree, Mapping):
         return {name: _cut(branch, where) for name, branch in tree.items()}
-    return tuple(_cut(one, where) for one in tree) if isinstance(tree, tuple) else tree[where]
+    if isinstance(tree, tuple):
+        # A named tuple stays one.
+        return getattr(tree, "_make", tuple)(_cut(one, where) for one in tree)
+    return tree[where]

@@ -98,3 +98,11 @@ def test_ranks_that_share_no_device_are_reduced_as_always(launch):
     for one in launch("two_levels", 2, devices=2).end():
         assert one["weights"] == 0
         assert not one["reduced"]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp first"])
+def test_segments_in_ranks_train_as_one_process_does(launch, how):
+    for one in launch("segments", 2, how=how).end():
+        assert one["weights"] < 1e-12
+        # Each gradient was communicated once for each update, when all micro-batches had added up.
+        assert one["buckets"] == (5 * one["values"] if how == "ddp" else 0)

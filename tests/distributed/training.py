@@ -303,3 +303,58 @@ def two_levels(folder: Path, rank: int, devices: int) -> dict[str, Any]:
         "replicated": is_replicated(both[0]),
         "reduced": is_reduced,
     }
+
+
+def segments(folder: Path, rank: int, how: str) -> dict[str, Any]:
+    """Train with segments in micro-batches beside torch's modules, in float64.
+
+    Args:
+        folder: of the job.
+        rank: of this process.
+        how: "ddp", "fsdp", or "fsdp first": sharded before segments are there.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ucudnn.execution.micro_batching import segment_
+    from ucudnn.segment import Segment
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3)]
+    whole = nn.Sequential(*layers, nn.Linear(6, 5)).double()
+    ours = copy.deepcopy(whole)
+    chosen = [Segment("0", 2), Segment("1", None), Segment("2", 3, recompute=False)]
+    if how != "fsdp first":
+        segment_(ours, chosen)
+    if how == "ddp":
+        replica: nn.Module = DistributedDataParallel(ours)
+        counts = count_buckets(replica)
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in [*ours, ours]:
+            fully_shard(layer, mesh=mesh)
+        replica, counts = ours, []
+    if how == "fsdp first":
+        segment_(ours, chosen)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (replica, whole)]
+    ranks = dist.get_world_size()
+    images = torch.randn(2, ranks * BATCH, 6, dtype=torch.float64)
+    labels = torch.randint(5, (2, ranks * BATCH))
+    mine = slice(rank * BATCH, (rank + 1) * BATCH)
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        # Two batches for each update, of which the first may stay without communication.
+        for part in range(2):
+            with replica.no_sync() if how == "ddp" and not part else nullcontext():  # type: ignore[operator]
+                cross_entropy(replica(images[part, mine]), labels[part, mine]).backward()
+            cross_entropy(whole(images[part]), labels[part]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    pairs = zip(ours.state_dict().values(), whole.state_dict().values(), strict=True)
+    full = [(getattr(a, "full_tensor", lambda a=a: a)(), b) for a, b in pairs]
+    return {
+        "weights": max(float((a - b).abs().max() / b.abs().max()) for a, b in full),
+        "buckets": sum(counts),
+        "values": sum(one.numel() for one in whole.parameters()),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -288,7 +288,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     elif is_dataclass(tree) and not isinstance(tree, type):
-        tree = list(vars(tree).values())
+        tree = [getattr(tree, one.name) for one in fields(tree)]
     if isinstance(tree, (tuple, list)):
         return [tensor for branch in tree for tensor in tensors_of(branch)]
     return []

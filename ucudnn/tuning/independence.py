@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ucudnn.benchmark.failures import first_line
+from ucudnn.execution.micro_batching import has_samples
 from ucudnn.execution.randomness import same_random_states
-from ucudnn.execution.stepping import STEP_ERRORS
+from ucudnn.execution.stepping import STEP_ERRORS, tensors_of
 
 # Of the largest value of a result, by bytes of an element: sums of another order are rounded in
 # another way.
 _TOLERATED = {8: 1e-9, 4: 1e-3, 2: 3e-2, 1: 0.2}
+# Results that are the same for all samples.
+_CONSTANTS = (int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
+_OF_ANY_MODULE = vars(nn.Module()).keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,8 @@ class _Probe:
                 try:
                     self.found[self.name] = trial.finding(self.size)
                 except STEP_ERRORS as error:
-                    reason = f"it fails on part of a batch ({first_line(error)})"
-                    self.found[self.name] = Finding(reason, repeats=True)
+                    reason = f"it fails where samples are changed or missing ({first_line(error)})"
+                    self.found[self.name] = Finding(reason, trial.repeats)
                 finally:
                     trial.put_back()
                     self.busy.clear()
@@ -109,77 +113,114 @@ class _Trial:
     ) -> None:
         self._run = run
         self._leaves = leaves
+        self._modules = [*module.named_modules()]
         self._buffers = [
             (one._buffers, name, buffer)
-            for one in module.modules()
+            for _, one in self._modules
             for name, buffer in one._buffers.items()
             if buffer is not None
         ]
+        self._attributes = [(vars(one), {**vars(one)}) for _, one in self._modules]
+        generators = (one for _, had in self._attributes for one in had.values())
+        self._generators = [
+            (one, one.get_state()) for one in generators if isinstance(one, torch.Generator)
+        ]
         self._random = _random_states()
-        self._count = next((len(leaf) for leaf in leaves if _has_samples(leaf)), 0)
+        self._count = next((len(leaf) for leaf in leaves if has_samples(leaf)), 0)
         self._split = {
-            n for n, leaf in enumerate(leaves) if _has_samples(leaf) and len(leaf) == self._count
+            n for n, leaf in enumerate(leaves) if has_samples(leaf) and len(leaf) == self._count
         }
         self._is_random = False
+        # True as soon as it is known that the same comes out again.
+        self.repeats = False
 
     def finding(self, size: int) -> Finding:
         """Whether the module may run in micro-batches of a size."""
         given = [_copy(leaf) for leaf in self._leaves]
         whole, spec = self._results(given)
+        left = self._left()
         self._is_random = any(map(_differ, self._random, _random_states()))
-        if any(map(_differ, self._leaves, given)):
+        if any(map(_is_written, self._leaves, given)):
             return Finding("it writes to its arguments")
         is_updated = any(_differ(own, buffers[name]) for buffers, name, own in self._buffers)
         again, _ = self._results(map(_copy, self._leaves))
-        if not whole or any(map(_is_other, whole, again)):
-            what = "its results are no tensors" if not whole else "it computes something else again"
-            return Finding(what)
-        reason = "it updates its buffers" if is_updated else self._dependence(size, whole, spec)
-        shared = (n for n, leaf in enumerate(self._leaves) if _has_samples(leaf))
+        if not tensors_of(whole):
+            return Finding("its results are no tensors")
+        if _are_other(whole, again):
+            return Finding("it computes something else again")
+        if changed := _changed(left, self._left()):
+            return Finding(f"it changes its attribute {changed!r} each time")
+        self.repeats = True
+        reason = "it updates its buffers" if is_updated else ""
+        reason = reason or self._dependence(size, whole, spec, left)
+        shared = (n for n, leaf in enumerate(self._leaves) if has_samples(leaf))
         return Finding(reason, True, self._count, tuple(n for n in shared if n not in self._split))
 
-    def _dependence(self, size: int, whole: Sequence[Tensor], spec: TreeSpec) -> str:
+    def _dependence(
+        self, size: int, whole: Sequence[Any], spec: TreeSpec, left: Mapping[str, Any]
+    ) -> str:
         """Why samples must stay together; "" if they need not."""
         if self._count < 2:
             return "its arguments have one sample" if self._count else "it has no samples"
-        if any(not _has_samples(one) or len(one) != self._count for one in whole):
+        if not all(self._is_divisible(one) for one in whole):
             return "its results are not one for each sample"
-        # All other samples are no numbers, and one must be what it was.
-        kept = self._count // 2
-        alone, _ = self._results(self._parts(partial(_all_but, kept)))
-        if any(_is_other(a[kept], b[kept]) for a, b in zip(whole, alone, strict=True)):
-            return "its samples depend on each other"
+        # All other samples are no numbers, or of the other sign, and one must be what it was.
+        for kept, change in ((self._count // 2, _no_numbers), (0, torch.neg)):
+            alone, _ = self._results(self._parts(partial(_all_but, kept, change)))
+            if _are_other(_at(slice(kept, kept + 1), whole), _at(slice(kept, kept + 1), alone)):
+                return "its samples depend on each other"
+        # What is left of a batch after its micro-batches may be a single sample.
         size = min(size, self._count - 1)
-        for where in (slice(0, size), slice(self._count - size, self._count)):
+        for where in (slice(0, size), slice(self._count - 1, self._count)):
             part, part_spec = self._results(self._parts(partial(_cut, where)))
-            wanted = [one[where] for one in whole]
-            is_other = part_spec != spec or [a.shape for a in part] != [b.shape for b in wanted]
             # Part of a batch draws other random numbers.
-            if is_other or not (self._is_random or not any(map(_is_other, wanted, part))):
+            if part_spec != spec or _are_other(_at(where, whole), part, only_sizes=self._is_random):
                 return "part of a batch gives other results"
+            how = {"only_sizes": self._is_random, "only_tensors": True}
+            if changed := _changed(left, self._left(), **how):
+                return f"its attribute {changed!r} is that of the batch"
         return ""
+
+    def _is_divisible(self, result: Any) -> bool:
+        return isinstance(result, _CONSTANTS) or (
+            has_samples(result) and len(result) == self._count
+        )
 
     def _parts(self, change: Callable[[Tensor], Tensor]) -> list[Any]:
         return [
             change(leaf) if n in self._split else _copy(leaf) for n, leaf in enumerate(self._leaves)
         ]
 
-    def _results(self, leaves: Any) -> tuple[list[Tensor], TreeSpec]:
-        """Tensors that the module returns, of a call with the same buffers and random numbers."""
+    def _results(self, leaves: Any) -> tuple[list[Any], TreeSpec]:
+        """Results of a call with the same buffers and random numbers."""
         for buffers, name, own in self._buffers:
             buffers[name] = own.clone()
         _set_random_states(self._random)
-        found, spec = tree_flatten(self._run([*leaves]))
-        return [leaf for leaf in found if isinstance(leaf, Tensor)], spec
+        return tree_flatten(self._run([*leaves]))
+
+    def _left(self) -> dict[str, list[Any]]:
+        """Values in plain attributes of the modules."""
+        return {
+            f"{prefix}.{name}" if prefix else name: [
+                _copy(one)
+                for one in tree_leaves(value)
+                if isinstance(one, (Tensor, *_CONSTANTS)) and not isinstance(one, nn.Parameter)
+            ]
+            for prefix, module in self._modules
+            for name, value in vars(module).items()
+            if name not in _OF_ANY_MODULE
+        }
 
     def put_back(self) -> None:
-        """Leave the buffers as they were."""
+        """Leave buffers, attributes and generators as they were."""
         for buffers, name, own in self._buffers:
             buffers[name] = own
-
-
-def _has_samples(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
+        for attributes, had in self._attributes:
+            for name in attributes.keys() - had.keys():
+                del attributes[name]
+            attributes.update(had)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
 def _copy(leaf: Any) -> Any:
@@ -190,27 +231,69 @@ def _cut(where: slice, leaf: Tensor) -> Tensor:
     return leaf[where].detach().clone()
 
 
-def _all_but(kept: int, leaf: Tensor) -> Tensor:
-    """A batch in which one sample is left, and others are no numbers or, if integers, that one."""
+def _at(where: slice, results: Sequence[Any]) -> list[Any]:
+    return [one[where] if isinstance(one, Tensor) else one for one in results]
+
+
+def _no_numbers(leaf: Tensor) -> Tensor:
+    return torch.full_like(leaf, float("nan"))
+
+
+def _all_but(kept: int, change: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    """A batch in which all samples but one are changed or, if integers, are that one."""
     if leaf.is_floating_point() or leaf.is_complex():
-        others = torch.full_like(leaf, float("nan"))
+        others = change(leaf.detach())
         others[kept] = leaf[kept]
         return others
     return leaf[kept].expand_as(leaf).clone()
+
+
+def _is_written(before: Any, after: Any) -> bool:
+    """True if a copy of an argument was written to, even if by what was there."""
+    if not isinstance(after, Tensor):
+        return False
+    return bool(not after.is_inference() and after._version) or _differ(before, after)
 
 
 def _differ(a: Any, b: Any) -> bool:
     """True if tensors are not the same, bit for bit."""
     if not isinstance(a, Tensor):
         return False
+    if not isinstance(b, Tensor) or a.dtype != b.dtype:
+        return True
     return not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
-def _is_other(a: Tensor, b: Tensor) -> bool:
-    """True if results differ by more than rounding."""
-    if not a.is_floating_point() or not a.numel():
+def _changed(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]], **how: bool) -> str:
+    """Name of an attribute with another value; "" if there is none."""
+    names = (name for name, one in now.items() if _are_other(before.get(name, []), one, **how))
+    return next(names, "")
+
+
+def _are_other(
+    a: Sequence[Any], b: Sequence[Any], *, only_sizes: bool = False, only_tensors: bool = False
+) -> bool:
+    """True if values differ by more than rounding."""
+    if only_tensors:
+        a, b = ([one for one in found if isinstance(one, Tensor)] for found in (a, b))
+    return len(a) != len(b) or any(_is_other(x, y, only_sizes) for x, y in zip(a, b, strict=True))
+
+
+def _is_other(a: Any, b: Any, only_sizes: bool) -> bool:
+    if isinstance(a, _CONSTANTS):
+        return bool(a != b)
+    if not isinstance(a, Tensor):
+        # An object, such as a dataclass, may hold some.
+        held, others = tensors_of(a), tensors_of(b)
+        return _are_other(held, others, only_sizes=only_sizes)
+    if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return True
+    if only_sizes or not a.numel():
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
         return not torch.equal(a, b)
-    most = a.abs().nan_to_num(0.0, 0.0, 0.0).max().item() * _TOLERATED[a.element_size()]
+    largest = a.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    most = largest * _TOLERATED.get(a.abs().element_size(), 0.0)
     return not torch.allclose(a, b, rtol=0.0, atol=most, equal_nan=True)
 
 

@@ -110,16 +110,17 @@ class ModuleWatcher:
             call = Call(name, [], samples=batch_of((args, kwargs)))
             self._stack[-1].children.append(call)
             self._stack.append(call)
-            ends = list[Tensor]()
+            views = dict[int, Tensor]()
 
             def apart(tensor: Tensor) -> Tensor:
-                # A view of this call's own: its gradient is there when this backward is over.
+                # A view of this call's own: its gradient is there when this backward is over. One
+                # for each tensor: attention looks whether its arguments are the same.
                 if not (tensor.requires_grad and torch.is_grad_enabled()):
                     return tensor
-                ends.append(tensor.view_as(tensor))
-                return ends[-1]
+                return views.setdefault(id(tensor), tensor.view_as(tensor))
 
             arguments = tree_map_only(Tensor, apart, (args, kwargs))
+            ends = views.values()
             call.argument_bytes = sum(map(_bytes, ends))
             left = [len(ends)]
 
