@@ -7,6 +7,8 @@
     launching.py   start several ranks for each GPU, or for the processor
     counting.py    count samples, and find the number of ranks with most per second
     two_level.py   gradients averaged among the ranks of a device first
+    codecs.py      a gradient as a message of fewer bytes
+    compression.py DDP's hook that sends such messages, with error feedback
 
 All communication goes through the store of torch.distributed's default process group, whatever
 launched the ranks. Names are resolved at their first use (PEP 562): loading a plan loads no tuner.
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from ucudnn.distributed.agreement import agree as agree
     from ucudnn.distributed.agreement import broadcast as broadcast
     from ucudnn.distributed.agreement import load as load
+    from ucudnn.distributed.codecs import OneBit as OneBit
+    from ucudnn.distributed.codecs import Stochastic as Stochastic
+    from ucudnn.distributed.codecs import TopK as TopK
+    from ucudnn.distributed.compression import Compression as Compression
+    from ucudnn.distributed.compression import compress as compress
     from ucudnn.distributed.counting import count as count
     from ucudnn.distributed.startup import Job as Job
     from ucudnn.distributed.startup import init as init
@@ -31,9 +38,14 @@ if TYPE_CHECKING:
 
 # The same names as above: type checkers read the imports, `__getattr__` reads this.
 _MODULE_BY_NAME = {
+    "Compression": "compression",
     "Job": "startup",
+    "OneBit": "codecs",
+    "Stochastic": "codecs",
+    "TopK": "codecs",
     "agree": "agreement",
     "broadcast": "agreement",
+    "compress": "compression",
     "count": "counting",
     "init": "startup",
     "load": "agreement",
