@@ -106,10 +106,10 @@ class Buckets:
     end_ns: int
 
 
-def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line) -> Buckets:
-    """Cut gradients into contiguous buckets so that the last exchange ends as early as possible.
+def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line, slack_ns: int = 0) -> Buckets:
+    """Cut gradients into the fewest contiguous buckets whose last exchange ends as early as it can.
 
-    Exact, in O(n^2) for n gradients.
+    Exact, in O(n^2) for n gradients and each bucket.
 
     >>> bucket([10, 20, 500], [1000, 1000, 10], Line(fixed_ns=100, per_byte_ns=0.1))
     Buckets(counts=(2, 1), sizes=(2000, 10), end_ns=601)
@@ -118,6 +118,7 @@ def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line) -> Buckets
         ready_ns: when each gradient is ready, in ns, in the order in which they are sent.
         sizes: bytes of each.
         line: time of an exchange.
+        slack_ns: that the last exchange may end later, with fewer buckets.
 
     Raises:
         ConfigError: no gradient, lists of different lengths, or a number that is not an int of at
@@ -131,22 +132,30 @@ def bucket(ready_ns: Sequence[int], sizes: Sequence[int], line: Line) -> Buckets
     for time_ns, size in zip(ready_ns, sizes, strict=True):
         require_int("ready_ns", time_ns, 0)
         require_int("a size in bytes", size, 0)
+    require_int("slack_ns", slack_ns, 0)
     if line.fixed_ns < 0 or line.per_byte_ns < 0:
         raise ConfigError(f"a line must have no negative part, got {quoted(line)}")
-    ready = np.maximum.accumulate(np.asarray(ready_ns, np.int64))
-    # Bytes of the first n gradients; when these have been exchanged at the earliest; and how many
-    # of them are in buckets before the last one then.
-    until = np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))])
-    ends, before = np.zeros(len(until), np.int64), np.zeros(len(until), np.int64)
-    for n in range(1, len(until)):
-        costs = np.rint(line.fixed_ns + line.per_byte_ns * (until[n] - until[:n])).astype(np.int64)
-        candidates = np.maximum(ready[n - 1], ends[:n]) + costs
-        # Of equal ones the first has the largest last bucket.
-        before[n] = np.argmin(candidates)
-        ends[n] = candidates[before[n]]
+    ready = np.maximum.accumulate(np.asarray([0, *ready_ns], np.int64))
+    until = np.cumsum(np.asarray([0, *sizes], np.int64))
+    # Row n, column i: the exchange of a bucket from gradient i to the n-th; none where it is empty.
+    costs = np.rint(line.fixed_ns + line.per_byte_ns * (until[:, None] - until)).astype(np.int64)
+    places = np.arange(len(until))
+    is_bucket = places[:, None] > places
+    ends = np.zeros(len(until), np.int64)
+    for n in places[1:]:
+        ends[n] = (np.maximum(ready[n], ends[:n]) + costs[n, :n]).min()
+    wanted = ends[-1] + slack_ns
+    # The same with one bucket, two, and so on, until they are enough.
+    never = np.iinfo(np.int64).max // 2
+    ends = np.where(places == 0, 0, never)
+    before = []
+    while ends[-1] > wanted:
+        found = np.where(is_bucket, np.maximum(ready[:, None], ends) + costs, never)
+        before.append(found.argmin(axis=1))
+        ends = found.min(axis=1)
     cuts = [len(sizes)]
-    while cuts[-1]:
-        cuts.append(int(before[cuts[-1]]))
+    for back in reversed(before):
+        cuts.append(int(back[cuts[-1]]))
     pairs = list(zip(cuts[:0:-1], cuts[-2::-1], strict=True))
     return Buckets(
         tuple(last - first for first, last in pairs),

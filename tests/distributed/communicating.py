@@ -10,6 +10,7 @@ import copy
 import importlib.util
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -281,8 +282,70 @@ def halves(folder: Path, rank: int) -> dict[str, Any]:
     return {"dtypes": [str(one.dtype) for one in left]}
 
 
+def halved(folder: Path, rank: int) -> dict[str, Any]:
+    """Gradients of both ranks are rounded, and their sum is."""
+    model = network().float()
+    replica = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.002)
+    compression = distributed.compress(replica, distributed.Half(), timeout_s=100)
+    batches = [batch(0, one) for one in range(2)]
+    is_equal = True
+    for _ in range(2):
+        replica.zero_grad()
+        cross_entropy(replica(batches[rank][0].float()), batches[rank][1]).backward()
+        sums = [torch.zeros_like(one) for one in model.parameters()]
+        for images, labels in batches:
+            model.zero_grad()
+            cross_entropy(model(images.float()), labels).backward()
+            for total, one in zip(sums, model.parameters(), strict=True):
+                total.copy_(total.bfloat16() + one.grad.bfloat16())
+        pairs = zip(sums, replica.parameters(), strict=True)
+        is_equal = is_equal and all(torch.equal(a / 2, b.grad) for a, b in pairs)
+    return {
+        "equal": is_equal,
+        "replicated": training.is_replicated(replica.module),
+        "sent": compression.sent_bytes,
+        "whole": 2 * sum(one.nbytes for one in model.parameters()),
+    }
+
+
 def differing(folder: Path, rank: int) -> dict[str, Any]:
     """Ranks ask for different densities."""
     replica = DistributedDataParallel(nn.Linear(64, 64))
     distributed.compress(replica, distributed.TopK(0.1 + 0.1 * rank), timeout_s=100)
+    return {}
+
+
+def advised(folder: Path, rank: int, model: str) -> dict[str, Any]:
+    """Advice in all ranks; and buckets by a list, beside those that it says DDP will make."""
+    from ucudnn.distributed.exchange_advice import capped
+
+    chosen = training.network()
+    images, _ = training.data(BATCH)
+    wrapped = DistributedDataParallel(chosen) if model == "wrapped" else chosen
+    before = copy.deepcopy(chosen.state_dict())
+    advice = distributed.advise(wrapped, images, timeout_s=100)
+    caps = [size / (1 << 20) for size in (300, 1200, 2000)]
+    replica = DistributedDataParallel(chosen, bucket_cap_mb_list=caps)
+    sizes = training.count_buckets(replica)
+    for _ in range(2):
+        sizes.clear()
+        replica(images).sum().backward()
+    counts = capped(advice.profile.sizes, caps)
+    ends = [sum(counts[:n]) for n in range(len(counts) + 1)]
+    cuts = [slice(*pair) for pair in pairwise(ends)]
+    after = chosen.state_dict()
+    names = [name for name, _ in chosen.named_parameters()]
+    return {
+        "document": advice.to_dict(),
+        "sentences": advice.sentences(),
+        "predicted buckets": [sum(advice.profile.sizes[cut]) // 4 for cut in cuts],
+        "buckets": sizes,
+        "untouched": all(torch.equal(before[name], after[name]) for name in names),
+    }
+
+
+def advised_badly(folder: Path, rank: int) -> dict[str, Any]:
+    """The inputs of one rank do not fit the model."""
+    images = torch.ones(BATCH, 3 + rank, 9, 9)
+    distributed.advise(training.network(), images, timeout_s=100)
     return {}

@@ -82,6 +82,13 @@ def test_an_overflow_loses_nothing_and_scales_do_not_matter(launch, codec):
             assert one["left"]
 
 
+def test_half_adds_gradients_up_in_bfloat16(launch):
+    for one in launch("halved", 2).end():
+        assert one["equal"]
+        assert one["replicated"]
+        assert one["sent"] == one["whole"] / 2
+
+
 def test_halves_are_kept_in_single_precision(launch):
     for one in launch("halves", 2).end():
         assert set(one["dtypes"]) == {"torch.float32"}
@@ -104,7 +111,7 @@ def test_compress_refuses_what_it_cannot_compress(alone):
     with pytest.raises(ConfigError, match="wrapped in DistributedDataParallel, got Linear; FSDP2"):
         compress(nn.Linear(2, 2), OneBit())
     replica = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="codec must be TopK, OneBit or Stochastic, got 0.01"):
+    with pytest.raises(ConfigError, match="codec must be Half, TopK, .* got 0.01"):
         compress(replica, 0.01)
     compress(replica, OneBit())
     with pytest.raises(ConfigError, match="has a communication hook already; make a new"):

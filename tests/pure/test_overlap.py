@@ -31,15 +31,23 @@ def end_ns(ready: list[int], sizes: list[int], line: Line, ends: list[int]) -> i
     st.lists(st.tuples(numbers, numbers), min_size=1, max_size=9),
     st.integers(0, 300),
     st.integers(0, 16),
+    st.integers(0, 500),
 )
-def test_bucket_equals_brute_force(gradients, fixed, eighths):
+def test_bucket_equals_brute_force(gradients, fixed, eighths, slack):
     ready, sizes = (list(column) for column in zip(*gradients, strict=True))
     line = Line(fixed, eighths / 8)
     found = bucket(ready, sizes, line)
-    assert found.end_ns == min(end_ns(ready, sizes, line, cut) for cut in all_cuts(len(sizes)))
+    ends = {tuple(cut): end_ns(ready, sizes, line, cut) for cut in all_cuts(len(sizes))}
+    assert found.end_ns == min(ends.values())
+    fewest = min(len(cut) for cut, end in ends.items() if end == found.end_ns)
+    assert len(found.counts) == fewest
     assert found.end_ns == end_ns(ready, sizes, line, list(np.cumsum(found.counts)))
     assert sum(found.counts) == len(sizes)
     assert sum(found.sizes) == sum(sizes)
+    fewer = bucket(ready, sizes, line, slack)
+    enough = [cut for cut, end in ends.items() if end <= min(ends.values()) + slack]
+    assert len(fewer.counts) == min(map(len, enough))
+    assert fewer.end_ns == min(ends[cut] for cut in enough if len(cut) == len(fewer.counts))
 
 
 def test_bucket_equals_brute_force_of_fourteen_gradients():
@@ -67,6 +75,8 @@ def test_a_slower_link_never_ends_earlier(gradients, fixed, more):
 def test_bucket_joins_all_where_only_latency_counts_and_none_where_it_is_nothing():
     assert bucket([0, 0, 0], [5, 5, 5], Line(100, 0)).counts == (3,)
     assert bucket([0, 10, 20], [10, 10, 10], Line(0, 1)).counts == (1, 1, 1)
+    assert bucket([0, 10, 20], [10, 10, 10], Line(0, 1), slack_ns=20).counts == (3,)
+    assert bucket([0], [0], Line(0, 0)).counts == (1,)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +86,7 @@ def test_bucket_joins_all_where_only_latency_counts_and_none_where_it_is_nothing
         ([1], [1, 2], Line(1, 1), "got 1 and 2"),
         ([1.5], [1], Line(1, 1), "ready_ns must be an int of at least 0, got 1.5"),
         ([1], [-1], Line(1, 1), "size in bytes must be an int of at least 0, got -1"),
+        ([1], [True], Line(1, 1), "must be an int of at least 0, got True"),
         ([1], [1], Line(-1, 1), "no negative part"),
     ],
 )

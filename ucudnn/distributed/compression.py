@@ -19,14 +19,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from ucudnn.distributed.agreement import require_equal
-from ucudnn.distributed.codecs import Codec
+from ucudnn.distributed.codecs import Codec, Half
 from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import ConfigError
 
 
 def compress(
     replica: DistributedDataParallel,
-    codec: Codec,
+    codec: Codec | Half,
     scaler: torch.amp.GradScaler | None = None,
     timeout_s: float = 300.0,
 ) -> "Compression":
@@ -47,7 +47,7 @@ def compress(
 
     Args:
         replica: the wrapped model, without another communication hook.
-        codec: `TopK`, `OneBit` or `Stochastic`; the same on all ranks.
+        codec: `Half`, `TopK`, `OneBit` or `Stochastic`; the same on all ranks.
         scaler: that scales the loss, if one does.
         timeout_s: seconds to wait for another rank.
 
@@ -61,8 +61,8 @@ def compress(
             f"compress takes a model wrapped in DistributedDataParallel, got "
             f"{type(replica).__name__}; FSDP2 has set_all_reduce_hook"
         )
-    if not isinstance(codec, Codec):
-        raise ConfigError(f"codec must be TopK, OneBit or Stochastic, got {codec!r}")
+    if not isinstance(codec, Codec | Half):
+        raise ConfigError(f"codec must be Half, TopK, OneBit or Stochastic, got {codec!r}")
     _require_dense(replica.module)
     with Rendezvous("compress", replica.process_group, timeout_s) as rendezvous:
         facts = {"codec": str(codec), "use of a scaler": str(scaler is not None)}
@@ -98,7 +98,8 @@ class _Pending:
         bucket: what DDP passed.
         future: that DDP waits for.
         work: the exchange.
-        messages: of all ranks, when they are there; none if the buffer itself is added up.
+        messages: of all ranks, when they are there; none if a sum comes back.
+        summed: what is added up on the way: the buffer, or it in halves.
         left: what this rank did not send, by name of the parameter.
     """
 
@@ -106,6 +107,7 @@ class _Pending:
     future: torch.futures.Future[torch.Tensor]
     work: Any
     messages: Sequence[Tensor]
+    summed: Tensor
     left: Mapping[str, Tensor]
 
 
@@ -113,7 +115,8 @@ class Compression:
     """State of the hook of one replica; `compress` makes it.
 
     Attributes:
-        is_dense: whole gradients are sent, because messages were not smaller.
+        is_dense: all gradients are added up on the way, because messages were not smaller, or for
+            `Half`.
         sent_bytes: that this rank has sent so far, without headers.
 
     Args:
@@ -125,13 +128,13 @@ class Compression:
     def __init__(
         self,
         replica: DistributedDataParallel,
-        codec: Codec,
+        codec: Codec | Half,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.sent_bytes = 0
         self._group = replica.process_group
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._codec, self._scaler = codec, scaler
+        self._name, self._scaler = str(codec), scaler
         self._parameters = dict(replica.module.named_parameters())
         self._names = {id(one): name for name, one in self._parameters.items()}
         self._numbers = {name: number for number, name in enumerate(self._parameters)}
@@ -140,6 +143,10 @@ class Compression:
         self._pending: list[_Pending] = []
         self._steps = 0
         self._scale = 1.0
+        self.is_dense = True
+        if isinstance(codec, Half):
+            return
+        self._codec = codec
         trained = [one for one in self._parameters.values() if one.requires_grad]
         whole = sum(one.numel() * one.element_size() for one in trained)
         coded = sum(self._size_bytes(one.numel(), _precise(one.dtype)) for one in trained)
@@ -178,7 +185,7 @@ class Compression:
 
     @property
     def _place(self) -> str:
-        return f"{self._codec} on rank {self._rank} of {self._ranks}"
+        return f"{self._name} on rank {self._rank} of {self._ranks}"
 
     def _shaped(self, name: str, flat: Tensor) -> Tensor:
         """A copy in the parameter's shape: the order in memory is that of its layout."""
@@ -202,9 +209,12 @@ class Compression:
         """Start the exchange of a bucket."""
         buffer = bucket.buffer()
         if self.is_dense:
-            work = dist.all_reduce(buffer, group=self._group, async_op=True)
-            self._pending.append(_Pending(bucket, future, work, (), {}))
-            self.sent_bytes += 2 * (self._ranks - 1) * buffer.nbytes // self._ranks
+            # Halves stay as they are.
+            is_halved = self._name == str(Half()) and buffer.dtype.itemsize > 2
+            summed = buffer.bfloat16() if is_halved else buffer
+            work = dist.all_reduce(summed, group=self._group, async_op=True)
+            self._pending.append(_Pending(bucket, future, work, (), summed, {}))
+            self.sent_bytes += 2 * (self._ranks - 1) * summed.nbytes // self._ranks
             return
         if self._scaler is not None:
             self._scale = self._scaler.get_scale()
@@ -222,7 +232,7 @@ class Compression:
         message = torch.cat(parts)
         messages = [torch.empty_like(message) for _ in range(self._ranks)]
         work = dist.all_gather(messages, message, group=self._group, async_op=True)
-        self._pending.append(_Pending(bucket, future, work, messages, left))
+        self._pending.append(_Pending(bucket, future, work, messages, buffer, left))
         self.sent_bytes += (self._ranks - 1) * len(message)
 
     def finish(self) -> None:
@@ -234,6 +244,8 @@ class Compression:
             buffer = one.bucket.buffer()
             if one.messages:
                 self._add_up(one)
+            elif one.summed is not buffer:
+                buffer.copy_(one.summed)
             buffer.div_(self._ranks)
             is_finite.append(buffer.isfinite().all())
             left.update(one.left)
