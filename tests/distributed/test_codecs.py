@@ -79,6 +79,19 @@ def test_top_k_sends_what_numpy_finds(density, dtype):
     assert torch.equal(sent[largest], whole[largest])
 
 
+@pytest.mark.parametrize("repeated", [1, 97])
+def test_top_k_of_many_numbers_sends_the_largest(repeated):
+    # So many that candidates are found by a threshold, also where the sample misses the large ones.
+    whole = gradient(1 << 17).sort().values[torch.arange(1 << 17) // repeated]
+    sent = TopK(0.01).decode(TopK(0.01).encode(whole), whole)
+    kept = TopK(0.01)._kept(len(whole))
+    assert int(sent.count_nonzero()) == kept
+    expected = np.sort(whole.abs().numpy())[-kept:]
+    assert np.array_equal(np.sort(sent.abs()[sent != 0].numpy()), expected)
+    whole[77] = float("nan")
+    assert TopK(0.01).decode(TopK(0.01).encode(whole), whole).isnan().sum() == 1
+
+
 def test_top_k_of_equal_numbers_sends_as_many():
     whole = torch.ones(100)
     assert TopK(0.1).decode(TopK(0.1).encode(whole), whole).sum() == 10

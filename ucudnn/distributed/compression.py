@@ -228,7 +228,8 @@ class Compression:
                 continue
             parts.append(self._codec.encode(whole, self._chance(name, whole.device)))
             if self._codec.has_feedback:
-                left[name] = whole - self._codec.decode(parts[-1], whole)
+                self._codec.add_(parts[-1], whole, alpha=-1)
+                left[name] = whole
         message = torch.cat(parts)
         messages = [torch.empty_like(message) for _ in range(self._ranks)]
         work = dist.all_gather(messages, message, group=self._group, async_op=True)

@@ -306,7 +306,7 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
                 corrected = one.clone().div_(1.0).add_(one)
                 message = codec.encode(corrected)
                 if codec.has_feedback:
-                    corrected.sub_(codec.decode(message, corrected))
+                    codec.add_(message, corrected, alpha=-1)
 
         def decode_all(codec: Codec = codec, messages: Sequence[Tensor] = messages) -> None:
             for one, message in zip(precise, messages, strict=True):
