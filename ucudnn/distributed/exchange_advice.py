@@ -204,14 +204,15 @@ def ways(profile: Profile) -> list[Way]:
             4,
             average_ns,
             ring_bytes // _PERIOD,
-            f"averager = PeriodicModelAverager(period={_PERIOD})",
+            f"PeriodicModelAverager(period={_PERIOD}).average_parameters(model.parameters()) after "
+            f"each step, without DistributedDataParallel",
         ),
         Way(
             f"{_BATCHES} batches in each step",
             4,
             ((_BATCHES - 1) * profile.compute_ns + step_ns) // _BATCHES,
             ring_bytes // _BATCHES,
-            f"with replica.no_sync(): ...  # {_BATCHES - 1} of {_BATCHES} batches",
+            f"replica.no_sync() around {_BATCHES - 1} of {_BATCHES} batches",
         ),
     ]
     return found
