@@ -349,3 +349,94 @@ def advised_badly(folder: Path, rank: int) -> dict[str, Any]:
     images = torch.ones(BATCH, 3 + rank, 9, 9)
     distributed.advise(training.network(), images, timeout_s=100)
     return {}
+
+
+def elastic(folder: Path, rank: int, period: int) -> dict[str, Any]:
+    """Elastic averaging beside the same by numbers alone, with a restart in the middle."""
+    ranks, alpha, beta = dist.get_world_size(), 0.3, 0.8
+    models = [training.network(dtype=torch.float64) for _ in range(ranks)]
+    centre = {
+        n: one.clone() for n, one in models[0].state_dict().items() if one.is_floating_point()
+    }
+    own = copy.deepcopy(models[0])
+    averager = distributed.ElasticAverager(own, period, alpha, beta, timeout_s=100)
+    optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
+    for step in range(7):
+        if step == 3:
+            state = copy.deepcopy(averager.state_dict())
+            averager = distributed.ElasticAverager(own, period, alpha, beta, timeout_s=100)
+            averager.load_state_dict(state)
+        optimizer.zero_grad()
+        images, labels = batch(step, rank)
+        cross_entropy(own(images), labels).backward()
+        optimizer.step()
+        averager.step()
+        for r, one in enumerate(models):
+            one.zero_grad()
+            images, labels = batch(step, r)
+            cross_entropy(one(images), labels).backward()
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.sub_(RATE * parameter.grad)
+        if (step + 1) % period == 0:
+            for name, middle in centre.items():
+                every = [one.state_dict()[name] for one in models]
+                mean = sum(every) / ranks
+                for one in every:
+                    one.sub_(alpha * (one - middle))
+                middle.add_(beta * (mean - middle))
+    apart = max(float((averager.centre[n] - one).abs().max()) for n, one in centre.items())
+    weights = training.difference(own, models[rank])
+    averager.finish()
+    return {
+        "centre": apart,
+        "weights": weights,
+        "replicated": training.is_replicated(own),
+        "finished": all(torch.equal(own.state_dict()[n], averager.centre[n]) for n in centre),
+    }
+
+
+def delayed(folder: Path, rank: int, late: int) -> dict[str, Any]:
+    """Gradients that are late beside those of one process that knows the data of all."""
+    ranks = dist.get_world_size()
+    model = network()
+    expected, waiting = copy.deepcopy(model), []
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.002)
+    distributed.delay(replica, late, timeout_s=100)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=RATE)
+    for step in range(8):
+        optimizer.zero_grad()
+        images, labels = batch(step, rank)
+        cross_entropy(replica(images), labels).backward()
+        optimizer.step()
+        expected.zero_grad()
+        for r in range(ranks):
+            images, labels = batch(step, r)
+            (cross_entropy(expected(images), labels) / ranks).backward()
+        waiting.append([one.grad.clone() for one in expected.parameters()])
+        if len(waiting) > late:
+            with torch.no_grad():
+                for parameter, old in zip(expected.parameters(), waiting.pop(0), strict=True):
+                    parameter.sub_(RATE * old)
+    return {
+        "weights": training.difference(replica.module, expected),
+        "replicated": training.is_replicated(replica.module),
+    }
+
+
+def local_sgd(folder: Path, rank: int) -> dict[str, Any]:
+    """Converted layers under torch's averager, beside torch's own layers."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    model = training.network(norm=False)
+    pair = [training.planned(model), copy.deepcopy(model)]
+    for one in pair:
+        averager = PeriodicModelAverager(period=2)
+        optimizer = torch.optim.SGD(one.parameters(), lr=RATE)
+        for step in range(4):
+            optimizer.zero_grad()
+            images, labels = batch(step, rank)
+            cross_entropy(one(images.float()), labels).backward()
+            optimizer.step()
+            averager.average_parameters(one.parameters())
+    return {"weights": training.difference(*pair)}

@@ -9,6 +9,7 @@
     two_level.py   gradients averaged among the ranks of a device first
     exchange_times.py   times of gradients, of the link, and of steps: `advise`
     exchange_advice.py  the way to exchange gradients that these times speak for; pure
+    averaging.py   ranks that are not in step: elastic averaging, delayed gradients
     codecs.py      a gradient as a message of fewer bytes
     compression.py DDP's hook that sends such messages, with error feedback
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ucudnn.distributed.agreement import agree as agree
     from ucudnn.distributed.agreement import broadcast as broadcast
     from ucudnn.distributed.agreement import load as load
+    from ucudnn.distributed.averaging import ElasticAverager as ElasticAverager
+    from ucudnn.distributed.averaging import delay as delay
     from ucudnn.distributed.codecs import Half as Half
     from ucudnn.distributed.codecs import OneBit as OneBit
     from ucudnn.distributed.codecs import Stochastic as Stochastic
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 # The same names as above: type checkers read the imports, `__getattr__` reads this.
 _MODULE_BY_NAME = {
     "Compression": "compression",
+    "ElasticAverager": "averaging",
     "Half": "codecs",
     "Job": "startup",
     "OneBit": "codecs",
@@ -53,6 +57,7 @@ _MODULE_BY_NAME = {
     "broadcast": "agreement",
     "compress": "compression",
     "count": "counting",
+    "delay": "averaging",
     "init": "startup",
     "load": "agreement",
     "reduce_by_device": "two_level",
