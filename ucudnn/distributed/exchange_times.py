@@ -290,10 +290,11 @@ def _coded(meeting: Rendezvous, model: nn.Module, profile: Profile) -> tuple[Cod
     for name, (codec, harm) in _CODECS.items():
         code = f"distributed.compress(replica, distributed.{codec})"
         if isinstance(codec, Half):
-            encode = _costs(meeting, lambda: [one.bfloat16() for one in whole], kind)
-            # Back again is a copy of as many bytes.
-            if profile.sizes and whole[0].itemsize > 2:
-                found.append(Coded(name, code, harm, 0.5, encode, encode, is_gathered=False))
+            ratio = 2 / whole[0].itemsize
+            if ratio < 1:
+                # Back again is a copy of as many bytes.
+                copy_ns = _costs(meeting, lambda: [one.bfloat16() for one in whole], kind)
+                found.append(Coded(name, code, harm, ratio, copy_ns, copy_ns, is_gathered=False))
             continue
         size = sum(codec.size_bytes(one.numel(), one.itemsize) for one in precise)
         if size * profile.ranks >= 2 * total:
