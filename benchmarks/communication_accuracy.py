@@ -23,7 +23,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -189,6 +188,8 @@ WAYS: dict[str, Callable[[int, float], Job]] = {
 
 def data(seed: int) -> list[tuple[Tensor, Tensor]]:
     """Images and labels for training, validation and test: other ones for each seed."""
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(digits.target)
