@@ -1,4 +1,4 @@
-"""docs/distributed.md: its code compiles, and calls what exists with arguments that exist."""
+"""docs/distributed.md, communication.md: their code calls what exists, by arguments that exist."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from ucudnn import distributed
 
 
-def test_the_code_in_the_document_calls_what_exists(repository: Path) -> None:
-    text = (repository / "docs" / "distributed.md").read_text()
+def test_the_code_in_the_documents_calls_what_exists(repository: Path) -> None:
+    pages = [repository / "docs" / f"{name}.md" for name in ("distributed", "communication")]
+    text = "".join(page.read_text() for page in pages)
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     called = set()
     for block in blocks:
@@ -21,7 +22,7 @@ def test_the_code_in_the_document_calls_what_exists(repository: Path) -> None:
                 keywords = {keyword.arg: None for keyword in node.keywords}
                 inspect.signature(getattr(distributed, name)).bind(*node.args, **keywords)
                 called.add(name)
-    assert "tune" in called
+    assert {"tune", "advise"} <= called
 
 
 def test_the_document_names_every_function(repository: Path) -> None:
