@@ -271,10 +271,11 @@ def main(
     """Run one function and write what it returns, or the sentence that it ended with."""
     rank = dist.get_rank()
     try:
-        chosen = globals().get(function)
-        if chosen is None:
-            chosen = getattr(load_file("distributed/training.py"), function)
-        said = chosen(folder, rank, **arguments)
+        found = globals()
+        for name in ("training", "communicating"):
+            if function not in found:
+                found = vars(load_file(f"distributed/{name}.py"))
+        said = found[function](folder, rank, **arguments)
     except UcudnnError as error:
         said = {"error": type(error).__name__, "sentence": str(error)}
         said["ranks"] = list(getattr(error, "ranks", ()))

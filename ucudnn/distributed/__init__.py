@@ -7,6 +7,11 @@
     launching.py   start several ranks for each GPU, or for the processor
     counting.py    count samples, and find the number of ranks with most per second
     two_level.py   gradients averaged among the ranks of a device first
+    exchange_times.py   times of gradients, of the link, and of steps: `advise`
+    exchange_advice.py  the way to exchange gradients that these times speak for; pure
+    averaging.py   ranks that are not in step: elastic averaging, delayed gradients
+    codecs.py      a gradient as a message of fewer bytes
+    compression.py DDP's hook that sends such messages, with error feedback
 
 All communication goes through the store of torch.distributed's default process group, whatever
 launched the ranks. Names are resolved at their first use (PEP 562): loading a plan loads no tuner.
@@ -23,7 +28,16 @@ if TYPE_CHECKING:
     from ucudnn.distributed.agreement import agree as agree
     from ucudnn.distributed.agreement import broadcast as broadcast
     from ucudnn.distributed.agreement import load as load
+    from ucudnn.distributed.averaging import ElasticAverager as ElasticAverager
+    from ucudnn.distributed.averaging import delay as delay
+    from ucudnn.distributed.codecs import Half as Half
+    from ucudnn.distributed.codecs import OneBit as OneBit
+    from ucudnn.distributed.codecs import Stochastic as Stochastic
+    from ucudnn.distributed.codecs import TopK as TopK
+    from ucudnn.distributed.compression import Compression as Compression
+    from ucudnn.distributed.compression import compress as compress
     from ucudnn.distributed.counting import count as count
+    from ucudnn.distributed.exchange_times import advise as advise
     from ucudnn.distributed.startup import Job as Job
     from ucudnn.distributed.startup import init as init
     from ucudnn.distributed.tuning import tune as tune
@@ -31,10 +45,19 @@ if TYPE_CHECKING:
 
 # The same names as above: type checkers read the imports, `__getattr__` reads this.
 _MODULE_BY_NAME = {
+    "Compression": "compression",
+    "ElasticAverager": "averaging",
+    "Half": "codecs",
     "Job": "startup",
+    "OneBit": "codecs",
+    "Stochastic": "codecs",
+    "TopK": "codecs",
+    "advise": "exchange_times",
     "agree": "agreement",
     "broadcast": "agreement",
+    "compress": "compression",
     "count": "counting",
+    "delay": "averaging",
     "init": "startup",
     "load": "agreement",
     "reduce_by_device": "two_level",

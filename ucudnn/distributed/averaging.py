@@ -1,0 +1,233 @@
+"""Ranks that are not in step: parameters drawn to a common centre, and gradients that come later.
+
+Both are another training than that of one process. Local SGD, of which torch's
+`PeriodicModelAverager` is an implementation, is the simplest of the kind.
+
+Without `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from ucudnn.distributed.agreement import require_equal
+from ucudnn.distributed.rendezvous import Rendezvous
+from ucudnn.errors import ConfigError, quoted
+from ucudnn.solvers._base import require_int
+
+
+class ElasticAverager:
+    """Let each rank train by itself, and draw it to a common centre every few steps.
+
+    Call `step` after each step of the optimizer, on all ranks. Every `period` steps a rank moves
+    its parameters by `alpha` of the way to the centre, and the centre moves by `beta` of the way to
+    the mean of all ranks. Buffers of floating point, such as those of BatchNorm, move likewise; the
+    state of the optimizer stays on its rank.
+
+    Synchronous elastic averaging SGD: Zhang, Choromanska, LeCun, NeurIPS 2015.
+
+    >>> from torch.distributed import HashStore
+    >>> dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = nn.init.zeros_(model.weight)
+    >>> averager = ElasticAverager(model, period=1, alpha=0.5, beta=0.25)
+    >>> _ = nn.init.ones_(model.weight)  # a step of an optimizer
+    >>> averager.step()
+    >>> model.weight.item(), averager.centre["weight"].item()
+    (0.5, 0.25)
+    >>> dist.destroy_process_group()
+
+    Args:
+        model: not wrapped, the same on all ranks.
+        period: steps from one exchange to the next.
+        alpha: above 0 and at most 1; None: `beta` divided by the number of ranks.
+        beta: above 0 and at most 1.
+        timeout_s: seconds to wait for another rank.
+
+    Attributes:
+        centre: tensors of the centre by name, the same on all ranks.
+
+    Raises:
+        ConfigError: the model is wrapped, or a number is out of range.
+        RankError: ranks differ in a number, or do not arrive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        period: int = 4,
+        alpha: float | None = None,
+        beta: float = 0.9,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                "DistributedDataParallel averages gradients in every step; pass the model that is "
+                "not wrapped"
+            )
+        require_int("period", period, 1)
+        for name, value in (("alpha", alpha), ("beta", beta)):
+            is_number = isinstance(value, float | int) and 0 < value <= 1
+            if not is_number and (name, value) != ("alpha", None):
+                raise ConfigError(f"{name} must be above 0 and at most 1, got {quoted(value)}")
+        with Rendezvous("elastic averaging", None, timeout_s) as rendezvous:
+            facts = {"period": str(period), "alpha": str(alpha), "beta": str(beta)}
+            require_equal(rendezvous.exchange("settings", facts))
+        self._period, self._beta = period, beta
+        self._alpha = beta / dist.get_world_size() if alpha is None else alpha
+        self._steps = 0
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._tensors = {name: one.detach() for name, one in named if one.is_floating_point()}
+        self.centre = {name: one.clone() for name, one in self._tensors.items()}
+        # All ranks start from that of the first.
+        for one in self.centre.values():
+            dist.broadcast(one, 0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Count a step, and exchange parameters if it is time."""
+        self._steps += 1
+        if self._steps % self._period:
+            return
+        for dtype in dict.fromkeys(one.dtype for one in self._tensors.values()):
+            names = [name for name, one in self._tensors.items() if one.dtype == dtype]
+            mean = torch.cat([self._tensors[name].flatten() for name in names])
+            dist.all_reduce(mean)
+            parts = mean.div_(dist.get_world_size()).split(
+                [self._tensors[n].numel() for n in names]
+            )
+            for name, part in zip(names, parts, strict=True):
+                own, centre = self._tensors[name], self.centre[name]
+                own.lerp_(centre, self._alpha)
+                centre.lerp_(part.view_as(centre), self._beta)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Give the model the centre, after the last step: it is what was trained."""
+        for name, one in self._tensors.items():
+            one.copy_(self.centre[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restart needs beside the model's own state on each rank."""
+        return {"steps": self._steps, "centre": dict(self.centre)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            ConfigError: it is of another model; nothing is changed.
+        """
+        shapes = [{n: one.shape for n, one in c.items()} for c in (state["centre"], self.centre)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"the state is of another model: names or shapes differ in "
+                f"{quoted(sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}))}"
+            )
+        self._steps = state["steps"]
+        for name, one in self.centre.items():
+            one.copy_(state["centre"][name])
+
+
+def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 300.0) -> None:
+    """Apply the gradients of some steps ago, so that their exchange has the time of these steps.
+
+    Call it on all ranks before the first step. The first gradients are zeros, and the last ones are
+    never applied. So is a stale step of a parameter server, with a bound that is always reached:
+    Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
+    NeurIPS 2013. With a `GradScaler`, its scale must not change.
+
+    >>> from torch.distributed import HashStore
+    >>> dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    >>> replica = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    >>> delay(replica)
+    >>> for value in (5.0, 7.0):
+    ...     replica.zero_grad()
+    ...     replica(torch.full((1, 1), value)).sum().backward()
+    ...     replica.module.weight.grad.item()
+    0.0
+    5.0
+    >>> dist.destroy_process_group()
+
+    Args:
+        replica: the wrapped model, without another communication hook.
+        steps: by which gradients are late; 0: DDP as always.
+        timeout_s: seconds to wait for another rank.
+
+    Raises:
+        ConfigError: the model is not wrapped or has a hook already, or steps is no number.
+        RankError: ranks differ in steps, or do not arrive.
+    """
+    require_int("steps", steps, 0)
+    if not isinstance(replica, DistributedDataParallel):
+        raise ConfigError(
+            f"delay takes a model wrapped in DistributedDataParallel, got {type(replica).__name__}"
+        )
+    with Rendezvous("delay", replica.process_group, timeout_s) as rendezvous:
+        require_equal(rendezvous.exchange("steps", {"steps of delay": str(steps)}))
+    try:
+        replica.register_comm_hook(_Delayed(replica, steps), _send)
+    except RuntimeError as error:
+        raise ConfigError(
+            "this replica has a communication hook already; make a new DistributedDataParallel"
+        ) from error
+
+
+class _Delayed:
+    """State of the hook: exchanges of the last steps, each a list of buckets.
+
+    Args:
+        replica: the wrapped model.
+        steps: by which gradients are late.
+    """
+
+    def __init__(self, replica: DistributedDataParallel, steps: int) -> None:
+        self._group, self._steps = replica.process_group, steps
+        self._sent: deque[list[tuple[Any, Tensor, list[Tensor]]]] = deque([[]])
+        self._buckets: list[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = []
+
+    def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Start the exchange of a bucket."""
+        copy = bucket.buffer() / dist.get_world_size(self._group)
+        work = dist.all_reduce(copy, group=self._group, async_op=True)
+        self._sent[-1].append((work, copy, bucket.parameters()))
+        self._buckets.append((bucket, future))
+
+    def finish(self) -> None:
+        """Wait for the exchanges of some steps ago, and hand them over."""
+        arrived: dict[int, Tensor] = {}
+        if len(self._sent) > self._steps:
+            for work, copy, parameters in self._sent.popleft():
+                work.wait()
+                parts = copy.split([one.numel() for one in parameters])
+                arrived |= {id(one): part for one, part in zip(parameters, parts, strict=True)}
+        for bucket, future in self._buckets:
+            # DDP arranges its buckets anew after the first step, so gradients may come from others.
+            parameters = bucket.parameters()
+            parts = bucket.buffer().split([one.numel() for one in parameters])
+            for one, part in zip(parameters, parts, strict=True):
+                part.copy_(arrived[id(one)]) if arrived else part.zero_()
+            future.set_result(bucket.buffer())
+        self._buckets.clear()
+        self._sent.append([])
+
+
+def _send(state: _Delayed, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start one exchange, and finish old ones with the last; DDP asks for the argument's name."""
+    device = bucket.buffer().device
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[device] if device.type == "cuda" else None
+    )
+    state.start(bucket, future)
+    if bucket.is_last():
+        state.finish()
+    return future

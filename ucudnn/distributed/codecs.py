@@ -1,0 +1,289 @@
+"""Codecs: a gradient as a message of fewer bytes. Functions of flat tensors; nothing is sent here.
+
+A message is a uint8 tensor whose size depends on that of the gradient alone, so that all ranks know
+it. What a codec leaves out of one message goes into the next by error feedback, which is in
+compression.py; it converges where a codec never makes an error larger than the gradient (Stich,
+Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from ucudnn.errors import ConfigError, quoted
+
+# Parts of a message begin at multiples of it, so that they can be viewed as numbers.
+_ALIGNED = 8
+# One number in so many is looked at for a threshold, if at least so many of these are above it.
+_SAMPLED, _LEAST_RANK = 64, 16
+
+
+class Codec(ABC):
+    """Contract of codecs: what is added to `total` approximates what was encoded.
+
+    Attributes:
+        has_feedback: what was left out of a message is added to the next gradient.
+    """
+
+    has_feedback: bool = True
+
+    @abstractmethod
+    def size_bytes(self, count: int, itemsize: int = 4) -> int:
+        """Bytes of a message.
+
+        Args:
+            count: numbers of the gradient.
+            itemsize: bytes of each.
+        """
+
+    @abstractmethod
+    def encode(self, flat: Tensor, chance: torch.Generator | None = None) -> Tensor:
+        """Message for a gradient.
+
+        Args:
+            flat: the gradient in one dimension, in float32 or float64.
+            chance: where a codec takes random numbers from; None: the default generator.
+        """
+
+    @abstractmethod
+    def add_(self, message: Tensor, total: Tensor, alpha: int = 1) -> None:
+        """Add what a message says to a flat tensor of the gradient's size and dtype.
+
+        Args:
+            message: from `encode`.
+            total: what it is added to.
+            alpha: -1 to subtract it.
+        """
+
+    def decode(self, message: Tensor, like: Tensor) -> Tensor:
+        """What a message says, as a new tensor like the gradient."""
+        found = torch.zeros_like(like)
+        self.add_(message, found)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(Codec):
+    """Send the numbers of largest magnitude with their places, and keep the others back.
+
+    >>> codec = TopK(density=0.5)
+    >>> gradient = torch.tensor([3.0, -1.0, 0.5, -4.0])
+    >>> codec.decode(codec.encode(gradient), gradient)
+    tensor([ 3.,  0.,  0., -4.])
+
+    At least one number of each parameter is sent. Sparse allreduce: Renggli et al., "SparCML",
+    SC 2019; error feedback for it: Aji and Heafield, EMNLP 2017.
+
+    Args:
+        density: part of the numbers of each parameter that is sent.
+
+    Raises:
+        ConfigError: density is not above 0 and at most 1.
+    """
+
+    density: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.density, float | int) or not 0 < self.density <= 1:
+            raise ConfigError(f"density must be above 0 and at most 1, got {quoted(self.density)}")
+
+    def _kept(self, count: int) -> int:
+        return ceil(self.density * count)
+
+    def size_bytes(self, count: int, itemsize: int = 4) -> int:
+        """Bytes of a message."""
+        kept = self._kept(count)
+        return _aligned(kept * itemsize) + _aligned(kept * 4)
+
+    def encode(self, flat: Tensor, chance: torch.Generator | None = None) -> Tensor:
+        """Message for a gradient."""
+        del chance
+        places = _largest(flat.abs(), self._kept(len(flat)))
+        return _packed(flat[places], places.to(torch.int32))
+
+    def add_(self, message: Tensor, total: Tensor, alpha: int = 1) -> None:
+        """Add what a message says."""
+        kept = self._kept(len(total))
+        values, rest = _cut(message, kept, total.dtype)
+        places, _ = _cut(rest, kept, torch.int32)
+        # Places do not repeat, so the sum does not depend on an order.
+        total.index_add_(0, places, values, alpha=alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class OneBit(Codec):
+    """Send the sign of each number, and for each sign the mean of the numbers that have it.
+
+    >>> codec = OneBit()
+    >>> gradient = torch.tensor([3.0, -1.0, 1.0, -5.0])
+    >>> codec.decode(codec.encode(gradient), gradient)
+    tensor([ 2., -3.,  2., -3.])
+
+    Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
+    """
+
+    def size_bytes(self, count: int, itemsize: int = 4) -> int:
+        """Bytes of a message."""
+        return _aligned(2 * itemsize) + _aligned(ceil(count / 8))
+
+    def encode(self, flat: Tensor, chance: torch.Generator | None = None) -> Tensor:
+        """Message for a gradient."""
+        del chance
+        is_up = flat >= 0
+        ups = is_up.sum()
+        # Sums of both signs by themselves: their difference from the whole would lose digits.
+        up, down = flat.clamp(min=0).sum(), flat.clamp(max=0).sum()
+        means = torch.stack([up / ups.clamp(min=1), down / (len(flat) - ups).clamp(min=1)])
+        return _packed(means, _pack(is_up.to(torch.uint8), 1))
+
+    def add_(self, message: Tensor, total: Tensor, alpha: int = 1) -> None:
+        """Add what a message says."""
+        (up, down), rest = _cut(message, 2, total.dtype)
+        total.add_(torch.where(_unpack(rest, len(total), 1).bool(), up, down), alpha=alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class Stochastic(Codec):
+    """Round each number up or down to a few levels at random, so that the mean is the number.
+
+    >>> codec = Stochastic(levels=1, clip=None)
+    >>> gradient = torch.tensor([2.0, 0.0, -2.0])
+    >>> codec.decode(codec.encode(gradient), gradient)
+    tensor([ 2.,  0., -2.])
+
+    One level is TernGrad (Wen et al., NeurIPS 2017), which clips; more levels are QSGD (Alistarh et
+    al., NeurIPS 2017) with the largest magnitude as scale and codes of fixed length. There is no
+    error feedback, with which the error of few levels would grow from step to step.
+
+    Args:
+        levels: above zero, and as many below it; at most 127.
+        clip: numbers are limited to this many standard deviations; None: they are not.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    levels: int = 1
+    clip: float | None = 2.5
+
+    has_feedback = False
+
+    def __post_init__(self) -> None:
+        if type(self.levels) is not int or not 1 <= self.levels <= 127:
+            raise ConfigError(f"levels must be an int from 1 to 127, got {quoted(self.levels)}")
+        if self.clip is not None and not (isinstance(self.clip, float | int) and self.clip > 0):
+            raise ConfigError(f"clip must be above 0, or None, got {quoted(self.clip)}")
+
+    @property
+    def _bits(self) -> int:
+        # Codes do not cross bytes.
+        return next(bits for bits in (2, 4, 8) if 2 * self.levels < 1 << bits)
+
+    def size_bytes(self, count: int, itemsize: int = 4) -> int:
+        """Bytes of a message."""
+        return _aligned(itemsize) + _aligned(ceil(count * self._bits / 8))
+
+    def encode(self, flat: Tensor, chance: torch.Generator | None = None) -> Tensor:
+        """Message for a gradient."""
+        if self.clip is not None:
+            most = self.clip * flat.square().mean().sqrt()
+            flat = flat.clamp(-most, most)
+        scale = flat.abs().amax()
+        # Of a gradient of zeros the scale is zero, too.
+        scaled = flat / scale.clamp(min=torch.finfo(flat.dtype).tiny) * self.levels
+        random = torch.rand(flat.shape, generator=chance, dtype=flat.dtype, device=flat.device)
+        codes = rounded(scaled, random) + self.levels
+        # Of a gradient that is not finite the scale says so; its codes only have to be some.
+        codes = codes.nan_to_num().clamp(0, 2 * self.levels).to(torch.uint8)
+        return _packed(scale.reshape(1), _pack(codes, self._bits))
+
+    def add_(self, message: Tensor, total: Tensor, alpha: int = 1) -> None:
+        """Add what a message says."""
+        scale, rest = _cut(message, 1, total.dtype)
+        codes = _unpack(rest, len(total), self._bits).to(total.dtype) - self.levels
+        total.add_(codes.mul_(scale / self.levels), alpha=alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """Add gradients up in bfloat16: half the bytes, for any number of ranks.
+
+    There is no message, so it is no `Codec`. torch's own hooks do the same, but that for bfloat16
+    needs NCCL, and both leave callbacks to gloo that may abort the exit of a process.
+
+    >>> str(Half())
+    'Half()'
+    """
+
+
+def rounded(numbers: Tensor, random: Tensor) -> Tensor:
+    """Round each number up with the probability of its fraction, else down.
+
+    >>> rounded(torch.tensor([0.25, 0.25, -1.0]), torch.tensor([0.2, 0.3, 0.0]))
+    tensor([ 1.,  0., -1.])
+
+    Args:
+        numbers: of any shape.
+        random: even numbers from 0 to below 1, as many.
+    """
+    low = numbers.floor()
+    return low + (random < numbers - low)
+
+
+def _largest(magnitudes: Tensor, count: int) -> Tensor:
+    """Places of the largest numbers, not a number before all others."""
+    sample = magnitudes[::_SAMPLED]
+    # On a processor, a choice among candidates is several times as fast. The threshold lets
+    # about twice as many through as are wanted.
+    rank = 2 * count // _SAMPLED
+    if magnitudes.device.type == "cpu" and _LEAST_RANK < rank < len(sample) // 4:
+        threshold = sample.topk(rank, sorted=False).values.min()
+        # So that what is not a number is among them.
+        candidates = (magnitudes < threshold).logical_not_().nonzero().flatten()
+        if len(candidates) >= count:
+            return candidates[magnitudes[candidates].topk(count, sorted=False).indices]
+    return magnitudes.topk(count, sorted=False).indices
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def _packed(*parts: Tensor) -> Tensor:
+    """The bytes of tensors one after the other, each from an aligned place."""
+    pieces = []
+    for part in parts:
+        data = part.contiguous().view(torch.uint8)
+        pieces += [data, data.new_zeros(_aligned(len(data)) - len(data))]
+    return torch.cat(pieces)
+
+
+def _cut(message: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The first part of a message as numbers, and the rest."""
+    size = count * dtype.itemsize
+    return message[:size].view(dtype), message[_aligned(size) :]
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes of few bits in bytes: those of each eighth (for one bit) of the codes side by side."""
+    per_byte = 8 // bits
+    columns = ceil(len(codes) / per_byte)
+    rows = torch.nn.functional.pad(codes, (0, per_byte * columns - len(codes))).view(per_byte, -1)
+    found = rows[0].clone()
+    for number in range(1, per_byte):
+        found |= rows[number] << (bits * number)
+    return found
+
+
+def _unpack(data: Tensor, count: int, bits: int) -> Tensor:
+    """The codes again."""
+    per_byte = 8 // bits
+    columns = ceil(count / per_byte)
+    mask = (1 << bits) - 1
+    rows = [(data[:columns] >> (bits * number)) & mask for number in range(per_byte)]
+    return torch.cat(rows)[:count]

@@ -1,0 +1,303 @@
+"""Compressed gradients in DistributedDataParallel: a communication hook with error feedback.
+
+The hook encodes each parameter by itself, so that results do not depend on buckets, which DDP
+arranges anew after its first step. It starts an exchange per bucket while backward goes on, and
+waits for all of them in that of the last bucket: DDP itself waits only then, and gloo must not hold
+Python callbacks (pytorch#179291).
+
+Without `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from ucudnn.distributed.agreement import require_equal
+from ucudnn.distributed.codecs import Codec, Half
+from ucudnn.distributed.rendezvous import Rendezvous
+from ucudnn.errors import ConfigError
+
+
+def compress(
+    replica: DistributedDataParallel,
+    codec: Codec | Half,
+    scaler: torch.amp.GradScaler | None = None,
+    timeout_s: float = 300.0,
+) -> "Compression":
+    """Send compressed gradients in place of whole ones; call it on all ranks before the first step.
+
+    What a message leaves out is added to the next gradient of its rank. Messages go to all ranks,
+    so the fewer ranks the more is saved; where the messages of a step were not smaller than whole
+    gradients, whole ones are sent (`is_dense`).
+
+    >>> from torch.distributed import HashStore
+    >>> from ucudnn.distributed import TopK
+    >>> dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    >>> replica = DistributedDataParallel(nn.Linear(100, 1))
+    >>> compression = compress(replica, TopK(0.01))
+    >>> compression.is_dense  # this process alone sends nothing
+    True
+    >>> dist.destroy_process_group()
+
+    Args:
+        replica: the wrapped model, without another communication hook.
+        codec: `Half`, `TopK`, `OneBit` or `Stochastic`; the same on all ranks.
+        scaler: that scales the loss, if one does.
+        timeout_s: seconds to wait for another rank.
+
+    Raises:
+        ConfigError: the model is not wrapped, has a hook already, or has gradients that are sparse
+            or complex.
+        RankError: ranks differ in the codec, or do not arrive.
+    """
+    if not isinstance(replica, DistributedDataParallel):
+        raise ConfigError(
+            f"compress takes a model wrapped in DistributedDataParallel, got "
+            f"{type(replica).__name__}; FSDP2 has set_all_reduce_hook"
+        )
+    if not isinstance(codec, Codec | Half):
+        raise ConfigError(f"codec must be Half, TopK, OneBit or Stochastic, got {codec!r}")
+    _require_dense(replica.module)
+    with Rendezvous("compress", replica.process_group, timeout_s) as rendezvous:
+        facts = {"codec": str(codec), "use of a scaler": str(scaler is not None)}
+        require_equal(rendezvous.exchange("codec", facts))
+    compression = Compression(replica, codec, scaler)
+    try:
+        replica.register_comm_hook(compression, _exchange)
+    except RuntimeError as error:
+        raise ConfigError(
+            "this replica has a communication hook already; make a new DistributedDataParallel"
+        ) from error
+    return compression
+
+
+def _require_dense(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        # torch.nn.Embedding and EmbeddingBag, by which DDP itself knows sparse gradients.
+        if getattr(module, "sparse", False) is True:
+            raise ConfigError(
+                f"gradients must be dense, and those of {path or 'the model'} are sparse; use "
+                f"sparse=False"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError(f"gradients must be real, and those of {name} are complex")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A bucket whose exchange has begun.
+
+    Args:
+        bucket: what DDP passed.
+        future: that DDP waits for.
+        work: the exchange.
+        messages: of all ranks, when they are there; none if a sum comes back.
+        summed: what is added up on the way: the buffer, or it in halves.
+        left: what this rank did not send, by name of the parameter.
+    """
+
+    bucket: GradBucket
+    future: torch.futures.Future[torch.Tensor]
+    work: Any
+    messages: Sequence[Tensor]
+    summed: Tensor
+    left: Mapping[str, Tensor]
+
+
+class Compression:
+    """State of the hook of one replica; `compress` makes it.
+
+    Attributes:
+        is_dense: all gradients are added up on the way, because messages were not smaller, or for
+            `Half`.
+        sent_bytes: that this rank has sent so far, without headers.
+
+    Args:
+        replica: the wrapped model.
+        codec: of all ranks.
+        scaler: that scales the loss, or None.
+    """
+
+    def __init__(
+        self,
+        replica: DistributedDataParallel,
+        codec: Codec | Half,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.sent_bytes = 0
+        self._group = replica.process_group
+        self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._name, self._scaler = str(codec), scaler
+        self._parameters = dict(replica.module.named_parameters())
+        self._names = {id(one): name for name, one in self._parameters.items()}
+        self._numbers = {name: number for number, name in enumerate(self._parameters)}
+        # What was not sent yet, flat, in the order in memory, and as if the loss were not scaled.
+        self._left: dict[str, Tensor] = {}
+        self._pending: list[_Pending] = []
+        self._steps = 0
+        self._scale = 1.0
+        self.is_dense = True
+        if isinstance(codec, Half):
+            return
+        self._codec = codec
+        trained = [one for one in self._parameters.values() if one.requires_grad]
+        whole = sum(one.numel() * one.element_size() for one in trained)
+        coded = sum(self._size_bytes(one.numel(), _precise(one.dtype)) for one in trained)
+        # A ring sends a whole gradient 2 (P - 1) / P times, and a message P - 1 times.
+        # One rank sends neither.
+        self.is_dense = self._ranks == 1 or coded * self._ranks >= 2 * whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restart needs, of this rank alone: save it in every rank."""
+        left = {name: self._shaped(name, flat) for name, flat in self._left.items()}
+        return {"place": self._place, "steps": self._steps, "left": left}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that this rank saved.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            ConfigError: it is of another rank, number of ranks, codec or model; nothing is changed.
+        """
+        if state["place"] != self._place:
+            raise ConfigError(
+                f"the state is of {state['place']}, and this is {self._place}; save and load one "
+                f"in each rank, or start without"
+            )
+        shapes = {name: one.shape for name, one in self._parameters.items()}
+        for name, left in state["left"].items():
+            if shapes.get(name) != left.shape:
+                raise ConfigError(
+                    f"the state is of another model: {name} has the shape {tuple(left.shape)} "
+                    f"there, and here {tuple(shapes[name]) if name in shapes else 'is none'}"
+                )
+        self._steps = state["steps"]
+        self._left = {name: self._flat(name, left) for name, left in state["left"].items()}
+
+    @property
+    def _place(self) -> str:
+        return f"{self._name} on rank {self._rank} of {self._ranks}"
+
+    def _shaped(self, name: str, flat: Tensor) -> Tensor:
+        """A copy in the parameter's shape: the order in memory is that of its layout."""
+        shaped = torch.empty_like(self._parameters[name], dtype=flat.dtype, requires_grad=False)
+        shaped.as_strided(flat.shape, (1,)).copy_(flat)
+        return shaped
+
+    def _flat(self, name: str, shaped: Tensor) -> Tensor:
+        like = self._parameters[name]
+        copy = torch.empty_like(like, dtype=shaped.dtype, requires_grad=False).copy_(shaped)
+        return copy.as_strided((like.numel(),), (1,))
+
+    def _size_bytes(self, count: int, dtype: torch.dtype) -> int:
+        """Bytes for a parameter; of one that no code makes smaller, those of its numbers."""
+        return min(self._codec.size_bytes(count, dtype.itemsize), count * dtype.itemsize + 7 & ~7)
+
+    def _is_coded(self, count: int, dtype: torch.dtype) -> bool:
+        return self._codec.size_bytes(count, dtype.itemsize) < count * dtype.itemsize
+
+    def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Start the exchange of a bucket."""
+        buffer = bucket.buffer()
+        if self.is_dense:
+            # Halves stay as they are.
+            is_halved = self._name == str(Half()) and buffer.dtype.itemsize > 2
+            summed = buffer.bfloat16() if is_halved else buffer
+            work = dist.all_reduce(summed, group=self._group, async_op=True)
+            self._pending.append(_Pending(bucket, future, work, (), summed, {}))
+            self.sent_bytes += 2 * (self._ranks - 1) * summed.nbytes // self._ranks
+            return
+        if self._scaler is not None:
+            self._scale = self._scaler.get_scale()
+        parts, left = [], {}
+        for name, part in self._parts(bucket):
+            whole = part.to(_precise(part.dtype), copy=True).div_(self._scale)
+            if name in self._left:
+                whole += self._left[name]
+            if not self._is_coded(len(whole), whole.dtype):
+                parts.append(nn.functional.pad(whole.view(torch.uint8), (0, -whole.nbytes % 8)))
+                continue
+            parts.append(self._codec.encode(whole, self._chance(name, whole.device)))
+            if self._codec.has_feedback:
+                self._codec.add_(parts[-1], whole, alpha=-1)
+                left[name] = whole
+        message = torch.cat(parts)
+        messages = [torch.empty_like(message) for _ in range(self._ranks)]
+        work = dist.all_gather(messages, message, group=self._group, async_op=True)
+        self._pending.append(_Pending(bucket, future, work, messages, buffer, left))
+        self.sent_bytes += (self._ranks - 1) * len(message)
+
+    def finish(self) -> None:
+        """Wait for the exchanges of all buckets, and average."""
+        is_finite: list[Tensor] = []
+        left: dict[str, Tensor] = {}
+        for one in self._pending:
+            one.work.wait()
+            buffer = one.bucket.buffer()
+            if one.messages:
+                self._add_up(one)
+            elif one.summed is not buffer:
+                buffer.copy_(one.summed)
+            buffer.div_(self._ranks)
+            is_finite.append(buffer.isfinite().all())
+            left.update(one.left)
+        # Every rank has the same result. Of one that is not finite nothing is applied, as when a
+        # scaled loss overflows, so nothing that was left before may count as sent.
+        if left and torch.stack(is_finite).all():
+            self._left.update(left)
+        for one in self._pending:
+            one.future.set_result(one.bucket.buffer())
+        self._pending.clear()
+        self._steps += 1
+
+    def _add_up(self, pending: _Pending) -> None:
+        """Write the sum of all messages into the buffer, in the order of the ranks."""
+        place = 0
+        for _, part in self._parts(pending.bucket):
+            total = torch.zeros_like(part, dtype=_precise(part.dtype))
+            size = self._size_bytes(len(total), total.dtype)
+            for message in pending.messages:
+                coded = message[place : place + size]
+                if self._is_coded(len(total), total.dtype):
+                    self._codec.add_(coded, total)
+                else:
+                    total += coded[: total.nbytes].view(total.dtype)
+            part.copy_(total.mul_(self._scale))
+            place += size
+
+    def _parts(self, bucket: GradBucket) -> Iterator[tuple[str, Tensor]]:
+        """Name and flat gradient of each parameter of a bucket, as they lie in its buffer."""
+        parameters = bucket.parameters()
+        parts = bucket.buffer().split([one.numel() for one in parameters])
+        return zip((self._names[id(one)] for one in parameters), parts, strict=True)
+
+    def _chance(self, name: str, device: torch.device) -> torch.Generator:
+        """Random numbers of a step, a rank and a parameter: a restart draws the same."""
+        place = (self._steps * self._ranks + self._rank) * len(self._numbers) + self._numbers[name]
+        return torch.Generator(device).manual_seed(place)
+
+
+def _exchange(state: Compression, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start one exchange, and finish all with the last; DDP asks for the argument's very name."""
+    device = bucket.buffer().device
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[device] if device.type == "cuda" else None
+    )
+    state.start(bucket, future)
+    if bucket.is_last():
+        state.finish()
+    return future
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients are encoded and kept: halves would lose what is left of many steps."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

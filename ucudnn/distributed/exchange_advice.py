@@ -1,0 +1,381 @@
+"""Which way of exchanging gradients a data-parallel job should use, from times alone. Pure.
+
+Ways come in the order of their harm: as it is, the same gradients otherwise cut, rounded gradients,
+other gradients, other training. A way is advised only if it gains more over the less harmful ones
+than the error of what is known about both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from ucudnn.errors import ConfigError, quoted
+from ucudnn.solvers import Line, Link, bucket, finish
+from ucudnn.units import format_bytes, format_ns
+
+HARM = ("as it is", "same gradients", "rounded gradients", "other gradients", "other training")
+# Of torch's DistributedDataParallel, in MiB: of the first bucket and of the others.
+DEFAULT_CAPS = (1.0, 25.0)
+_MIB = 1 << 20
+# Relative gains of measured steps below it are noise; those of predictions without any measurement
+# below the second one are.
+_TOLD, _TOLD_PREDICTED = 0.03, 0.1
+# Part of a step that fewer buckets may cost.
+_SLACK = 0.01
+# Steps from one average of parameters to the next, and batches of one step.
+_PERIOD, _BATCHES = 8, 4
+_FACTORS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+_RATES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
+_LINK = re.compile(r"\s*([\d.]+)\s*(ns|us|ms|s)\s*,\s*([\d.]+)\s*([kMG]?B|[MG]bit)/s\s*")
+
+
+def parse_link(text: str) -> Link:
+    """Read a link as a person writes it: the latency and the rate of a message.
+
+    >>> parse_link("30us,1.25GB/s")
+    Link(latency_ns=30000.0, per_byte_ns=0.8)
+
+    Args:
+        text: latency in ns, us, ms or s; rate in B/s, kB/s, MB/s, GB/s, Mbit/s or Gbit/s.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    match = _LINK.fullmatch(text)
+    try:
+        latency, rate = (float(match[1]), float(match[3])) if match else (0.0, 0.0)
+    except ValueError:  # two points in a number
+        rate = 0.0
+    if match is None or not rate:
+        raise ConfigError(f"a link is LATENCY,RATE such as 30us,1.25GB/s, got {quoted(text)}")
+    return Link(latency * _FACTORS[match[2]], 1e9 / (rate * _RATES[match[4]]))
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """What a step costs with a compression of its gradients.
+
+    Args:
+        name: for people.
+        code: line of a training script that switches it on.
+        harm: index into `HARM`.
+        ratio: bytes of a message over those of the gradients.
+        encode_ns: of all gradients of a step.
+        decode_ns: of all messages of a step.
+        is_gathered: each rank gets the messages of all; else they are added up on the way.
+    """
+
+    name: str
+    code: str
+    harm: int
+    ratio: float
+    encode_ns: int
+    decode_ns: int
+    is_gathered: bool = True
+
+
+_AS_IT_IS = Coded("", "", 0, 1.0, 0, 0, is_gathered=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Times of a data-parallel step, of the slowest rank, and of its link.
+
+    Args:
+        ranks: of the job.
+        sizes: bytes of each gradient, in the order in which they are ready.
+        ready_ns: when each is ready, from the beginning of the step.
+        compute_ns: of a step without any exchange.
+        reduce: time of an all-reduce over its bytes.
+        gather: time of an all-gather over the bytes of one rank's message.
+        link_error: the largest relative error of both lines; 0 if they were not measured.
+        coded: compressions.
+        can_cut: torch has `bucket_cap_mb_list`, and all gradients are of one dtype.
+    """
+
+    ranks: int
+    sizes: tuple[int, ...]
+    ready_ns: tuple[int, ...]
+    compute_ns: int
+    reduce: Line
+    gather: Line
+    link_error: float = 0.0
+    coded: tuple[Coded, ...] = ()
+    can_cut: bool = True
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(self.sizes)
+
+    def faster(self, factor: float) -> Profile:
+        """The same job where computing a step is that many times as fast."""
+        ready = tuple(round(time_ns / factor) for time_ns in self.ready_ns)
+        return replace(self, ready_ns=ready, compute_ns=round(self.compute_ns / factor))
+
+    def step_ns(self, counts: Sequence[int], coded: Coded | None = None) -> int:
+        """Time of a step whose gradients are exchanged in buckets, while backward goes on.
+
+        Args:
+            counts: gradients in each bucket.
+            coded: compression; None: gradients as they are.
+        """
+        ends = list(accumulate(counts))
+        ready = [self.ready_ns[end - 1] for end in ends]
+        sizes = [
+            sum(self.sizes[end - count : end]) for end, count in zip(ends, counts, strict=True)
+        ]
+        line = self.gather if coded and coded.is_gathered else self.reduce
+        ratio, encode, decode = (
+            (coded.ratio, coded.encode_ns, coded.decode_ns) if coded else (1, 0, 0)
+        )
+        parts = [size / self.total_bytes for size in sizes]
+        # Encoding delays what backward computes next.
+        delayed = [time_ns + round(encode * sum(parts[: n + 1])) for n, time_ns in enumerate(ready)]
+        arrived = finish(delayed, [line.time_ns(round(ratio * size)) for size in sizes])
+        # Messages are added up when backward has ended and they have arrived.
+        costs = [round(decode * part) for part in parts]
+        return finish([max(self.compute_ns + encode, one) for one in arrived], costs)[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to exchange gradients.
+
+    Args:
+        name: for people.
+        harm: index into `HARM`.
+        predicted_ns: of a step, by the model.
+        sent_bytes: of each rank in a step.
+        code: what to write in a training script; "": nothing.
+        caps_mb: of the buckets, in MiB, where these are others than torch's.
+        measured_ns: of a step; 0: it was not run.
+    """
+
+    name: str
+    harm: int
+    predicted_ns: int
+    sent_bytes: int
+    code: str = ""
+    caps_mb: tuple[float, ...] = ()
+    measured_ns: int = 0
+
+
+def capped(sizes: Sequence[int], caps_mb: Sequence[float]) -> list[int]:
+    """Gradients in each bucket as DistributedDataParallel cuts them: at the one that fills it.
+
+    >>> capped([1 << 20] * 5, [1, 2])
+    [1, 2, 2]
+
+    Args:
+        sizes: bytes of each gradient.
+        caps_mb: in MiB of each bucket; the last one counts for all that follow.
+    """
+    counts: list[int] = []
+    count = filled = 0
+    for size in sizes:
+        count, filled = count + 1, filled + size
+        if filled >= int(caps_mb[min(len(counts), len(caps_mb) - 1)] * _MIB):
+            counts.append(count)
+            count = filled = 0
+    return [*counts, count] if count else counts
+
+
+def ways(profile: Profile) -> list[Way]:
+    """The ways to exchange gradients, each with its predicted step; the first is torch's own."""
+    ranks, total = profile.ranks, profile.total_bytes
+    ring_bytes = 2 * (ranks - 1) * total // ranks
+    counts = capped(profile.sizes, DEFAULT_CAPS)
+    step_ns = profile.step_ns(counts)
+    found = [Way("as torch does it", 0, step_ns, ring_bytes)]
+    found += [_cut(profile, ring_bytes)]
+    for one in profile.coded:
+        size = round(one.ratio * total)
+        sent = (ranks - 1) * size if one.is_gathered else 2 * (ranks - 1) * size // ranks
+        found.append(Way(one.name, one.harm, profile.step_ns(counts, one), sent, one.code))
+    average_ns = profile.compute_ns + profile.reduce.time_ns(total) // _PERIOD
+    found += [
+        Way(
+            f"average parameters every {_PERIOD} steps",
+            4,
+            average_ns,
+            ring_bytes // _PERIOD,
+            f"PeriodicModelAverager(period={_PERIOD}).average_parameters(model.parameters()) after "
+            f"each step, without DistributedDataParallel",
+        ),
+        Way(
+            f"{_BATCHES} batches in each step",
+            4,
+            ((_BATCHES - 1) * profile.compute_ns + step_ns) // _BATCHES,
+            ring_bytes // _BATCHES,
+            f"replica.no_sync() around {_BATCHES - 1} of {_BATCHES} batches",
+        ),
+    ]
+    return found
+
+
+def _cut(profile: Profile, ring_bytes: int) -> Way:
+    """The best buckets that this torch can make."""
+    if profile.can_cut:
+        # Fewer buckets cost less than the model knows.
+        slack_ns = round(_SLACK * profile.compute_ns)
+        best = bucket(profile.ready_ns, profile.sizes, profile.reduce, slack_ns)
+        counts, caps = list(best.counts), [size / _MIB for size in best.sizes]
+        code = f"DistributedDataParallel(model, bucket_cap_mb_list={caps})"
+    else:
+        # One cap for all buckets: powers of two up to one bucket.
+        most = profile.total_bytes.bit_length()
+        trials = [[2.0**n / _MIB] for n in range(12, most + 1)] or [[1.0]]
+        caps = min(trials, key=lambda one: profile.step_ns(capped(profile.sizes, one)))
+        counts = capped(profile.sizes, caps)
+        code = f"DistributedDataParallel(model, bucket_cap_mb={caps[0]})"
+    name = "all in one bucket" if len(counts) == 1 else f"{len(counts)} buckets"
+    return Way(name, 1, profile.step_ns(counts), ring_bytes, code, tuple(caps))
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeAdvice:
+    """What waiting for gradients costs a data-parallel job, and which way out is worth its price.
+
+    `print(advice)` shows the sentences.
+
+    Args:
+        profile: what was measured.
+        ways: the first is torch's own.
+    """
+
+    profile: Profile
+    ways: tuple[Way, ...]
+
+    @property
+    def error(self) -> float:
+        """Relative error of the model for torch's own step; 0 if that was not run."""
+        own = self.ways[0]
+        return abs(own.predicted_ns / own.measured_ns - 1) if own.measured_ns else 0.0
+
+    @property
+    def chosen(self) -> Way:
+        """The way that is advised."""
+        chosen = self.ways[0]
+        for harm in range(1, len(HARM)):
+            rivals = [way for way in self.ways if way.harm == harm]
+            # What was measured counts, not what is predicted of others that promised less.
+            rivals = [way for way in rivals if way.measured_ns] or rivals
+            best = max(rivals, key=lambda way: self.gain(way, chosen), default=chosen)
+            if self.gain(best, chosen) > self.told(best, chosen):
+                chosen = best
+        return chosen
+
+    def gain(self, way: Way, over: Way) -> float:
+        """The part of a step that a way saves over another one."""
+        if way.measured_ns and over.measured_ns:
+            return 1 - way.measured_ns / over.measured_ns
+        return 1 - way.predicted_ns / over.predicted_ns
+
+    def told(self, way: Way, over: Way) -> float:
+        """The smallest gain of one way over another that is no error of the model, or noise."""
+        if way.measured_ns and over.measured_ns:
+            return _TOLD
+        if not self.ways[0].measured_ns:
+            return _TOLD_PREDICTED
+        return max(_TOLD, 2 * self.error)
+
+    def worth_measuring(self) -> list[Way]:
+        """Of each harm the way that is predicted to be fastest, if it gains over torch's own."""
+        own, found = self.ways[0], []
+        for harm in range(1, len(HARM) - 1):
+            rivals = [way for way in self.ways if way.harm == harm]
+            best = min(rivals, key=lambda way: way.predicted_ns, default=own)
+            if self.gain(best, own) > _TOLD:
+                found.append(best)
+        return found
+
+    @property
+    def bucket_cap_mb_list(self) -> list[float] | None:
+        """What DistributedDataParallel takes, if other buckets are advised; else None."""
+        return [*self.chosen.caps_mb] or None
+
+    @property
+    def verdict(self) -> str:
+        """Recommendation in one sentence."""
+        own, chosen = self.ways[0], self.chosen
+        if chosen is own:
+            return "leave it as it is: no other way is faster beyond the error of this advice."
+        way = _times(own, chosen)
+        harm = {
+            1: "the gradients stay the same",
+            2: "gradients are rounded",
+            3: "gradients are others, so compare the accuracy",
+            4: "it is another training, so compare the accuracy",
+        }[chosen.harm]
+        return f"{chosen.name}, {way}; {harm}: {chosen.code}"
+
+    def sentences(self) -> list[str]:
+        """Sentences on the wait for gradients, the link, the model, a plan, and the verdict."""
+        profile, own = self.profile, self.ways[0]
+        kind, step_ns = ("takes", own.measured_ns) if own.measured_ns else ("would take", 0)
+        step_ns = step_ns or own.predicted_ns
+        waited = max(0, step_ns - profile.compute_ns)
+        predicted = "" if own.measured_ns else " (predicted)"
+        step = (
+            f"On {profile.ranks} ranks a step {kind} {format_ns(step_ns)}{predicted}; "
+            f"{format_ns(waited)} of it wait for gradients, {waited / step_ns:.0%}."
+        )
+        error = f"; the line is at worst {profile.link_error:.0%} off" if profile.link_error else ""
+        line = (
+            f"An all-reduce takes {format_ns(profile.reduce.fixed_ns)} and "
+            f"{profile.reduce.per_byte_ns:.3g} ns per byte; gradients have "
+            f"{format_bytes(profile.total_bytes)}{error}."
+        )
+        found = [step, line]
+        if own.measured_ns:
+            found.append(
+                f"The model predicts {format_ns(own.predicted_ns)} for this step; it cannot tell "
+                f"gains below {max(_TOLD, 2 * self.error):.0%}."
+            )
+        else:
+            found.append(f"Nothing was sent: gains below {_TOLD_PREDICTED:.0%} are not told.")
+        faster = replace(self, profile=profile.faster(1.2))._own_ns()
+        found.append(
+            f"A plan that makes computing 1.2 times as fast makes this step "
+            f"{self._own_ns() / faster:.2f} times as fast."
+        )
+        return [*found, f"Verdict: {self.verdict}"]
+
+    def _own_ns(self) -> int:
+        return self.profile.step_ns(capped(self.profile.sizes, DEFAULT_CAPS))
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row for each way: name, harm, bytes sent, predicted step, measured step."""
+        return [
+            (
+                way.name,
+                HARM[way.harm],
+                format_bytes(way.sent_bytes),
+                format_ns(way.predicted_ns),
+                format_ns(way.measured_ns) if way.measured_ns else "-",
+            )
+            for way in self.ways
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers as JSON values, with the verdict."""
+        return asdict(self) | {
+            "error": self.error,
+            "chosen": asdict(self.chosen),
+            "verdict": self.verdict,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences())
+
+
+def _times(own: Way, chosen: Way) -> str:
+    if own.measured_ns and chosen.measured_ns:
+        return f"with which a step is {own.measured_ns / chosen.measured_ns:.2f} times as fast"
+    ratio = own.predicted_ns / chosen.predicted_ns
+    return f"with which a step is predicted to be {ratio:.2f} times as fast"
