@@ -330,10 +330,7 @@ class _Trials:
         end = self.began + _TRIALS_PART * _MOST_S
         for place, name in enumerate(names):
             if search is not None:
-                left_s = (end - monotonic()) / (len(names) - place)
-                # What helps most is tried however long steps are.
-                least_s = _FIRST_STEPS * self.own_ns / 1e9 if place == 0 else 0.0
-                search.until = monotonic() + max(left_s, least_s)
+                search.until = monotonic() + (end - monotonic()) / (len(names) - place)
             with self._trying(name):
                 trials[name]()
 
@@ -350,6 +347,9 @@ class _Trials:
         if reason:
             self.left_out.append(f"{name} ({search.findings[''].reason or reason})")
             return
+        # What helps most is tried however long steps are.
+        assert search.until is not None
+        search.until = max(search.until, monotonic() + _FIRST_STEPS * self.own_ns / 1e9)
         before = len(search.seen)
         if self.is_training:
             search.in_parts()
@@ -357,6 +357,7 @@ class _Trials:
             search.try_sizes()
         tried = search.seen[before:]
         if not tried:
+            self.left_out.append(f"{name} (no time)")
             return
         fastest = min(tried, key=lambda seen: seen.time_ns)
         affordable = [seen for seen in tried if seen.time_ns <= _SLOWER * fastest.time_ns]
