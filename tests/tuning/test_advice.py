@@ -98,6 +98,8 @@ def test_noise_is_no_verdict():
         "it is."
     )
     assert advice(replace(noisy, rounds=2)).verdict.startswith("too few steps to tell")
+    # an interval that may hide a gain, whatever its middle
+    assert advice(channels_last((1.0, 0.5, 2.1))).verdict.startswith("too noisy to tell")
     # What was run once may be faster by chance; other ways were timed in turn and are not.
     once = way("loop of 4", 1000, 0.8)
     assert advice(once).verdict.startswith("too few steps to tell whether loop of 4")

@@ -30,6 +30,8 @@ _WORTHWHILE_MEMORY = 0.1
 _SMALL, _AFFORDABLE = 0.75, 1.25
 # A suggested limit leaves kernels alone that take this part of the convolutions' time.
 _UNTOUCHED = 0.8
+# An interval that reaches below this may hide a gain that matters.
+_HIDDEN = 0.9
 # Times of one way that vary by more than this are noisy.
 _NOISY = 0.1
 _MIB = 1 << 20
@@ -328,7 +330,11 @@ class Advice:
         """What may be faster, and is not known to be."""
         own, raced = self.step_ns, [way for way in self.ways[1:] if way.ratio is not None]
         known = raced or [way for way in self.ways[1:] if not way.is_estimated]
-        hopes = [way for way in known if way.factor(own) < 1 - _WORTHWHILE]
+        hopes = [
+            way
+            for way in known
+            if way.factor(own) < 1 - _WORTHWHILE or (way.ratio and way.ratio[1] < _HIDDEN)
+        ]
         if hopes:
             hope = min(hopes, key=lambda way: way.factor(own))
             why = "too noisy" if hope.rounds >= LEAST_ROUNDS else "too few steps"
