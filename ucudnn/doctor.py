@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter_ns
-
-import torch
 
 from ucudnn import cache as cache_room
 from ucudnn.backends import open_backend
 from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Handle, find_library
 from ucudnn.backends.cudnn.offline import has_driver
 from ucudnn.backends.cudnn.profile import DeviceProfile
-from ucudnn.backends.torch_cpu.machine import LARGE_THRESHOLD_TUNABLES
+from ucudnn.backends.torch_cpu.machine import LARGE_THRESHOLD_TUNABLES, filling
 from ucudnn.errors import UnsupportedError
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.units import format_ns
-
-# Above 32 MiB, the most to which glibc raises its mmap threshold by itself: a block of this size is
-# paged in anew at each allocation unless malloc was told otherwise.
-_BLOCK_BYTES = 64 << 20
-# The median of five ignores two rounds that something else disturbed.
-_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +76,14 @@ def diagnose(cache: str | None = None) -> Diagnosis:
         cache: folder of the measurement cache; None: the user's cache directory.
     """
     backend = open_backend("auto")
-    # 4 bytes a float32. Its pages are there before it is timed, unlike those of a fresh block.
-    block = torch.ones(_BLOCK_BYTES // 4)
-    path = cache_room.default_path(cache)
+    path, block = cache_room.default_path(cache), filling()
     return Diagnosis(
         device=backend.device(),
         software=backend.software(),
         conditions=backend.conditions(),
         load=os.getloadavg()[0],
-        fresh_ns=_median_ns(lambda: torch.ones(_BLOCK_BYTES // 4)),
-        reused_ns=_median_ns(lambda: block.fill_(1)),
+        fresh_ns=block.fresh_ns,
+        reused_ns=block.reused_ns,
         cudnn=_describe_cudnn(),
         cache_path=str(path),
         cache_writable=_writable(path),
@@ -136,15 +123,6 @@ def _describe_cudnn() -> str:
     except UnsupportedError as error:
         return str(error)
     return f"{cudnn.version_text} ({cudnn.path})"
-
-
-def _median_ns(run: Callable[[], object]) -> int:
-    times = []
-    for _ in range(_ROUNDS):
-        start = perf_counter_ns()
-        run()
-        times.append(perf_counter_ns() - start)
-    return round(median(times))
 
 
 def _writable(path: os.PathLike[str]) -> bool:

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ucudnn.plan import Timing as Timing
     from ucudnn.tuning.advice import Advice as Advice
     from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
+    from ucudnn.tuning.advice import Largest as Largest
+    from ucudnn.tuning.advice import WayAdvice as WayAdvice
     from ucudnn.tuning.noise import Noise as Noise
     from ucudnn.tuning.progress import Progress as Progress
 
@@ -62,7 +64,7 @@ _NAMES_BY_MODULE = {
         "StepRace",
     ),
     "plan": ("KernelPlan", "Timing"),
-    "tuning.advice": ("Advice", "KernelAdvice"),
+    "tuning.advice": ("Advice", "KernelAdvice", "Largest", "WayAdvice"),
     "tuning.noise": ("Noise",),
     "tuning.progress": ("Progress",),
 }

@@ -1,20 +1,29 @@
-"""Advice: the verdict on steps that are made up, and what a real step is said to do."""
+"""Advice: the verdict on steps that are made up, and what real steps are said to take."""
 
 from __future__ import annotations
 
+import copy
 import json
+import random
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ucudnn
+from ucudnn.backends import open_backend
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Device
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
-from ucudnn.tuning.advice import Advice, KernelAdvice
+from ucudnn.segment import WHOLE, Division, Segment
+from ucudnn.tracing import Traced
+from ucudnn.tuning.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
+from ucudnn.tuning.advisor import advised
 
 MIB, MS = 1 << 20, 1_000_000
 
@@ -34,82 +43,330 @@ def kernel(ms, workspace=0.0, last_ms=None, direct_ms=1.0, size=9, calls=1):
     )
 
 
-def advice(*kernels, step_ms=100, peak=1000, last_ratio=None):
-    return Advice(
-        kernels,
-        Device("cpu", "made up"),
-        step_ns=step_ms * MS,
-        step_peak_bytes=peak * MIB,
-        last_step_ns=step_ms * MS if last_ratio else 0,
-        last_step_peak_bytes=peak * MIB if last_ratio else 0,
-        last_ratio=last_ratio,
+OWN = WayAdvice("as it is", "leave it as it is", 1000 * MIB, 100 * MS, rounds=5)
+SEGMENTS = Division((Segment("layers", 4),))
+
+
+def way(name, peak, ratio, rounds=5, **fields):
+    """One that was timed in turn, or once if the ratio is a number."""
+    raced = ratio if isinstance(ratio, tuple) else None
+    middle = ratio[0] if raced else ratio
+    return WayAdvice(
+        name,
+        f"use {name}",
+        *(peak * MIB, int(middle * OWN.time_ns), raced, rounds if raced else 0),
+        **fields,
     )
 
 
-def test_nothing_stands_out():
-    found = advice(kernel(2, 1), kernel(3, 2), last_ratio=(1.0, 0.95, 1.05))
-    assert found.verdict.startswith("leave it")
-    assert not any(one.is_cliff() for one in found.kernels)
+def advice(*ways, kernels=(), **fields):
+    ways = (OWN, *ways)
+    return Advice(tuple(kernels), Device("cpu", "made up"), ways, batch=16, **fields)
+
+
+def channels_last(ratio, peak=1000):
+    return way("channels_last", peak, ratio, memory_format="channels_last")
+
+
+def test_nothing_is_faster_or_smaller():
+    found = advice(channels_last((1.0, 0.97, 1.05)), kernels=[kernel(2, 1), kernel(3, 2)])
+    assert found.verdict.startswith("leave it as it is: ")
+    assert found.fastest is found.smallest is None
+
+
+def test_a_way_that_is_faster_beyond_the_noise_is_advised():
+    half = way("micro-batches of 8", 400, (0.52, 0.5, 0.55), division=SEGMENTS)
+    found = advice(channels_last((0.8, 0.75, 0.85)), half)
+    assert found.verdict == (
+        "use micro-batches of 8: a step then takes 0.52 (0.50 to 0.55) times as long and 400 MiB "
+        "instead of 1000 MiB."
+    )
+
+
+def test_of_ways_whose_intervals_overlap_the_smaller_one_is_advised():
+    fast, small = way("fast", 900, (0.7, 0.6, 0.8)), way("small", 500, (0.75, 0.7, 0.9))
+    for ways in ((fast, small), (small, fast)):
+        assert advice(*ways).fastest == small
+    apart = way("small", 500, (0.85, 0.82, 0.9))
+    assert advice(fast, apart).fastest == fast
+
+
+def test_noise_is_no_verdict():
+    noisy = channels_last((0.8, 0.5, 1.1))
+    assert advice(noisy).verdict == (
+        "too noisy to tell whether channels_last is faster: 0.80 (0.50 to 1.10) times as long as "
+        "it is."
+    )
+    assert advice(replace(noisy, rounds=2)).verdict.startswith("too few steps to tell")
+    # an interval that may hide a gain, whatever its middle
+    assert advice(channels_last((1.0, 0.5, 2.1))).verdict.startswith("too noisy to tell")
+    # What was run once may be faster by chance; other ways were timed in turn and are not.
+    once = way("loop of 4", 1000, 0.8)
+    assert advice(once).verdict.startswith("too few steps to tell whether loop of 4")
+    assert advice(once, channels_last((1.0, 0.98, 1.02))).verdict.startswith("leave it")
+
+
+def test_a_way_that_takes_less_memory_is_advised_with_its_price():
+    small = way("segments", 300, 1.1, division=SEGMENTS)
+    assert advice(small, way("checkpoints", 700, 1.0)).verdict == (
+        "if memory is short, use segments: 300 MiB instead of 1000 MiB at about 1.10 times the "
+        "time."
+    )
+    # the smallest of all would cost too much
+    assert "use segments" in advice(small, way("loop of 1", 100, 2.0)).verdict
+    assert "at about 2.00 times" in advice(way("loop of 1", 100, 2.0)).verdict
+    # what is advised for its time saves as much
+    fast = way("micro-batches of 8", 300, (0.5, 0.5, 0.6))
+    assert "if memory" not in advice(fast, small).verdict
+
+
+def test_nothing_was_tried():
+    found = advice(left_out=("channels_last (no time)",))
+    assert found.verdict == "not known: nothing but the step as it is was run."
+    assert "Not tried: channels_last (no time)." in found.sentences()
 
 
 def test_a_cliff_that_costs_a_tenth_of_the_step():
-    found = advice(kernel(2, 1), kernel(11, 1))
+    found = advice(kernels=[kernel(2, 1), kernel(11, 1)])
     assert [one.is_cliff() for one in found.kernels] == [False, True]
     assert found.verdict == (
         "tune it without a limit: 1 kernel is on a cliff, which costs up to 10% of the step."
     )
     # the same cliff in a step in which it hardly counts
-    assert advice(kernel(2, 1), kernel(11, 1), step_ms=1000).verdict.startswith("leave it")
+    slow = replace(found, ways=(replace(OWN, time_ns=1000 * MS),))
+    assert slow.verdict.startswith("leave it")
 
 
 def test_a_cliff_that_another_layout_shows():
-    found = advice(kernel(20, last_ms=8, direct_ms=5))
+    found = advice(kernels=[kernel(20, last_ms=8, direct_ms=5)])
     assert found.kernels[0].is_cliff()
     assert not found.kernels[0].is_cliff(is_last=True)
     assert "up to 12% of the step" in found.verdict  # 20 ms that need be 8
     # no bound is known on a device whose speed nobody measured
-    assert advice(kernel(20, last_ms=8, direct_ms=0)).kernels[0].is_cliff()
-
-
-def test_channels_last_that_wins_beyond_the_noise():
-    kernels = kernel(4, last_ms=3), kernel(3, last_ms=3)
-    won = advice(*kernels, last_ratio=(0.8, 0.75, 0.85))
-    assert won.verdict == "use channels_last, with which a step takes 0.80 times as long."
-    assert advice(*kernels, last_ratio=(0.8, 0.5, 1.1)).verdict.startswith("leave it")
+    assert kernel(20, last_ms=8, direct_ms=0).is_cliff()
+    # a cliff by the roofline costs nothing that another layout would save
+    assert kernel(20, last_ms=30, direct_ms=1).excess_ns() == 0
 
 
 def test_cliffs_that_channels_last_leaves_or_makes():
     made = kernel(4, last_ms=60)
-    found = advice(kernel(30, last_ms=4), made, last_ratio=(0.8, 0.75, 0.85))
+    found = advice(channels_last((0.8, 0.75, 0.85)), kernels=[kernel(30, last_ms=4), made])
     assert found.verdict.startswith("use channels_last")
-    assert "then tune it so without a limit: 1 kernel is on a cliff" in found.verdict
+    assert "then tune it so: 1 kernel is on a cliff" in found.verdict
 
 
 def test_a_limit_that_few_kernels_exceed():
-    found = advice(kernel(4, 400), *[kernel(4, 3.5, calls=4)] * 4, peak=1000)
+    few = [kernel(4, 400), *[kernel(4, 3.5, calls=4)] * 4]
+    found = advice(kernels=few, own_peak_bytes=600 * MIB).with_plan()
     assert found.suggested_limit == 4 * MIB
-    assert found.verdict == (
-        "tune it with workspace_limit='4MiB', which touches few kernels and lowers workspace "
-        "from 400 MiB."
+    assert found.ways[-1].how == "tune it with workspace_limit='4MiB'"
+    assert found.ways[-1].peak_bytes == 604 * MIB
+    assert "tune it with workspace_limit='4MiB': 604 MiB instead of 1000 MiB" in found.verdict
+    # where workspace is little of the peak, and where nothing is known of it
+    assert advice(kernels=few, own_peak_bytes=990 * MIB).suggested_limit is None
+    assert advice(kernels=few).suggested_limit is None
+
+
+def test_no_verdict_contradicts_what_is_known():
+    chance = random.Random(0)
+
+    def drawn(name):
+        middle = chance.choice((0.5, 0.8, 0.97, 1.0, 1.2, 2.0))
+        ends = chance.uniform(0.5, 1) * middle, chance.uniform(1, 1.5) * middle
+        ratio = chance.choice((middle, (middle, *ends)))
+        return way(name, chance.choice((100, 600, 900, 1100)), ratio, chance.randint(1, 7))
+
+    for _ in range(2000):
+        kernels = [kernel(chance.choice((2, 11)), chance.choice((1, 300))) for _ in range(3)]
+        found = advice(
+            *map(drawn, "abc"[: chance.randint(0, 3)]),
+            kernels=kernels,
+            own_peak_bytes=chance.choice((0, 600, 1000)) * MIB,
+        ).with_plan()
+        said = found.verdict
+        assert ("leave it as it is" in said) == (
+            found.fastest is None and found.smallest is None and not re.search("cliff|tell", said)
+        )
+        assert ("times as long and" in said) == (found.fastest is not None)
+        assert "tell" not in said or found.fastest is None
+        assert "tell" not in said or "cliff" not in said
+        assert found.sentences()[0] == f"Verdict: {said}"
+
+
+def test_the_verdict_comes_first_and_all_fits_a_screen():
+    names = ["channels_last, loop of 16", *(f"segments, {n}% of the peak" for n in range(11))]
+    found = advice(
+        *(way(name, 500, 1.0) for name in names),
+        kernels=[kernel(2)] * 400,
+        causes=(("parameters", 100 * MIB), ("activations", 800 * MIB), ("workspace", 100 * MIB)),
+        load=1.5,
+        left_out=("checkpoint per block (no time)",) * 3,
     )
-    # of a step that takes much more memory, and where the limit would have to be nearly as large
-    assert advice(kernel(4, 400), *[kernel(4, 3.5, calls=4)] * 4, peak=9000).suggested_limit is None
-    assert advice(kernel(4, 400), kernel(4, 390), peak=1000).suggested_limit is None
+    lines = str(found).splitlines()
+    assert lines[0].startswith("Verdict: ")
+    assert len(lines) <= 26
+    assert "800 MiB of activations (80%), " in lines[1]
+    assert any(line.startswith("Times are noisy: others used 1.5 processors") for line in lines)
+    assert all(len(line) <= 80 for line in lines if line.startswith(("segments", "channels_last")))
 
 
 def test_kernels_that_were_not_timed_are_counted():
     late = KernelAdvice(kernel(1).problem, ("late",), None, None, 0, 0)
     found = Advice((kernel(3), late), Device("cpu", "made up"), reason="out of memory")
-    assert "1 of 2 kernels were not timed." in found.sentences()
-    assert "Not all steps were run: out of memory." in found.sentences()
+    assert ", 1 not timed" in found.sentences()[-1]
+    assert "No step was run: out of memory." in found.sentences()
     assert found.share(late.time_ns()) == 0
     assert json.loads(json.dumps(found.to_dict()))["kernels"][1]["timing"] is None
+
+
+def test_the_largest_batch_in_a_budget():
+    loop = replace(way("loop of 4", 200, 1.0), division=Division((), 4))
+    found = advice(
+        replace(way("segments", 500, 1.2), largest=Largest(40, 790 * MIB, 400 * MS, False)),
+        replace(loop, largest=Largest(90, 800 * MIB, 900 * MS)),
+        budget_bytes=800 * MIB,
+    )
+    own = replace(OWN, largest=Largest(12, 800 * MIB, 60 * MS))
+    found = replace(found, ways=(own, *found.ways[1:]))
+    assert found.verdict == (
+        "the largest batch within 800 MiB is 40: use segments; 790 MiB and 10.0 ms per sample, "
+        "seen in a step. As it is, ~12 fit at 5.00 ms per sample. By a loop of 4 ~90 fit at "
+        "10.0 ms per sample."
+    )
+    none = replace(found, ways=(replace(own, largest=Largest(0, 900 * MIB, 0)),))
+    assert none.verdict == (
+        "not even one sample fits 800 MiB by any way that was tried; the smallest peak at batch "
+        "16 is 1000 MiB."
+    )
+
+
+def test_the_largest_batch_is_exact_where_peaks_are_a_line():
+    chance = random.Random(0)
+    for _ in range(500):
+        fixed, slope, budget = chance.randint(0, 99), chance.randint(1, 9), chance.randint(0, 999)
+        one, other = chance.sample(range(1, 64), 2)
+        points = [(batch, fixed + slope * batch) for batch in (one, other)]
+        fitting = [batch for batch in range(1, 1000) if fixed + slope * batch <= budget]
+        batch, peak = largest_batch(points, budget)
+        assert batch == max(fitting, default=0)
+        assert peak == fixed + slope * batch
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.Conv2d(8, 8, 3))
+
+
+def block(channels):
+    return nn.Sequential(nn.Conv2d(8, channels, 3), nn.GELU(), nn.Conv2d(channels, 8, 3), nn.GELU())
+
+
+class Blocks(nn.Module):
+    """Four of them, whose samples do not depend on each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([block(8), block(16), block(16), block(8)])
+
+    def forward(self, x):
+        for one in self.blocks:
+            x = one(x)
+        return x
+
+
+def peak_of(net, x, step):
+    """Peak of a step that is written by hand, with what is there before it."""
+    net = copy.deepcopy(net)
+    step(net, x)
+    net.zero_grad()
+    spans = open_backend("torch_cpu").spans(lambda _: step(net, x))
+    held = [*net.parameters(), *net.buffers(), x]
+    return max(one.peak_bytes for one in spans) + sum(one.nbytes for one in held)
+
+
+def by_torch(net, x):
+    # The result is alive while gradients are computed, as it is in most training loops.
+    y = net(x)
+    y.abs().sum().backward()
+
+
+def in_a_loop(size, net, x):
+    for part in x.split(size):
+        by_torch(net, part)
+
+
+def by_checkpoints(net, x):
+    for one in net.blocks:
+        x = checkpoint(one, x, use_reentrant=False)
+    x.abs().sum().backward()
+
+
+def in_inference_at_once(net, x):
+    with torch.no_grad():
+        net(x)
+
+
+def in_inference(size, net, x):
+    with torch.no_grad():
+        result = torch.empty(len(x), 8, 24, 24)
+        for at in range(0, len(x), size):
+            result[at : at + size] = net(x[at : at + size])
+
+
+@pytest.mark.slow
+def test_peaks_are_those_of_steps_that_are_written_by_hand():
+    torch.manual_seed(0)
+    net, x = Blocks(), torch.randn(16, 8, 40, 40)
+    found = ucudnn.advise(net, x)
+    own = peak_of(net, x, by_torch)
+    assert found.step_peak_bytes == pytest.approx(own, rel=0.02)
+    assert sum(size for _, size in found.causes) == found.step_peak_bytes
+    ways = {one.name: one for one in found.ways}
+    loop = next(one for one in found.ways if one.is_loop and one.memory_format == "keep")
+    size = loop.division.micro_batch
+    by_hand = peak_of(net, x, lambda net, x: in_a_loop(size, net, x))
+    assert loop.peak_bytes == pytest.approx(by_hand, rel=0.05)
+    by_hand = peak_of(net, x, by_checkpoints)
+    assert ways["checkpoint per block"].peak_bytes == pytest.approx(by_hand, rel=0.05)
+    names = {one.module for one in ways["checkpoint per block"].division.segments}
+    assert names == {f"blocks.{n}" for n in range(4)}
+    least = min(one.peak_bytes for name, one in ways.items() if name.startswith("segments"))
+    assert least < 0.5 * own
+
+
+@pytest.mark.slow
+def test_micro_batches_of_an_inference():
+    torch.manual_seed(0)
+    net, x = Blocks().eval(), torch.randn(16, 8, 40, 40)
+    found = ucudnn.advise(net, x, Config(ops="fprop"))
+    own = peak_of(net, x, in_inference_at_once)
+    assert found.step_peak_bytes == pytest.approx(own, rel=0.02)
+    (part, *_) = (one for one in found.ways if one.name.startswith("micro-batches of"))
+    size = part.division.segments[0].micro_batch
+    by_hand = peak_of(net, x, lambda net, x: in_inference(size, net, x))
+    assert part.peak_bytes == pytest.approx(by_hand, rel=0.05)
+    assert not found.is_training
+
+
+@pytest.mark.slow
+def test_the_largest_batch_fits_the_budget_and_no_much_larger_one_does():
+    torch.manual_seed(0)
+    net, x = Blocks(), torch.randn(8, 8, 40, 40)
+    own = peak_of(net, x, by_torch)
+    found = ucudnn.advise(net, x, Config(memory_budget=3 * own))
+    assert found.budget_bytes == 3 * own
+    at_own = found.ways[0].largest
+    for batch, fits in ((at_own.batch, True), (round(1.1 * at_own.batch), False)):
+        more = x.repeat(4, 1, 1, 1)[:batch]
+        assert (peak_of(net, more, by_torch) <= 3 * own * 1.02) == fits
+    answer = found.roomiest
+    assert answer.largest.batch > at_own.batch
+    assert answer.largest.peak_bytes <= 3 * own
+    assert found.verdict.startswith("the largest batch within ")
+    share = ucudnn.advise(net, x, Config(memory_budget="50%"))
+    assert share.budget_bytes == share.step_peak_bytes // 2
+    assert share.ways[0].largest.batch in (3, 4)
 
 
 @pytest.mark.slow
@@ -119,9 +376,24 @@ def test_a_real_step_is_looked_at(model):
     assert {one.problem for one in found.kernels} == set(ucudnn.trace(model, x))
     assert all(one.timing and one.channels_last and one.direct_ns for one in found.kernels)
     assert found.step_ns > 0
-    assert found.step_peak_bytes > 0
-    assert found.last_ratio is not None
     assert found.reason == ""
+    ways = {one.name: one for one in found.ways}
+    assert next(iter(ways)) == "as it is"
+    assert ways["channels_last"].memory_format == "channels_last"
+    assert ways["plan for the convolutions"].is_estimated
+    # its samples depend on each other
+    assert any(one.startswith("loop (") for one in found.left_out)
+    values = json.loads(json.dumps(found.to_dict()))
+    assert [one["name"] for one in values["ways"]] == list(ways)
+    assert values["ways"][0]["segments"] == []
+    assert values["verdict"] == found.verdict
+
+
+def test_several_inputs_have_no_segments(model):
+    found = ucudnn.advise(model, [torch.randn(2, 3, 12, 12), torch.randn(2, 3, 16, 16)])
+    assert "segments and micro-batches (one example at a time)" in found.left_out
+    assert all(one.division == WHOLE for one in found.ways)
+    assert found.step_peak_bytes > 0
 
 
 def test_layouts_that_there_are_not(model):
@@ -129,7 +401,7 @@ def test_layouts_that_there_are_not(model):
     last = {"memory_format": torch.channels_last}
     images = ucudnn.advise(model.to(**last), torch.randn(2, 3, 12, 12).to(**last))
     for found in (audio, images):
-        assert found.last_ratio is None
+        assert all(one.memory_format == "keep" for one in found.ways)
         assert all(one.timing and one.channels_last is None for one in found.kernels)
 
 
@@ -137,22 +409,20 @@ def test_a_step_that_cannot_be_computed(model):
     x = torch.randn(4, 3, 12, 12)
     model.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no step today")))
     traced = ucudnn.trace(nn.Sequential(*model), x)
-    from ucudnn.tracing import Traced
-    from ucudnn.tuning.advisor import advised
-
     found = advised(model, x, Traced([("layer", one) for one in traced]), Config())
     assert found.reason == "one could not be computed (no step today)"
     assert found.step_ns == 0
+    assert found.left_out == ()
     assert all(one.timing for one in found.kernels)
 
 
-def test_a_step_that_takes_too_long_is_run_once(model, monkeypatch):
-    monkeypatch.setattr("ucudnn.tuning.advisor._LEAST_STEPS", float("inf"))
+def test_what_there_is_no_time_for_is_named(model, monkeypatch):
+    monkeypatch.setattr("ucudnn.tuning.advisor._MOST_S", 0.0)
     found = ucudnn.advise(model, torch.randn(4, 3, 12, 12))
     assert found.step_ns > 0
-    assert found.step_peak_bytes == 0  # which takes a second one
-    assert found.last_ratio is None
-    assert found.reason == "a step takes too long for more than one in a minute"
+    assert found.step_peak_bytes > 0
+    assert {"channels_last (no time)", "checkpoint per block (no time)"} <= set(found.left_out)
+    assert found.verdict == "not known: nothing but the step as it is was run."
     assert all(one.timing for one in found.kernels)
 
 

@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     from ucudnn.tuning.advice import Advice
 
 
-@options.takes_settings(("ops", "backend"))
+@options.takes_settings(("ops", "backend", "memory_budget"))
 @options.takes_model(options.ModelArgument)
 def advise(
     recipe: Recipe,
     given: dict[str, Any],
     config_file: options.ConfigFileOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="Print all kernels, too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Time a step and its convolutions for at most a minute, and say whether tuning pays.
+    """Run a step in several ways for about a minute: memory, time, a verdict.
+
+    With a memory budget: the largest batch that fits.
 
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
@@ -61,9 +64,10 @@ def advise(
         # Not through rich, which breaks long lines.
         print(json.dumps(found.to_dict()))
         return
-    out.print(_table(found))
-    for sentence in found.sentences():
-        say(sentence)
+    for line in found.sentences():
+        say(line)
+    if everything:
+        out.print(_table(found))
 
 
 def _table(advice: Advice) -> Table:

@@ -1,18 +1,19 @@
-"""Advice on a model: whether to tune it, to use channels_last, or to leave it as it is. Pure."""
+"""Advice on a model: what fills the memory of a step, the ways to run it, one verdict. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
 from msgspec import to_builtins
 
 from ucudnn.measurement import Device
-from ucudnn.outcomes import TOLERATED
+from ucudnn.outcomes import LEAST_ROUNDS, TOLERATED
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
+from ucudnn.segment import WHOLE, Division
 from ucudnn.units import format_bytes, format_ns
 
 # A kernel lies on a cliff, far slower than convolutions of similar shapes, where torch takes this
@@ -24,8 +25,15 @@ _LAYOUT_CLIFF = 2.0
 # Fractions of a step's time and of its peak of memory; smaller savings are not worth tuning for.
 _WORTHWHILE = 0.05
 _WORTHWHILE_MEMORY = 0.1
+# A way is advised for its memory if it leaves no more than this part of the peak, and takes no more
+# than so many times as long; if none does, whatever time the smallest one takes.
+_SMALL, _AFFORDABLE = 0.75, 1.25
 # A suggested limit leaves kernels alone that take this part of the convolutions' time.
 _UNTOUCHED = 0.8
+# An interval that reaches below this may hide a gain that matters.
+_HIDDEN = 0.9
+# Times of one way that vary by more than this are noisy.
+_NOISY = 0.1
 _MIB = 1 << 20
 
 
@@ -74,7 +82,8 @@ class KernelAdvice:
         # The larger of the two references, so that the loss is not overstated.
         other = self.channels_last
         in_other_layout = 0 if other is None or is_last else other.time_ns
-        return self.time_ns(is_last) - max(self.direct_ns, in_other_layout) * len(self.layers)
+        least = max(self.direct_ns, in_other_layout) * len(self.layers)
+        return max(0, self.time_ns(is_last) - least)
 
     def is_cliff(self, is_last: bool = False) -> bool:
         """True if torch's own kernel is far slower than it should be."""
@@ -88,30 +97,141 @@ class KernelAdvice:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """Time, workspace and memory of a training step by kernel, with a recommendation.
+class Largest:
+    """The largest batch that fits a memory budget by one way.
 
-    `print(advice)` shows the sentences; `ucudnn advise` shows them below a table of kernels.
+    Args:
+        batch: number of samples; 0: not even one fits.
+        peak_bytes: of a step of that batch.
+        time_ns: of that step.
+        is_estimated: it follows from steps of other batches; else it was run.
+    """
+
+    batch: int
+    peak_bytes: int
+    time_ns: int
+    is_estimated: bool = True
+
+    @property
+    def sample_ns(self) -> int:
+        """Time per sample."""
+        return self.time_ns // max(1, self.batch)
+
+    def __str__(self) -> str:
+        return f"{'~' * self.is_estimated}{self.batch}"
+
+
+def largest_batch(points: Sequence[tuple[int, int]], budget: int) -> tuple[int, int]:
+    """The largest batch within a budget and its peak, by a line through the last two points.
+
+    >>> largest_batch([(4, 50), (8, 90)], 125)
+    (11, 120)
+
+    Args:
+        points: (batch, peak in bytes) of two steps at least, of different batches.
+        budget: bytes.
+    """
+    (one, at_one), (other, at_other) = points[-2:]
+    slope = max(1, ceil((at_other - at_one) / (other - one)))
+    batch = max(0, other + (budget - at_other) // slope)
+    return batch, at_other + (batch - other) * slope
+
+
+@dataclass(frozen=True, slots=True)
+class WayAdvice:
+    """One way to run the step.
+
+    Args:
+        name: in the table.
+        how: what to do for it, as an imperative.
+        peak_bytes: the most that a step has allocated, with what is there before it.
+        time_ns: of a step; the median if several were timed.
+        ratio: time over that of the step as it is, with its 95 % interval; None: not timed in turn
+            with it.
+        rounds: in which both were timed in turn.
+        is_estimated: computed from other measurements; else such a step was run.
+        memory_format: "keep" or "channels_last".
+        division: segments and micro-batches.
+        largest: the largest batch that fits the budget; None if there is none.
+    """
+
+    name: str
+    how: str
+    peak_bytes: int
+    time_ns: int
+    ratio: tuple[float, float, float] | None = None
+    rounds: int = 0
+    is_estimated: bool = False
+    memory_format: str = "keep"
+    division: Division = WHOLE
+    largest: Largest | None = None
+
+    @property
+    def is_loop(self) -> bool:
+        """True if it changes the training loop."""
+        return self.division.micro_batch is not None
+
+    @property
+    def is_faster(self) -> bool:
+        """True if it was faster than the step as it is, beyond the noise."""
+        known = self.ratio is not None and self.rounds >= LEAST_ROUNDS
+        return known and self.ratio is not None and self.ratio[2] < 1 - TOLERATED
+
+    def factor(self, own_ns: int) -> float:
+        """Its time over that of the step as it is."""
+        return self.time_ns / own_ns if self.ratio is None else self.ratio[0]
+
+    def price(self, own_ns: int) -> str:
+        """The same in words: an interval, or what little is known."""
+        if self.ratio is not None and self.rounds > 1:
+            return "{:.2f} ({:.2f} to {:.2f})".format(*self.ratio)
+        mark = "~" if self.is_estimated else ""
+        return f"{mark}{self.factor(own_ns):.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The memory of a step, the ways to run it, its kernels, and a verdict.
+
+    `print(advice)` shows the verdict and the ways; `ucudnn advise --all` the kernels, too.
 
     Args:
         kernels: one per distinct convolution, in the order of the model.
         device: the device that was measured.
-        step_ns: median time of a step in the model's own layout; 0 if none was run.
-        step_peak_bytes: its peak of memory beyond parameters and inputs.
-        last_step_ns: median time with model and inputs in channels_last; 0 if none was run.
-        last_step_peak_bytes: its peak.
-        last_ratio: ratio of the two times and its 95 % interval, measured in turn.
-        reason: why steps of one or both layouts were not run; "" if they were.
+        ways: the step as it is first; empty if none was run.
+        causes: bytes of the peak of the step as it is, by what they are for; empty if not known.
+        batch: samples of the step.
+        is_training: forward and backward; else forward only.
+        budget_bytes: memory that a step may take; None: no budget.
+        own_peak_bytes: the peak of the step as it is without workspace; 0: not known.
+        load: processors that others used while steps were timed.
+        spread: interquartile range of the times of the step as it is, over their median.
+        left_out: ways that were not tried, with the reason.
+        reason: why no step was run; "" if one was.
     """
 
     kernels: tuple[KernelAdvice, ...]
     device: Device
-    step_ns: int = 0
-    step_peak_bytes: int = 0
-    last_step_ns: int = 0
-    last_step_peak_bytes: int = 0
-    last_ratio: tuple[float, float, float] | None = None
+    ways: tuple[WayAdvice, ...] = ()
+    causes: tuple[tuple[str, int], ...] = ()
+    batch: int = 0
+    is_training: bool = True
+    budget_bytes: int | None = None
+    own_peak_bytes: int = 0
+    load: float = 0.0
+    spread: float = 0.0
+    left_out: tuple[str, ...] = ()
     reason: str = ""
+
+    @property
+    def step_ns(self) -> int:
+        """Time of the step as it is; 0 if none was run."""
+        return self.ways[0].time_ns if self.ways else 0
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """Peak of the step as it is, with what is there before it; 0 if none was run."""
+        return self.ways[0].peak_bytes if self.ways else 0
 
     @property
     def convolutions_ns(self) -> int:
@@ -119,14 +239,21 @@ class Advice:
         return sum(kernel.time_ns() for kernel in self.kernels)
 
     @property
-    def workspace_bytes(self) -> int:
-        """The largest workspace of any convolution in the model's own layout."""
-        return _workspace_bytes(self.kernels, False)
+    def fastest(self) -> WayAdvice | None:
+        """The way that is faster beyond the noise; the smallest of those that are equally fast."""
+        faster = [way for way in self.ways if way.is_faster]
+        if not faster:
+            return None
+        ends = {way.name: way.ratio for way in faster if way.ratio is not None}
+        least = min(faster, key=lambda way: ends[way.name][0])
+        # Where intervals overlap, noise would decide.
+        level = [way for way in faster if ends[way.name][1] <= ends[least.name][2]]
+        return min(level, key=lambda way: (way.peak_bytes, ends[way.name][0]))
 
     @property
-    def is_last_better(self) -> bool:
-        """True if a step is faster in channels_last, beyond the noise."""
-        return self.last_ratio is not None and self.last_ratio[2] < 1 - TOLERATED
+    def is_noisy(self) -> bool:
+        """True if others used the processors, or times of one way vary by more than a tenth."""
+        return self.load > 0 or self.spread > _NOISY
 
     def share(self, time_ns: int) -> float:
         """A time as a fraction of the step; if no step was run, of its convolutions."""
@@ -136,122 +263,267 @@ class Advice:
 
     @property
     def suggested_limit(self) -> int | None:
-        """A workspace limit in bytes that would save memory and affect few kernels; None: none."""
-        is_last = self.is_last_better
+        """A workspace limit in bytes that would lower the peak and affect few kernels, or None."""
         known = [
-            (timing.workspace_bytes, kernel.time_ns(is_last))
+            (kernel.timing.workspace_bytes, kernel.time_ns())
             for kernel in self.kernels
-            if (timing := kernel.best(is_last))
+            if kernel.timing
         ]
-        limit, most = _limit_for(known), _workspace_bytes(self.kernels, is_last)
-        # A limit counts for the layout that is advised, so the peak is that of its step. Where no
-        # step was run there is no peak to compare the saving with.
-        peak = (is_last and self.last_step_peak_bytes) or self.step_peak_bytes
-        return limit if peak and most - limit >= _WORTHWHILE_MEMORY * peak else None
+        limit, peak = _limit_for(known), self.step_peak_bytes
+        if not self.own_peak_bytes or not limit:
+            return None
+        saved = peak - self.own_peak_bytes - limit
+        return limit if saved >= _WORTHWHILE_MEMORY * peak else None
+
+    def with_plan(self) -> Advice:
+        """The same, with a plan for the convolutions as one more way, by what its kernels tell."""
+        if not self.ways or not any(kernel.timing for kernel in self.kernels):
+            return self
+        limit, peak = self.suggested_limit, self.step_peak_bytes
+        excess = self.share(sum(kernel.excess_ns() for kernel in self.kernels))
+        setting = ""
+        if limit is not None:
+            setting = f" with workspace_limit='{_setting(limit)}'"
+            peak = min(peak, self.own_peak_bytes + limit)
+        plan = WayAdvice(
+            "plan for the convolutions",
+            f"tune it{setting}",
+            *(peak, round(self.step_ns * (1 - excess))),
+            is_estimated=True,
+        )
+        return replace(self, ways=(*self.ways, plan))
 
     @property
     def verdict(self) -> str:
-        """Recommendation in one sentence."""
-        is_last = self.is_last_better
+        """Recommendation in one sentence, or in a few on a budget."""
+        if self.budget_bytes is not None and any(way.largest for way in self.ways):
+            return self._on_budget(self.budget_bytes)
+        advised = [*self._on_time(), *self._on_memory()]
+        if not advised and self.left_out and all(way.is_estimated for way in self.ways[1:]):
+            return "not known: nothing but the step as it is was run."
+        if not advised:
+            return (
+                "leave it as it is: no way that was tried is faster beyond the noise or takes much "
+                "less memory."
+            )
+        return f"{'; '.join(advised)}."
+
+    def _on_time(self) -> Iterator[str]:
+        """What to do for shorter steps, or what noise hides."""
+        own, best = self.step_ns, self.fastest
+        is_last = best is not None and best.memory_format == "channels_last"
+        if best is not None:
+            yield (
+                f"{best.how}: a step then takes {best.price(own)} times as long and "
+                f"{format_bytes(best.peak_bytes)} instead of {format_bytes(self.step_peak_bytes)}"
+            )
         cliffs = [kernel for kernel in self.kernels if kernel.is_cliff(is_last)]
         gain = self.share(sum(kernel.excess_ns(is_last) for kernel in cliffs))
-        # "tune it so": in channels_last, which the sentence has advised just before.
-        limit, advised, tune = self.suggested_limit, [], "tune it"
-        if is_last and self.last_ratio is not None:
-            ratio, tune = self.last_ratio[0], "tune it so"
-            advised.append(f"use channels_last, with which a step takes {ratio:.2f} times as long")
-        # Time comes before memory: a limit could exclude the algorithms that leave a cliff.
-        if gain >= _WORTHWHILE:
-            advised.append(
-                f"{tune} without a limit: {_count(cliffs)} on a cliff, which costs up to "
-                f"{gain:.0%} of the step"
+        # Another way than a layout changes what each kernel computes, and so the cliffs.
+        if gain >= _WORTHWHILE and (best is None or best.division == WHOLE):
+            tune = "then tune it so" if is_last else "tune it without a limit"
+            yield f"{tune}: {_count(cliffs)} on a cliff, which costs up to {gain:.0%} of the step"
+        elif best is None:
+            yield from self._on_noise()
+
+    def _on_noise(self) -> Iterator[str]:
+        """What may be faster, and is not known to be."""
+        own, raced = self.step_ns, [way for way in self.ways[1:] if way.ratio is not None]
+        known = raced or [way for way in self.ways[1:] if not way.is_estimated]
+        hopes = [
+            way
+            for way in known
+            if way.factor(own) < 1 - _WORTHWHILE or (way.ratio and way.ratio[1] < _HIDDEN)
+        ]
+        if hopes:
+            hope = min(hopes, key=lambda way: way.factor(own))
+            why = "too noisy" if hope.rounds >= LEAST_ROUNDS else "too few steps"
+            yield (
+                f"{why} to tell whether {hope.name} is faster: {hope.price(own)} times as long as "
+                f"it is"
             )
-        elif limit is not None:
-            most = format_bytes(_workspace_bytes(self.kernels, is_last))
-            advised.append(
-                f"{tune} with workspace_limit='{format_bytes(limit).replace(' ', '')}', which "
-                f"touches few kernels and lowers workspace from {most}"
+            return
+        for way in self.ways[1:]:
+            if way.is_estimated and way.how.startswith("start") and way.factor(own) < _SMALL:
+                yield f"{way.how}: a step may then take {way.price(own)} times as long"
+
+    def _on_memory(self) -> Iterator[str]:
+        """What to do for less memory."""
+        best, small = self.fastest, self.smallest
+        # What is advised for its time may save as much.
+        if small is None or (best is not None and best.peak_bytes <= small.peak_bytes):
+            return
+        about = "about " if small.rounds < LEAST_ROUNDS else ""
+        yield (
+            f"if memory is short, {small.how}: {format_bytes(small.peak_bytes)} instead of "
+            f"{format_bytes(self.step_peak_bytes)} at {about}{small.price(self.step_ns)} times the "
+            f"time"
+        )
+
+    @property
+    def smallest(self) -> WayAdvice | None:
+        """The way to advise for its memory, measured if there is one; None if none saves much."""
+        most = _SMALL * self.step_peak_bytes
+        small = [way for way in self.ways if way.peak_bytes <= most and not way.is_estimated]
+        if not small and self.suggested_limit is not None:  # the plan would save enough
+            small = [way for way in self.ways if way.peak_bytes < self.step_peak_bytes]
+        cheap = [way for way in small if way.factor(self.step_ns) <= _AFFORDABLE]
+        return min(cheap or small, key=lambda way: way.peak_bytes, default=None)
+
+    @property
+    def roomiest(self) -> WayAdvice | None:
+        """The way of the largest batch; one that leaves the training loop alone if there is one."""
+        found = [way for way in self.ways if way.largest is not None and way.largest.batch]
+        kept = [way for way in found if not way.is_loop] or found
+        return max(kept, key=_room, default=None)
+
+    def _on_budget(self, budget: int) -> str:
+        """The largest batch that fits the budget, by which way, and at which time per sample."""
+        found = [(way, way.largest) for way in self.ways if way.largest is not None]
+        size = format_bytes(budget)
+        if not any(largest.batch for _, largest in found):
+            least = min(way.peak_bytes for way, _ in found)
+            return (
+                f"not even one sample fits {size} by any way that was tried; the smallest peak at "
+                f"batch {self.batch} is {format_bytes(least)}."
             )
-        if not advised:
-            return "leave it as it is: no kernel stands out, and workspace is little of the memory."
-        return f"{', then '.join(advised)}."
+        way = self.roomiest
+        assert way is not None
+        assert way.largest is not None
+        most = way.largest
+        said = (
+            f"the largest batch within {size} is {most}: {way.how}; {format_bytes(most.peak_bytes)}"
+            f" and {format_ns(most.sample_ns)} per sample, "
+            f"{'estimated' if most.is_estimated else 'seen in a step'}."
+        )
+        own, at_own = found[0]
+        if own is not way:
+            said += f" As it is, {at_own} fit at {format_ns(at_own.sample_ns)} per sample."
+        loops = [one for one in found if one[0].is_loop and one[0] is not way]
+        if loops:
+            loop, at_loop = max(loops, key=lambda one: _room(one[0]))
+            said += f" By a {loop.name} {at_loop} fit at {format_ns(at_loop.sample_ns)} per sample."
+        return said
 
     def sentences(self) -> list[str]:
-        """Sentences on the step, the memory, the bound and the verdict."""
-        found = []
-        convolutions = format_ns(self.convolutions_ns)
-        if self.step_ns:
-            found.append(
-                f"A step takes {format_ns(self.step_ns)}; its convolutions, timed one by one, "
-                f"{convolutions}."
-            )
-        else:
-            found.append(f"The convolutions of a step take {convolutions}.")
-        if self.last_ratio is not None:
-            ratio, low, high = self.last_ratio
-            found.append(
-                f"In channels_last a step takes {ratio:.2f} ({low:.2f} to {high:.2f}) times as "
-                f"long, {format_ns(self.last_step_ns)}, and allocates "
-                f"{format_bytes(self.last_step_peak_bytes)} at its peak."
-            )
+        """The verdict, and in at most 25 lines what it is based on."""
+        lines = [f"Verdict: {self.verdict}", *self._memory_lines(), *self._table()]
         if self.reason:
-            found.append(f"Not all steps were run: {self.reason}.")
-        if self.step_peak_bytes:
-            part = self.workspace_bytes / self.step_peak_bytes
-            found.append(
-                f"Workspace is up to {format_bytes(self.workspace_bytes)}, at most {part:.0%} of "
-                f"the {format_bytes(self.step_peak_bytes)} that a step allocates at its peak."
+            lines.append(f"No step was run: {self.reason}.")
+        if self.is_noisy and self.ways:
+            lines.append(
+                f"Times are noisy: others used {self.load:.1f} processors meanwhile, and the step "
+                f"as it is varied by {self.spread:.0%}. Run it again on a quiet machine."
             )
-        else:
-            found.append(f"Workspace is up to {format_bytes(self.workspace_bytes)}.")
-        bound = self.share(sum(kernel.gain_ns() for kernel in self.kernels))
+        if self.left_out:
+            lines.append(f"Not tried: {'; '.join(self.left_out)}.")
+        return [*lines, *self._kernel_lines()]
+
+    def _memory_lines(self) -> Iterator[str]:
+        if not self.causes:
+            return
+        kind = "A training step" if self.is_training else "An inference"
+        peak = self.step_peak_bytes
+        parts = ", ".join(
+            f"{format_bytes(size)} of {what} ({size / peak:.0%})"
+            for what, size in sorted(self.causes, key=lambda cause: -cause[1])
+            if size
+        )
+        yield f"{kind} at batch {self.batch} has up to {format_bytes(peak)} allocated: {parts}."
+        sizes = dict(self.causes)
+        if self.is_training and not sizes.get("optimiser state") and sizes.get("parameters"):
+            adam = format_bytes(2 * sizes["parameters"])
+            yield f"It has no optimiser yet; the state of Adam would add {adam}."
+
+    def _table(self) -> Iterator[str]:
+        """One line for each way."""
+        if not self.ways:
+            return
+        has_budget = any(way.largest for way in self.ways)
+        headings = ("largest batch", "per sample") if has_budget else ("times as long", "")
+        yield f"{'':31}{'peak':>10}{'step':>10}  {headings[0]:<20}{headings[1]}".rstrip()
+        for number, way in enumerate(self.ways):
+            mark = "~" if way.is_estimated else ""
+            cells = way.price(self.step_ns) if number else "1", ""
+            if has_budget:
+                most = way.largest
+                cells = ("-", "") if most is None else (str(most), format_ns(most.sample_ns))
+            peak, time = format_bytes(way.peak_bytes), format_ns(way.time_ns)
+            yield (
+                f"{way.name:31}{mark + peak:>10}{mark + time:>10}  {cells[0]:<20}{cells[1]}"
+            ).rstrip()
+        yield (
+            "~: estimated, not run. A ratio without an interval is of one step."
+            if not has_budget
+            else "~: estimated, not run. The peak is at the batch that was given."
+        )
+
+    def _kernel_lines(self) -> Iterator[str]:
+        untimed = sum(kernel.timing is None for kernel in self.kernels)
+        if untimed == len(self.kernels):
+            yield f"Convolutions: {untimed} kernels, none of which was timed."
+            return
+        cliffs = sum(kernel.is_cliff() for kernel in self.kernels)
+        bound = ""
         if any(kernel.least_ns for kernel in self.kernels):
-            found.append(
-                f"No plan can save more than {bound:.0%} of the step, even if its algorithms "
-                f"reached the full speed of this machine, which none does."
-            )
-        untimed = [kernel for kernel in self.kernels if kernel.timing is None]
-        if untimed:
-            found.append(f"{len(untimed)} of {len(self.kernels)} kernels were not timed.")
-        return [*found, f"Verdict: {self.verdict}"]
+            gain = self.share(sum(kernel.gain_ns() for kernel in self.kernels))
+            bound = f", and no plan can save more than {gain:.0%} of the step"
+        part = f" {self.share(self.convolutions_ns):.0%} of the step," if self.ways else ""
+        yield (
+            f"Convolutions: {len(self.kernels)} kernels,{part} {cliffs} on a cliff, {untimed} not "
+            f"timed{bound}."
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        values = asdict(self)
+        values = to_builtins(replace(self, kernels=()))
+        for fields, way in zip(values["ways"], self.ways, strict=True):
+            segments, micro_batch = fields.pop("division")
+            fields.update(segments=segments, micro_batch=micro_batch, is_faster=way.is_faster)
         values["kernels"] = [
             {
+                **to_builtins(kernel),
                 "problem": asdict(kernel.problem),
-                "layers": list(kernel.layers),
-                "timing": to_builtins(kernel.timing),
-                "channels_last": to_builtins(kernel.channels_last),
-                "direct_ns": kernel.direct_ns,
-                "least_ns": kernel.least_ns,
                 "share": round(self.share(kernel.time_ns()), 4),
                 "is_cliff": kernel.is_cliff(),
             }
             for kernel in self.kernels
         ]
-        values["device"] = str(self.device)
-        return {**values, "suggested_limit": self.suggested_limit, "verdict": self.verdict}
+        return {
+            **values,
+            "causes": dict(self.causes),
+            "device": str(self.device),
+            "step_ns": self.step_ns,
+            "step_peak_bytes": self.step_peak_bytes,
+            "is_noisy": self.is_noisy,
+            "suggested_limit": self.suggested_limit,
+            "verdict": self.verdict,
+        }
 
 
-def _workspace_bytes(kernels: Iterable[KernelAdvice], is_last: bool) -> int:
-    timings = (kernel.best(is_last) for kernel in kernels)
-    return max((timing.workspace_bytes for timing in timings if timing), default=0)
+def _room(way: WayAdvice) -> tuple[int, int]:
+    """What is more for the way of more samples, and of less time for each."""
+    assert way.largest is not None
+    return way.largest.batch, -way.largest.sample_ns
 
 
-def _limit_for(known: Sequence[tuple[int, int]]) -> int:
+def _setting(size: int) -> str:
+    return format_bytes(size).replace(" ", "")
+
+
+def _limit_for(known: Iterable[tuple[int, int]]) -> int:
     """The smallest limit, in whole MiB, that leaves the kernels with most of the time unaffected.
 
     Args:
         known: workspace in bytes and time in ns of each kernel.
     """
+    known = sorted(known)
     total, taken = sum(time_ns for _, time_ns in known), 0
     # By rising workspace: the kernels up to the limit keep torch's own convolution.
-    for size, time_ns in sorted(known):
+    for size, time_ns in known:
         taken += time_ns
         if taken >= _UNTOUCHED * total:
             # Kernels may need no workspace at all, and a limit of 0 would be no useful setting.

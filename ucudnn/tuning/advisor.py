@@ -1,39 +1,69 @@
-"""`ucudnn.advise`: time a training step and its convolutions without a search."""
+"""`ucudnn.advise`: run a step in every way that is at hand, and time its convolutions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from statistics import mean
 from time import monotonic
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ucudnn.backends import AbstractBackend, Cost, open_backend
+from ucudnn.backends.torch_cpu.machine import LARGE_THRESHOLD_TUNABLES, filling
 from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns, ratio_interval, spread_ns
 from ucudnn.config import Config, require_config
 from ucudnn.errors import ConfigError, UnsupportedError, warn
 from ucudnn.execution.compiling import is_compiled
-from ucudnn.execution.stepping import STEP_ERRORS, Steps, reason_against_steps, undisturbed
+from ucudnn.execution.stepping import (
+    STEP_ERRORS,
+    Steps,
+    batch_of,
+    gradient_mode,
+    reason_against_steps,
+    undisturbed,
+)
 from ucudnn.plan import Timing
 from ucudnn.problem import Problem
+from ucudnn.segment import WHOLE
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.tracing import Traced, trace_layers
-from ucudnn.tuning.advice import Advice, KernelAdvice
+from ucudnn.tuning.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
+from ucudnn.tuning.segmenting import Seen, SegmentSearch
+from ucudnn.tuning.step_profile import StepProfile, StepProfiler
 from ucudnn.tuning.step_rounds import race, tells
 from ucudnn.tuning.tuner import layers_by_problem
 from ucudnn.tuning.worth import least_ns
+from ucudnn.units import format_bytes
 
 # Seconds for all of it: advice is for those who do not want to wait for tuning.
 _MOST_S = 60.0
-# Steps may take this part of the time, kernels the rest.
-_STEPS_PART = 0.4
-# The least that comparing two layouts takes: warmed up, with their peaks, and one pair.
-_LEAST_STEPS = 6
+# Seconds for kernels, however long steps take.
+_LEAST_S = 5.0
+# Parts of that time after which no way is tried, and none is timed again; kernels get the rest.
+_TRIALS_PART, _STEPS_PART = 0.5, 0.8
+# Rounds that a race takes to show anything, and ways in it beside the step as it is.
+_ROUNDS, _MOST_RIVALS = 3, 4
+# Shares of the peak within which segments are looked for, the most useful first.
+_SHARES = (0.5, 0.25, 0.75)
+# Steps that looking for segments within one limit takes, and trying one way.
+_SEARCH_STEPS, _TRIAL_STEPS = 6, 4
+# The same for what is tried first, in at least two sizes of micro-batches.
+_FIRST_STEPS = 9
+# Steps by which the largest batch is checked at most.
+_MOST_CHECKS = 3
+# The largest batch is found where the next guess is larger by no more than this factor.
+_CLOSE = 1.02
+# What loses more time than this, as a fraction of the step, is not worth racing for its time.
+_SLOWER = 1.1
 # A kernel is run until it has taken `_ENOUGH_NS` or so many times: long ones only once, because one
 # slow layer must not use up the time of all others.
 _LEAST_SAMPLES, _MOST_SAMPLES, _ENOUGH_NS = 1, 7, 150_000_000
@@ -53,11 +83,13 @@ def advise(
     real: bool = False,
     on_kernel: OnKernel = _silent,
 ) -> Advice:
-    """Time a training step and its convolutions as torch runs them, and bound what can be gained.
+    """Run a step in several ways, tell what fills its memory, and give a verdict.
 
-    There is no search and nothing is cached; it takes a minute at most. Steps are run on two deep
-    copies of the model, in its own layout and in channels_last. Model and random states do not
-    change. Steps of a compiled model are run as if it were not compiled, with a warning.
+    The ways are the step as it is, channels_last, segments, micro-batches, checkpoints and, by
+    estimate, a plan for the convolutions. With a memory budget, the verdict is the largest batch
+    that fits it. There is no search for plans, and nothing is cached. It takes about a minute for
+    steps of up to a second. Steps are run on deep copies of the model; model and random states do
+    not change. Steps of a compiled model are run as if it were not compiled, with a warning.
 
     >>> import torch
     >>> advice = advise(torch.nn.Conv2d(3, 8, 3), torch.ones(2, 3, 9, 9))
@@ -68,7 +100,7 @@ def advise(
         model: any module.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; or a
             list of these for several input sizes.
-        config: the settings; only `ops` and `backend` matter; default: `Config()`.
+        config: the settings; only `ops`, `backend` and `memory_budget` matter; default: `Config()`.
         real: compute one step to find the convolutions, for a model whose control flow depends on
             values.
         on_kernel: called after every kernel, with how many are done and how many there are.
@@ -111,9 +143,10 @@ def advised(
         )
     names = layers_by_problem(traced.layers, config)
     began, backend = monotonic(), open_backend(config.backend)
-    advice = Advice((), backend.device())
-    advice = _with_steps(advice, model, example_inputs, backend, names, began)
-    watch = _Watch(backend, began + _MOST_S)
+    # In 1-D torch has no channels-last layout, and "nhwc" is that layout already.
+    has_other = any(problem.rank > 1 and problem.layout == "nchw" for problem in names)
+    advice = _Trials(model, example_inputs, backend, config, began).advice(has_other)
+    watch = _Watch(backend, max(began + _MOST_S, monotonic() + _LEAST_S))
     found: dict[Problem, KernelAdvice] = {}
     # Function modes of the caller, as `with torch.device(...)`, would change where the operands are
     # allocated.
@@ -122,7 +155,7 @@ def advised(
         for problem in sorted(names, key=lambda p: -p.flops * len(names[p])):
             found[problem] = watch.kernel(problem, names[problem])
             on_kernel(len(found), len(names))
-    return replace(advice, kernels=tuple(found[problem] for problem in names))
+    return replace(advice, kernels=tuple(found[problem] for problem in names)).with_plan()
 
 
 def require_live(config: Config) -> None:
@@ -138,52 +171,435 @@ def require_live(config: Config) -> None:
         )
 
 
-def _with_steps(
-    advice: Advice,
-    model: nn.Module,
-    inputs: Any,
-    backend: AbstractBackend,
-    problems: Collection[Problem],
-    began: float,
-) -> Advice:
-    """Run steps in the model's own layout and in channels_last, in turn."""
-    reason = reason_against_steps(model, inputs, backend.device().type)
-    if reason:
-        return replace(advice, reason=reason)
-    backward = any(problem.op != "fprop" for problem in problems)
-    # In 1-D torch has no channels-last layout, and "nhwc" is that layout already.
-    has_other = any(problem.rank > 1 and problem.layout == "nchw" for problem in problems)
-    try:
-        with undisturbed(model):
-            step = Steps(model, inputs, backward)
-            advice = replace(advice, step_ns=backend.elapsed_ns(step))
-            if _LEAST_STEPS * advice.step_ns > _STEPS_PART * _MOST_S * 1e9:
-                return replace(advice, reason="a step takes too long for more than one in a minute")
-            peak_bytes = backend.workspace_bytes(step, ())
-            advice = replace(advice, step_peak_bytes=peak_bytes)
-            # No layout to compare with: one more step, which is warm now, is enough.
-            if not has_other:
-                return replace(advice, step_ns=min(advice.step_ns, backend.elapsed_ns(step)))
-            other = Steps(model, inputs, backward, "channels_last")
-            # Taking the peak runs a step, which also warms up what channels_last needs.
-            peak = backend.workspace_bytes(other, ())
-            until, step_s = began + _STEPS_PART * _MOST_S, advice.step_ns / 1e9
-            own, last = race(
-                [partial(backend.elapsed_ns, one) for one in (step, other)],
-                lambda steps: monotonic() + steps * step_s >= until,
-                lambda times: tells(times[1], times[0]),
+@dataclass
+class _Trials:
+    """Runs a step in every way that there is time for.
+
+    Args:
+        model: any module.
+        inputs: that it was traced with.
+        backend: of the device.
+        config: the settings.
+        began: the `time.monotonic` at which the minute began.
+    """
+
+    model: nn.Module
+    inputs: Any
+    backend: AbstractBackend
+    config: Config
+    began: float
+    ways: list[WayAdvice] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
+    profile: StepProfile | None = None
+    search: SegmentSearch | None = None
+    plain: Steps | None = None
+    last: Steps | None = None
+    parts: list[WayAdvice] = field(default_factory=list)
+    fits: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.is_training = self.config.ops != ("fprop",)
+        several = self.inputs if isinstance(self.inputs, list) else [self.inputs]
+        self.is_single = len(several) == 1
+        self.example = several[0]
+        self.batch = batch_of(self.example)
+        self.own_ns = 0
+
+    def advice(self, has_other: bool) -> Advice:
+        """What was found, still without kernels.
+
+        Args:
+            has_other: the model may be faster in channels_last.
+        """
+        device = self.backend.device()
+        reason = reason_against_steps(self.model, self.inputs, device.type)
+        if reason:
+            return Advice((), device, reason=reason)
+        self._note_load()
+        self.loads.clear()
+        budget = None
+        try:
+            with undisturbed(self.model):
+                self._as_it_is()
+                self._all_ways(has_other)
+                budget = self._budget()
+                if budget is not None:
+                    self._find_largest(budget)
+                self._race()
+        # A model that was traced on fake tensors may still fail on real ones. Its kernels can be
+        # timed all the same.
+        except STEP_ERRORS as error:
+            if not self.ways:
+                reason = f"one could not be computed ({first_line(error)})"
+                self.left_out.clear()
+            else:
+                self.left_out.append(f"whatever follows ({first_line(error)})")
+        profile = self.profile
+        return Advice(
+            *((), device, tuple(self.ways), _causes(profile, self.is_training)),
+            batch=self.batch,
+            is_training=self.is_training,
+            budget_bytes=budget,
+            own_peak_bytes=0 if profile is None else profile.own_peak_bytes,
+            load=round(mean(self.loads), 1) if self.loads else 0.0,
+            spread=self.spread,
+            left_out=tuple(self.left_out),
+            reason=reason,
+        )
+
+    @property
+    def _held(self) -> int:
+        """Bytes that are allocated all through a step."""
+        return 0 if self.profile is None else self.profile.held.total
+
+    def _note_load(self) -> None:
+        self.loads.append(self.backend.state().load)
+
+    @contextmanager
+    def _trying(self, name: str) -> Iterator[None]:
+        """Note a way that fails as left out."""
+        try:
+            yield
+        except STEP_ERRORS as error:
+            self.left_out.append(f"{name} ({first_line(error)})")
+        self._note_load()
+
+    def _has_time(self, name: str, steps: int, part: float = _TRIALS_PART) -> bool:
+        """True if so many steps fit a part of the minute; else a way is noted as left out."""
+        if monotonic() + steps * self.own_ns / 1e9 <= self.began + part * _MOST_S:
+            return True
+        self.left_out.append(f"{name} (no time)")
+        return False
+
+    def _as_it_is(self) -> None:
+        """Run the step as it is."""
+        if self.is_single:
+            with self._trying("segments and micro-batches"):
+                self.search = SegmentSearch(
+                    *(self.model, self.example, self.backend, self.is_training)
+                )
+        with self._trying("what fills the memory"):
+            self.profile = StepProfiler(
+                *(self.model, self.inputs, self.backend, self.is_training)
+            ).profile()
+        how = "leave it as it is"
+        if self.search is not None:
+            _, peak, self.own_ns = self.search.seen[0]
+            # The same number as the sum of its causes.
+            if self.profile is not None:
+                peak = self.profile.peak_bytes - self._held
+        else:
+            if not self.is_single:
+                self.left_out.append("segments and micro-batches (one example at a time)")
+            self.plain = Steps(self.model, self.inputs, self.is_training)
+            peak, self.own_ns = self._run(self.plain)
+        self.ways.append(WayAdvice("as it is", how, peak + self._held, self.own_ns))
+
+    def _run(self, steps: Steps) -> tuple[int, int]:
+        """Peak of a step above what there is before it, and its time once it is warm."""
+        with gradient_mode(self.is_training):
+            first = self.backend.elapsed_ns(steps)
+            spans = self.backend.spans(lambda _: steps())
+            time_ns = first if 3 * first > 1e10 else self.backend.elapsed_ns(steps)
+        assert spans is not None
+        return max(span.peak_bytes for span in spans), time_ns
+
+    def _add(self, name: str, how: str, seen: Seen) -> None:
+        if all(way.division != seen.division for way in self.ways):
+            peak = seen.peak_bytes + self._held
+            self.ways.append(WayAdvice(name, how, peak, seen.time_ns, division=seen.division))
+
+    def _all_ways(self, has_other: bool) -> None:
+        """Try ways, those that help most first."""
+        search = self.search
+        trials: dict[str, Callable[[], None]] = {}
+        if search is not None:
+            name = "loop" if self.is_training else "micro-batches"
+            trials[name] = partial(self._try_sizes, search, name)
+            for share in _SHARES:
+                trials[f"segments at {share:.0%}"] = partial(self._try_segments, search, share)
+            if self.is_training:
+                trials["checkpoint per block"] = partial(self._try_blocks, search)
+        # Behind what needs most of the memory's answer, before what is tried to complete it.
+        names = [*trials]
+        if has_other:
+            trials["channels_last"] = self._try_channels_last
+            names.insert(2, "channels_last")
+        end = self.began + _TRIALS_PART * _MOST_S
+        for place, name in enumerate(names):
+            if search is not None:
+                search.until = monotonic() + (end - monotonic()) / (len(names) - place)
+            with self._trying(name):
+                trials[name]()
+
+    def _try_blocks(self, search: SegmentSearch) -> None:
+        """Recompute each block as a whole."""
+        if self._has_time("checkpoint per block", _TRIAL_STEPS):
+            seen = search.in_blocks()
+            if seen is not None:
+                self._add("checkpoint per block", "checkpoint each block", seen)
+
+    def _try_sizes(self, search: SegmentSearch, name: str) -> None:
+        """Run the whole model on parts of the batch."""
+        reason = search.reason_against_parts()
+        if reason:
+            self.left_out.append(f"{name} ({search.findings[''].reason or reason})")
+            return
+        # What helps most is tried however long steps are.
+        assert search.until is not None
+        search.until = max(search.until, monotonic() + _FIRST_STEPS * self.own_ns / 1e9)
+        before = len(search.seen)
+        if self.is_training:
+            search.in_parts()
+        else:
+            search.try_sizes()
+        tried = search.seen[before:]
+        if not tried:
+            self.left_out.append(f"{name} (no time)")
+            return
+        fastest = min(tried, key=lambda seen: seen.time_ns)
+        affordable = [seen for seen in tried if seen.time_ns <= _SLOWER * fastest.time_ns]
+        for seen in dict.fromkeys((fastest, min(affordable, key=lambda seen: seen.peak_bytes))):
+            segments, part = seen.division
+            size = part or segments[0].micro_batch
+            how = f"run it in micro-batches of {size} (tune does)"
+            if self.is_training:
+                how = f"train in a loop of micro-batches of {size} (tune it with loop=True)"
+            self._add(f"{name} of {size}", how, seen)
+        self.parts = self.ways[1:]
+
+    def _try_segments(self, search: SegmentSearch, share: float) -> None:
+        """Look for segments within a share of the peak."""
+        own, name = self.ways[0].peak_bytes, f"segments at {share:.0%}"
+        limit = int(share * own) - self._held
+        # Those found within a larger share are the fastest that were seen, and may do for this one.
+        done = [way.peak_bytes for way in self.ways if way.name.startswith("segments")]
+        if share < _SHARES[0] and any(peak <= limit + self._held for peak in done):
+            return
+        if limit <= 0:
+            self.left_out.append(f"{name} (parameters, inputs and the like take more)")
+            return
+        part = 1.0 if share == _SHARES[0] else _TRIALS_PART
+        if not self._has_time(name, _SEARCH_STEPS, part):
+            return
+        seen = search.within(limit)
+        peak, setting = seen.peak_bytes + self._held, f"{share:.0%}"
+        if seen.peak_bytes > limit:
+            self.left_out.append(f"{name} (the smallest peak that was found is {peak / own:.0%})")
+            setting = format_bytes(peak).replace(" ", "")
+        if seen.division != WHOLE:
+            how = f"tune it with memory_budget='{setting}'"
+            self._add(f"segments, {peak / own:.0%} of the peak", how, seen)
+
+    def _try_channels_last(self) -> None:
+        """Run the step in channels_last, and the fastest micro-batches there."""
+        how = "use channels_last"
+        if not self._has_time("channels_last", _TRIAL_STEPS, _STEPS_PART):
+            return
+        self.last = Steps(self.model, self.inputs, self.is_training, "channels_last")
+        peak, time_ns = self._run(self.last)
+        way = WayAdvice("channels_last", how, peak + self._held, time_ns)
+        self.ways.append(replace(way, memory_format="channels_last"))
+        best = min(self.parts, key=lambda one: one.time_ns, default=None)
+        if best is None or best.time_ns > self.own_ns:
+            return
+        name = f"channels_last, {best.name}"
+        if self._has_time(name, _TRIAL_STEPS, _STEPS_PART):
+            self.last.divide(best.division)
+            peak, time_ns = self._run(self.last)
+            way = replace(way, name=name, how=f"{how} and {best.how}", division=best.division)
+            peak += self._held
+            self.ways.append(
+                replace(way, peak_bytes=peak, time_ns=time_ns, memory_format="channels_last")
             )
-    # A model that was traced on fake tensors may still fail on real ones. Its kernels can be timed
-    # all the same.
-    except STEP_ERRORS as error:
-        return replace(advice, reason=f"one could not be computed ({first_line(error)})")
-    return replace(
-        advice,
-        step_ns=median_ns(own),
-        last_step_ns=median_ns(last),
-        last_step_peak_bytes=peak,
-        last_ratio=ratio_interval(last, own),
+
+    def _elapsed_ns(self, way: WayAdvice) -> int:
+        """Time of one more step by a way."""
+        is_last = way.memory_format == "channels_last"
+        if self.search is not None and not is_last:
+            return self.search.elapsed_ns(way.division)
+        steps = self.last if is_last else self.plain
+        assert steps is not None
+        steps.divide(way.division)
+        with gradient_mode(self.is_training):
+            return self.backend.elapsed_ns(steps)
+
+    def _rivals(self, own: WayAdvice) -> list[WayAdvice]:
+        """Ways to time in turn with the step as it is, the most promising first."""
+        others = [way for way in self.ways[1:] if way.time_ns <= _SLOWER * own.time_ns]
+        small = Advice((), self.backend.device(), tuple(self.ways)).smallest
+        chosen = sorted(others, key=lambda way: way.time_ns)[: _MOST_RIVALS - 1]
+        chosen += [] if small is None or small in chosen else [small]
+        left_s = self.began + _STEPS_PART * _MOST_S - monotonic()
+        count = int(left_s / (_ROUNDS * own.time_ns / 1e9)) - 1
+        # One race is worth its time where a way seems to be faster.
+        is_hope = any(way.time_ns < own.time_ns for way in chosen[:1])
+        return chosen[: max(is_hope and self.config.memory_budget is None, count)]
+
+    def _race(self) -> None:
+        """Time the promising ways in turn with the step as it is."""
+        own = self.ways[0]
+        rivals = self._rivals(own)
+        if len(self.ways) > 1 and not rivals:
+            self.left_out.append("timing ways in turn (no time)")
+        own_s, faults = own.time_ns / 1e9, list[int]()
+        until = self.began + _STEPS_PART * _MOST_S
+        if rivals:
+            until = max(until, monotonic() + (_ROUNDS + 0.5) * (1 + len(rivals)) * own_s)
+        elif _ROUNDS * own_s > until - monotonic():
+            return
+
+        def run(way: WayAdvice) -> int:
+            before = _faults()
+            time_ns = self._elapsed_ns(way)
+            faults.extend([_faults() - before] * (way is own))
+            return time_ns
+
+        times = race(
+            [partial(run, way) for way in (own, *rivals)],
+            lambda steps: monotonic() + steps * own_s >= until,
+            lambda samples: all(tells(one, samples[0]) for one in samples[1:]),
+            # Each has just run.
+            is_warm=True,
+        )
+        self._note_load()
+        self.spread = round(spread_ns(times[0]) / median_ns(times[0]), 3)
+        for way, samples in zip((own, *rivals), times, strict=True):
+            ratio = None if way is own else ratio_interval(samples, times[0])
+            raced = replace(way, time_ns=median_ns(samples), ratio=ratio, rounds=len(samples))
+            self.ways[self.ways.index(way)] = raced
+        self._foresee_malloc(median_ns(faults))
+
+    def _foresee_malloc(self, faults: int) -> None:
+        """Add what a malloc that keeps blocks would save, by the page faults of a step."""
+        if self.backend.conditions().allocator != "glibc":
+            return
+        fresh = filling()
+        saved_ns = faults * max(0, fresh.fresh_ns - fresh.reused_ns) / max(1, fresh.faults)
+        own = self.ways[0]
+        how = f"start Python with GLIBC_TUNABLES={LARGE_THRESHOLD_TUNABLES}"
+        time_ns = max(1, round(own.time_ns - saved_ns))
+        way = WayAdvice("malloc that keeps blocks", how, own.peak_bytes, time_ns)
+        self.ways.append(replace(way, is_estimated=True))
+
+    def _budget(self) -> int | None:
+        """The memory budget in bytes."""
+        if self.config.memory_budget is None:
+            return None
+        if self.profile is None or not (self.is_single and self.batch):
+            self.left_out.append("the largest batch (it takes one example with a batch)")
+            return None
+        return self.config.with_budget_of(self.ways[0].peak_bytes).budget_bytes
+
+    def _find_largest(self, budget: int) -> None:
+        """Find the largest batch of each way, by a step of another batch, and check the answer."""
+        other = self.batch // 2 or 2
+        points: dict[str, list[tuple[int, int]]] = {}
+        for place, way in enumerate(self.ways):
+            name = f"the largest batch by {way.name}"
+            if place > 1 and not self._has_time(name, 1, _STEPS_PART):
+                continue
+            with self._trying(name):
+                peak, _ = self._step_at(way, other)
+                points[way.name] = [(other, peak), (self.batch, way.peak_bytes)]
+                self._set_largest(place, *largest_batch(points[way.name], budget))
+        for _ in range(_MOST_CHECKS):
+            answer = Advice((), self.backend.device(), tuple(self.ways)).roomiest
+            if answer is None or answer.largest is None or not answer.largest.is_estimated:
+                break
+            with self._trying("a step of the largest batch"):
+                if not self._check(answer, points[answer.name], budget):
+                    break
+        for place, way in enumerate(self.ways):
+            if way.name in self.fits:
+                self._set_largest(place, *self.fits[way.name])
+
+    def _set_largest(self, place: int, batch: int, peak: int, time_ns: int | None = None) -> None:
+        way = self.ways[place]
+        foreseen_ns = way.time_ns * batch // self.batch
+        largest = Largest(batch, peak, foreseen_ns if time_ns is None else time_ns, time_ns is None)
+        self.ways[place] = replace(way, largest=largest)
+
+    def _check(self, way: WayAdvice, points: list[tuple[int, int]], budget: int) -> bool:
+        """Run a step of the largest batch; False if there is no room for it."""
+        place, largest = self.ways.index(way), way.largest
+        assert largest is not None
+        if largest.batch == self.batch:
+            self._set_largest(place, self.batch, way.peak_bytes, way.time_ns)
+            return True
+        steps = largest.batch // self.batch + 1
+        if not self._has_time(f"a step of batch {largest.batch}", steps, 1.0):
+            return False
+        if largest.peak_bytes > self.backend.memory_bytes():
+            self.left_out.append(f"a step of batch {largest.batch} (too little memory is free)")
+            return False
+        peak, time_ns = self._step_at(way, largest.batch)
+        points.append((largest.batch, peak))
+        batch, foreseen = largest_batch(points, budget)
+        if peak <= budget:
+            self.fits[way.name] = largest.batch, peak, time_ns
+        if way.name in self.fits and (peak > budget or batch <= _CLOSE * largest.batch):
+            self._set_largest(place, *self.fits[way.name])
+        else:
+            self._set_largest(place, min(batch, largest.batch - (peak > budget)), foreseen)
+        return True
+
+    def _step_at(self, way: WayAdvice, batch: int) -> tuple[int, int]:
+        """Peak and time of a step of another batch, with what is allocated all through it."""
+        inputs = _resized(self.example, self.batch, batch)
+        steps = Steps(self.model, inputs, self.is_training, way.memory_format, way.division)
+        times = list[int]()
+        with gradient_mode(self.is_training):
+            spans = self.backend.spans(lambda _: times.append(self.backend.elapsed_ns(steps)))
+        assert spans is not None
+        grown = _bytes_of_batch(inputs, batch) - _bytes_of_batch(self.example, self.batch)
+        return self._held + grown + max(span.peak_bytes for span in spans), times[0]
+
+
+def _causes(profile: StepProfile | None, is_training: bool) -> tuple[tuple[str, int], ...]:
+    """Bytes of the peak of a step, by what they are for."""
+    if profile is None:
+        return ()
+    held = profile.held
+    activations = "activations and new gradients" if is_training else "activations"
+    return (
+        ("parameters", held.parameters),
+        ("gradients", held.gradients),
+        ("optimiser state", held.optimizers),
+        (activations, profile.own_peak_bytes - held.total),
+        ("workspace", profile.peak_bytes - profile.own_peak_bytes),
+        ("buffers, inputs and others", held.others),
     )
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _bytes_of_batch(inputs: Any, batch: int) -> int:
+    """Bytes of the tensors of a batch."""
+    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
+    return sum(one.numel() * one.element_size() for one in tensors if len(one) == batch)
+
+
+def _resized(inputs: Any, count: int, batch: int) -> Any:
+    """Inputs with another number of samples: the first ones, or all of them repeatedly.
+
+    >>> _resized(torch.arange(3), 3, 5)
+    tensor([0, 1, 2, 0, 1])
+    """
+
+    def resized(one: Tensor) -> Tensor:
+        if not one.dim() or len(one) != count:
+            return one
+        whole, rest = divmod(batch, count)
+        return torch.cat([*[one.detach()] * whole, one.detach()[:rest]]).requires_grad_(
+            one.requires_grad
+        )
+
+    return tree_map_only(Tensor, resized, inputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ class SegmentSearch:
     Attributes:
         seen: the steps that were run, the one as it is first.
         findings: what is known of modules that were to run in micro-batches.
+        until: as below; it may be changed.
 
     Args:
         model: any module.
@@ -137,9 +138,9 @@ class SegmentSearch:
             self._own = profiled(steps, names, backend)
         self.seen = [Seen(WHOLE, self._own.peak_bytes, self._own.time_ns)]
         budget_s = EFFORTS[effort].budget_s(self._own.time_ns)
-        self._until = until
+        self.until = until
         if until is None and budget_s is not None:
-            self._until = monotonic() + budget_s
+            self.until = monotonic() + budget_s
         self._root = self._tree(self._own.root)
         self._samples = {call.name: call.samples for call in self._root.walk()}
 
@@ -259,7 +260,7 @@ class SegmentSearch:
     def is_over(self, steps: int) -> bool:
         """True if there is no time for so many more steps."""
         step_s = max(one.time_ns for one in self.seen) / 1e9
-        return self._until is not None and monotonic() + steps * step_s >= self._until
+        return self.until is not None and monotonic() + steps * step_s >= self.until
 
     def within(self, limit: int) -> Seen:
         """The fastest step within a limit that was run; the one of the smallest peak if none was.
@@ -278,10 +279,15 @@ class SegmentSearch:
             if any(one.division == division for one in self.seen):
                 break
             # Where nothing fits yet, going on is worth more than the time.
-            if self.is_over(3) and any(one.peak_bytes <= limit for one in self.seen):
+            if self.is_over(3) and self._best(limit).peak_bytes <= limit:
                 break
             self.try_(division)
-        return min(self.seen, key=lambda one: one.cost(limit))
+        return self._best(limit)
+
+    def _best(self, limit: int) -> Seen:
+        """The best step that is no loop."""
+        steps = (one for one in self.seen if one.division.micro_batch is None)
+        return min(steps, key=lambda one: one.cost(limit))
 
     def in_parts(self, limit: int | None = None) -> Seen | None:
         """The fastest step of a loop over micro-batches; None if none fits.
@@ -325,12 +331,7 @@ class SegmentSearch:
         own = self.seen[0]
         if self.reason_against_parts():
             return WHOLE
-        sizes = [self._steps.batch >> n for n in range(1, _MOST_HALVINGS)]
-        for size in filter(None, sizes):
-            one = self._described(Segment("", size, recompute=False))
-            for division in (Division((one,)), Division(micro_batch=size))[: 1 + loop]:
-                if not self.is_over(_LEAST_STEPS):
-                    self.try_(division)
+        self.try_sizes(loop)
         best = min(self.seen, key=lambda one: one.cost(own.peak_bytes))
         if best.time_ns > own.time_ns * _CLEARLY or not self.race(best.division).pays:
             return WHOLE
@@ -339,14 +340,15 @@ class SegmentSearch:
     def race(self, division: Division, rival: Division = WHOLE) -> Raced:
         """Time steps that are divided in two ways in turn."""
         samples = race(
-            [partial(self._elapsed_ns, one) for one in (rival, division)],
+            [partial(self.elapsed_ns, one) for one in (rival, division)],
             self.is_over,
             lambda samples: tells(samples[1], samples[0]),
         )
         self._steps.divide(WHOLE)
         return raced_of(*samples)
 
-    def _elapsed_ns(self, division: Division) -> int:
+    def elapsed_ns(self, division: Division) -> int:
+        """Time of a step that is divided in some way; so are all further ones."""
         self._steps.divide(division)
         with gradient_mode(self._is_training):
             return self._backend.elapsed_ns(self._steps)
@@ -402,6 +404,41 @@ class SegmentSearch:
         before, now = rest_ns(self._own), rest_ns(profile)
         # A small rest tells nothing.
         return now / before if before > _TELLING * self._own.time_ns and now > 0 else 1.0
+
+    def try_sizes(self, loop: bool = False) -> None:
+        """Run steps of the whole model in micro-batches of each size, while there is time.
+
+        Args:
+            loop: and those of a loop over micro-batches.
+        """
+        sizes = [self._steps.batch >> n for n in range(1, _MOST_HALVINGS)]
+        for size in filter(None, sizes):
+            one = self._described(Segment("", size, recompute=False))
+            for division in (Division((one,)), Division(micro_batch=size))[: 1 + loop]:
+                if not self.is_over(_LEAST_STEPS):
+                    self.try_(division)
+
+    def in_blocks(self) -> Seen | None:
+        """A step with each block recomputed as a whole, as by torch.utils.checkpoint per block.
+
+        A block is a module that keeps at most half of what the step keeps, and is no mere sequence
+        of others. None: there are no blocks.
+        """
+        most = self._own.cost(self._root).kept_bytes // 2
+
+        def blocks(call: Call) -> Iterator[str]:
+            kept = self._own.cost(call).kept_bytes
+            is_sequence = call.name is None or isinstance(self._modules[call.name], nn.Sequential)
+            if call.name and (not call.children or not (is_sequence or kept > most)):
+                yield call.name
+                return
+            for child in call.children:
+                yield from blocks(child)
+
+        segments = [Segment(name, None) for name in blocks(self._root)]
+        self._examine({one.module: 1 for one in segments})
+        segments = [self._described(one) for one in segments if self._may_be(one)]
+        return self.try_(Division(tuple(segments))) if segments else None
 
 
 def faster_division(
