@@ -24,6 +24,7 @@ from ucudnn.execution.recording import Recorder
 from ucudnn.execution.runner import Layer, Runner, is_followed
 from ucudnn.execution.untraced import untraced
 from ucudnn.plan import KernelPlan, Plan
+from ucudnn.segment import WHOLE
 from ucudnn.system.markup import html_table
 from ucudnn.tuning.model import tune
 from ucudnn.tuning.progress import Progress
@@ -371,9 +372,19 @@ def installed(plan: Plan | str | os.PathLike[str]) -> Installation:
             plan does not hold here. Later a convolution of this process that has no plan raises it.
     """
     plan = _loaded(plan)
+    _warn_of_division(plan)
     config = settings_here(plan.config)
     followed = plan if is_followed(plan, config) else None
     return Installation(plan.device.type, Runner(followed, config))
+
+
+def _warn_of_division(plan: Plan) -> None:
+    """Warn that nothing but `convert_` and a training loop can divide a step."""
+    if plan.division != WHOLE:
+        warn(
+            "this plan keeps its memory by modules in micro-batches or by the training loop, and "
+            "no module is changed here; use ucudnn.convert_(model, plan) and plan.micro_batches"
+        )
 
 
 # What `follow_startup` has begun in this process: it lasts as long as the process does.
@@ -398,6 +409,7 @@ def follow_startup(files: Startup) -> None:
     if files.record is None:
         if files.plan is not None:
             plan = Plan.load(files.plan)
+            _warn_of_division(plan)
             runner = Runner(plan, settings_here(plan.config), is_checked=False)
             _started.append(Installation(plan.device.type, runner).__enter__())
         return

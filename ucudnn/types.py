@@ -39,8 +39,12 @@ if TYPE_CHECKING:
     from ucudnn.outcomes import Origin as Origin
     from ucudnn.outcomes import StepMemory as StepMemory
     from ucudnn.outcomes import StepRace as StepRace
+    from ucudnn.outcomes import Way as Way
     from ucudnn.plan import KernelPlan as KernelPlan
     from ucudnn.plan import Timing as Timing
+    from ucudnn.segment import Division as Division
+    from ucudnn.segment import MicroBatch as MicroBatch
+    from ucudnn.segment import Segment as Segment
     from ucudnn.tuning.advice import Advice as Advice
     from ucudnn.tuning.advice import KernelAdvice as KernelAdvice
     from ucudnn.tuning.advice import Largest as Largest
@@ -61,9 +65,10 @@ _NAMES_BY_MODULE = {
     ),
     "outcomes": (
         *("Compilation", "Contestant", "LayoutHint", "LayoutRace", "Origin", "StepMemory"),
-        "StepRace",
+        *("StepRace", "Way"),
     ),
     "plan": ("KernelPlan", "Timing"),
+    "segment": ("Division", "MicroBatch", "Segment"),
     "tuning.advice": ("Advice", "KernelAdvice", "Largest", "WayAdvice"),
     "tuning.noise": ("Noise",),
     "tuning.progress": ("Progress",),

@@ -134,12 +134,12 @@ def test_a_memory_budget(ucudnn, model, tmp_path):
     assert "memory budget 1 GiB" in tuned.out
     memory = Plan.load(output).memory
     assert 0 < memory.own_peak_bytes <= memory.plan_peak_bytes <= memory.budget_bytes
-    assert "An inference has at most" in ucudnn("show", output).out
+    assert "An inference by torch has at most" in ucudnn("show", output).out
     assert "beside its workspace, which may take" in ucudnn("show", output, "--kernel", "0").out
     # less than the parameters alone
     refused = ucudnn("tune", f"{model}:net", "--input", SHAPE, "--memory-budget", "1KiB")
     assert refused.status != 0
-    assert "memory_budget=1 KiB is too small by" in refused.err
+    assert "memory_budget=1 KiB is too small: the smallest peak" in refused.err
 
 
 def test_a_table_has_no_memory_budget(ucudnn, table):

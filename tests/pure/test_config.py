@@ -61,6 +61,7 @@ ENVIRONMENT = [
     ("UCUDNN_WORKSPACE_LIMIT", "8MiB", "workspace_limit", 8 << 20),
     ("UCUDNN_TOTAL_WORKSPACE", "1GiB", "total_workspace", 1 << 30),
     ("UCUDNN_MEMORY_BUDGET", "1KiB", "memory_budget", 1024),
+    ("UCUDNN_LOOP", "1", "loop", True),
     ("UCUDNN_SOLVER", "cbc", "solver", "cbc"),
     ("UCUDNN_POLICY", "all", "policy", "all"),
     ("UCUDNN_OPS", "wgrad,fprop", "ops", ("fprop", "wgrad")),
