@@ -16,6 +16,7 @@ from ucudnn.cli.console import bar, out, say
 from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import CacheOption, JsonOption, settings, with_passes
 from ucudnn.config import Config
+from ucudnn.errors import ConfigError
 from ucudnn.system.version import own_version
 from ucudnn.units import format_bytes, format_ns
 
@@ -32,15 +33,30 @@ def advise(
     given: dict[str, Any],
     config_file: options.ConfigFileOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Print all kernels, too.")] = False,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks of a job that is not here; with --link.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="Latency and rate between its ranks, as 30us,1.25GB/s.", metavar="TIME,RATE"
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a step in several ways for about a minute: memory, time, a verdict.
 
-    With a memory budget: the largest batch that fits.
+    With a memory budget: the largest batch that fits. Started in several ranks, as by torchrun, or
+    with --ranks and --link: what waiting for gradients costs, and which way out pays.
 
     Example: ucudnn advise examples/models.py:resnet18 --input 32x3x224x224
     """
     config = settings(config_file, with_passes(given, recipe.infer))
+    from ucudnn.distributed import startup
+
+    if ranks is not None or link is not None or startup.is_in_job():
+        _advise_in_ranks(recipe, ranks, link, as_json)
+        return
     # These import torch, which takes seconds: not for --help, nor for a setting that is wrong.
     from ucudnn.tuning.advisor import advised, require_live
     from ucudnn.tuning.tuner import device_type
@@ -68,6 +84,36 @@ def advise(
         say(line)
     if everything:
         out.print(_table(found))
+
+
+def _advise_in_ranks(recipe: Recipe, ranks: int | None, link: str | None, as_json: bool) -> None:
+    """Print what the exchange of gradients costs, on the first rank."""
+    from ucudnn import distributed
+
+    is_first = True
+    if ranks is None and link is None:
+        is_first = distributed.init().rank == 0
+    named = name_model(recipe)
+    named.fill()
+    if len(named.examples) > 1:
+        raise ConfigError("ranks run one size of inputs; give one --input")
+    with named.context():
+        found = distributed.advise(named.module, named.examples[0], ranks=ranks, link=link)
+    if not is_first:
+        return
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    *sentences, verdict = found.sentences()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("way", "harm", "sent", "predicted", "measured"):
+        table.add_column(heading, justify="left" if heading in ("way", "harm") else "right")
+    for row in found.rows():
+        table.add_row(*row)
+    say(verdict)
+    for sentence in sentences:
+        say(sentence)
+    out.print(table)
 
 
 def _table(advice: Advice) -> Table:

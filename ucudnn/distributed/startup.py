@@ -110,6 +110,12 @@ def init(backend: str | None = None, timeout_s: float = 600.0) -> Job:
     return Job(rank, size, local_rank, device, config.progress_folder() is not None)
 
 
+def is_in_job() -> bool:
+    """True if a launcher started this process as one of several ranks."""
+    place = _read()
+    return place is not None and place[1] > 1
+
+
 def _read() -> tuple[int, int, int, int] | None:
     """Rank, size, local rank and local size; None without a launcher."""
     for names in zip(*_VARIABLES, strict=True):

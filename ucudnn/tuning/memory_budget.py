@@ -169,26 +169,48 @@ class MemoryBudget:
             is_training=self._is_training,
         )
         self.division = WHOLE
-        # Within it by torch, but for the workspace of convolutions: limits of workspace suffice.
+        self._search: SegmentSearch | None = None
+        self._began = monotonic() if began is None else began
+        # Of the budget, bytes that are left to workspace which a kernel needs beyond torch's own.
+        self._spared = 0
+        # Within it by torch, but for the workspace of convolutions: limits of it may suffice.
         if budget >= profile.own_peak_bytes and not config.loop:
             return
-        began = monotonic() if began is None else began
-        divided = _computed(partial(self._divided, budget, held, began))
+        divided = _computed(partial(self._divided, budget, held))
         if divided is None:
-            raise _too_small(self._memory)
+            raise _too_small(self._memory, self.config.loop)
         self.division = divided
 
-    def _divided(self, budget: int, held: Held, began: float) -> Division | None:
+    def divides_anew(self, error: PlanError) -> bool:
+        """True if there is another division, by which kernels get what they lacked.
+
+        Args:
+            error: that some kernel has no plan within what it is left.
+        """
+        budget = self.config.budget_bytes
+        assert budget is not None
+        if error.smallest_bytes is None or error.smallest_bytes <= budget:
+            return False
+        self._spared += error.smallest_bytes - budget
+        held = next(iter(self._layouts.values())).held
+        divided = _computed(partial(self._divided, budget, held))
+        if divided is None or divided == self.division:
+            return False
+        self.division = divided
+        self._layouts.clear()
+        return True
+
+    def _divided(self, budget: int, held: Held) -> Division | None:
         """How to divide a step that it stays within the budget; None if there is no way."""
         if isinstance(self._inputs, list):
             if len(self._inputs) > 1:
                 return None
             (self._inputs,) = self._inputs
-        limit = budget - held.total
+        limit = budget - held.total - self._spared
         with undisturbed(self._model):
-            search = SegmentSearch(
+            search = self._search = self._search or SegmentSearch(
                 *(self._model, self._inputs, self._backend, self._is_training),
-                until=half_of(self.config, began),
+                until=half_of(self.config, self._began),
                 effort=self.config.effort,
             )
             best = search.within(limit)
@@ -198,7 +220,7 @@ class MemoryBudget:
         self._memory = replace(self._memory, ways=search.ways(held.total), whole=search.reasons())
         if best.peak_bytes <= limit:
             return best.division
-        # Where workspace alone exceeds the budget, limits of it suffice.
+        # Where workspace alone exceeds the budget, limits of it may suffice.
         profile = self._profiler("keep", best.division).profile()
         if profile.own_peak_bytes <= budget:
             return best.division
@@ -249,7 +271,7 @@ class MemoryBudget:
         budget = self.config.budget_bytes
         assert budget is not None
         if budget < profile.own_peak_bytes:
-            raise _too_small(self._memory)
+            raise _too_small(self._memory, self.config.loop)
         return _Layout(profiler, profile.held, dict(profile.live_bytes))
 
     def noted(self, plan: Plan) -> Plan:
@@ -332,18 +354,22 @@ def _computed(run: Callable[[], Result]) -> Result:
         ) from error
 
 
-def _too_small(memory: StepMemory) -> PlanError:
-    """The error for a budget that no way is known to keep, with the ways and their peaks."""
+def _too_small(memory: StepMemory, loop: bool) -> PlanError:
+    """The error for a budget that no way is known to keep, with the ways and their peaks.
+
+    Args:
+        memory: of a step, with the ways that were run.
+        loop: the training loop may be asked for micro-batches.
+    """
     budget = memory.budget_bytes
     ways = memory.ways or (Way("torch", "torch, without workspace", memory.own_peak_bytes, 0),)
-    least = min(ways, key=lambda way: way.peak_bytes)
-    rows = [f"  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways if not way.is_estimated]
+    ways = tuple(way for way in ways if not way.is_estimated)
+    least = min(way.peak_bytes for way in ways if loop or way.kind != "loop")
+    helps = any(way.kind == "loop" and way.peak_bytes <= budget for way in ways)
+    remedy = "set loop=True, by which it is kept" if helps and not loop else "lower the batch"
     sentence = (
         f"memory_budget={format_bytes(budget)} is too small: the smallest peak of a step that was "
-        f"found is {format_bytes(least.peak_bytes)}; raise the budget to it, lower the batch, or "
-        f"train in micro-batches (loop). Peaks:"
+        f"found is {format_bytes(least)}; raise the budget to it, or {remedy}. Peaks:"
     )
-    return PlanError(
-        "\n".join([sentence, *rows]),
-        least.peak_bytes,
-    )
+    rows = [f"  {way.name}: {format_bytes(way.peak_bytes)}" for way in ways]
+    return PlanError("\n".join([sentence, *rows]), least)

@@ -161,10 +161,17 @@ class _Tuning:
                 model, inputs, self._divided(model, inputs, traced, how), how
             )
         self._budget = budget = MemoryBudget(model, inputs, self._config, self._began)
-        self._config, self._division = budget.config, budget.division
-        traced = self._divided(model, inputs, traced, how)
+        self._config = budget.config
         for _ in range(_MOST_PASSES):
-            plan = self._tuned_and_judged(model, inputs, traced, how)
+            self._division = budget.division
+            try:
+                plan = self._tuned_and_judged(
+                    model, inputs, self._divided(model, inputs, traced, how), how
+                )
+            except PlanError as error:
+                if not budget.divides_anew(error):
+                    raise
+                continue
             checked = budget.checked(plan)
             if checked is not None:
                 return checked

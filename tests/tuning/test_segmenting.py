@@ -1,0 +1,193 @@
+"""Memory budgets that it takes segments to keep: kept by real steps, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ucudnn
+from ucudnn import Config
+from ucudnn.backends import open_backend
+from ucudnn.errors import ConfigError, PlanError
+from ucudnn.execution.stepping import tensors_of
+from ucudnn.segment import WHOLE, Division, Segment
+from ucudnn.tuning.segmenting import SegmentSearch
+
+QUICK = {"effort": "quick", "policy": "undivided", "time_budget_s": 5.0, "step_race": False}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = norm
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.relu(self.norm(self.first(x))))
+
+
+def blocks(norm: Callable[[int], nn.Module], width: int = 8, depth: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        *(Block(width, norm(width)) for _ in range(depth)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, 4),
+    )
+
+
+def groups(width: int) -> nn.Module:
+    return nn.GroupNorm(2, width)
+
+
+IMAGES = (8, 3, 24, 24)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "groups": (lambda: blocks(groups), IMAGES),
+    "batches": (lambda: blocks(nn.BatchNorm2d), IMAGES),
+    "dropout": (lambda: blocks(lambda _: nn.Dropout(0.3), depth=3), IMAGES),
+    "deep": (lambda: blocks(groups, 4, 12), (6, 3, 16, 16)),
+    "wide": (lambda: blocks(groups, 32, 2), (4, 3, 16, 16)),
+    "nested": (
+        lambda: nn.Sequential(nn.Sequential(blocks(groups)[0:3]), blocks(groups)[3:]),
+        IMAGES,
+    ),
+    "volumes": (
+        lambda: nn.Sequential(
+            nn.Conv3d(1, 8, 3, padding=1),
+            nn.Sequential(nn.InstanceNorm3d(8), nn.ReLU(), nn.Conv3d(8, 8, 3, padding=1)),
+            nn.Sequential(nn.InstanceNorm3d(8), nn.ReLU(), nn.Conv3d(8, 2, 3, padding=1)),
+        ),
+        (4, 1, 12, 12, 12),
+    ),
+    "sound": (
+        lambda: nn.Sequential(
+            nn.Conv1d(1, 16, 9, padding=4),
+            *(nn.Sequential(nn.GELU(), nn.Conv1d(16, 16, 9, padding=4)) for _ in range(3)),
+        ),
+        (8, 1, 400),
+    ),
+}
+
+
+def peak_of_steps(model: nn.Module, x: Tensor, plan: ucudnn.Plan | None) -> int:
+    """The most that two training steps have, with an optimiser and all that is there before."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for part in [(x,)] if plan is None else plan.micro_batches(x):
+            outputs = tensors_of(model(part[0]))
+            torch.autograd.backward([one.abs().sum() for one in outputs])
+        optimizer.step()
+
+    def steps() -> None:
+        step()
+        step()
+
+    step()
+    optimizer.zero_grad()
+    states = [leaf for state in optimizer.state.values() for leaf in state.values()]
+    held = [*model.parameters(), *model.buffers(), x, *filter(torch.is_tensor, states)]
+    size = sum(one.numel() * one.element_size() for one in held)
+    return size + open_backend("torch_cpu").workspace_bytes(steps, ())
+
+
+def drawn(count: int) -> Iterator[tuple[str, int, bool]]:
+    chance = random.Random(0)
+    for name in NETWORKS:
+        for _ in range(count):
+            yield name, chance.randint(15, 99), chance.random() < 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "loop"),
+    [
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in drawn(1)),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in [*drawn(5)][8:]),
+    ],
+)
+def test_a_budget_is_kept_by_real_steps_or_refused(name, share, loop, tmp_path):
+    make, shape = NETWORKS[name]
+    model, x = make(), torch.randn(shape)
+    torch.manual_seed(0)
+    # The state of its optimiser counts.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    tensors_of(model(x))[0].abs().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    config = Config(memory_budget=f"{share}%", loop=loop, cache=str(tmp_path), **QUICK)
+    if loop and name == "batches":
+        with pytest.raises(ConfigError, match="loop runs a model on parts of the batch"):
+            ucudnn.tune(model, x, config)
+        return
+    least = 0
+    try:
+        plan = ucudnn.tune(model, x, config)
+    except PlanError as error:
+        least = error.smallest_bytes
+    if least:
+        # No way that was run has a peak within the budget.
+        assert least > 0.9 * share / 100 * peak_of_steps(model, x, None)
+        return
+    budget = plan.memory.budget_bytes
+    assert plan.memory.plan_peak_bytes <= budget
+    twin = copy.deepcopy(model)
+    ucudnn.convert_(twin, plan)
+    # Blocks of the allocator, and results of the loss.
+    assert peak_of_steps(twin, x, plan) <= budget + (64 << 10)
+
+
+def test_segments_keep_half_of_the_peak_and_the_gradients(tmp_path):
+    model, x = blocks(groups), torch.randn(IMAGES)
+    config = Config(memory_budget="50%", cache=str(tmp_path), **QUICK)
+    plan = ucudnn.tune(model, x, config)
+    assert plan.segments
+    assert plan.memory.plan_peak_bytes <= plan.memory.budget_bytes < plan.memory.torch_peak_bytes
+    assert plan.memory.ways[0].kind == "torch"
+    exact, twin = copy.deepcopy(model).double(), copy.deepcopy(model)
+    assert ucudnn.convert_(twin, plan).segments == tuple(one.module for one in plan.segments)
+    for network in (exact, twin):
+        network(x.to(network[0].weight.dtype)).square().sum().backward()
+    for found, wanted in zip(twin.parameters(), exact.parameters(), strict=True):
+        assert torch.allclose(found.grad.double(), wanted.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_samples_that_depend_on_each_other_are_recomputed_together(tmp_path):
+    model, x = blocks(nn.BatchNorm2d), torch.randn(IMAGES)
+    plan = ucudnn.tune(model, x, Config(memory_budget="80%", cache=str(tmp_path), **QUICK))
+    assert plan.segments
+    assert {one.micro_batch for one in plan.segments} == {None}
+    assert "buffers" in dict(plan.memory.whole)[plan.segments[0].module]
+    with pytest.raises(ConfigError, match="loop runs a model on parts of the batch, and of this"):
+        ucudnn.tune(model, x, Config(memory_budget="80%", loop=True, cache=str(tmp_path), **QUICK))
+
+
+def test_a_budget_that_no_way_keeps_names_the_ways():
+    model, x = blocks(groups), torch.randn(IMAGES)
+    with pytest.raises(PlanError, match="smallest peak of a step that was found is") as info:
+        ucudnn.tune(model, x, Config(memory_budget="20KiB", **QUICK))
+    lines = str(info.value).splitlines()
+    assert lines[1].startswith("  torch: ")
+    assert any("loop, micro-batches of 1" in line for line in lines)
+
+
+def test_what_is_foreseen_is_what_steps_measure():
+    model, x = blocks(groups), torch.randn(IMAGES)
+    search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True)
+    whole = search.seen[0]
+    # Recomputed as a whole, all that one block keeps is there only while it runs.
+    peaks = dict(search.table().front())
+    assert max(peaks) == whole.peak_bytes
+    for size in (4, 2, 1):
+        seen = search.try_(Division((Segment("", size),)))
+        assert seen.peak_bytes < whole.peak_bytes * (size / 8 + 0.2)
+    assert search.try_(WHOLE).peak_bytes == whole.peak_bytes
+    best = search.within(whole.peak_bytes // 3)
+    assert best.peak_bytes <= whole.peak_bytes // 3
