@@ -30,6 +30,8 @@ from ucudnn.backends import open_backend
 from ucudnn.errors import PlanError
 from ucudnn.execution.stepping import tensors_of
 
+FEW = 4
+
 
 class Case(NamedTuple):
     """A network, the shape of its input, and the shares of torch's peak that are asked for.
@@ -77,10 +79,8 @@ class Denoiser(nn.Module):
 
 
 CASES = {
-    "convnext": Case(
-        partial(hugging_face, "ConvNextModel"), (16, 3, 224, 224), ("60%", "40%", "25%"), ("60%",)
-    ),
-    "segresnet": Case(segresnet, (4, 1, 64, 64, 64), ("50%", "25%"), ("50%", "15%")),
+    "convnext": Case(partial(hugging_face, "ConvNextModel"), (16, 3, 224, 224), ("40%",), ("60%",)),
+    "segresnet": Case(segresnet, (4, 1, 64, 64, 64), ("30%",), ("30%",)),
     "denoiser": Case(Denoiser, (8, 3, 64, 64), ("50%",)),
     "hifigan": Case(partial(hugging_face, "SpeechT5HifiGan"), (8, 64, 80), ("50%",)),
     "wav2vec2": Case(
@@ -174,11 +174,13 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
             ways[title] = planned(model, x, share, loop)
         except PlanError as error:
             refused[title] = str(error).splitlines()[0]
-    exact = gradients(Contestant(copy.deepcopy(model).double()), x[: case.shape[0]].double())
+    # float64 takes ten times as long: of some samples, of which each has its part in the gradients.
+    few = x[:FEW]
+    exact = gradients(Contestant(copy.deepcopy(model).double()), few.double())
     rows: dict[str, dict[str, Any]] = {
         title: {
             "peak_bytes": peak_bytes(way, x),
-            "deviation": deviation(gradients(way, x), exact),
+            "deviation": deviation(gradients(way, few), exact),
             "tuning_s": round(way.tuning_s, 1),
             "segments": 0 if way.plan is None else len(way.plan.segments),
             "micro_batch": None if way.plan is None else way.plan.micro_batch,
