@@ -41,10 +41,10 @@ def main() -> None:
     """Two networks within less memory, then one that gets faster."""
     torch.manual_seed(0)
     began = time.monotonic()
-    volumes = torch.randn(4, 1, 32, 32, 32), torch.randint(2, (4, 32, 32, 32))
+    volumes = torch.randn(8, 1, 32, 32, 32), torch.randint(2, (8, 32, 32, 32))
     images = torch.randn(16, 3, 128, 128), torch.randint(1000, (16,))
     for task in (
-        Task("Segmentation of volumes, 4 x 1 x 32 x 32 x 32", segmenter, *volumes),
+        Task("Segmentation of volumes, 8 x 1 x 32 x 32 x 32", segmenter, *volumes),
         Task("Image classifier, 16 x 3 x 128 x 128", classifier, *images),
     ):
         within_less_memory(task)

@@ -220,19 +220,22 @@ class MemoryBudget:
         self._memory = replace(self._memory, ways=search.ways(held.total), whole=search.reasons())
         if best.peak_bytes <= limit:
             return best.division
-        # Where workspace alone exceeds the budget, limits of it may suffice.
-        profile = self._profiler("keep", best.division).profile()
-        if profile.own_peak_bytes <= budget:
-            return best.division
         if not self.config.loop:
             with undisturbed(self._model):
                 if not search.reason_against_parts():
                     search.try_(Division(micro_batch=1))
-        way = best.way(held.total)
-        least = replace(
-            way, name=f"{way.name}, without workspace", peak_bytes=profile.own_peak_bytes, time_ns=0
-        )
-        self._memory = replace(self._memory, ways=(*search.ways(held.total), least))
+        # Where workspace alone exceeds the budget, limits of it may suffice.
+        least: list[Way] = []
+        for one in sorted(search.seen, key=lambda one: one.peak_bytes):
+            if one.division.micro_batch is None or self.config.loop:
+                peak = self._profiler("keep", one.division).profile().own_peak_bytes
+                if peak <= budget - self._spared:
+                    return one.division
+                way = one.way(held.total)
+                name = f"{way.name}, without workspace"
+                least.append(replace(way, name=name, peak_bytes=peak, time_ns=0))
+        least = [min(least, key=lambda way: way.peak_bytes)]
+        self._memory = replace(self._memory, ways=(*search.ways(held.total), *least))
         return None
 
     def _profiler(self, memory_format: str, division: Division) -> StepProfiler:
