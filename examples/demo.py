@@ -44,7 +44,7 @@ def main() -> None:
     volumes = torch.randn(8, 1, 32, 32, 32), torch.randint(2, (8, 32, 32, 32))
     images = torch.randn(16, 3, 128, 128), torch.randint(1000, (16,))
     for task in (
-        Task("Segmentation of volumes, 8 x 1 x 32 x 32 x 32", segmenter, *volumes),
+        Task("Segmentation of volumes, 8 x 1 x 32 x 32 x 32", partial(segmenter, 8), *volumes),
         Task("Image classifier, 16 x 3 x 128 x 128", classifier, *images),
     ):
         within_less_memory(task)

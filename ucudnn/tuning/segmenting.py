@@ -41,6 +41,8 @@ _MOST_HALVINGS = 7
 _RESOLUTION = 1 / 4096
 # The rest of a step that is not divided tells of the machine's load from this share of it on.
 _TELLING = 0.2
+# Micro-batches half as large are taken to be slower by this power of two, until they were timed.
+_SLOWER = 0.05
 # Bytes per ns between a GPU and its host.
 _LINK = 20
 # A single step must be faster than the one as it is by this factor, to be raced against it.
@@ -208,7 +210,8 @@ class SegmentSearch:
             elif part < 1:
                 one = Segment(name, size, recompute=False)
                 peak = call.result_bytes + round(part * cost.forward_bytes)
-                option = Option(cost.kept_bytes, peak, cost.forward_ns, one)
+                time_ns = round(cost.forward_ns * part**-_SLOWER)
+                option = Option(cost.kept_bytes, peak, time_ns, one)
             else:
                 continue
             self._known[one] = _Known(one, option)
@@ -516,5 +519,6 @@ def _recomputed(call: Call, cost: Cost, part: float, gradients: int, one: Segmen
     # The results of micro-batches lie beside the one that they become.
     forward = (2 if part < 1 else 1) * result + round(part * cost.forward_bytes)
     backward = result + beside + call.argument_bytes + round(part * (inside + transient))
-    time_ns = 2 * cost.forward_ns + cost.backward_ns
+    # Of sizes that may be equally fast the largest is run first.
+    time_ns = round((2 * cost.forward_ns + cost.backward_ns) * part**-_SLOWER)
     return Option(result, max(forward, backward), time_ns, one)
