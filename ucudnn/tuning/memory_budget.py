@@ -158,6 +158,7 @@ class MemoryBudget:
         self.config = config = config.with_budget_of(profile.peak_bytes)
         budget, held = config.budget_bytes, profile.held
         assert budget is not None
+        self._held = held
         self._memory = StepMemory(
             budget_bytes=budget,
             parameters_bytes=held.parameters,
@@ -176,7 +177,7 @@ class MemoryBudget:
         # Within it by torch, but for the workspace of convolutions: limits of it may suffice.
         if budget >= profile.own_peak_bytes and not config.loop:
             return
-        divided = _computed(partial(self._divided, budget, held))
+        divided = _computed(partial(self._divided, budget))
         if divided is None:
             raise _too_small(self._memory, self.config.loop)
         self.division = divided
@@ -192,21 +193,20 @@ class MemoryBudget:
         if error.smallest_bytes is None or error.smallest_bytes <= budget:
             return False
         self._spared += error.smallest_bytes - budget
-        held = next(iter(self._layouts.values())).held
-        divided = _computed(partial(self._divided, budget, held))
+        divided = _computed(partial(self._divided, budget))
         if divided is None or divided == self.division:
             return False
         self.division = divided
         self._layouts.clear()
         return True
 
-    def _divided(self, budget: int, held: Held) -> Division | None:
+    def _divided(self, budget: int) -> Division | None:
         """How to divide a step that it stays within the budget; None if there is no way."""
         if isinstance(self._inputs, list):
             if len(self._inputs) > 1:
                 return None
             (self._inputs,) = self._inputs
-        limit = budget - held.total - self._spared
+        limit = budget - self._held.total - self._spared
         with undisturbed(self._model):
             search = self._search = self._search or SegmentSearch(
                 *(self._model, self._inputs, self._backend, self._is_training),
@@ -217,7 +217,9 @@ class MemoryBudget:
             if self.config.loop:
                 in_parts = search.in_parts(limit)
                 best = min(filter(None, (best, in_parts)), key=lambda one: one.cost(limit))
-        self._memory = replace(self._memory, ways=search.ways(held.total), whole=search.reasons())
+        self._memory = replace(
+            self._memory, ways=search.ways(self._held.total), whole=search.reasons()
+        )
         if best.peak_bytes <= limit:
             return best.division
         if not self.config.loop:
@@ -231,11 +233,11 @@ class MemoryBudget:
                 peak = self._profiler("keep", one.division).profile().own_peak_bytes
                 if peak <= budget - self._spared:
                     return one.division
-                way = one.way(held.total)
+                way = one.way(self._held.total)
                 name = f"{way.name}, without workspace"
                 least.append(replace(way, name=name, peak_bytes=peak, time_ns=0))
         least = [min(least, key=lambda way: way.peak_bytes)]
-        self._memory = replace(self._memory, ways=(*search.ways(held.total), *least))
+        self._memory = replace(self._memory, ways=(*search.ways(self._held.total), *least))
         return None
 
     def _profiler(self, memory_format: str, division: Division) -> StepProfiler:
