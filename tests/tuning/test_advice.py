@@ -422,8 +422,10 @@ def test_what_there_is_no_time_for_is_named(model, monkeypatch):
     assert found.step_ns > 0
     assert found.step_peak_bytes > 0
     assert {"channels_last (no time)", "checkpoint per block (no time)"} <= set(found.left_out)
-    assert found.verdict == "not known: nothing but the step as it is was run."
     assert all(one.timing for one in found.kernels)
+    # Kernels this small may look slow on a busy machine, which would be a verdict of its own.
+    verdict = replace(found, kernels=()).verdict
+    assert verdict == "not known: nothing but the step as it is was run."
 
 
 def test_what_there_is_no_advice_on(model):
