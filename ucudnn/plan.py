@@ -69,12 +69,13 @@ class Plan:
         origin: how it came about; None if the plan was put together by hand.
         compilation: how steps of a compiled model were compiled before they judged the plan; None
             if the model was not compiled, or if no steps were run.
-        segments: modules that run in micro-batches.
+        segments: modules that run in micro-batches; one inside another is recomputed in each
+            micro-batch of that.
         micro_batch: samples that a training loop should run at once; None: the whole batch.
 
     Raises:
-        PlanError: segments hold each other, or a micro-batch is no size, or larger than any batch
-            of a kernel.
+        PlanError: a module is a segment twice, or a micro-batch is no size, or larger than any
+            batch of a kernel.
     """
 
     kernels: tuple[KernelPlan, ...]
@@ -100,13 +101,8 @@ class Plan:
                 f"{quoted(self.micro_batch)}"
             )
         names = [one.module for one in self.segments]
-        for outer in names:
-            inside = [one for one in names if one.startswith(f"{outer}." if outer else "")]
-            if names.count(outer) > 1 or [one for one in inside if one != outer]:
-                raise PlanError(
-                    f"segments must not hold each other, and {outer or 'the model'!r} holds "
-                    f"{inside or names}; leave one of them out"
-                )
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise PlanError(f"a module can be a segment once, got {twice} more often; leave one out")
         most = max((kernel.problem.batch for kernel in self.kernels), default=None)
         # What was found by tuning may have more samples than any convolution, such as windows.
         sizes = {one.module: one.micro_batch for one in self.segments if one.training is None}

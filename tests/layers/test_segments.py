@@ -312,6 +312,21 @@ def test_dropout_drops_the_same_in_recomputation(way):
     assert_equal(*found)
 
 
+@pytest.mark.parametrize("outer", [Segment("", 2), Segment("", 4, recompute=False)])
+@pytest.mark.parametrize("inner", [Segment("body", None), Segment("body", 1)])
+def test_one_inside_another(outer, inner):
+    body = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 6))
+    model, x = Net(body, 6).double(), numbers(5, 6)
+    for mode in (False, True):
+        found = []
+        # Micro-batches draw the numbers for dropout in turn, whatever is recomputed in them.
+        whole = inner.micro_batch is None
+        for ways in ([outer, inner], [outer] if whole else [Segment("body", 1)]):
+            torch.manual_seed(1)
+            found.append(gradients(divided(model.train(mode), *ways), x))
+        assert_equal(*found)
+
+
 def changing():
     return {
         "BatchNorm": nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()),
@@ -666,12 +681,7 @@ BAD = {
     "loop too large": (lambda p: replace(p, micro_batch=5), "'of a loop' must be at most 4.*got 5"),
     "empty loop": (lambda p: replace(p, micro_batch=0), "micro_batch must be an int.*got 0"),
     "loop of text": (lambda p: replace(p, micro_batch="2"), "micro_batch must be an int.*got '2'"),
-    "nested": (
-        lambda p: replace(p, segments=(Segment("0", 1), Segment("0.2", 1))),
-        "'0' holds .*'0.2'.*leave one of them out",
-    ),
-    "all": (lambda p: replace(p, segments=(Segment("0", 1), Segment("", 1))), "'the model' holds"),
-    "twice": (lambda p: replace(p, segments=(Segment("0", 1),) * 2), "'0' holds .*leave one"),
+    "twice": (lambda p: replace(p, segments=(Segment("0", 1),) * 2), "got \\['0'\\] more.*leave one"),
 }
 
 
@@ -679,10 +689,6 @@ BAD = {
 def test_bad_values_are_refused(plan, change, sentence):
     with pytest.raises(PlanError, match=sentence):
         change(plan)
-
-
-def test_names_that_only_begin_alike_do_not_hold_each_other(plan):
-    assert len(replace(plan, segments=(Segment("1", 1), Segment("10", 1))).segments) == 2
 
 
 class Named(NamedTuple):

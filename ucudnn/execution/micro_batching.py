@@ -321,7 +321,7 @@ def segment_(model: nn.Module, segments: Sequence[Segment]) -> None:
 
     Args:
         model: which has these modules.
-        segments: none of which holds another.
+        segments: one inside another is recomputed in each micro-batch of that.
     """
     unsegment_(model)
     modules = dict(model.named_modules())

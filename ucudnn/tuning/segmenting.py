@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -81,7 +81,8 @@ class Seen(NamedTuple):
         segments, size = self.division
         peak = self.peak_bytes + held_bytes
         if size is not None:
-            return Way("loop", f"loop, micro-batches of {size}", peak, self.time_ns)
+            inner = f", {len(segments)} segments" if segments else ""
+            return Way("loop", f"loop, micro-batches of {size}{inner}", peak, self.time_ns)
         if not segments:
             return Way("torch", "torch", peak, self.time_ns)
         name = str(segments[0]) if len(segments) == 1 else f"{len(segments)} segments"
@@ -285,7 +286,23 @@ class SegmentSearch:
             if self.is_over(3) and self._best(limit).peak_bytes <= limit:
                 break
             self.try_(division)
+        batch = self._steps.batch
+        if self._best(limit).peak_bytes > limit and batch > 1 and not self.reason_against_parts():
+            blocks = self._blocks()
+            whole = self._described(Segment("", 1))
+            self._grow(limit, lambda size: Division((replace(whole, micro_batch=size), *blocks)))
         return self._best(limit)
+
+    def _grow(self, limit: int, division: Callable[[int], Division]) -> None:
+        """Run steps in micro-batches of one sample, of two, of four, as long as they fit a limit.
+
+        What is recomputed in them is small; the more samples at once, the faster it is on a GPU.
+        """
+        size = 1
+        while size < self._steps.batch:
+            if self.try_(division(size)).peak_bytes > limit or self.is_over(2):
+                break
+            size *= 2
 
     def _best(self, limit: int) -> Seen:
         """The best step that is no loop."""
@@ -313,6 +330,10 @@ class SegmentSearch:
             is_found = any(limit is None or one.peak_bytes <= limit for one in tried)
             if not is_known and not (is_found and self.is_over(2)):
                 tried.append(self.try_(Division(micro_batch=size)))
+        if limit is not None and not any(one.peak_bytes <= limit for one in tried):
+            before, blocks = len(self.seen), self._blocks() if self._is_training else ()
+            self._grow(limit, lambda size: Division(blocks, size))
+            tried += self.seen[before:]
         fitting = [one for one in tried if limit is None or one.peak_bytes <= limit]
         return min(fitting, key=lambda one: one.time_ns, default=None)
 
@@ -377,6 +398,8 @@ class SegmentSearch:
     def try_(self, division: Division) -> Seen:
         """Run a step that is divided in some way, and note what its segments cost there."""
         steps, names = self._steps, {one.module: one for one in division.segments}
+        if division.micro_batch is not None or (len(names) > 1 and "" in names):
+            names = {}  # modules that run several times in a step cost something else in each
         steps.divide(division)
         try:
             with gradient_mode(self._is_training):
@@ -424,8 +447,16 @@ class SegmentSearch:
     def in_blocks(self) -> Seen | None:
         """A step with each block recomputed as a whole, as by torch.utils.checkpoint per block.
 
+        None: there are no blocks.
+        """
+        blocks = self._blocks()
+        return self.try_(Division(blocks)) if blocks else None
+
+    def _blocks(self) -> tuple[Segment, ...]:
+        """Each block recomputed as a whole.
+
         A block is a module that keeps at most half of what the step keeps, and is no mere sequence
-        of others. None: there are no blocks.
+        of others.
         """
         most = self._own.cost(self._root).kept_bytes // 2
 
@@ -440,8 +471,7 @@ class SegmentSearch:
 
         segments = [Segment(name, None) for name in blocks(self._root)]
         self._examine({one.module: 1 for one in segments})
-        segments = [self._described(one) for one in segments if self._may_be(one)]
-        return self.try_(Division(tuple(segments))) if segments else None
+        return tuple(self._described(one) for one in segments if self._may_be(one))
 
 
 def faster_division(
