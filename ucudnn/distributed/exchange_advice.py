@@ -27,7 +27,7 @@ _TOLD, _TOLD_PREDICTED = 0.03, 0.1
 # Part of a step that fewer buckets may cost.
 _SLACK = 0.01
 # Steps from one average of parameters to the next, and batches of one step.
-_PERIOD, _BATCHES = 8, 4
+PERIOD, BATCHES = 8, 4
 _FACTORS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 _RATES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
 _LINK = re.compile(r"\s*([\d.]+)\s*(ns|us|ms|s)\s*,\s*([\d.]+)\s*([kMG]?B|[MG]bit)/s\s*")
@@ -197,22 +197,22 @@ def ways(profile: Profile) -> list[Way]:
         size = round(one.ratio * total)
         sent = (ranks - 1) * size if one.is_gathered else 2 * (ranks - 1) * size // ranks
         found.append(Way(one.name, one.harm, profile.step_ns(counts, one), sent, one.code))
-    average_ns = profile.compute_ns + profile.reduce.time_ns(total) // _PERIOD
+    average_ns = profile.compute_ns + profile.reduce.time_ns(total) // PERIOD
     found += [
         Way(
-            f"average parameters every {_PERIOD} steps",
+            f"average parameters every {PERIOD} steps",
             4,
             average_ns,
-            ring_bytes // _PERIOD,
-            f"PeriodicModelAverager(period={_PERIOD}).average_parameters(model.parameters()) after "
+            ring_bytes // PERIOD,
+            f"PeriodicModelAverager(period={PERIOD}).average_parameters(model.parameters()) after "
             f"each step, without DistributedDataParallel",
         ),
         Way(
-            f"{_BATCHES} batches in each step",
+            f"{BATCHES} batches in each step",
             4,
-            ((_BATCHES - 1) * profile.compute_ns + step_ns) // _BATCHES,
-            ring_bytes // _BATCHES,
-            f"replica.no_sync() around {_BATCHES - 1} of {_BATCHES} batches",
+            ((BATCHES - 1) * profile.compute_ns + step_ns) // BATCHES,
+            ring_bytes // BATCHES,
+            f"replica.no_sync() around {BATCHES - 1} of {BATCHES} batches",
         ),
     ]
     return found

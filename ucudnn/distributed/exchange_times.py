@@ -345,7 +345,7 @@ def _raced(
     # All ranks go by the numbers of the first.
     advice = meeting.exchange("predicted", advice)[meeting.ranks[0]]
     rivals = [advice.ways[0], *worth]
-    replicas = [_replica(model, inputs, way) for way in rivals]
+    replicas = [replica_by(model, inputs, way) for way in rivals]
     times: list[list[int]] = [[] for _ in rivals]
     rounds = _rounds(_RACING_S, sum(way.predicted_ns for way in rivals))
     device_type = next(model.parameters()).device.type
@@ -363,7 +363,7 @@ def _raced(
     return replace(advice, ways=tuple(found))
 
 
-def _replica(model: nn.Module, inputs: Any, way: Way) -> tuple[DistributedDataParallel, Any]:
+def replica_by(model: nn.Module, inputs: Any, way: Way) -> tuple[DistributedDataParallel, Any]:
     """A copy of the model that exchanges gradients in one way, and inputs for it."""
     twin, batch = copied(model, inputs)
     caps: dict[str, Any] = {}
