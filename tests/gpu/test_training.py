@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 
 import ucudnn
 from ucudnn.config import Config
+from ucudnn.execution.micro_batching import segment_
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Plan, Timing
+from ucudnn.segment import Segment
 from ucudnn.tracing import trace_layers
 from ucudnn.tuning.tuner import tune_problems
 
@@ -130,6 +133,28 @@ def test_a_grad_scaler_sees_no_false_infinity(backend):
     layer(x).sum().backward()
     assert layer.weight.grad.isfinite().all()
     assert layer.weight.grad.abs().item() == 0.0
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_an_offloaded_segment(backend, model, inputs, size):
+    plan = split_plan(backend, trace_layers(model, inputs).layers)
+    ucudnn.convert_(model, plan)
+    expected = step(model, inputs)
+    segment = Segment("", size, recompute=False, offload=True)
+    ucudnn.convert_(model, replace(plan, segments=(segment,)))
+    assert_alike(step(model, inputs), expected, 1e-5)
+
+
+@pytest.mark.hardware("memory statistics")
+def test_what_an_offloaded_segment_keeps_is_on_the_host(backend, model, inputs):
+    kept = []
+    for segments in ((), (Segment("", None, recompute=False, offload=True),)):
+        segment_(model, segments)
+        before = torch.cuda.memory_allocated()
+        loss = model(inputs).square().mean()
+        kept.append(torch.cuda.memory_allocated() - before)
+        loss.backward()
+    assert kept[1] < kept[0] / 2
 
 
 @pytest.mark.hardware("graphs")

@@ -82,6 +82,8 @@ def _placed(make: Callable[..., Any]) -> Callable[..., Any]:
 
     def made(*arguments: Any, **options: Any) -> Any:
         device = options.get("device")
+        if options.pop("pin_memory", False):
+            device = "cpu"
         if device is not None and _is_gpu(device):
             del options["device"]
         result = make(*arguments, **options)
