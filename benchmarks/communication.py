@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ from ucudnn.distributed.exchange_advice import (
 )
 from ucudnn.distributed.exchange_times import replica_by
 from ucudnn.execution.stepping import run_step
-from ucudnn.solvers import Line, Link
-from ucudnn.solvers.collectives import ring_line
+from ucudnn.solvers import Line, Link, collectives
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import resnet18
@@ -55,7 +55,7 @@ def small() -> nn.Module:
     widths = (3, 32, 64, 128)
     layers = [
         nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1), nn.ReLU())
-        for a, b in zip(widths, widths[1:], strict=False)
+        for a, b in pairwise(widths)
     ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
@@ -166,7 +166,9 @@ def held_out(cells: list[dict[str, Any]]) -> None:
             continue
         line = Line(**of_two[0]["profile"]["reduce"])
         values = {**one["profile"], "coded": (), "gather": line}
-        values["reduce"] = ring_line(one["ranks"], Link(line.fixed_ns / 2, line.per_byte_ns))
+        values["reduce"] = collectives.line(
+            collectives.ring, one["ranks"], Link(line.fixed_ns / 2, line.per_byte_ns)
+        )
         profile = Profile(**values)
         one["held_out_ns"] = profile.step_ns(capped(profile.sizes, DEFAULT_CAPS))
 

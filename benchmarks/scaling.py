@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from math import exp, log, sqrt
 from pathlib import Path
@@ -39,8 +38,7 @@ from models import resnet18
 RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384, 100_000]
 PER_NODE, PERIOD = 8, 8
 DENSITIES = [0.1, 0.01, 0.001]
-# Times of an all-reduce of some bytes among some ranks.
-COLLECTIVES: dict[str, Callable[[int, float, Link], float]] = {
+COLLECTIVES: dict[str, collectives.Collective] = {
     "ring": collectives.ring,
     "tree": collectives.tree,
     "halving": collectives.halving,
@@ -61,11 +59,6 @@ def slowest(ranks: int, jitter: float) -> float:
     return exp(sqrt(log(1 + jitter**2)) * quantile)
 
 
-def line_of(time_ns: Callable[[float], float]) -> Line:
-    """A formula that is a straight line over its bytes."""
-    return Line(time_ns(0), time_ns(1) - time_ns(0))
-
-
 def predict(
     profile: Profile, link: Link, ranks: int, is_strong: bool, jitter: float
 ) -> dict[str, int]:
@@ -83,9 +76,9 @@ def predict(
     counts, total = capped(profile.sizes, DEFAULT_CAPS), profile.total_bytes
     found = {"no exchange": profile.compute_ns}
     for name, collective in COLLECTIVES.items():
-        line = line_of(lambda size, c=collective: c(ranks, size, link))
-        found[name] = replace(profile, reduce=line).step_ns(counts)
-    gather = line_of(lambda size: collectives.gather(ranks, size, link))
+        reduce = collectives.line(collective, ranks, link)
+        found[name] = replace(profile, reduce=reduce).step_ns(counts)
+    gather = collectives.line(collectives.gather, ranks, link)
     for name, codec in CODECS.items():
         ratio = codec.size_bytes(total // 4) / total
         coded = Coded(name, "", 3, ratio, 0, 0)

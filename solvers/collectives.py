@@ -8,6 +8,7 @@ halving are from Thakur, Rabenseifner, Gropp, IJHPCA 2005.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, log2
 
@@ -41,6 +42,10 @@ class Link:
     def message_ns(self, size_bytes: float) -> float:
         """Time of one message."""
         return self.latency_ns + self.per_byte_ns * size_bytes
+
+
+# The time in ns among some ranks for some bytes.
+Collective = Callable[[int, float, Link], float]
 
 
 def ring(ranks: int, size_bytes: float, link: Link) -> float:
@@ -121,23 +126,17 @@ def gather(ranks: int, size_bytes: float, link: Link) -> float:
     return (ranks - 1) * link.message_ns(size_bytes)
 
 
-def ring_line(ranks: int, link: Link) -> Line:
-    """The time of `ring` over its bytes.
+def line(collective: Collective, ranks: int, link: Link) -> Line:
+    """The time of a collective over its bytes.
 
-    >>> ring_line(4, Link(1000, 1.0))
+    >>> line(ring, 4, Link(1000, 1.0))
     Line(fixed_ns=6000.0, per_byte_ns=1.5)
+
+    Args:
+        collective: `ring`, or another one of these.
+        ranks: of the job.
+        link: between them.
     """
     require_int("ranks", ranks, 1)
-    fixed = ring(ranks, 0, link)
-    return Line(fixed, ring(ranks, 1, link) - fixed)
-
-
-def gather_line(ranks: int, link: Link) -> Line:
-    """The time of `gather` over the bytes of one rank's message.
-
-    >>> gather_line(4, Link(1000, 1.0))
-    Line(fixed_ns=3000.0, per_byte_ns=3.0)
-    """
-    require_int("ranks", ranks, 1)
-    fixed = gather(ranks, 0, link)
-    return Line(fixed, gather(ranks, 1, link) - fixed)
+    fixed = collective(ranks, 0, link)
+    return Line(fixed, collective(ranks, 1, link) - fixed)

@@ -681,7 +681,10 @@ BAD = {
     "loop too large": (lambda p: replace(p, micro_batch=5), "'of a loop' must be at most 4.*got 5"),
     "empty loop": (lambda p: replace(p, micro_batch=0), "micro_batch must be an int.*got 0"),
     "loop of text": (lambda p: replace(p, micro_batch="2"), "micro_batch must be an int.*got '2'"),
-    "twice": (lambda p: replace(p, segments=(Segment("0", 1),) * 2), "got \\['0'\\] more.*leave one"),
+    "twice": (
+        lambda p: replace(p, segments=(Segment("0", 1),) * 2),
+        "got \\['0'\\] more.*leave one",
+    ),
 }
 
 

@@ -146,11 +146,13 @@ def test_ring_and_gather_equal_their_messages(ranks):
     size = 16.0 * 9 * 5 * 100
     by_messages = ring_by_messages(ranks, size / ranks, LINK, 2 * (ranks - 1))
     assert collectives.ring(ranks, size, LINK) == by_messages
-    line = collectives.ring_line(ranks, LINK)
+    line = collectives.line(collectives.ring, ranks, LINK)
     assert line.time_ns(int(size)) == pytest.approx(by_messages, abs=1)
     by_messages = ring_by_messages(ranks, size, LINK, ranks - 1)
     assert collectives.gather(ranks, size, LINK) == by_messages
-    assert collectives.gather_line(ranks, LINK).time_ns(int(size)) == round(by_messages)
+    assert collectives.line(collectives.gather, ranks, LINK).time_ns(int(size)) == round(
+        by_messages
+    )
 
 
 def tree_by_messages(all_ranks: Ranks, members: list[int], size: float) -> None:
@@ -213,4 +215,4 @@ def test_a_link_is_not_negative():
     with pytest.raises(ConfigError, match="no negative part, got Link"):
         Link(-1, 0.5)
     with pytest.raises(ConfigError, match="ranks must be an int of at least 1, got 0"):
-        collectives.ring_line(0, LINK)
+        collectives.line(collectives.ring, 0, LINK)

@@ -2,9 +2,9 @@
 
 Both are another training than that of one process. Local SGD, of which torch's
 `PeriodicModelAverager` is an implementation, is the simplest of the kind.
-
-Without `from __future__ import annotations`: DDP compares the annotations of a hook with classes.
 """
+
+from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from ucudnn.distributed.agreement import require_equal
+from ucudnn.distributed.compression import register
 from ucudnn.distributed.rendezvous import Rendezvous
 from ucudnn.errors import ConfigError, quoted
 from ucudnn.solvers._base import require_int
@@ -174,12 +175,7 @@ def delay(replica: DistributedDataParallel, steps: int = 1, timeout_s: float = 3
         )
     with Rendezvous("delay", replica.process_group, timeout_s) as rendezvous:
         require_equal(rendezvous.exchange("steps", {"steps of delay": str(steps)}))
-    try:
-        replica.register_comm_hook(_Delayed(replica, steps), _send)
-    except RuntimeError as error:
-        raise ConfigError(
-            "this replica has a communication hook already; make a new DistributedDataParallel"
-        ) from error
+    register(replica, _Delayed(replica, steps))
 
 
 class _Delayed:
@@ -219,15 +215,3 @@ class _Delayed:
             future.set_result(bucket.buffer())
         self._buckets.clear()
         self._sent.append([])
-
-
-def _send(state: _Delayed, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start one exchange, and finish old ones with the last; DDP asks for the argument's name."""
-    device = bucket.buffer().device
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=[device] if device.type == "cuda" else None
-    )
-    state.start(bucket, future)
-    if bucket.is_last():
-        state.finish()
-    return future

@@ -10,7 +10,7 @@ Without `from __future__ import annotations`: DDP compares the annotations of a 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,12 +68,7 @@ def compress(
         facts = {"codec": str(codec), "use of a scaler": str(scaler is not None)}
         require_equal(rendezvous.exchange("codec", facts))
     compression = Compression(replica, codec, scaler)
-    try:
-        replica.register_comm_hook(compression, _exchange)
-    except RuntimeError as error:
-        raise ConfigError(
-            "this replica has a communication hook already; make a new DistributedDataParallel"
-        ) from error
+    register(replica, compression)
     return compression
 
 
@@ -286,7 +281,31 @@ class Compression:
         return torch.Generator(device).manual_seed(place)
 
 
-def _exchange(state: Compression, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+class Exchange(Protocol):
+    """State of a hook that exchanges a bucket while backward goes on."""
+
+    def start(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Start the exchange of a bucket; DDP gets it by the future."""
+
+    def finish(self) -> None:
+        """Set the futures of all buckets of a step."""
+
+
+def register(replica: DistributedDataParallel, exchange: Exchange) -> None:
+    """Exchange the gradients of a replica so.
+
+    Raises:
+        ConfigError: it has a hook already.
+    """
+    try:
+        replica.register_comm_hook(exchange, _exchanged)
+    except RuntimeError as error:
+        raise ConfigError(
+            "this replica has a communication hook already; make a new DistributedDataParallel"
+        ) from error
+
+
+def _exchanged(state: Exchange, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Start one exchange, and finish all with the last; DDP asks for the argument's very name."""
     device = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(

@@ -35,7 +35,7 @@ from ucudnn.execution.stepping import (
 )
 from ucudnn.solvers import Line, fit
 from ucudnn.solvers._base import require_int
-from ucudnn.solvers.collectives import gather_line, ring_line
+from ucudnn.solvers.collectives import gather, line, ring
 
 # Seconds for steps without exchange, and for those in several ways; and the steps of each.
 _COMPUTING_S, _RACING_S = 10.0, 30.0
@@ -100,7 +100,7 @@ def advise(
     with Rendezvous("advise", None, timeout_s) as meeting, undisturbed(model):
         profile = _computing(meeting, model, example_inputs)
         if ranks is not None and given is not None:
-            lines = ring_line(ranks, given), gather_line(ranks, given)
+            lines = [line(one, ranks, given) for one in (ring, gather)]
             profile = replace(profile, ranks=ranks, reduce=lines[0], gather=lines[1])
         else:
             profile = _with_link(meeting, profile, next(model.parameters()).device)
