@@ -171,6 +171,13 @@ def test_only_measured_ways_of_a_harm_count_where_one_was_measured():
     assert ExchangeAdvice(profile(), (own, one, other)).chosen is own
 
 
+def test_gains_within_the_noise_are_not_told():
+    own = Way("own", 0, 100, 0, measured_ns=100)
+    for noise, is_told in ((0.05, True), (0.2, False)):
+        other = Way("other", 1, 80, 0, "other", measured_ns=90, noise=noise)
+        assert (ExchangeAdvice(profile(), (own, other)).chosen is other) == is_told
+
+
 def test_a_plan_gains_less_where_steps_wait():
     def sentence(reduce: Line) -> str:
         return next(s for s in advice(profile(reduce)).sentences() if s.startswith("A plan"))

@@ -154,6 +154,7 @@ class Way:
         code: what to write in a training script; "": nothing.
         caps_mb: of the buckets, in MiB, where these are others than torch's.
         measured_ns: of a step; 0: it was not run.
+        noise: gains over torch's own way that are smaller are noise, as a part of a step.
     """
 
     name: str
@@ -163,6 +164,7 @@ class Way:
     code: str = ""
     caps_mb: tuple[float, ...] = ()
     measured_ns: int = 0
+    noise: float = 0.0
 
 
 def capped(sizes: Sequence[int], caps_mb: Sequence[float]) -> list[int]:
@@ -279,7 +281,7 @@ class ExchangeAdvice:
     def told(self, way: Way, over: Way) -> float:
         """The smallest gain of one way over another that is no error of the model, or noise."""
         if way.measured_ns and over.measured_ns:
-            return _TOLD
+            return max(_TOLD, way.noise, over.noise)
         if not self.ways[0].measured_ns:
             return _TOLD_PREDICTED
         return max(_TOLD, 2 * self.error)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ucudnn.benchmark.failures import first_line
-from ucudnn.benchmark.statistics import median_ns
+from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.distributed.agreement import raise_errors, require_equal
 from ucudnn.distributed.codecs import Codec, Half, OneBit, Stochastic, TopK
 from ucudnn.distributed.compression import compress
@@ -137,13 +137,19 @@ class Moment:
 
 
 class _Watched:
-    """A copy of a model that notes when its gradients are ready."""
+    """A copy of a model that notes when its gradients are ready.
 
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self._model, self._inputs = copied(model, inputs)
+    With a group of this rank alone, DDP does all that it does but wait for others.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, alone: dist.ProcessGroup | None) -> None:
+        twin, self._inputs = copied(model, inputs)
+        self._model: nn.Module = twin
+        if alone is not None:
+            self._model = DistributedDataParallel(twin, process_group=alone)
         self._moments: dict[str, Moment] = {}
         self._device_type = next(model.parameters()).device.type
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in twin.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note(name))
 
@@ -187,11 +193,12 @@ def _computing(meeting: Rendezvous, model: nn.Module, inputs: Any) -> Profile:
     error: str | None = "the model has no gradient"
     watched, first = None, (dict[str, int](), 0)
     trained = [one for one in model.parameters() if one.requires_grad]
+    alone = dist.new_subgroups(group_size=1)[0] if dist.is_initialized() else None
     try:
         if trained:
             error = reason_against_steps(model, inputs, trained[0].device.type) or None
         if error is None:
-            watched = _Watched(model, inputs)
+            watched = _Watched(model, inputs, alone)
             first = watched.step()
             error = None if first[0] else "no gradient of the model is computed"
     except (*STEP_ERRORS, UcudnnError) as caught:
@@ -207,6 +214,9 @@ def _computing(meeting: Rendezvous, model: nn.Module, inputs: Any) -> Profile:
     for _ in range(_rounds(_COMPUTING_S, slowest)):
         _aligned(meeting)
         steps.append(watched.step())
+    if alone is not None:
+        del watched
+        dist.destroy_process_group(alone)
     ready = {name: median_ns([one[0][name] for one in steps]) for name in steps[0][0]}
     received = meeting.exchange("steps", (ready, median_ns([one[1] for one in steps])))
     # DDP takes the order of the first rank.
@@ -357,9 +367,17 @@ def _raced(
             replica.zero_grad()
             if number >= 2:
                 taken.append(taken_ns)
-    received = meeting.exchange("race", [median_ns(taken) for taken in times])
-    measured = {way.name: max(each) for way, *each in zip(rivals, *received.values(), strict=True)}
-    found = [replace(way, measured_ns=measured.get(way.name, 0)) for way in advice.ways]
+    received = meeting.exchange("race", times)
+    # Of each round the slowest rank counts.
+    slowest = [
+        [max(one) for one in zip(*ranks, strict=True)]
+        for ranks in zip(*received.values(), strict=True)
+    ]
+    measured = {}
+    for way, samples in zip(rivals, slowest, strict=True):
+        ratio, _, high = ratio_interval(samples, slowest[0])
+        measured[way.name] = replace(way, measured_ns=median_ns(samples), noise=high - ratio)
+    found = [measured.get(way.name, way) for way in advice.ways]
     return replace(advice, ways=tuple(found))
 
 
