@@ -16,11 +16,11 @@ from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Division
 from ucudnn.units import format_bytes, format_ns
 
-# A kernel lies on a cliff, far slower than convolutions of similar shapes, where torch takes this
-# many times a direct convolution at the roofline. Good kernels miss the roofline, too, so the
-# factor is large ...
+# A kernel is on a cliff, far slower than convolutions of similar shapes, if torch takes so many
+# times as long as a direct convolution at the roofline. Good kernels miss the roofline, too, so the
+# factor is large.
 _CLIFF = 5.0
-# ... or this many times what it takes in channels_last: both are measured, so less will do.
+# Or if it takes so many times as long as in channels_last: both are measured, so less will do.
 _LAYOUT_CLIFF = 2.0
 # Fractions of a step's time and of its peak of memory; smaller savings are not worth tuning for.
 _WORTHWHILE = 0.05

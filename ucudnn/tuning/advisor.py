@@ -238,7 +238,10 @@ class _Trials:
                 self.left_out.append(f"whatever follows ({first_line(error)})")
         profile = self.profile
         return Advice(
-            *((), device, tuple(self.ways), _causes(profile, self.is_training)),
+            kernels=(),
+            device=device,
+            ways=tuple(self.ways),
+            causes=_causes(profile, self.is_training),
             batch=self.batch,
             is_training=self.is_training,
             budget_bytes=budget,
@@ -278,11 +281,11 @@ class _Trials:
         if self.is_single:
             with self._trying("segments and micro-batches"):
                 self.search = SegmentSearch(
-                    *(self.model, self.example, self.backend, self.is_training)
+                    self.model, self.example, self.backend, self.is_training
                 )
         with self._trying("what fills the memory"):
             self.profile = StepProfiler(
-                *(self.model, self.inputs, self.backend, self.is_training)
+                self.model, self.inputs, self.backend, self.is_training
             ).profile()
         how = "leave it as it is"
         if self.search is not None:

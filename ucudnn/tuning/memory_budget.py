@@ -209,7 +209,10 @@ class MemoryBudget:
         limit = budget - self._held.total - self._spared
         with undisturbed(self._model):
             search = self._search = self._search or SegmentSearch(
-                *(self._model, self._inputs, self._backend, self._is_training),
+                self._model,
+                self._inputs,
+                self._backend,
+                self._is_training,
                 until=half_of(self.config, self._began),
                 effort=self.config.effort,
             )
@@ -242,8 +245,12 @@ class MemoryBudget:
 
     def _profiler(self, memory_format: str, division: Division) -> StepProfiler:
         return StepProfiler(
-            *(self._model, self._inputs, self._backend, self._is_training),
-            *(memory_format, division),
+            self._model,
+            self._inputs,
+            self._backend,
+            self._is_training,
+            memory_format,
+            division,
         )
 
     def limits(self, memory_format: str, traced: Traced) -> Limits:

@@ -510,7 +510,10 @@ def faster_division(
             if not found.reason and found.samples == steps.batch:
                 del steps
                 search = SegmentSearch(
-                    *(model, inputs, backend, config.ops != ("fprop",)),
+                    model,
+                    inputs,
+                    backend,
+                    is_training=config.ops != ("fprop",),
                     until=half_of(config, began),
                     effort=config.effort,
                 )
