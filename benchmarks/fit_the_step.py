@@ -242,8 +242,10 @@ def inferred(rounds: int) -> dict[str, Any]:
 def in_a_process(name: str, rounds: int) -> dict[str, Any]:
     """The same in a process that has run nothing else."""
     run = partial(inferred, rounds) if name == INFERENCE else partial(measured, name, rounds)
+    began = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return {**pool.apply(run), "made": provenance()}
+        found = pool.apply(run)
+    return {**found, "wall_s": round(time.monotonic() - began), "made": provenance()}
 
 
 def main() -> None:
