@@ -188,6 +188,7 @@ def main() -> None:
     if arguments.cell:
         cell(arguments.cell[0], arguments.rounds, arguments.cell[1])
     found: list[dict[str, Any]] = []
+    began, made = time.monotonic(), provenance()
     for link in arguments.links:
         for network in arguments.networks:
             for ranks in arguments.ranks:
@@ -205,7 +206,8 @@ def main() -> None:
                 print(describe(found[-1]), flush=True)
                 held_out(found)
                 if arguments.out is not None:
-                    document = {"made": provenance(), "cells": found}
+                    wall_s = round(time.monotonic() - began)
+                    document = {"made": made, "wall_s": wall_s, "cells": found}
                     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
 
 

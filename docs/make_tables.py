@@ -17,9 +17,9 @@ from typing import Any
 
 from make_steps import NAME_BY_NETWORK
 
-from ucudnn.benchmark.statistics import ratio_interval
+from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.config import SETTINGS
-from ucudnn.units import format_bytes
+from ucudnn.units import format_bytes, format_ns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from found_limits import layers_table, steps_table, time_text
@@ -27,7 +27,15 @@ from found_steps import Found
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 # The machine of each file of results; of the others it is the Intel Xeon.
-MACHINES = dict.fromkeys(("tuning_time.json", "tuning_haste.json", "fit_the_step.json"), "amd-epyc")
+MACHINES = dict.fromkeys(
+    (
+        "tuning_time.json",
+        "tuning_haste.json",
+        "fit_the_step.json",
+        "communication.json",
+    ),
+    "amd-epyc",
+)
 NAMES = {
     **NAME_BY_NETWORK,
     "vgg11": "VGG-11, N=8",
@@ -201,7 +209,7 @@ FITTED = {
     "segresnet": "SegResNet, N=4, 64x64x64",
     "denoiser": "diffusion U-Net, N=8, 64x64",
     "hifigan": "HiFi-GAN, N=8",
-    "wav2vec2": "wav2vec 2.0, N=4",
+    "wav2vec2": "wav2vec 2.0, N=12",
     "resnet50": "ResNet-50, N=32, 224x224",
     "unet3d": "3-D U-Net with BatchNorm, N=2, 64x64x64",
 }
@@ -230,6 +238,50 @@ def fitted() -> list[Row]:
     return rows
 
 
+# How benchmarks/communication.py names the links.
+LINK_NAMES = {
+    "loopback": "none: loopback",
+    "5ms,100GB/s": "5 ms",
+    "1ms,200Mbit/s": "1 ms, 200 Mbit/s",
+    "0.1ms,1Gbit/s": "0.1 ms, 1 Gbit/s",
+}
+
+
+def linked() -> list[Row]:
+    """Advised ways to exchange gradients beside the fastest ones, from communication.json."""
+    heading = [
+        "link",
+        "ranks",
+        "network",
+        "torch's step",
+        "predicted",
+        "advised",
+        "times as fast as torch's",
+        "fastest",
+        "times as fast as torch's",
+    ]
+    rows = [heading]
+    for cell in results("communication.json")["cells"]:
+        own = cell["ways"][0]
+        times = {way["name"]: median_ns(way["samples_ns"]) for way in cell["ways"]}
+        fastest = min(times, key=times.__getitem__)
+        torchs = times[own["name"]]
+        rows.append(
+            [
+                LINK_NAMES[cell["link"]],
+                str(cell["ranks"]),
+                cell["network"],
+                format_ns(torchs),
+                f"{own['predicted_ns'] / torchs - 1:+.0%}",
+                cell["chosen"],
+                f"{torchs / times[cell['chosen']]:.2f}",
+                fastest,
+                f"{torchs / times[fastest]:.2f}",
+            ]
+        )
+    return rows
+
+
 def settings() -> list[Row]:
     """The settings, as `ucudnn.config` has them."""
     rows = []
@@ -252,6 +304,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "hast": hasty,
     "deep": lambda: layers_table(results("limits_layers.json")),
     "fits": fitted,
+    "link": linked,
 }
 # Where the file of a table says how it was made, a sentence below the table does, too.
 FILES = {
@@ -261,6 +314,7 @@ FILES = {
     "caps": "limits.json",
     "deep": "limits_layers.json",
     "fits": "fit_the_step.json",
+    "link": "communication.json",
 }
 # Some benchmarks need a quiet machine for an hour, and are run after their table was designed.
 MISSING = "Not measured yet."
