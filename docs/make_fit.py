@@ -1,0 +1,126 @@
+"""Draw the first picture of README.md: time of training steps over their peak memory.
+
+    python docs/make_fit.py docs/fit.svg
+
+Reads benchmarks/results/amd-epyc/fit_the_step.json; the same file comes out every time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from make_steps import text
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc" / "fit_the_step.json"
+NAMES = {
+    "convnext": ("ConvNeXt-T", "#0072b2"),
+    "segresnet": ("SegResNet 3-D", "#d55e00"),
+    "denoiser": ("diffusion U-Net", "#009e73"),
+    "hifigan": ("HiFi-GAN", "#cc79a7"),
+    "wav2vec2": ("wav2vec 2.0", "#e69f00"),
+    "resnet50": ("ResNet-50", "#56b4e9"),
+    "unet3d": ("3-D U-Net, BatchNorm", "#777"),
+}
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 430, 70, 520, 60, 370
+# Fractions of torch's peak, and multiples of its time.
+MOST_TIME, LEAST_TIME = 1.7, 0.7
+
+
+def place(share: float, ratio: float) -> tuple[float, float]:
+    """Where a share of torch's peak and a multiple of its time are drawn."""
+    ratio = min(max(ratio, LEAST_TIME), MOST_TIME)
+    height = (ratio - LEAST_TIME) / (MOST_TIME - LEAST_TIME)
+    return LEFT + (RIGHT - LEFT) * min(share, 1.1) / 1.1, BOTTOM - (BOTTOM - TOP) * height
+
+
+def shape(title: str, x: float, y: float, colour: str) -> str:
+    """A square by torch's checkpoints, a circle by segments, a diamond by a loop."""
+    if title.startswith("loop"):
+        return f'<path d="M{x:.1f},{y - 7:.1f}l7,7l-7,7l-7,-7z" fill="{colour}"/>'
+    if title.startswith("segments"):
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{colour}"/>'
+    size = f'x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10"'
+    return f'<rect {size} fill="none" stroke="{colour}" stroke-width="2"/>'
+
+
+def marks(network: dict[str, Any]) -> list[str]:
+    """The ways of a network."""
+    torchs, colour = network["ways"]["torch"], NAMES[network["network"]][1]
+    found = []
+    for title, way in network["ways"].items():
+        if way is not torchs:
+            ratio = median(
+                one / two for one, two in zip(way["samples_ns"], torchs["samples_ns"], strict=True)
+            )
+            share = way["peak_bytes"] / torchs["peak_bytes"]
+            found.append(shape(title, *place(share, ratio), colour))
+    return found
+
+
+def axes() -> list[str]:
+    """Lines at shares and ratios, darkest at torch's own."""
+    lines = []
+    for share in (0.25, 0.5, 0.75, 1.0):
+        x, _ = place(share, 1)
+        colour = "#222" if share == 1 else "#ddd"
+        lines.append(f'<path d="M{x:.1f},{TOP}V{BOTTOM}" stroke="{colour}"/>')
+        lines.append(text(x, BOTTOM + 18, f"{share:.0%}"))
+    for tenths in (8, 10, 12, 14, 16):
+        _, y = place(0, tenths / 10)
+        colour = "#222" if tenths == 10 else "#ddd"
+        lines.append(f'<path d="M{LEFT},{y:.1f}H{RIGHT}" stroke="{colour}"/>')
+        lines.append(text(LEFT - 8, y + 5, f"{tenths / 10}", "end"))
+    return lines
+
+
+def legend(networks: list[str]) -> list[str]:
+    """Colours of the networks, then the shapes of the ways."""
+    lines, x = [], RIGHT + 25
+    for number, network in enumerate(networks):
+        name, colour = NAMES[network]
+        y = TOP + 10 + 22 * number
+        lines += [
+            f'<circle cx="{x}" cy="{y}" r="6" fill="{colour}"/>',
+            text(x + 14, y + 5, name, "start"),
+        ]
+    ways = ("segments", "loop", "torch.utils.checkpoint")
+    for number, title in enumerate(ways):
+        y = TOP + 10 + 22 * (len(networks) + 1 + number)
+        lines += [shape(title, x, y, "#222"), text(x + 14, y + 5, title, "start")]
+    return lines
+
+
+def draw() -> str:
+    """The whole picture as SVG."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">',
+        '<g font-family="sans-serif" font-size="14" fill="#222">',
+        "<title>Time of a training step over its peak memory</title>",
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        text(
+            WIDTH / 2, 24, "Training steps: time over peak memory, both over torch's (CPU, 2 cores)"
+        ),
+        text(WIDTH / 2, 44, "further left: less memory; below 1: faster than torch"),
+        *axes(),
+        *(line for network in found for line in marks(network)),
+        *legend([one["network"] for one in found]),
+        text((LEFT + RIGHT) / 2, BOTTOM + 42, "peak of the step, of torch's"),
+        "</g>",
+        "</svg>\n",
+    ]
+    return "\n".join(parts)
+
+
+def main(path: str) -> None:
+    """Write the picture to a file."""
+    Path(path).write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
