@@ -34,6 +34,7 @@ from ucudnn.distributed.exchange_advice import (
     BATCHES,
     DEFAULT_CAPS,
     PERIOD,
+    ExchangeAdvice,
     Profile,
     Way,
     capped,
@@ -144,7 +145,6 @@ def cell(network: str, rounds: int, path: str) -> None:
                     "network": network,
                     "ranks": dist.get_world_size(),
                     "profile": own["profile"],
-                    "chosen": advice.chosen.name,
                     "ways": found,
                 }
             )
@@ -152,6 +152,13 @@ def cell(network: str, rounds: int, path: str) -> None:
     dist.barrier()
     # gloo may abort the exit of a process (pytorch#179291).
     os._exit(0)
+
+
+def chosen(one: dict[str, Any]) -> str:
+    """The way that is advised by what the ranks of a cell have measured."""
+    profile = Profile(**{**one["profile"], "coded": ()})
+    found = tuple(Way(**{name: way[name] for name in Way.__slots__}) for way in one["ways"])
+    return ExchangeAdvice(profile, found).chosen.name
 
 
 def held_out(cells: list[dict[str, Any]]) -> None:
@@ -218,7 +225,7 @@ def median(samples: list[int]) -> float:
 
 def describe(one: dict[str, Any]) -> str:
     """A line for a cell, and one for each of its ways."""
-    lines = [f"{one['network']}, {one['ranks']} ranks, {one['link']}: {one['chosen']}"]
+    lines = [f"{one['network']}, {one['ranks']} ranks, {one['link']}: {chosen(one)}"]
     lines += [
         f"  {way['name']:32} {median(way['samples_ns']):8.1f} ms, predicted "
         f"{way['predicted_ns'] / 1e6:8.1f}"

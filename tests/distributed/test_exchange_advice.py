@@ -137,11 +137,9 @@ def test_harm_needs_a_gain_over_what_is_less_harmful():
     buckets = found.ways[1].name.split()[0]
     times = {"own": 420, buckets: 415, "half": 250, "top-k": 245}
     told = measured(found, **times)
-    # Averages and batches are only predicted, and gain no more than the model is wrong.
-    told = replace(told, ways=tuple(way for way in told.ways if way.harm < 4))
     assert told.chosen.name == "half"
     assert "1.68 times as fast; gradients are rounded: compress(Half)" in told.verdict
-    told = measured(replace(found, ways=told.ways), **(times | {"top-k": 120}))
+    told = measured(found, **(times | {"top-k": 120}))
     assert told.chosen.name == "top-k"
     assert "compare the accuracy" in told.verdict
 
@@ -169,6 +167,16 @@ def test_only_measured_ways_of_a_harm_count_where_one_was_measured():
     other = Way("other", 3, 40, 0, "other", measured_ns=99)
     own = Way("own", 0, 100, 0, measured_ns=100)
     assert ExchangeAdvice(profile(), (own, one, other)).chosen is own
+
+
+def test_another_training_is_told_of_and_not_advised():
+    waiting, free = advice(profile(Line(1000 * MS, 0))), advice(profile())
+    assert waiting.chosen.harm < 4
+    assert waiting.other_training.name == "average parameters every 8 steps"
+    told = [one for one in waiting.sentences() if one.startswith("Another training, average")]
+    assert told[0].endswith("without DistributedDataParallel.")
+    assert free.other_training is None
+    assert not [one for one in free.sentences() if one.startswith("Another training")]
 
 
 def test_gains_within_the_noise_are_not_told():

@@ -2,7 +2,8 @@
 
 Ways come in the order of their harm: as it is, the same gradients otherwise cut, rounded gradients,
 other gradients, other training. A way is advised only if it gains more over the less harmful ones
-than the error of what is known about both.
+than the error of what is known about both. Other training is told of and never advised: nothing
+here says what it does to the accuracy.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ class ExchangeAdvice:
     def chosen(self) -> Way:
         """The way that is advised."""
         chosen = self.ways[0]
-        for harm in range(1, len(HARM)):
+        for harm in range(1, len(HARM) - 1):
             rivals = [way for way in self.ways if way.harm == harm]
             # What was measured counts, not what is predicted of others that promised less.
             rivals = [way for way in rivals if way.measured_ns] or rivals
@@ -271,6 +272,13 @@ class ExchangeAdvice:
             if self.gain(best, chosen) > self.told(best, chosen):
                 chosen = best
         return chosen
+
+    @property
+    def other_training(self) -> Way | None:
+        """The fastest way that is another training, if it gains over what is advised."""
+        ways, chosen = [way for way in self.ways if way.harm == len(HARM) - 1], self.chosen
+        best = min(ways, key=lambda way: way.predicted_ns, default=chosen)
+        return best if self.gain(best, chosen) > self.told(best, chosen) else None
 
     def gain(self, way: Way, over: Way) -> float:
         """The part of a step that a way saves over another one."""
@@ -312,7 +320,6 @@ class ExchangeAdvice:
             1: "the gradients stay the same",
             2: "gradients are rounded",
             3: "gradients are others, so compare the accuracy",
-            4: "it is another training, so compare the accuracy",
         }[chosen.harm]
         return f"{chosen.name}, {way}; {harm}: {chosen.code}"
 
@@ -346,6 +353,12 @@ class ExchangeAdvice:
             f"A plan that makes computing 1.2 times as fast makes this step "
             f"{self._own_ns() / faster:.2f} times as fast."
         )
+        other = self.other_training
+        if other is not None:
+            found.append(
+                f"Another training, {other.name}, is predicted to take "
+                f"{format_ns(other.predicted_ns)} for a step; compare the accuracy: {other.code}."
+            )
         return [*found, f"Verdict: {self.verdict}"]
 
     def _own_ns(self) -> int:
