@@ -27,7 +27,7 @@ LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?:#[^)]*)?\)")
 @pytest.fixture(scope="session")
 def readme(repository: Path) -> str:
     """README.md and the pages that have what does not fit there."""
-    names = ("README.md", "docs/using.md", "docs/layout.md", "docs/memory.md")
+    names = ("README.md", "docs/using.md", "docs/memory.md")
     paths = [repository / name for name in names]
     return "\n".join(path.read_text() for path in paths)
 
@@ -192,6 +192,6 @@ def test_the_examples_of_solvers_give_what_their_comments_say(repository: Path) 
 
 
 def test_the_examples_of_the_cache_run(repository: Path) -> None:
-    results = doctest.testfile(str(repository / "docs" / "cache.md"), module_relative=False)
+    results = doctest.testfile(str(repository / "docs" / "formats.md"), module_relative=False)
     assert results.attempted > 5
     assert results.failed == 0
