@@ -145,7 +145,11 @@ def _positive(name: str, value: object) -> float | None:
 # By name, in the order of the documentation; the environment variable is UCUDNN_<NAME>.
 SETTINGS: dict[str, Setting] = {
     "workspace_limit": Setting(
-        None, _size, "Workspace that each kernel may use, such as 64MiB.", "SIZE"
+        None,
+        _size,
+        "Workspace that each kernel may use, such as 64MiB.",
+        "SIZE",
+        page="using.md#what-is-limited",
     ),
     "memory_budget": Setting(
         None,
@@ -178,7 +182,7 @@ SETTINGS: dict[str, Setting] = {
         "Plan a model as it is, or in the faster of its own layout and channels_last.",
         "NAME",
         get_args(Layout),
-        page="layout.md",
+        page="using.md#layout",
     ),
     "ops": Setting(
         OPS,
@@ -268,7 +272,7 @@ SETTINGS: dict[str, Setting] = {
         "Folder of the measurement cache. Default: the user's cache directory.",
         "DIR",
         is_of_plan=False,
-        page="cache.md",
+        page="formats.md#the-measurement-cache",
     ),
 }
 

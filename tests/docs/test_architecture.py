@@ -1,4 +1,4 @@
-"""docs/architecture.md: its picture is what the source says, its files are there."""
+"""docs/architecture.md: its picture is what the source says, what it names is there."""
 
 from __future__ import annotations
 
@@ -47,6 +47,29 @@ def test_what_it_names_is_there(repository: Path, package: Path) -> None:
     assert len(named) > 15
     for name in named:
         assert any((root / name).exists() for root in (repository, package)), name
+
+
+def test_names_are_defined_in_their_rooms(repository: Path, package: Path) -> None:
+    text = (repository / "docs" / "architecture.md").read_text()
+    table = text.partition("## Where would I change")[2].partition("## Where state")[0]
+    count = 0
+    for row in re.findall(r"^\| (?!what|---|\*\*).* \| (.+) \|$", table, re.M):
+        source = ""
+        for code in re.findall(r"`([^`]+)`", row):
+            if code.endswith(("/", ".py")):
+                source = source_of(repository / code, package / code)
+            else:
+                defined = rf"^ *(class|def) {code}\b|^{code}(:.*)? = "
+                assert re.search(defined, source, re.M), f"{code}: {row}"
+                count += 1
+    assert count > 40
+
+
+def source_of(*paths: Path) -> str:
+    """Text of all modules under the path that exists."""
+    path = next(path for path in paths if path.exists())
+    modules = [path] if path.is_file() else path.rglob("*.py")
+    return "\n".join(module.read_text() for module in modules)
 
 
 def test_the_coverage_gate_knows_every_value(script: ModuleType, repository: Path) -> None:

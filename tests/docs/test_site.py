@@ -73,4 +73,4 @@ def test_the_command_line_has_every_command_and_flag(hook: Import) -> None:
 
 def test_the_citation_names_this_version(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
-    assert f"Version {project['version']}" in (repository / "docs" / "citation.md").read_text()
+    assert f"Version {project['version']}" in (repository / "docs" / "project.md").read_text()
