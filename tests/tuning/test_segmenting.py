@@ -194,16 +194,15 @@ def test_what_is_foreseen_is_what_steps_measure():
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_where_micro_batches_do_not_suffice_their_blocks_are_recomputed(loop):
+def test_where_micro_batches_do_not_suffice_there_are_segments_inside(loop):
     model, x = blocks(groups, 8, 12), torch.randn(8, 3, 32, 32)
     search = SegmentSearch(model, x, open_backend("torch_cpu"), is_training=True, until=0.0)
     one = search.try_(Division(micro_batch=1) if loop else Division((Segment("", 1),)))
-    limit = one.peak_bytes * 17 // 20
+    limit = one.peak_bytes * 9 // 10
     seen = search.in_parts(limit) if loop else search.within(limit)
     assert seen is not None
     assert seen.peak_bytes <= limit
     segments, size = seen.division
     assert size == (1 if loop else None)
-    inner = segments if loop else segments[1:]
-    assert {segment.micro_batch for segment in inner} == {None}
-    assert len(inner) > 5
+    assert segments[0].module == "" or loop
+    assert len(segments) > 1

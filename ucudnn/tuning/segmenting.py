@@ -21,6 +21,7 @@ from ucudnn.execution.stepping import (
     STEP_ERRORS,
     Steps,
     gradient_mode,
+    parts_of,
     reason_against_steps,
     undisturbed,
 )
@@ -51,8 +52,8 @@ _CLEARLY = 0.95
 _LEAST_STEPS = 6
 # Points of the front that are shown.
 _SHOWN = 16
-# Steps of segments that are measured for one limit at most.
-_MOST_TRIALS = 8
+# Steps of segments that are measured for one limit at most, and of segments inside micro-batches.
+_MOST_TRIALS, _MOST_INSIDE = 8, 3
 
 
 class Seen(NamedTuple):
@@ -126,6 +127,7 @@ class SegmentSearch:
         until: float | None = None,
         effort: str = "normal",
     ) -> None:
+        self._model, self._inputs = model, inputs
         self._steps = steps = Steps(model, inputs, is_training)
         self._backend = backend
         self._is_training = is_training
@@ -286,21 +288,35 @@ class SegmentSearch:
             if self.is_over(3) and self._best(limit).peak_bytes <= limit:
                 break
             self.try_(division)
-        batch = self._steps.batch
-        if self._best(limit).peak_bytes > limit and batch > 1 and not self.reason_against_parts():
-            blocks = self._blocks()
+        if self._best(limit).peak_bytes > limit and not self.reason_against_parts():
             whole = self._described(Segment("", 1))
-            self._grow(limit, lambda size: Division((replace(whole, micro_batch=size), *blocks)))
+            self._go_inside(
+                limit, lambda size, inner: Division((replace(whole, micro_batch=size), *inner))
+            )
         return self._best(limit)
 
-    def _grow(self, limit: int, division: Callable[[int], Division]) -> None:
-        """Run steps in micro-batches of one sample, of two, of four, as long as they fit a limit.
+    def _go_inside(
+        self, limit: int, division: Callable[[int, tuple[Segment, ...]], Division]
+    ) -> None:
+        """Run the model in micro-batches of one sample, of two, of four, with segments inside.
 
-        What is recomputed in them is small; the more samples at once, the faster it is on a GPU.
+        It ends with what does not fit the limit: the fewer micro-batches the better.
         """
         size = 1
-        while size < self._steps.batch:
-            if self.try_(division(size)).peak_bytes > limit or self.is_over(2):
+        while self._is_training and size < self._steps.batch:
+            plain = division(size, ())
+            known = next((one for one in self.seen if one.division == plain), None)
+            peak = (known or self.try_(plain)).peak_bytes
+            part = next(parts_of(self._inputs, size))
+            inner = SegmentSearch(self._model, part, self._backend, True, until=self.until)
+            room = limit - max(0, peak - inner.seen[0].peak_bytes)
+            for _ in range(_MOST_INSIDE):
+                last = self.try_(division(size, inner.within(max(0, room)).division.segments))
+                # What lies beside the micro-batches is another at another moment.
+                room -= last.peak_bytes - limit
+                if last.peak_bytes <= limit:
+                    break
+            if last.peak_bytes > limit or self.is_over(2):
                 break
             size *= 2
 
@@ -331,8 +347,8 @@ class SegmentSearch:
             if not is_known and not (is_found and self.is_over(2)):
                 tried.append(self.try_(Division(micro_batch=size)))
         if limit is not None and not any(one.peak_bytes <= limit for one in tried):
-            before, blocks = len(self.seen), self._blocks() if self._is_training else ()
-            self._grow(limit, lambda size: Division(blocks, size))
+            before = len(self.seen)
+            self._go_inside(limit, lambda size, inner: Division(inner, size))
             tried += self.seen[before:]
         fitting = [one for one in tried if limit is None or one.peak_bytes <= limit]
         return min(fitting, key=lambda one: one.time_ns, default=None)
@@ -447,16 +463,8 @@ class SegmentSearch:
     def in_blocks(self) -> Seen | None:
         """A step with each block recomputed as a whole, as by torch.utils.checkpoint per block.
 
-        None: there are no blocks.
-        """
-        blocks = self._blocks()
-        return self.try_(Division(blocks)) if blocks else None
-
-    def _blocks(self) -> tuple[Segment, ...]:
-        """Each block recomputed as a whole.
-
         A block is a module that keeps at most half of what the step keeps, and is no mere sequence
-        of others.
+        of others. None: there are no blocks.
         """
         most = self._own.cost(self._root).kept_bytes // 2
 
@@ -471,7 +479,8 @@ class SegmentSearch:
 
         segments = [Segment(name, None) for name in blocks(self._root)]
         self._examine({one.module: 1 for one in segments})
-        return tuple(self._described(one) for one in segments if self._may_be(one))
+        segments = [self._described(one) for one in segments if self._may_be(one)]
+        return self.try_(Division(tuple(segments))) if segments else None
 
 
 def faster_division(
