@@ -52,8 +52,8 @@ _CLEARLY = 0.95
 _LEAST_STEPS = 6
 # Points of the front that are shown.
 _SHOWN = 16
-# Steps of segments that are measured for one limit at most, and of segments inside micro-batches.
-_MOST_TRIALS, _MOST_INSIDE = 8, 3
+# Steps of segments that are measured for one limit at most.
+_MOST_TRIALS = 8
 
 
 class Seen(NamedTuple):
@@ -310,12 +310,12 @@ class SegmentSearch:
             part = next(parts_of(self._inputs, size))
             inner = SegmentSearch(self._model, part, self._backend, True, until=self.until)
             room = limit - max(0, peak - inner.seen[0].peak_bytes)
-            for _ in range(_MOST_INSIDE):
+            while True:
                 last = self.try_(division(size, inner.within(max(0, room)).division.segments))
-                # What lies beside the micro-batches is another at another moment.
-                room -= last.peak_bytes - limit
-                if last.peak_bytes <= limit:
+                if last.peak_bytes <= limit or room <= 0:
                     break
+                # What lies beside the micro-batches is another at another moment.
+                room -= 2 * (last.peak_bytes - limit)
             if last.peak_bytes > limit or self.is_over(2):
                 break
             size *= 2
