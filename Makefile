@@ -159,7 +159,7 @@ docs: .venv-docs/.ready
 
 .venv-docs/.ready: constraints.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python $(PIP) mkdocs-material 'mkdocstrings[python]' ruff typer rich
+	.venv-docs/bin/python $(PIP) mkdocs-material 'mkdocstrings[python]' ruff typer rich msgspec
 	touch $@
 
 # The wheel is made from the sdist, so both are complete where the wheel is.

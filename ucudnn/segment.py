@@ -70,7 +70,7 @@ def is_size(value: object) -> bool:
 class Division(NamedTuple):
     """How a step is divided.
 
-    Args:
+    Attributes:
         segments: modules that run in micro-batches.
         micro_batch: samples of a part, for a training loop that runs the model on parts of the
             batch and adds their gradients up; None: the whole batch.

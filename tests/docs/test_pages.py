@@ -37,7 +37,7 @@ def test_all_python_of_a_page_is_run_or_saved(page: Path) -> None:
     assert len(marked) == page.read_text("utf-8").count("<!--")
 
 
-# The other pages are of a framework or a place each, and take a minute.
+# The other pages are of a framework or a place each, and take minutes.
 @pytest.mark.process
 @pytest.mark.parametrize(
     "page",
