@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from ucudnn.cache.entries import (
     CacheInfo,
@@ -21,12 +21,11 @@ from ucudnn.cache.exchange import read_entries, write_entries
 from ucudnn.cache.schema import KEY_FIELDS, matches, parse_where
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
-from ucudnn.system.closing import AbstractClosable
 
 _PARTS = tuple(item.name for item in fields(MeasurementKey))
 
 
-class AbstractCache(AbstractClosable):
+class AbstractCache(ABC):
     """Measurements by key.
 
     When `put` returns, `get` finds the measurements, in this process and in every later one. If two
@@ -83,11 +82,17 @@ class AbstractCache(AbstractClosable):
     def info(self) -> CacheInfo:
         """Location and contents of the cache."""
 
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027 - a cache of one process has nothing to do
         """Read entries that other processes have put since."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - the same
         """Write entries that could not be written so far, and compact. Reading works afterwards."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def put(self, measurements: Iterable[Measurement]) -> None:
         """Keep measurements: all or none, and durable when this returns.

@@ -30,7 +30,7 @@ from ucudnn.measurement import (
 )
 from ucudnn.problem import Problem
 from ucudnn.split import Split
-from ucudnn.system.forking import cached_property
+from ucudnn.system.processes import cached_property
 
 Array: TypeAlias = NDArray[Any]
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from ucudnn.cache.schema import matches, parse_where
 from ucudnn.cache.table import select_rows
 from ucudnn.errors import CacheError, CacheWarning, TableError, warn
 from ucudnn.measurement import Device, Measurement, MeasurementKey
-from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.processes import ForkSafeLock
 
 _LOCK_WAIT_S = 10.0
 # File names may have 255 bytes, and suffixes follow.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import Origin
 from ucudnn.plan import BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Plan, Split, Step, Timing
 from ucudnn.problem import Problem
-from ucudnn.system.documents import sha256_of
 
 PERTURBED = "timed while others used the processors"
 TIMING = Timing(time_ns=900, spread_ns=9, workspace_bytes=4096, samples=7)
@@ -442,7 +442,8 @@ def signed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     path = rewritten(folder, change)
     document = json.loads(path.read_text())
     rest = {name: value for name, value in document.items() if name != "checksum"}
-    path.write_text(json.dumps({**rest, "checksum": sha256_of(rest)}))
+    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**rest, "checksum": sha256(canonical.encode()).hexdigest()}))
     return path
 
 

@@ -24,7 +24,7 @@ from ucudnn.config import environment_without_startup
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import FailureKind
 from ucudnn.split import Split
-from ucudnn.system.children import start_python
+from ucudnn.system.processes import start_python
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
 # The first answer waits for the imports and, on a GPU, for the context.

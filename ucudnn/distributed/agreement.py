@@ -14,12 +14,12 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
+import ucudnn
 from ucudnn.backends.registry import identify
 from ucudnn.distributed.rendezvous import Group, Rendezvous, name_ranks
 from ucudnn.errors import PlanError, RankError, UcudnnError
 from ucudnn.measurement import Device, Software
 from ucudnn.plan import Plan
-from ucudnn.system.version import own_version
 
 # How many differences a message lists: one wrong version changes every kernel.
 _MOST_NAMED = 5
@@ -173,7 +173,7 @@ def _for_this_device(plans: Iterable[Plan]) -> tuple[Plan, Device, Software]:
 
 def job_facts(software: Software) -> dict[str, str]:
     """Settings that must be equal on all ranks of a job, whatever their devices."""
-    return {"ucudnn": own_version(), "torch": software.torch}
+    return {"ucudnn": ucudnn.__version__, "torch": software.torch}
 
 
 def kind_facts(device: Device, software: Software) -> dict[str, str]:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ucudnn import config
 from ucudnn.errors import ConfigError, RankError, UnsupportedError
-from ucudnn.system.children import start_python
+from ucudnn.system.processes import start_python
 from ucudnn.units import format_bytes
 
 MPS_MODES = ("auto", "require", "off")
