@@ -175,16 +175,9 @@ def key_texts(key: MeasurementKey) -> dict[str, str]:
 
 
 def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explanation:
-    """Find the key that differs from the wanted values in the fewest fields.
+    """Find the key that differs from the wanted values, texts by field name, in the fewest fields.
 
     Of several such keys, one whose problem and algorithm differ least is preferred, then the first.
-
-    Args:
-        wanted: text by field name; other fields may have any value.
-        keys: the keys of a cache.
-
-    Raises:
-        ConfigError: a field that keys do not have.
     """
     names = [field.name for field in KEY_FIELDS]
     for name in wanted:

@@ -13,12 +13,12 @@ from ucudnn.solvers.overlap import bucket as bucket
 from ucudnn.solvers.overlap import finish as finish
 from ucudnn.solvers.overlap import fit as fit
 from ucudnn.solvers.reuse import reuse as reuse
+from ucudnn.solvers.reuse_table import ReuseTable as ReuseTable
+from ucudnn.solvers.reuse_table import WalkEntry as WalkEntry
 from ucudnn.solvers.segments import Node as Node
 from ucudnn.solvers.segments import Option as Option
 from ucudnn.solvers.segments import SegmentTable as SegmentTable
 from ucudnn.solvers.segments import segment as segment
-from ucudnn.solvers.table import ReuseTable as ReuseTable
-from ucudnn.solvers.table import WalkEntry as WalkEntry
 
 __all__ = [
     "Buckets",

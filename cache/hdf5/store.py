@@ -20,7 +20,7 @@ import numpy as np
 
 from ucudnn.cache.entries import LATEST_NS, Entry
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, decode, encode, verify, wrap
-from ucudnn.cache.hdf5.files import (
+from ucudnn.cache.hdf5.device_files import (
     DeviceFiles,
     is_ours,
     read_envelope,
@@ -43,16 +43,10 @@ _LISTINGS = 8
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Lists and loads the files of one kind of device.
-
-    Args:
-        files: the files of that kind.
-        writable: False: damaged files stay where they are.
-        report: called with findings about files that cannot be used.
-    """
+    """Lists and loads the files of one kind of device."""
 
     files: DeviceFiles
-    writable: bool
+    writable: bool  # False: damaged files stay where they are
     report: Report
 
     def require_folder(self) -> None:
@@ -71,9 +65,7 @@ class Loader:
         try:
             return envelope, self.files.segment_names()
         except OSError as error:
-            self.report(
-                f"{self.files.segments} cannot be read ({error.strerror}): it is not used",
-            )
+            self.report(f"{self.files.segments} cannot be read ({error.strerror}): it is not used")
             return envelope, []
 
     def load(self, path: Path) -> tuple[Table, bytes] | None:
@@ -81,7 +73,10 @@ class Loader:
         try:
             # First of all: a file that is not a cache's must never be renamed.
             if not is_ours(path):
-                self._report_foreign(path)
+                self.report(
+                    f"{path} is not a file of this cache, or is damaged beyond recognition: it was "
+                    f"left as it is and is not used; move it elsewhere"
+                )
                 return None
             content = read_file(path)
             verify(content)
@@ -92,15 +87,9 @@ class Loader:
             # A compaction has moved its entries to a file that the next listing shows.
             if error.errno not in _GONE:
                 self.report(
-                    f"{path} cannot be read ({error.strerror}): its measurements are not used",
+                    f"{path} cannot be read ({error.strerror}): its measurements are not used"
                 )
         return None
-
-    def _report_foreign(self, path: Path) -> None:
-        self.report(
-            f"{path} is not a file of this cache, or is damaged beyond recognition: it was left as "
-            f"it is and is not used; move it elsewhere",
-        )
 
     def _put_aside(self, path: Path, error: DamagedError) -> None:
         aside = None
@@ -127,16 +116,7 @@ class Loader:
 
 
 class DeviceStore:
-    """Measurements of one kind of device, in memory and in its files.
-
-    Args:
-        files: the files of that kind.
-        writable: False: nothing is written, and damaged files stay where they are.
-        report: called with findings about entries that were not kept or files that cannot be read.
-
-    Attributes:
-        files: the files of that kind.
-    """
+    """Measurements of one kind of device, in memory and in its files."""
 
     def __init__(self, files: DeviceFiles, writable: bool, report: Report) -> None:
         self.files = files
@@ -235,11 +215,7 @@ class DeviceStore:
         return True
 
     def put(self, entries: Iterable[Entry]) -> None:
-        """Keep entries, on the disk where that is possible.
-
-        Raises:
-            CacheError: a number needs more than 64 bits; nothing was kept then.
-        """
+        """Keep entries, on the disk where that is possible; all or none."""
         # Later than every entry that is there, because another machine's clock may be ahead; but
         # no later than a reader accepts, because it may be far ahead.
         self._tables()
@@ -308,11 +284,7 @@ class DeviceStore:
                     self._replace_segments(self._recent)
 
     def replace_all(self, table: Table) -> None:
-        """Put one table in the place of every file that was read.
-
-        Raises:
-            OSError: it cannot be written; the files are as before.
-        """
+        """Put one table in the place of every file that was read, or leave all as they are."""
         name = self._replace_segments(table)
         if self.files.retire_compacted(self._base_envelope):
             self._base, self._base_envelope = EMPTY, None
