@@ -14,6 +14,7 @@ from typing import Any
 
 import laws
 import pytest
+from laws import texts
 
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning, Entry
@@ -31,10 +32,6 @@ MEASUREMENTS = [
 
 # In which a child finds `laws`, too.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-
-def texts(measurements: Any) -> list[str]:
-    return sorted(map(repr, measurements))
 
 
 def test_the_folder_is_the_argument_then_the_variable_then_the_users(
