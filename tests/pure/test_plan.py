@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+from by_hand import signed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -437,14 +437,10 @@ def test_a_damaged_file_is_refused(
         Plan.load(path)
 
 
-def signed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def resigned(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """The same with a right checksum, as by one who works it out, too."""
     path = rewritten(folder, change)
-    document = json.loads(path.read_text())
-    rest = {name: value for name, value in document.items() if name != "checksum"}
-    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({**rest, "checksum": sha256(canonical.encode()).hexdigest()}))
-    return path
+    return signed(json.loads(path.read_text()), path)
 
 
 SIGNED: list[tuple[str, object, str]] = [
@@ -466,13 +462,13 @@ SIGNED: list[tuple[str, object, str]] = [
 def test_a_signed_value_that_cannot_be_is_refused_with_its_place(
     name: str, value: object, sentence: str, tmp_path: Path
 ) -> None:
-    path = signed(tmp_path, lambda document: first(document).update({name: value}))
+    path = resigned(tmp_path, lambda document: first(document).update({name: value}))
     with pytest.raises(PlanFileError, match=f"{sentence}.* at `[$].kernels.0..{name}"):
         Plan.load(path)
 
 
 def test_a_long_value_of_a_signed_file_makes_a_short_sentence(tmp_path: Path) -> None:
-    path = signed(tmp_path, lambda one: one["conditions"].update(role="x" * 10_000))
+    path = resigned(tmp_path, lambda one: one["conditions"].update(role="x" * 10_000))
     with pytest.raises(PlanFileError, match="is a damaged plan: Invalid enum value") as caught:
         Plan.load(path)
     assert len(str(caught.value)) < 500 + len(str(tmp_path))

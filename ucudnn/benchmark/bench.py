@@ -141,8 +141,8 @@ class LocalBench(AbstractBench):
             return Look(workspace, accuracy, None)
         # The first run on a GPU also loads what it runs, and that of others than torch's own fills
         # memory with NaN.
-        tells = arm.algorithm == DEFAULT_ALGORITHM and self._backend.device().type == "cpu"
-        first_ns = firsts_ns[0] if firsts_ns and tells else 0
+        is_plain = arm.algorithm == DEFAULT_ALGORITHM and self._backend.device().type == "cpu"
+        first_ns = firsts_ns[0] if firsts_ns and is_plain else 0
         return Look(workspace, accuracy, self._sampler(arm).shortest_ns(first_ns))
 
     def _reference(self, ring: Ring, part: Problem) -> Reference:

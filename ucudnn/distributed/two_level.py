@@ -38,7 +38,7 @@ class _TwoLevels:
     group: ProcessGroup  # the same
     across: ProcessGroup  # the leaders of all devices; on other ranks no group
     mine: Tensor  # memory of the device that this rank writes
-    peers: Sequence[Tensor]  # that others write: on the leader all of them, else the leader alone
+    peers: Sequence[Tensor]  # memory of the others; on all but the leader that of the leader alone
 
 
 def reduce_by_device(replica: DistributedDataParallel) -> bool:
