@@ -160,8 +160,8 @@ def _fields_of(part: str, cls: Any, path: str) -> list[Field]:
     ]
 
 
-def _field(name: str, kind: str, path: str) -> Field:
-    return Field(name, kind, path, attrgetter(path))
+def _field(name: str, annotation: str, path: str) -> Field:
+    return Field(name, annotation, path, attrgetter(path))
 
 
 _OWN_KEY_FIELDS = _fields_of("", MeasurementKey, "measurement.key")

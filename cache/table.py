@@ -169,7 +169,7 @@ class Context:
 
     @classmethod
     def of(cls, key: MeasurementKey) -> Context:
-        """That of a key."""
+        """The context of a key."""
         return cls(key.device, key.software, key.conditions, key.protocol)
 
 

@@ -35,7 +35,7 @@ _NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR}
 
 
 def read_file(path: Path, size: int = -1) -> bytes:
-    """All bytes of a regular file, or the first `size`; a DamagedError for a folder, a pipe, ..."""
+    """All bytes of a regular file, or the first `size`; a DamagedError for anything else."""
     try:
         # Opening a pipe that nobody writes to would wait for ever without O_NONBLOCK.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
