@@ -254,17 +254,6 @@ def come_late(folder: Path, rank: int) -> dict[str, Any]:
     return {}
 
 
-def restart(folder: Path, rank: int) -> dict[str, Any]:
-    """Meet again and again about other plans; one rank comes before the invitation, one later."""
-    backend = scripted(rank)
-    made = backend.device(), backend.software(), backend.conditions()
-    for number in range(10):
-        plan = ucudnn.Plan((), *made, ucudnn.Config(workspace_limit=number), "scripted")
-        time.sleep((0.1, 0, 0.2)[rank])
-        distributed.agree(plan, timeout_s=60)
-    return {"met": number}
-
-
 def main(
     function: str, folder: Path, arguments: dict[str, Any], is_store_in_rank_0: bool = False
 ) -> None:
