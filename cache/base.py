@@ -22,8 +22,6 @@ from ucudnn.cache.schema import KEY_FIELDS, matches, parse_where
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
 
-_PARTS = tuple(item.name for item in fields(MeasurementKey))
-
 
 class AbstractCache(ABC):
     """Measurements by key.
@@ -183,7 +181,9 @@ def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explan
     for name in wanted:
         if name not in names:
             raise ConfigError(f"{name!r} is not a field of a key; those are {', '.join(names)}")
-    counters = [(part, _difference_counter(part, wanted)) for part in _PARTS]
+    counters = [
+        (item.name, _difference_counter(item.name, wanted)) for item in fields(MeasurementKey)
+    ]
     count, nearest, least = 0, None, (len(KEY_FIELDS) + 1, 0)
     for key in keys:
         count += 1

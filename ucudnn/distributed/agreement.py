@@ -178,21 +178,17 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
     """The fields of a plan, so that a difference can be named."""
     made = {"backend": plan.backend, **asdict(plan.software), **asdict(plan.conditions)}
     made_with = {f"{name} that the plan was made with": str(text) for name, text in made.items()}
-    # The split of the largest batch is for people; the digest covers all batches.
-    kernels = {
-        f"plan of {kernel.problem}": f"{kernel.split(kernel.problem.batch)}, over all batches "
-        f"{_digest(kernel.decisions())}"
-        for kernel in plan.kernels
-    }
+    kernels = {}
+    for kernel in plan.kernels:
+        # The split of the largest batch is for people; the digest covers all batches. It has eight
+        # digits, because people read them in a message.
+        digest = sha256(repr(kernel.decisions()).encode()).hexdigest()[:8]
+        split = kernel.split(kernel.problem.batch)
+        kernels[f"plan of {kernel.problem}"] = f"{split}, over all batches {digest}"
     settings = {f"plan's {name}": str(value) for name, value in plan.config.to_dict().items()}
     # Last, because the pieces above say more and a message lists the first differences only.
     whole = {"number of kernels in the plan": str(len(plan.kernels)), "hash of the plan": plan.hash}
     return {**made_with, **settings, **kernels, **whole}
-
-
-def _digest(value: object) -> str:
-    # Eight digits, because people read them in a message.
-    return sha256(repr(value).encode()).hexdigest()[:8]
 
 
 def raise_errors(errors: Mapping[int, str | None]) -> None:
