@@ -54,7 +54,7 @@ _MEMO_PROBLEMS = 10_000
 _ROWS_AT_ONCE = 10_000
 _KEY_COLUMNS = ("problem", "algorithm", "context")
 # A list of a table, and the column with numbers of its rows.
-_COLUMN_BY_LIST = {
+COLUMN_BY_LIST = {
     "contexts": "context",
     "algorithms": "algorithm",
     "reasons": "reason",
@@ -339,7 +339,7 @@ class _Lists:
     """Distinct values of the lists of a table, with their numbers in order of appearance."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, dict[Any, int]] = {name: {} for name in _COLUMN_BY_LIST}
+        self._numbers: dict[str, dict[Any, int]] = {name: {} for name in COLUMN_BY_LIST}
 
     def number(self, name: str, value: Any) -> int:
         """Number of a value in a list, which gets it if it is new there."""
@@ -418,7 +418,7 @@ def merge_tables(tables: Sequence[Table]) -> Table:
         # A copy, in full width: the columns of a file are as narrow as its numbers allow.
         rows = table.rows.astype(MEASUREMENT_DTYPE)
         rows["problem"] = numbers[rows["problem"]]
-        for name, column in _COLUMN_BY_LIST.items():
+        for name, column in COLUMN_BY_LIST.items():
             rows[column] = lists.renumber(name, getattr(table, name), rows[column])
         rows["first_sample"] += offset
         offset += len(table.samples)

@@ -37,6 +37,7 @@ from msgspec import ValidationError, convert
 
 from ucudnn.cache.schema import CONTEXT_FIELDS, load_texts, split_from_text
 from ucudnn.cache.table import (
+    COLUMN_BY_LIST,
     MEASUREMENT_DTYPE,
     NONE,
     PROBLEM_DTYPE,
@@ -63,18 +64,6 @@ _DAMAGES = (OSError, RuntimeError, KeyError, TypeError, ValueError, ValidationEr
 _numbers = count()
 # In the order of the parameters of `Table`.
 _TEXTS = ("algorithms", "reasons", "notes", "facts")
-# Columns of /measurements that point to rows of other tables, and others with small values.
-_NARROWED = (
-    "problem",
-    "context",
-    "algorithm",
-    "reason",
-    "notes",
-    "facts",
-    "status",
-    "samples",
-    "first_sample",
-)
 _COLUMNS = {
     "problems": PROBLEM_DTYPE.names,
     "contexts": tuple(field.name for field in CONTEXT_FIELDS),
@@ -179,7 +168,12 @@ def encode(table: Table) -> bytes:
         "facts": [json.dumps(facts.unusual, ensure_ascii=False) for facts in table.facts],
     }
     rows = {name: table.rows[name] for name in MEASUREMENT_DTYPE.names or ()}
-    narrow = {name: _narrow(rows[name]) for name in _NARROWED}
+    # Words, and numbers of rows: they are never negative.
+    narrow = {
+        name: _narrow(column)
+        for name, column in rows.items()
+        if column.dtype.kind in "uS" or name == "first_sample"
+    }
     arrays = {
         "problems": table.problems,
         "contexts": _context_rows(table.contexts),
@@ -258,16 +252,8 @@ def _table(arrays: Mapping[str, Array], texts: Mapping[str, list[str]]) -> Table
         # numpy joins with int64 to floats.
         samples.astype("<i8"),
     )
-    lengths = {
-        "problem": len(table.problems),
-        "context": len(table.contexts),
-        "algorithm": len(table.algorithms),
-        "reason": len(table.reasons),
-        "notes": len(table.notes),
-        "facts": len(table.facts),
-    }
-    for name, length in lengths.items():
-        if len(rows) and rows[name].max() >= length:
+    for name, column in {"problems": "problem", **COLUMN_BY_LIST}.items():
+        if len(rows) and rows[column].max() >= len(getattr(table, name)):
             raise DamagedError("its tables do not fit together")
     ends = rows["first_sample"].astype("<i8") + rows["samples"]
     if ends.max(initial=0) > len(samples) or rows["first_sample"].min(initial=0) < 0:
