@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+import ucudnn
 from ucudnn.backends import open_backend
 from ucudnn.backends.torch_cpu.machine import LoadMeter, describe_allocator
-from ucudnn.system.version import own_version
 
 LOAD_S = 0.5
 
@@ -29,7 +29,7 @@ def provenance() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "malloc": describe_allocator(),
         "load": round(load(), 2),
-        "ucudnn": own_version(),
+        "ucudnn": ucudnn.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),

@@ -68,7 +68,7 @@ def open(  # noqa: A001 - as in h5py.File and shelve.open, always written ucudnn
         ConfigError: another mode.
     """
     # Only here, because it loads h5py.
-    from ucudnn.cache.hdf5.cache import HDF5Cache
+    from ucudnn.cache.hdf5.folder import HDF5Cache
 
     if mode not in _MODES:
         raise ConfigError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")

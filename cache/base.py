@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from ucudnn.cache.entries import (
     CacheInfo,
@@ -21,12 +21,9 @@ from ucudnn.cache.exchange import read_entries, write_entries
 from ucudnn.cache.schema import KEY_FIELDS, matches, parse_where
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Measurement, MeasurementKey
-from ucudnn.system.closing import AbstractClosable
-
-_PARTS = tuple(item.name for item in fields(MeasurementKey))
 
 
-class AbstractCache(AbstractClosable):
+class AbstractCache(ABC):
     """Measurements by key.
 
     When `put` returns, `get` finds the measurements, in this process and in every later one. If two
@@ -83,11 +80,17 @@ class AbstractCache(AbstractClosable):
     def info(self) -> CacheInfo:
         """Location and contents of the cache."""
 
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027 - a cache of one process has nothing to do
         """Read entries that other processes have put since."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - the same
         """Write entries that could not be written so far, and compact. Reading works afterwards."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def put(self, measurements: Iterable[Measurement]) -> None:
         """Keep measurements: all or none, and durable when this returns.
@@ -170,22 +173,17 @@ def key_texts(key: MeasurementKey) -> dict[str, str]:
 
 
 def explain(wanted: Mapping[str, str], keys: Iterable[MeasurementKey]) -> Explanation:
-    """Find the key that differs from the wanted values in the fewest fields.
+    """Find the key that differs from the wanted values, texts by field name, in the fewest fields.
 
     Of several such keys, one whose problem and algorithm differ least is preferred, then the first.
-
-    Args:
-        wanted: text by field name; other fields may have any value.
-        keys: the keys of a cache.
-
-    Raises:
-        ConfigError: a field that keys do not have.
     """
     names = [field.name for field in KEY_FIELDS]
     for name in wanted:
         if name not in names:
             raise ConfigError(f"{name!r} is not a field of a key; those are {', '.join(names)}")
-    counters = [(part, _difference_counter(part, wanted)) for part in _PARTS]
+    counters = [
+        (item.name, _difference_counter(item.name, wanted)) for item in fields(MeasurementKey)
+    ]
     count, nearest, least = 0, None, (len(KEY_FIELDS) + 1, 0)
     for key in keys:
         count += 1

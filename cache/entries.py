@@ -175,14 +175,7 @@ class Explanation:
 def info_of(
     location: str, writable: bool, file_bytes: Sequence[int], entries: Iterable[Entry]
 ) -> CacheInfo:
-    """Count entries by device, status and versions.
-
-    Args:
-        location: the cache's folder, or "memory".
-        writable: True if measurements can be added.
-        file_bytes: size of each file.
-        entries: one per key.
-    """
+    """Count entries by device, status and versions; `file_bytes` has the size of each file."""
     statuses: defaultdict[Device, Counter[str]] = defaultdict(Counter)
     versions: defaultdict[Device, Counter[Software]] = defaultdict(Counter)
     times: dict[Device, tuple[int, int]] = {}

@@ -26,19 +26,7 @@ VERSION = 1
 
 
 def write_entries(path: str | os.PathLike[str], entries: Iterable[Entry]) -> int:
-    """Write entries to a .csv or .json file, and count them.
-
-    >>> import tempfile
-    >>> write_entries(f"{tempfile.mkdtemp()}/timings.csv", [])
-    0
-
-    Args:
-        path: the file; it is replaced as a whole, and its folder is made.
-        entries: every one becomes a line or an object.
-
-    Raises:
-        CacheError: another suffix, or the file cannot be written.
-    """
+    """Write entries to a .csv or .json file, whose folder is made, and count them."""
     target = Path(path)
     # Entries may be an iterator, and are counted after they are written.
     listed = list(entries)
@@ -53,21 +41,7 @@ def write_entries(path: str | os.PathLike[str], entries: Iterable[Entry]) -> int
 
 
 def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
-    """Read a .csv or .json file of entries.
-
-    >>> import tempfile
-    >>> path = f"{tempfile.mkdtemp()}/timings.json"
-    >>> _ = write_entries(path, [])
-    >>> read_entries(path)
-    []
-
-    Args:
-        path: the file.
-
-    Raises:
-        CacheError: the file cannot be read, is of another version, or holds a bad value; the
-            message names the line.
-    """
+    """Read a .csv or .json file of entries."""
     source = Path(path)
     read = _from_csv if _suffix(source) == ".csv" else _from_json
     return read(source, _read_text(source))

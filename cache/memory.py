@@ -56,7 +56,7 @@ class MemoryCache(AbstractCache):
     def merge(self, path: str | os.PathLike[str]) -> MergeReport:
         """Add the entries of the cache in a folder."""
         # Only here, because it loads h5py.
-        from ucudnn.cache.hdf5.cache import open_existing
+        from ucudnn.cache.hdf5.folder import open_existing
 
         before, entries = len(self), list(open_existing(path).entries())
         pairs = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from ucudnn.cache.base import AbstractCache
 from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport, info_of
@@ -70,13 +71,11 @@ class LayeredCache(AbstractCache):
         """Contents of all caches, and the paths and sizes of their files."""
         # Counted anew, because a key that several caches have counts once.
         infos = [layer.info() for layer in (self._top, *self._below)]
-        whole = info_of("", infos[0].writable, (), self.entries())
-        return CacheInfo(
-            os.pathsep.join(info.location for info in infos),
-            infos[0].writable,
-            sum(info.files for info in infos),
-            sum(info.file_bytes for info in infos),
-            whole.devices,
+        location = os.pathsep.join(info.location for info in infos)
+        return replace(
+            info_of(location, infos[0].writable, (), self.entries()),
+            files=sum(info.files for info in infos),
+            file_bytes=sum(info.file_bytes for info in infos),
         )
 
     def refresh(self) -> None:

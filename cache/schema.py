@@ -27,17 +27,11 @@ from ucudnn.system.files import parse_json
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Conversion of values of one type to text and back.
+    """Conversion of values of one type to text and back."""
 
-    Args:
-        name: such as "int | None".
-        dump: value to text.
-        load: text to value; raises ValueError for any other text.
-    """
-
-    name: str
+    name: str  # such as "int | None"
     dump: Callable[[Any], str]
-    load: Callable[[str], Any]
+    load: Callable[[str], Any]  # raises ValueError for any other text
 
 
 def _load_bool(text: str) -> bool:
@@ -47,11 +41,7 @@ def _load_bool(text: str) -> bool:
 
 
 def load_texts(text: str) -> tuple[str, ...]:
-    """Read a JSON array of strings; an empty text is an empty array.
-
-    Raises:
-        ValueError: the text is something else.
-    """
+    """Read a JSON array of strings; an empty text is an empty array."""
     values = parse_json(text) if text else []
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError(text)
@@ -98,11 +88,7 @@ def split_to_text(split: Split) -> str:
 
 
 def split_from_text(text: str) -> Split:
-    """The split that `split_to_text` wrote.
-
-    Raises:
-        ValueError: the text is something else.
-    """
+    """The split that `split_to_text` wrote; a ValueError for any other text."""
     try:
         values = dict(parse_json(text))
         runs = values.pop("steps")
@@ -134,18 +120,11 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One named value of an entry.
+    """One named value of an entry."""
 
-    Args:
-        name: such as "problem.batch" or "time_ns".
-        type: its annotation, such as "Count | None".
-        path: where an entry has it, such as "measurement.key.problem.batch".
-        read: gets the value from an entry.
-    """
-
-    name: str
-    type: str
-    path: str
+    name: str  # such as "problem.batch" or "time_ns"
+    type: str  # its annotation, such as "Count | None"
+    path: str  # where an entry has it, such as "measurement.key.problem.batch"
     read: Callable[[Entry], Any]
 
     @property
@@ -175,31 +154,23 @@ class Field:
 
 def _fields_of(part: str, cls: Any, path: str) -> list[Field]:
     return [
-        Field(
-            f"{part}.{field.name}" if part else field.name,
-            field.type,
-            f"{path}.{field.name}",
-            attrgetter(f"{path}.{field.name}"),
-        )
+        _field(f"{part}.{field.name}" if part else field.name, field.type, f"{path}.{field.name}")
         for field in dataclasses.fields(cls)
         if field.type in _KINDS
     ]
 
 
-_CLASSES: dict[str, Any] = {
-    "problem": Problem,
-    "device": Device,
-    "software": Software,
-    "conditions": Conditions,
-}
-_PART_FIELDS = {
-    part: _fields_of(part, cls, f"measurement.key.{part}") for part, cls in _CLASSES.items()
-}
+def _field(name: str, annotation: str, path: str) -> Field:
+    return Field(name, annotation, path, attrgetter(path))
+
+
 _OWN_KEY_FIELDS = _fields_of("", MeasurementKey, "measurement.key")
-PROBLEM_FIELDS = tuple(_PART_FIELDS["problem"])
+PROBLEM_FIELDS = tuple(_fields_of("problem", Problem, "measurement.key.problem"))
 # The rest of a key; a file has few combinations of these, and stores each once.
 CONTEXT_FIELDS = (
-    *(field for part in ("device", "software", "conditions") for field in _PART_FIELDS[part]),
+    *_fields_of("device", Device, "measurement.key.device"),
+    *_fields_of("software", Software, "measurement.key.software"),
+    *_fields_of("conditions", Conditions, "measurement.key.conditions"),
     *(field for field in _OWN_KEY_FIELDS if field.name == "protocol"),
 )
 # The algorithm, or the call that was timed.
@@ -209,17 +180,13 @@ KEY_FIELDS = (*PROBLEM_FIELDS, *_WORK_FIELDS, *CONTEXT_FIELDS)
 FIELDS = (
     *KEY_FIELDS,
     *_fields_of("", Measurement, "measurement"),
-    Field("stored_ns", "Count", "stored_ns", attrgetter("stored_ns")),
+    _field("stored_ns", "Count", "stored_ns"),
 )
 FIELD_BY_NAME = {field.name: field for field in FIELDS}
 
 
 def entry_from_values(values: Mapping[str, Any]) -> Entry:
-    """Build an entry from values by field name.
-
-    Raises:
-        CacheError: a value is missing, unknown or impossible.
-    """
+    """Build an entry from values by field name; a CacheError where one is missing or impossible."""
     if odd := values.keys() - FIELD_BY_NAME.keys():
         raise CacheError(f"there is no field {min(odd)!r}")
     document: dict[str, Any] = {}
@@ -245,9 +212,6 @@ def parse_where(where: Mapping[str, object] | Iterable[str]) -> dict[str, str]:
     {'problem.batch': '32', 'status': 'ok'}
     >>> parse_where({"problem.kernel_size": (3, 3)})
     {'problem.kernel_size': '3x3'}
-
-    Raises:
-        ConfigError: a word is not "name=value", or there is no such field.
     """
     if not isinstance(where, Mapping):
         words = list(where)

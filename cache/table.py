@@ -30,7 +30,7 @@ from ucudnn.measurement import (
 )
 from ucudnn.problem import Problem
 from ucudnn.split import Split
-from ucudnn.system.forking import cached_property
+from ucudnn.system.processes import cached_property
 
 Array: TypeAlias = NDArray[Any]
 T = TypeVar("T")
@@ -54,7 +54,7 @@ _MEMO_PROBLEMS = 10_000
 _ROWS_AT_ONCE = 10_000
 _KEY_COLUMNS = ("problem", "algorithm", "context")
 # A list of a table, and the column with numbers of its rows.
-_COLUMN_BY_LIST = {
+COLUMN_BY_LIST = {
     "contexts": "context",
     "algorithms": "algorithm",
     "reasons": "reason",
@@ -126,44 +126,24 @@ class Work(NamedTuple):
 class MeasurementRow(NamedTuple):
     """One measurement of a table, as a tuple: a million of them are read at once.
 
-    Args:
-        problem: row of the problems.
-        algorithm: row of the algorithms, which also say what else was timed.
-        context: row of the contexts.
-        status: as ASCII.
-        time_ns: `NONE` where it was not timed.
-        spread_ns: `NONE` where it is unknown.
-        workspace_bytes: `NONE` where it is unknown.
-        error: 0 if it was not measured.
-        has_error: True if it was.
-        reason: row of the reasons.
-        notes: row of the notes.
-        samples: number of samples.
-        first_sample: row of the first of them.
-        stored_ns: time of storage, in ns since 1970.
-        facts: row of the facts.
+    Problem, algorithm, context, reason, notes and facts are rows of the table's lists.
     """
 
     problem: int
     algorithm: int
     context: int
     status: bytes
-    time_ns: int
+    time_ns: int  # `NONE` where it is unknown, as the next two
     spread_ns: int
     workspace_bytes: int
-    error: float
+    error: float  # 0 if it was not measured
     has_error: bool
     reason: int
     notes: int
-    samples: int
-    first_sample: int
-    stored_ns: int
+    samples: int  # their number
+    first_sample: int  # row of the first of them
+    stored_ns: int  # since 1970
     facts: int
-
-    @property
-    def sample_slice(self) -> slice:
-        """Rows of the samples that belong to this measurement."""
-        return slice(self.first_sample, self.first_sample + self.samples)
 
 
 _NUMBER_TYPES = {
@@ -191,11 +171,6 @@ class Context:
     def of(cls, key: MeasurementKey) -> Context:
         """The context of a key."""
         return cls(key.device, key.software, key.conditions, key.protocol)
-
-
-def problem_row(problem: Problem) -> bytes:
-    """One problem as the bytes of its row."""
-    return problem_rows([problem]).tobytes()
 
 
 def problem_rows(problems: Iterable[Problem]) -> Array:
@@ -253,27 +228,16 @@ class _LastLookup:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Measurements sorted by problem, algorithm and context, one per key.
+    """Measurements sorted by problem, algorithm and context, one per key."""
 
-    Args:
-        problems: distinct, sorted as bytes.
-        contexts: distinct.
-        algorithms: distinct, with what else was timed.
-        reasons: distinct.
-        notes: distinct.
-        facts: distinct.
-        rows: columns of `MEASUREMENT_DTYPE`, which point into the lists and the samples.
-        samples: of all rows, one after the other.
-    """
-
-    problems: Array
-    contexts: list[Context]
+    problems: Array  # distinct, sorted as bytes
+    contexts: list[Context]  # distinct, as all lists
     algorithms: list[Work]
     reasons: list[str]
     notes: list[tuple[str, ...]]
     facts: list[Facts]
-    rows: Array
-    samples: Array
+    rows: Array  # of `MEASUREMENT_DTYPE`, which point into the lists and the samples
+    samples: Array  # of all rows, one after the other
     _rows_by_problem: dict[Problem, _RowByKey] = field(init=False, default_factory=dict)
     _last: _LastLookup = field(init=False, default_factory=_LastLookup)
 
@@ -314,7 +278,7 @@ class Table:
         return last.rows.get((self._algorithm_ids.get(Work.of(key), -1), last.context_id))
 
     def _rows_of(self, problem: Problem) -> _RowByKey:
-        keys, wanted = sort_keys(self.problems), problem_row(problem)
+        keys, wanted = sort_keys(self.problems), problem_rows([problem]).tobytes()
         index = int(np.searchsorted(keys, np.array(wanted, keys.dtype)))
         rows: _RowByKey = {}
         # Bytes, because numpy ignores zeros at the end of its byte strings.
@@ -329,12 +293,13 @@ class Table:
 
     def measurement(self, row: MeasurementRow, key: MeasurementKey) -> Measurement:
         """The measurement in a row whose key is known."""
+        first = row.first_sample
         return Measurement(
             key,
             _STATUS_BY_BYTES[row.status],
             None if row.time_ns == NONE else row.time_ns,
             None if row.spread_ns == NONE else row.spread_ns,
-            tuple(self.samples[row.sample_slice].tolist()) if row.samples else (),
+            tuple(self.samples[first : first + row.samples].tolist()) if row.samples else (),
             None if row.workspace_bytes == NONE else row.workspace_bytes,
             row.error if row.has_error else None,
             self.reasons[row.reason],
@@ -374,7 +339,7 @@ class _Lists:
     """Distinct values of the lists of a table, with their numbers in order of appearance."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, dict[Any, int]] = {name: {} for name in _COLUMN_BY_LIST}
+        self._numbers: dict[str, dict[Any, int]] = {name: {} for name in COLUMN_BY_LIST}
 
     def number(self, name: str, value: Any) -> int:
         """Number of a value in a list, which gets it if it is new there."""
@@ -399,11 +364,7 @@ def _number(seen: dict[T, int], value: T) -> int:
 
 
 def build_table(entries: Iterable[Entry]) -> Table:
-    """Build the table of these entries; of two with one key the later stored one stays.
-
-    Raises:
-        CacheError: a number needs more than 64 bits.
-    """
+    """Build the table of these entries; of two with one key the later stored one stays."""
     problems: dict[Problem, int] = {}
     lists = _Lists()
     rows: list[MeasurementRow] = []
@@ -457,7 +418,7 @@ def merge_tables(tables: Sequence[Table]) -> Table:
         # A copy, in full width: the columns of a file are as narrow as its numbers allow.
         rows = table.rows.astype(MEASUREMENT_DTYPE)
         rows["problem"] = numbers[rows["problem"]]
-        for name, column in _COLUMN_BY_LIST.items():
+        for name, column in COLUMN_BY_LIST.items():
             rows[column] = lists.renumber(name, getattr(table, name), rows[column])
         rows["first_sample"] += offset
         offset += len(table.samples)

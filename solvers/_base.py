@@ -53,32 +53,20 @@ class Item:
 
 
 def require_int(name: str, value: object, least: int) -> None:
-    """Refuse everything but an int of at least some value: floats, bools, strings, arrays.
-
-    Raises:
-        ConfigError: it is not such an int; the message has the name, the rule and the value.
-    """
+    """Refuse everything but an int of at least some value: floats, bools, strings, arrays."""
     # `isinstance` would accept True, which as a number is a mistake of the caller.
     if type(value) is not int or value < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
 
 
 def require_limit(name: str, value: object) -> None:
-    """Refuse everything but None (no limit) and an int of at least 0.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Refuse everything but None (no limit) and an int of at least 0."""
     if value is not None:
         require_int(f"{name}, unless None for no limit,", value, 0)
 
 
 def require_items(name: str, items: Iterable[Item]) -> tuple[Item, ...]:
-    """The items as a tuple, after a check of each one's type.
-
-    Raises:
-        ConfigError: one is not an `Item`.
-    """
+    """The items as a tuple, after a check of each one's type."""
     # Callers may pass a generator, which can be read only once.
     values = tuple(items)
     for value in values:
@@ -98,14 +86,6 @@ class Pool:
 
     >>> Pool((((0, 9), (8, 5)), ((4, 7),)), total_bytes=12).smallest_bytes
     4
-
-    Args:
-        fronts: per kernel its choices, as (workspace in bytes, time in ns).
-        total_bytes: size of the pool, which is the most that all parts may add up to.
-
-    Raises:
-        ConfigError: no kernel, a kernel without a choice, or a number that is not an int in range.
-        PlanError: the pool is too small; the error carries the smallest sufficient one.
     """
 
     fronts: tuple[Front, ...]
@@ -147,11 +127,7 @@ class Pool:
 
 
 def require_front(kernel: int, front: Front) -> None:
-    """Refuse a front that is empty or holds anything but pairs of ints in range.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuse a front that is empty or holds anything but pairs of ints in range."""
     if not front:
         raise ConfigError(f"front {kernel} must have at least one (workspace_bytes, time_ns)")
     # Tuples only: `Choices.of` puts fronts into a set, for which they must be hashable.
@@ -206,12 +182,7 @@ class AbstractDivider(ABC):
 
     @abstractmethod
     def divide(self, pool: Pool) -> Division:
-        """Divide one pool among the kernels that overlap.
-
-        Raises:
-            PlanError: the solver ended without a proven answer.
-            ConfigError: the solver is not installed.
-        """
+        """Divide one pool among the kernels that overlap."""
 
 
 def undominated(points: Sequence[tuple[int, int]]) -> list[int]:

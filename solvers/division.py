@@ -20,12 +20,7 @@ from ucudnn.solvers.integer import IntegerProgram
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The solver that is used, and the reason.
-
-    Args:
-        solver: "exact" or "highs".
-        reason: one sentence.
-    """
+    """The solver that is used, and the reason as a sentence."""
 
     solver: str
     reason: str
@@ -44,13 +39,9 @@ class Auto(AbstractDivider):
     >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
     >>> print(Auto().choose(pool).reason)
     exact proves its division of 2 kernels optimal
-
-    Args:
-        time_limit_s: seconds for HiGHS.
-        state_limit: as for `Exact`.
     """
 
-    time_limit_s: float = 10.0
+    time_limit_s: float = 10.0  # for HiGHS
     state_limit: int = 1 << 18
 
     def divide(self, pool: Pool) -> Division:

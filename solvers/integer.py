@@ -15,7 +15,7 @@ import numpy as np
 
 from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import AbstractDivider, Division, Integers, Pool
-from ucudnn.solvers.relaxation import Choices, relax
+from ucudnn.solvers.exact import Choices, relax
 
 # The largest coefficient in each row has so many binary digits.
 _DIGITS_TIME = 24
@@ -29,28 +29,22 @@ _PROVEN = (1, -7)
 
 @dataclass(frozen=True, slots=True)
 class IntegerProgram(AbstractDivider):
-    """Divides a pool with a solver of integer programs, asked for a gap of 0.
+    """Divides a pool with a solver of integer programs, "highs" or "cbc", asked for a gap of 0.
 
     >>> pool = Pool((((0, 9), (8, 5)), ((0, 7), (8, 1))), total_bytes=8)
     >>> IntegerProgram("highs").divide(pool).choice
     (0, 1)
-
-    Args:
-        solver: "highs" or "cbc".
-        time_limit_s: seconds after which the solver gives up; None: never.
     """
 
     solver: str
-    time_limit_s: float | None = None
+    time_limit_s: float | None = None  # None: it never gives up
 
     def divide(self, pool: Pool) -> Division:
-        """Divide one pool among the kernels that overlap; optimal within the solver's tolerance.
-
-        Raises:
-            PlanError: the solver did not prove its answer optimal, in time or at all.
-            ConfigError: PuLP or the solver is not installed.
-        """
-        pulp = _import_pulp(self.solver)
+        """Divide one pool among the kernels that overlap; optimal within the solver's tolerance."""
+        try:
+            import pulp
+        except ImportError as error:
+            raise ConfigError(_missing(self.solver)) from error
         choices = Choices.of(pool)
         scale = _Scale.of(choices, pool.total_bytes)
         values = self._solve(pulp, choices, scale)
@@ -108,19 +102,12 @@ class IntegerProgram(AbstractDivider):
 
 @dataclass(frozen=True, eq=False)
 class _Scale:
-    """Scaled coefficients of a program, minus each kernel's smallest time and workspace.
-
-    Args:
-        times: of every choice.
-        workspaces: of every choice.
-        room: the most that the workspaces may sum up to.
-        doubt_ns: largest difference between the solver's optimum and the true one.
-    """
+    """Scaled coefficients of all choices, minus each kernel's smallest time and workspace."""
 
     times: list[float]
     workspaces: list[float]
-    room: float
-    doubt_ns: int
+    room: float  # the most that the workspaces may sum up to
+    doubt_ns: int  # largest difference between the solver's optimum and the true one
 
     @classmethod
     def of(cls, choices: Choices, total_bytes: int) -> _Scale:
@@ -130,10 +117,8 @@ class _Scale:
         smallest = np.minimum.reduceat(choices.workspaces, starts)
         times = (choices.times - np.repeat(fastest, sizes)).tolist()
         workspaces = (choices.workspaces - np.repeat(smallest, sizes)).tolist()
-        unit_ns, unit_bytes = (
-            _unit(max(times), _DIGITS_TIME),
-            _unit(max(workspaces), _DIGITS_WORKSPACE),
-        )
+        unit_ns = _unit(max(times), _DIGITS_TIME)
+        unit_bytes = _unit(max(workspaces), _DIGITS_WORKSPACE)
         # A pool larger than all workspaces together excludes nothing: `room` is capped there, so
         # that the right-hand side stays in scale.
         return cls(
@@ -146,14 +131,6 @@ class _Scale:
 
 def _unit(largest: int, digits: int) -> int:
     return 1 << max(0, largest.bit_length() - digits)
-
-
-def _import_pulp(solver: str) -> Any:
-    try:
-        import pulp
-    except ImportError as error:
-        raise ConfigError(_missing(solver)) from error
-    return pulp
 
 
 def _missing(solver: str) -> str:

@@ -42,48 +42,28 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A chunk within the limit that a split may contain, timed or not.
-
-    Args:
-        batch: samples in the chunk.
-        algorithm: what computes it.
-        curve: name of a curve; its options run one implementation, so one size bounds another.
-        lists: positions in a split that it can fill, which `reuse` takes as three lists.
-        interval: its time; None if it never ran.
-        is_timed: whether the time is precise enough to plan with.
-        workspace_bytes: breaks ties.
-        rank: breaks ties after that.
-        is_seed: whether its size is likely to be efficient.
-        role: the role in which the caller times it.
-        least_ns: a lower bound of its time from the caller, if it never ran.
-    """
+    """A chunk within the limit that a split may contain, timed or not."""
 
     batch: int
     algorithm: str
-    curve: str
-    lists: tuple[Role, ...]
-    interval: Interval | None = None
-    is_timed: bool = False
-    workspace_bytes: int = 0
-    rank: int = 0
-    is_seed: bool = False
-    role: Role = Role.ALONE
-    least_ns: int = 0
+    curve: str  # options of one curve run one implementation, so one size bounds another
+    lists: tuple[Role, ...]  # positions in a split that it can fill
+    interval: Interval | None = None  # None if it never ran
+    is_timed: bool = False  # the time is precise enough to plan with
+    workspace_bytes: int = 0  # breaks ties
+    rank: int = 0  # breaks ties after that
+    is_seed: bool = False  # its size is likely to be efficient
+    role: Role = Role.ALONE  # in which the caller times it
+    least_ns: int = 0  # the caller's lower bound of its time, if it never ran
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Gap estimate of the best split of timed chunks, and the chunks to time to narrow it.
+    """Gap estimate of the best split of timed chunks, and the chunks to time to narrow it."""
 
-    Args:
-        time_ns: the best split of timed chunks, None if there is none.
-        bound_ns: lower bound of any split, if the assumptions hold; None if no split exists.
-        wanted: chunks to time next; empty if time and bound are close enough.
-    """
-
-    time_ns: int | None
-    bound_ns: int | None
-    wanted: tuple[Option, ...] = ()
+    time_ns: int | None  # of the best split of timed chunks, None if there is none
+    bound_ns: int | None  # of any split, if the assumptions hold; None if no split exists
+    wanted: tuple[Option, ...] = ()  # empty if time and bound are close enough
 
     @property
     def gap(self) -> float:
@@ -112,13 +92,9 @@ def outlook(
     >>> outlook([small, Option(4, "gemm", "gemm", (Role.ALONE,))], batch=4).wanted[0].batch
     4
 
-    Args:
-        options: all chunks that fit the limit.
-        batch: the batch to split.
-        launch_ns: fixed cost of each chunk, in addition to its time.
-        tolerance: a gap that is small enough, as a fraction of the time; a time that is below its
-            bound by less counts as noise.
-        least_ns: shortest time of a chunk in a split; a shorter one will be no option.
+    All options fit the limit. A gap of `tolerance`, a fraction of the time, is small enough, and a
+    time that is below its bound by less counts as noise. A chunk that takes less than `least_ns`
+    will be no option.
     """
     everything = tuple(options)
     curves = _by_curve(everything)
@@ -137,7 +113,7 @@ def outlook(
         return Outlook(time_ns, bound_ns, unknown)
     if time_ns is not None and bound_ns >= (1 - tolerance) * time_ns:
         return Outlook(time_ns, bound_ns)
-    # Of one size and curve one role tells enough for now.
+    # One role of each curve and size: the next round can ask for the others.
     found: dict[tuple[str, int], Option] = {}
     for option in optimistic.options():
         if not option.is_timed:
@@ -156,11 +132,7 @@ def bound_front(
     >>> bound_front([timed, Option(16, "gemm", "gemm", (Role.ALONE,))], batch=16)
     [(0, 9)]
 
-    Args:
-        options: all chunks, with the least workspace that they may need.
-        batch: the batch to split.
-        tolerance: as for `outlook`.
-        least_ns: as for `outlook`.
+    Each option has the least workspace that it may need.
     """
     items: dict[str, list[Item]] = {name: [] for name in Role}
     bounds = _lower_bounds(_by_curve(tuple(options)).values(), tolerance, least_ns)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from ucudnn.errors import ConfigError
 from ucudnn.measurement import Role
 from ucudnn.solvers._base import Item, require_int, require_items
+from ucudnn.solvers.reuse_table import ReuseTable
 from ucudnn.solvers.sweep import ANY, FIRST, LATER, SINGLE, Arc, Rows, Sweep, order
-from ucudnn.solvers.table import ReuseTable
 
 # A chunk costs the same alone or among others, so every chunk leads back to the only state.
 _ONE_LIST = Rows(count=1, start=(0,), gate={ANY: 0}, arcs={ANY: (Arc(0, 0),)}, final=0, chain=0)
@@ -89,14 +89,6 @@ def reuse_by_position(
 
     >>> reuse_by_position({"alone": [], "first": [Item(1, 0, 5, "fast")], "later": []}, 1) is None
     True
-
-    Args:
-        items: by "alone", "first" and "later".
-        batch: the largest batch N.
-        launch_ns: what every chunk costs beside its own time.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
     alone, first, later = items[Role.ALONE], items[Role.FIRST], items[Role.LATER]
     # A first chunk that no other one can follow is no split.

@@ -38,48 +38,28 @@ class Arc:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The states of one variant, and the transitions between them.
-
-    Args:
-        count: number of rows.
-        start: rows in which batch 0 costs nothing.
-        gate: for each role, the row in which an item must lower a cost to be of any use.
-        arcs: transitions by role, in the order in which a pass follows them.
-        final: the row that holds the answer.
-        chain: the row of one first chunk and any number of later ones.
-    """
+    """The states of one variant, and the transitions between them."""
 
     count: int
-    start: Sequence[int]
-    gate: Mapping[int, int]
-    arcs: Mapping[int, Sequence[Arc]]
-    final: int
-    chain: int
+    start: Sequence[int]  # rows in which batch 0 costs nothing
+    gate: Mapping[int, int]  # for each role, the row in which an item must lower a cost to be used
+    arcs: Mapping[int, Sequence[Arc]]  # by role, in the order in which a pass follows them
+    final: int  # the row that holds the answer
+    chain: int  # the row of one first chunk and any number of later ones
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Items in the order of the sweep, with costs that compare by time, then chunks, then rank.
+    """Items in the order of the sweep, with costs that compare by time, then chunks, then rank."""
 
-    Args:
-        items: sorted by workspace.
-        roles: of each item.
-        batches: of each item.
-        workspaces: of each item, in bytes.
-        keys: cost of each item as one integer; the cost of a split is their sum.
-        infinite: more than any cost.
-        unit_ns: value of one nanosecond in a key.
-        unit_chunk: value of one chunk in a key.
-    """
-
-    items: tuple[Item, ...]
+    items: tuple[Item, ...]  # sorted by workspace, as all arrays
     roles: Integers
     batches: Integers
     workspaces: Integers
-    keys: Integers
-    infinite: int
-    unit_ns: int
-    unit_chunk: int
+    keys: Integers  # cost of each item as one integer; the cost of a split is their sum
+    infinite: int  # more than any cost
+    unit_ns: int  # value of one nanosecond in a key
+    unit_chunk: int  # value of one chunk in a key
 
 
 def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Costs:
@@ -87,11 +67,7 @@ def order(lists: Mapping[int, Sequence[Item]], batch: int, launch_ns: int) -> Co
 
     Any order within one workspace gives the same costs. Efficient items come first, because that
     saves passes. The order is total, so that the same items in another order give the same splits.
-
-    Args:
-        lists: items by their role; those beyond the batch are left out.
-        batch: the largest batch.
-        launch_ns: fixed cost of each item, in addition to its time.
+    Items beyond the batch are left out.
     """
     items, roles = _joined(lists, batch)
     batches = np.array([item.batch for item in items], np.int64)
@@ -220,19 +196,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class History:
-    """Every cost that a cell (row, batch) has had, with the item that was its last step.
+    """Every cost that a cell (row, batch) has had, with the item that was its last step."""
 
-    Args:
-        end: upper bound of the batches, exclusive.
-        starts: index of the first entry of each cell.
-        keys: costs, descending within a cell.
-        steps: positions of items in the order of the sweep, ascending within a cell.
-    """
-
-    end: int
-    starts: Integers
-    keys: Integers
-    steps: Integers
+    end: int  # upper bound of the batches, exclusive
+    starts: Integers  # index of the first entry of each cell
+    keys: Integers  # costs, descending within a cell
+    steps: Integers  # positions of items in the order of the sweep, ascending within a cell
 
     def entries(self, row: int, n: int) -> slice:
         """Range of the entries of a cell."""

@@ -61,8 +61,19 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return import_module(f"ucudnn.{name}")
     if name == "__version__":
-        return import_module("ucudnn.system.version").own_version()
+        return _version()
     raise AttributeError(f"module 'ucudnn' has no attribute {name!r}")
+
+
+def _version() -> str:
+    """The version of the installed distribution, "0+unknown" in a source tree without one."""
+    # Only here: finding and reading the metadata of a distribution takes a while.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ucudnn")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

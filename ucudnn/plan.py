@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from msgspec import convert, to_builtins
+from msgspec import ValidationError, convert, to_builtins
 
 from ucudnn.config import Config, check_environment
-from ucudnn.errors import PlanError, quoted
+from ucudnn.errors import PlanError, PlanFileError, UcudnnError, quoted, shortened
 from ucudnn.measurement import Conditions, Device, Software
 from ucudnn.outcomes import (
     Compilation,
@@ -24,10 +28,9 @@ from ucudnn.outcomes import (
 from ucudnn.problem import Problem
 from ucudnn.segment import Division, MicroBatch, Segment, is_size, micro_batches
 from ucudnn.split import BY_BATCH, BY_SLABS, DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
-from ucudnn.system import documents
-from ucudnn.system.files import write
-from ucudnn.system.forking import cached_property
+from ucudnn.system.files import parse_json, write
 from ucudnn.system.markup import html_table
+from ucudnn.system.processes import cached_property
 from ucudnn.units import Positive, format_bytes
 
 __all__ = [
@@ -41,6 +44,8 @@ __all__ = [
     "Step",
     "Timing",
 ]
+_FORMAT = "ucudnn-plan"
+_VERSION = 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -239,14 +244,14 @@ class Plan:
         # Without software and conditions, and in any order of kernels: two machines of one kind
         # that decide alike have equal hashes.
         decisions = {
-            "kernels": sorted(documents.canonical(kernel.decisions()) for kernel in self.kernels),
+            "kernels": sorted(_canonical(kernel.decisions()) for kernel in self.kernels),
             "config": self.config.to_dict(),
             "device": asdict(self.device),
             "memory_format": self.memory_format,
             "segments": to_builtins(self.segments),
             "micro_batch": self.micro_batch,
         }
-        return documents.sha256_of(decisions)
+        return _sha256_of(decisions)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file; readers see the old file or the new one, never a part.
@@ -254,20 +259,20 @@ class Plan:
         Raises:
             OutputError: the file cannot be written.
         """
-        write(path, f"{documents.in_lines(self.to_dict())}\n".encode(), "the plan")
+        write(path, f"{_in_lines(self.to_dict())}\n".encode(), "the plan")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, as `save` writes it."""
         values = {name: one for name, one in to_builtins(self).items() if one is not None}
         document = {
             **values,
-            "format": documents.FORMAT,
-            "version": documents.VERSION,
+            "format": _FORMAT,
+            "version": _VERSION,
             "hash": self.hash,
             "config": self.config.to_dict(),
         }
         # Unlike the hash it covers times and names, so that any damage shows.
-        return {**document, "checksum": documents.sha256_of(document)}
+        return {**document, "checksum": _sha256_of(document)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -279,12 +284,79 @@ class Plan:
         """
         # First: a refused variable must not be reported as damage of the file.
         check_environment()
-        document = documents.read_document(path)
-        with documents.damage_named(path):
+        document = _read_document(path)
+        with _damage_named(path):
             # Only the fields of a plan, which no default of the environment may replace.
             config = Config.from_dict(document["config"])
             plan = convert({**document, "config": config}, cls)
             # Also where a field is missing that has a default, or is none of a plan.
-            if documents.canonical(plan.to_dict()) != documents.canonical(document):
+            if _canonical(plan.to_dict()) != _canonical(document):
                 raise PlanError("its checksum does not agree with its contents")
         return plan
+
+
+def _read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON document of a plan's file; a PlanFileError where it is not one of this version."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise PlanFileError(f"cannot read the plan {path}: {reason}") from error
+    try:
+        document = parse_json(text)
+    except ValueError as error:
+        raise PlanFileError(f"{path} is not a plan: it is not valid JSON ({error})") from error
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise PlanFileError(f"{path} is not a plan: it has no field format={_FORMAT!r}")
+    version = document.get("version")
+    if version != _VERSION:
+        raise PlanFileError(
+            f"{path} is a plan of format version {shortened(repr(version))}, this ucudnn reads "
+            f"{_VERSION}; make it anew with `ucudnn tune` or use the ucudnn that wrote it"
+        )
+    return document
+
+
+@contextmanager
+def _damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context in which errors of a file's values become one PlanFileError that names the file."""
+    try:
+        yield
+    # A file that was cut or edited may raise any of these while its values are built.
+    except (KeyError, TypeError, ValueError, ValidationError, UcudnnError) as error:
+        detail = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise PlanFileError(
+            f"{path} is a damaged plan: {shortened(detail)}; make it anew"
+        ) from error
+
+
+def _sha256_of(value: Any) -> str:
+    """SHA-256 of a JSON value, as hexadecimal digits."""
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    """Canonical JSON text: equal values have equal texts, on which hash and checksum rely.
+
+    >>> _canonical({"b": 1, "a": [2, 3]})
+    '{"a":[2,3],"b":1}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _in_lines(document: Mapping[str, Any]) -> str:
+    """Canonical JSON text with a line for each field and each kernel, so that diffs tell them.
+
+    >>> print(_in_lines({"version": 1, "kernels": [{"b": 1, "a": 2}, {"a": 3}]}))
+    {"kernels":[
+    {"a":2,"b":1},
+    {"a":3}],
+    "version":1}
+    """
+    fields = []
+    for name, value in sorted(document.items()):
+        text = _canonical(value)
+        if name == "kernels":
+            text = "[\n" + ",\n".join(map(_canonical, value)) + "]"
+        fields.append(f"{_canonical(name)}:{text}")
+    return "{" + ",\n".join(fields) + "}"

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import count
 from operator import attrgetter
@@ -37,6 +37,7 @@ from msgspec import ValidationError, convert
 
 from ucudnn.cache.schema import CONTEXT_FIELDS, load_texts, split_from_text
 from ucudnn.cache.table import (
+    COLUMN_BY_LIST,
     MEASUREMENT_DTYPE,
     NONE,
     PROBLEM_DTYPE,
@@ -63,9 +64,6 @@ _DAMAGES = (OSError, RuntimeError, KeyError, TypeError, ValueError, ValidationEr
 _numbers = count()
 # In the order of the parameters of `Table`.
 _TEXTS = ("algorithms", "reasons", "notes", "facts")
-# Columns of /measurements that point to rows of other tables.
-_POINTERS = ("problem", "context", "algorithm", "reason", "notes", "facts")
-_NARROWED = (*_POINTERS, "status", "samples", "first_sample")
 _COLUMNS = {
     "problems": PROBLEM_DTYPE.names,
     "contexts": tuple(field.name for field in CONTEXT_FIELDS),
@@ -121,13 +119,10 @@ class DamagedError(CacheError):
 
 
 def has_envelope(head: bytes) -> bool:
-    """True for the first bytes of a file that only a cache can have written, damaged or not.
+    """True for the first `HEAD_BYTES` of a file that only a cache can have written, damaged or not.
 
     >>> has_envelope(wrap(b"anything")), has_envelope(bytes(600)), has_envelope(b"")
     (True, False, False)
-
-    Args:
-        head: up to `HEAD_BYTES` from the beginning of the file.
     """
     # Where the envelope was destroyed, the HDF5 data behind it may still have the attribute that a
     # cache gives its root.
@@ -150,12 +145,9 @@ def _envelope(data: bytes | memoryview, version: int) -> bytes:
 
 
 def verify(content: bytes) -> None:
-    """Compare a file with its envelope, before HDF5 reads it.
+    """Compare a file with its envelope, before HDF5 reads it; a DamagedError where they differ.
 
     >>> verify(wrap(b"anything"))
-
-    Raises:
-        DamagedError: it is not what was written, or is of another version.
     """
     first = _FIRST_LINE.match(content)
     if not first:
@@ -168,21 +160,24 @@ def verify(content: bytes) -> None:
 
 
 def encode(table: Table) -> bytes:
-    """The HDF5 data of a table.
-
-    Raises:
-        CacheError: a number needs more than 64 bits.
-    """
+    """The HDF5 data of a table."""
     texts: dict[str, Sequence[str]] = {
         "algorithms": [json.dumps(work.texts, ensure_ascii=False) for work in table.algorithms],
         "reasons": table.reasons,
         "notes": [json.dumps(notes, ensure_ascii=False) for notes in table.notes],
         "facts": [json.dumps(facts.unusual, ensure_ascii=False) for facts in table.facts],
     }
+    rows = {name: table.rows[name] for name in MEASUREMENT_DTYPE.names or ()}
+    # Words, and numbers of rows: they are never negative.
+    narrow = {
+        name: _narrow(column)
+        for name, column in rows.items()
+        if column.dtype.kind in "uS" or name == "first_sample"
+    }
     arrays = {
         "problems": table.problems,
         "contexts": _context_rows(table.contexts),
-        "measurements": _narrow_columns(table.rows, _NARROWED),
+        "measurements": _joined({**rows, **narrow}),
         "samples": _narrow(table.samples),
     }
     # HDF5 opens no two files of one name at a time in a process, not even in memory.
@@ -209,12 +204,7 @@ def _storage(name: str, array: Array) -> Mapping[str, Any]:
 
 
 def decode(data: bytes) -> Table:
-    """The table of an HDF5 file, with or without an envelope.
-
-    Raises:
-        DamagedError: it is not HDF5, its tables or columns are not those of this version, it claims
-            more than it can hold, or its tables do not fit together.
-    """
+    """The table of an HDF5 file, with or without an envelope; a DamagedError if it is none."""
     try:
         # libhdf5 reads these very bytes, which outlive the file; a copy takes as long as inflating.
         with h5py.File(h5py.h5f.open_file_image(data, _SHARED), "r") as file:
@@ -262,12 +252,8 @@ def _table(arrays: Mapping[str, Array], texts: Mapping[str, list[str]]) -> Table
         # numpy joins with int64 to floats.
         samples.astype("<i8"),
     )
-    lists: tuple[Collection[object], ...] = (
-        *(table.problems, table.contexts, table.algorithms),
-        *(table.reasons, table.notes, table.facts),
-    )
-    for name, values in zip(_POINTERS, lists, strict=True):
-        if len(rows) and rows[name].max() >= len(values):
+    for name, column in {"problems": "problem", **COLUMN_BY_LIST}.items():
+        if len(rows) and rows[column].max() >= len(getattr(table, name)):
             raise DamagedError("its tables do not fit together")
     ends = rows["first_sample"].astype("<i8") + rows["samples"]
     if ends.max(initial=0) > len(samples) or rows["first_sample"].min(initial=0) < 0:
@@ -335,17 +321,6 @@ def _narrow(column: Array) -> Array:
     return column.astype(np.min_scalar_type(column.max(initial=0)))
 
 
-def _narrow_columns(rows: Array, names: Iterable[str]) -> Array:
-    """The same rows with some columns made narrow."""
-    chosen = set(names)
-    return _joined(
-        {
-            name: _narrow(rows[name]) if name in chosen else rows[name]
-            for name in rows.dtype.names or ()
-        }
-    )
-
-
 def _joined(columns: Mapping[str, Array]) -> Array:
     length = len(next(iter(columns.values())))
     rows = np.empty(length, [(name, column.dtype) for name, column in columns.items()])
@@ -355,11 +330,7 @@ def _joined(columns: Mapping[str, Array]) -> Array:
 
 
 def _context_rows(contexts: Sequence[Context]) -> Array:
-    """Contexts as a table; its text columns are as wide as their longest text.
-
-    Raises:
-        CacheError: a number needs more than 64 bits.
-    """
+    """Contexts as a table; its text columns are as wide as their longest text."""
     columns = {}
     for field in CONTEXT_FIELDS:
         values = [attrgetter(field.name)(context) for context in contexts]

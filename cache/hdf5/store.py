@@ -11,7 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import time_ns
 from typing import TypeAlias
@@ -20,7 +20,7 @@ import numpy as np
 
 from ucudnn.cache.entries import LATEST_NS, Entry
 from ucudnn.cache.hdf5.codec import ENVELOPE_BYTES, DamagedError, decode, encode, verify, wrap
-from ucudnn.cache.hdf5.files import (
+from ucudnn.cache.hdf5.device_files import (
     DeviceFiles,
     is_ours,
     read_envelope,
@@ -41,106 +41,15 @@ _REWRITE_RATIO = 4
 _LISTINGS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Loader:
-    """Lists and loads the files of one kind of device.
-
-    Args:
-        files: the files of that kind.
-        writable: False: damaged files stay where they are.
-        report: called with findings about files that cannot be used.
-    """
-
-    files: DeviceFiles
-    writable: bool
-    report: Report
-
-    def require_folder(self) -> None:
-        """Report a file that is in the place of the folder of segments."""
-        folder = self.files.segments
-        # A link that leads nowhere is there for lexists alone.
-        if os.path.lexists(folder) and not folder.is_dir():
-            self.report(
-                f"{folder} is not a folder: it was left as it is; move it elsewhere, so that "
-                f"measurements can be kept there",
-            )
-
-    def listing(self) -> tuple[bytes | None, list[str]]:
-        """First bytes of X.h5, and the names of the segments."""
-        envelope = read_envelope(self.files.compacted)
-        try:
-            return envelope, self.files.segment_names()
-        except OSError as error:
-            self.report(
-                f"{self.files.segments} cannot be read ({error.strerror}): it is not used",
-            )
-            return envelope, []
-
-    def load(self, path: Path) -> tuple[Table, bytes] | None:
-        """Table and first bytes of a file; None if it is gone or cannot be used (reported)."""
-        try:
-            # First of all: a file that is not a cache's must never be renamed.
-            if not is_ours(path):
-                self._report_foreign(path)
-                return None
-            content = read_file(path)
-            verify(content)
-            return decode(content), content[:ENVELOPE_BYTES]
-        except DamagedError as error:
-            self._put_aside(path, error)
-        except OSError as error:
-            # A compaction has moved its entries to a file that the next listing shows.
-            if error.errno not in _GONE:
-                self.report(
-                    f"{path} cannot be read ({error.strerror}): its measurements are not used",
-                )
-        return None
-
-    def _report_foreign(self, path: Path) -> None:
-        self.report(
-            f"{path} is not a file of this cache, or is damaged beyond recognition: it was left as "
-            f"it is and is not used; move it elsewhere",
-        )
-
-    def _put_aside(self, path: Path, error: DamagedError) -> None:
-        aside = None
-        if self.writable:
-            # The folder may be read-only, or another process may have moved the file.
-            with suppress(OSError):
-                aside = set_aside(path)
-        if aside is not None and self._put_back(aside):
-            return
-        where = f"it was kept as {aside.name}" if aside else "it was left where it is"
-        self.report(f"{path} cannot be used: {error}; {where}, and what it held is measured anew")
-
-    def _put_back(self, aside: Path) -> bool:
-        """Make a file that was set aside a segment, if it is sound after all."""
-        # Another process may have put a sound file there between our reading and renaming.
-        try:
-            content = read_file(aside)
-            verify(content)
-            decode(content)
-            os.rename(aside, self.files.segments / unique_name(time_ns()))
-        except (OSError, DamagedError):
-            return False
-        return True
-
-
 class DeviceStore:
     """Measurements of one kind of device, in memory and in its files.
 
-    Args:
-        files: the files of that kind.
-        writable: False: nothing is written, and damaged files stay where they are.
-        report: called with findings about entries that were not kept or files that cannot be read.
-
-    Attributes:
-        files: the files of that kind.
+    If it is not writable, damaged files stay where they are.
     """
 
     def __init__(self, files: DeviceFiles, writable: bool, report: Report) -> None:
         self.files = files
-        self._loader = Loader(files, writable, report)
+        self._writable = writable
         self._report = report
         self._listed = False
         # Contents of X.h5, and of the segments.
@@ -199,10 +108,16 @@ class DeviceStore:
         """Read the files that are new."""
         if not self._listed:
             self._listed = True
-            self._loader.require_folder()
+            folder = self.files.segments
+            # A link that leads nowhere is there for lexists alone.
+            if os.path.lexists(folder) and not folder.is_dir():
+                self._report(
+                    f"{folder} is not a folder: it was left as it is; move it elsewhere, so that "
+                    f"measurements can be kept there"
+                )
         seen = None
         for _ in range(_LISTINGS):
-            listing = self._loader.listing()
+            listing = self._listing()
             if listing == seen:
                 break
             seen = listing
@@ -210,6 +125,15 @@ class DeviceStore:
         # Merged at once, because a compaction uses `_recent`.
         self._searched = None
         self._tables()
+
+    def _listing(self) -> tuple[bytes | None, list[str]]:
+        """First bytes of X.h5, and the names of the segments."""
+        envelope = read_envelope(self.files.compacted)
+        try:
+            return envelope, self.files.segment_names()
+        except OSError as error:
+            self._report(f"{self.files.segments} cannot be read ({error.strerror}): it is not used")
+            return envelope, []
 
     def _read(self, envelope: bytes | None, names: list[str]) -> None:
         known = (None, self._base_envelope, self._tried_envelope)
@@ -223,7 +147,7 @@ class DeviceStore:
 
     def _load(self, path: Path) -> bool:
         """Take in a file; True if it could be used."""
-        loaded = self._loader.load(path)
+        loaded = self._loaded(path)
         if loaded is None:
             return False
         table, envelope = loaded
@@ -234,12 +158,54 @@ class DeviceStore:
         self._newest_ns = max(self._newest_ns, table.newest_ns)
         return True
 
-    def put(self, entries: Iterable[Entry]) -> None:
-        """Keep entries, on the disk where that is possible.
+    def _loaded(self, path: Path) -> tuple[Table, bytes] | None:
+        """Table and first bytes of a file; None if it is gone or cannot be used (reported)."""
+        try:
+            # First of all: a file that is not a cache's must never be renamed.
+            if not is_ours(path):
+                self._report(
+                    f"{path} is not a file of this cache, or is damaged beyond recognition: it was "
+                    f"left as it is and is not used; move it elsewhere"
+                )
+                return None
+            content = read_file(path)
+            verify(content)
+            return decode(content), content[:ENVELOPE_BYTES]
+        except DamagedError as error:
+            self._put_aside(path, error)
+        except OSError as error:
+            # A compaction has moved its entries to a file that the next listing shows.
+            if error.errno not in _GONE:
+                self._report(
+                    f"{path} cannot be read ({error.strerror}): its measurements are not used"
+                )
+        return None
 
-        Raises:
-            CacheError: a number needs more than 64 bits; nothing was kept then.
-        """
+    def _put_aside(self, path: Path, error: DamagedError) -> None:
+        aside = None
+        if self._writable:
+            # The folder may be read-only, or another process may have moved the file.
+            with suppress(OSError):
+                aside = set_aside(path)
+        if aside is not None and self._put_back(aside):
+            return
+        where = f"it was kept as {aside.name}" if aside else "it was left where it is"
+        self._report(f"{path} cannot be used: {error}; {where}, and what it held is measured anew")
+
+    def _put_back(self, aside: Path) -> bool:
+        """Make a file that was set aside a segment, if it is sound after all."""
+        # Another process may have put a sound file there between our reading and renaming.
+        try:
+            content = read_file(aside)
+            verify(content)
+            decode(content)
+            os.rename(aside, self.files.segments / unique_name(time_ns()))
+        except (OSError, DamagedError):
+            return False
+        return True
+
+    def put(self, entries: Iterable[Entry]) -> None:
+        """Keep entries, on the disk where that is possible; all or none."""
         # Later than every entry that is there, because another machine's clock may be ahead; but
         # no later than a reader accepts, because it may be far ahead.
         self._tables()
@@ -308,11 +274,7 @@ class DeviceStore:
                     self._replace_segments(self._recent)
 
     def replace_all(self, table: Table) -> None:
-        """Put one table in the place of every file that was read.
-
-        Raises:
-            OSError: it cannot be written; the files are as before.
-        """
+        """Put one table in the place of every file that was read, or leave all as they are."""
         name = self._replace_segments(table)
         if self.files.retire_compacted(self._base_envelope):
             self._base, self._base_envelope = EMPTY, None

@@ -156,7 +156,7 @@ def _sample_key(chance: random.Random, index: int) -> MeasurementKey:
     return MeasurementKey(problem, chance.choice(_TEXTS[1:]), _CPU, software, conditions, 2)
 
 
-def _texts(measurements: Iterable[Measurement]) -> list[str]:
+def texts(measurements: Iterable[Measurement | None]) -> list[str]:
     """Measurements as texts, which compare equal even if an error is nan."""
     return sorted(map(repr, measurements))
 
@@ -208,12 +208,12 @@ def finds_what_was_put(open_cache: OpenCache) -> None:
         cache.put(iter(measurements[100:]))
         # The second time the cache may answer from memory.
         for _ in range(2):
-            assert _texts(_found(cache, measurements)) == _texts(measurements)
+            assert texts(_found(cache, measurements)) == texts(measurements)
             assert not _found(cache, others)
     # A second opening knows only what the first one wrote.
     with open_cache() as cache:
-        assert _texts(_found(cache, measurements)) == _texts(measurements)
-        assert _texts(cache) == _texts(measurements)
+        assert texts(_found(cache, measurements)) == texts(measurements)
+        assert texts(cache) == texts(measurements)
         assert len(cache) == 300
         assert cache.check().clean
 
@@ -280,8 +280,8 @@ def selects_by_any_field(open_cache: OpenCache) -> None:
                 ),
             ),
         ):
-            assert _texts(cache.select(where)) == _texts(filter(wanted, measurements))
-        assert _texts(cache.select({})) == _texts(measurements)
+            assert texts(cache.select(where)) == texts(filter(wanted, measurements))
+        assert texts(cache.select({})) == texts(measurements)
 
 
 def survives_export_and_import(open_cache: OpenCache) -> None:
@@ -315,7 +315,7 @@ def merges_a_folder(open_cache: OpenCache) -> None:
         for added in (40, 0):
             report = cache.merge(folder)
             assert (report.read, report.added) == (60, added)
-            assert _texts(cache) == _texts([*measurements[:30], newer, *measurements[31:]])
+            assert texts(cache) == texts([*measurements[:30], newer, *measurements[31:]])
         assert cache.check().clean
 
 
@@ -328,9 +328,9 @@ def prunes_what_matches(open_cache: OpenCache) -> None:
         cache.put(measurements[60:])
         assert cache.prune({"software.cudnn": "9.26.0"}) == 0
         assert cache.prune({"software.cudnn": "9.27.0"}) == len(measurements) - len(stay) > 0
-        assert _texts(cache) == _texts(stay)
+        assert texts(cache) == texts(stay)
     with open_cache() as cache:
-        assert _texts(cache) == _texts(stay)
+        assert texts(cache) == texts(stay)
         assert cache.prune({}) == len(stay)
         assert len(cache) == 0
         assert cache.check().clean
@@ -345,7 +345,7 @@ def prunes_what_is_old(open_cache: OpenCache) -> None:
         # What was stored at that very moment is not before it.
         assert cache.prune({}, before_ns=1000) == 0
         assert cache.prune({}, before_ns=1001) == 1
-        assert _texts(cache) == _texts(stay)
+        assert texts(cache) == texts(stay)
         assert cache.check().clean
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import h5py
 import laws
 import pytest
+from laws import texts
 
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning
@@ -23,10 +24,6 @@ SAMPLES = [
     for one in laws.sample_measurements(60, seed=9)[1::3]
 ]
 OLD, NEW = SAMPLES[:12], SAMPLES[12:]
-
-
-def texts(measurements: Iterable[Measurement]) -> list[str]:
-    return sorted(map(repr, measurements))
 
 
 @pytest.fixture

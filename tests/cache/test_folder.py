@@ -14,12 +14,12 @@ from typing import Any
 
 import laws
 import pytest
+from laws import texts
 
 from ucudnn import cache as caches
 from ucudnn.cache import CacheWarning, Entry
 from ucudnn.cache.entries import LATEST_NS
-from ucudnn.cache.hdf5 import cache as hdf5
-from ucudnn.cache.hdf5 import codec, files, store
+from ucudnn.cache.hdf5 import codec, device_files, folder, store
 from ucudnn.errors import CacheError, ConfigError
 from ucudnn.measurement import Device, Measurement
 
@@ -32,10 +32,6 @@ MEASUREMENTS = [
 
 # In which a child finds `laws`, too.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-
-def texts(measurements: Any) -> list[str]:
-    return sorted(map(repr, measurements))
 
 
 def test_the_folder_is_the_argument_then_the_variable_then_the_users(
@@ -278,7 +274,7 @@ def interrupted(
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(store, "read_envelope"), (files, "names_in"), (store, "read_file")],
+    [(store, "read_envelope"), (device_files, "names_in"), (store, "read_file")],
 )
 def test_a_reader_misses_nothing_while_another_compacts(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -314,8 +310,11 @@ def test_two_caches_of_one_process_can_be_written_at_the_same_time(
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        *((store, "merge_tables"), (files, "write_file"), (files, "read_envelope")),
-        *((os, "rename"), (os, "link")),
+        (store, "merge_tables"),
+        (device_files.DeviceFiles, "publish"),
+        (device_files, "read_envelope"),
+        (os, "rename"),
+        (os, "link"),
     ],
 )
 def test_two_that_compact_at_once_lose_nothing(
@@ -350,7 +349,7 @@ def test_a_file_system_without_links_or_locks_keeps_segments(
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(files.FileLock, "acquire", refuse)
+    monkeypatch.setattr(device_files.FileLock, "acquire", refuse)
     for start in range(0, len(MEASUREMENTS), 5):
         with caches.open(tmp_path) as cache:
             cache.put(MEASUREMENTS[start : start + 5])
@@ -363,10 +362,10 @@ def test_a_file_system_without_links_or_locks_keeps_segments(
 def test_nobody_waits_for_a_lock_but_pruning_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hdf5, "_LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(folder, "_LOCK_WAIT_S", 0.05)
     with caches.open(tmp_path) as cache:
         cache.put(MEASUREMENTS)
-    with files.FileLock(tmp_path / "cpu-one.h5.lock"), caches.open(tmp_path) as cache:
+    with device_files.FileLock(tmp_path / "cpu-one.h5.lock"), caches.open(tmp_path) as cache:
         cache.put([replace(MEASUREMENTS[0], notes=("newer",))])
         with pytest.raises(CacheError, match="another process is compacting"):
             cache.prune({})

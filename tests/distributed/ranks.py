@@ -209,7 +209,7 @@ def tune_differently(folder: Path, rank: int, what: str) -> dict[str, Any]:
         identity["software"] = Software("1.0")
     scripted(rank, **identity)
     if odd and what == "ucudnn":
-        importlib.import_module("ucudnn.distributed.agreement").own_version = lambda: "7.0"
+        ucudnn.__version__ = "7.0"
     model, images = network(4, 8 if odd and what == "problem" else 16)
     config = settings(workspace_limit=LIMIT + (what == "limit" and odd))
     distributed.tune(model, images, config, timeout_s=60)
@@ -252,17 +252,6 @@ def come_late(folder: Path, rank: int) -> dict[str, Any]:
     if rank < dist.get_world_size() - 1:
         distributed.agree(plan, timeout_s=3)
     return {}
-
-
-def restart(folder: Path, rank: int) -> dict[str, Any]:
-    """Meet again and again about other plans; one rank comes before the invitation, one later."""
-    backend = scripted(rank)
-    made = backend.device(), backend.software(), backend.conditions()
-    for number in range(10):
-        plan = ucudnn.Plan((), *made, ucudnn.Config(workspace_limit=number), "scripted")
-        time.sleep((0.1, 0, 0.2)[rank])
-        distributed.agree(plan, timeout_s=60)
-    return {"met": number}
 
 
 def main(

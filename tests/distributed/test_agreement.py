@@ -142,11 +142,6 @@ def test_a_rank_that_does_not_come_is_named_after_the_time_out(launch):
         assert "rank 3 did not reach the rendezvous of all ranks within 3 s" in one["sentence"]
 
 
-def test_ranks_meet_again_on_a_store_that_remembers_earlier_rendezvous(launch):
-    """As after torchrun's restart, whose store outlives the ranks."""
-    assert [one.get("met") for one in launch("restart", 3).end()] == [9] * 3
-
-
 def test_the_minority_is_named_and_of_two_halves_the_one_without_the_first_rank():
     facts = [{"torch": version} for version in ("2", "1", "1", "1")]
     with pytest.raises(RankError, match="torch is 2 on rank 0, but 1 on ranks 1, 2, 3") as caught:

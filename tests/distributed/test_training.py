@@ -11,7 +11,9 @@ FLOAT32 = 2e-4
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        *((1, {}), (4, {}), (2, {"last": True})),
+        (1, {}),
+        (4, {}),
+        (2, {"last": True}),
         pytest.param(2, {}, marks=pytest.mark.process),
         (2, {"static_graph": True, "gradient_as_bucket_view": True}),
     ],

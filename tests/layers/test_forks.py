@@ -15,7 +15,7 @@ from ucudnn.backends.cudnn.runtime import Runtime
 from ucudnn.config import Config
 from ucudnn.errors import UcudnnError
 from ucudnn.problem import Problem
-from ucudnn.system import forking
+from ucudnn.system import processes
 from ucudnn.tuning import tuner
 
 pytestmark = [
@@ -31,7 +31,7 @@ def every_lock_held():
 
     def hold():
         with ExitStack() as stack:
-            for lock in set(forking._locks):
+            for lock in set(processes._locks):
                 stack.enter_context(lock)
             held.set()
             done.wait()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from ucudnn.config import Config
@@ -34,6 +37,14 @@ def kernel(
         "default": default,
     }
     return KernelPlan(**{**fields, **more})
+
+
+def signed(document: dict[str, Any], path: Path) -> Path:
+    """A file of a plan with the checksum of what it holds, as whoever edits one could write it."""
+    rest = {name: value for name, value in document.items() if name != "checksum"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**rest, "checksum": sha256(text.encode()).hexdigest()}))
+    return path
 
 
 def plan_of(*kernels: KernelPlan, config: Config | None = None, **more: Any) -> Plan:

@@ -28,9 +28,20 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_file_is_there_with_the_end_of_the_block_and_alone(tmp_path: Path) -> None:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file that a write replaces."""
     path = tmp_path / "plan.json"
     path.write_bytes(b"old")
+    return path
+
+
+def is_untouched(path: Path) -> bool:
+    """Whether the old file is there, and nothing else."""
+    return path.read_bytes() == b"old" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_is_there_with_the_end_of_the_block_and_alone(path: Path, tmp_path: Path) -> None:
     with files.replacing(path) as stream:
         stream.write(b"new")
         assert path.read_bytes() == b"old"
@@ -87,40 +98,30 @@ except OSError as error:
 """
 
 
-def test_a_disk_without_room_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+def test_a_disk_without_room_leaves_the_old_file_and_no_other(path: Path) -> None:
     """The system itself refuses here: no file of this process may be larger than 1000 bytes."""
-    path = tmp_path / "plan.json"
-    path.write_bytes(b"old")
-    done = run(FULL, tmp_path)
+    done = run(FULL, path.parent)
     assert done.stdout == "File too large\n", done.stderr
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert is_untouched(path)
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
 def test_any_step_that_fails_leaves_the_old_file_and_no_other(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(b"old")
-
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, name, fail)
     with pytest.raises(PlanError, match="cannot write the plan to .*: No space left on device; "):
         files.write(path, b"new", "the plan")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert is_untouched(path)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_the_block_leaves_the_old_file_and_is_passed_on(
-    error: type[BaseException], tmp_path: Path
+    error: type[BaseException], path: Path
 ) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(b"old")
-
     def interrupted() -> None:
         with files.replacing(path) as stream:
             stream.write(b"ne")
@@ -128,8 +129,7 @@ def test_an_error_in_the_block_leaves_the_old_file_and_is_passed_on(
 
     with pytest.raises(error):
         interrupted()
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert is_untouched(path)
 
 
 KILLED = """
@@ -144,10 +144,8 @@ with files.replacing(Path("plan.json")) as stream:
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_old_file_and_a_name_to_clean_up_by(
-    tmp_path: Path,
+    path: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(b"old")
     assert run(KILLED, tmp_path).returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
     (left,) = (one for one in tmp_path.iterdir() if one != path)
@@ -172,8 +170,7 @@ except PlanError as error:
 """
 
 
-def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_bytes(b"old")
+def test_a_folder_that_may_not_be_written_is_named(path: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     try:
         done = run(AS_NOBODY, tmp_path)
@@ -181,7 +178,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
     sentence = "cannot write the plan to plan.json: Permission denied; choose another path\n"
     assert done.stdout == sentence, done.stderr
-    assert (tmp_path / "plan.json").read_bytes() == b"old"
+    assert is_untouched(path)
 
 
 def test_a_folder_that_may_be_written_and_not_listed_will_do(tmp_path: Path) -> None:

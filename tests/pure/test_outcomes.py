@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from dataclasses import replace
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from by_hand import signed
 
 from ucudnn.config import Config
 from ucudnn.errors import PlanError, PlanFileError
@@ -111,15 +110,6 @@ def test_what_a_compilation_prints() -> None:
         "the model is compiled, but the steps that judged its plan were not: torch.compile failed "
         "(no compiler)"
     )
-
-
-def signed(document: dict[str, Any], path: Path) -> Path:
-    """A file with the checksum of what it holds, as whoever edits one could write it."""
-    rest = {name: value for name, value in document.items() if name != "checksum"}
-    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
-    checksum = hashlib.sha256(text.encode()).hexdigest()
-    path.write_text(json.dumps({**rest, "checksum": checksum}))
-    return path
 
 
 @pytest.mark.parametrize(

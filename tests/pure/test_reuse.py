@@ -33,6 +33,8 @@ def items(least: int = 1, most: int = 9, largest: int = N) -> st.SearchStrategy[
 
 LAUNCH_NS = st.sampled_from([0, 3])
 THREE_LISTS = st.fixed_dictionaries({"first": items(0, 6), "accumulate": items(0, 6)})
+# Of one list, which chunks of any role are of, or of three.
+PROBLEMS = st.tuples(items(), st.just({})) | st.tuples(items(0), THREE_LISTS)
 
 
 def cost(split: Sequence[Item] | None, launch_ns: int = 0) -> tuple[int, int, int, int] | None:
@@ -65,22 +67,12 @@ def random_items(seed: int, sizes: Sequence[int], engines: int = 6) -> list[Item
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
-@given(items(), LAUNCH_NS)
-def test_every_split_of_one_list_is_the_best_there_is(chunks: list[Item], launch_ns: int) -> None:
-    table = reuse(chunks, N, launch_ns=launch_ns)
-    for n in range(1, N + 1):
-        for limit in LIMITS:
-            expected = exhaustive(chunks, n, limit, launch_ns=launch_ns)
-            assert cost(best(table, n, limit), launch_ns) == cost(expected, launch_ns)
-
-
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(items(0), THREE_LISTS, LAUNCH_NS)
-def test_every_split_of_three_lists_is_the_best_there_is(
-    single: list[Item], lists: dict[str, Any], launch_ns: int
+@settings(max_examples=600)
+@given(PROBLEMS, LAUNCH_NS)
+def test_every_split_is_the_best_there_is(
+    problem: tuple[list[Item], dict[str, Any]], launch_ns: int
 ) -> None:
+    single, lists = problem
     if not single and not any(lists.values()):
         return
     table = reuse(single, N, **lists, launch_ns=launch_ns)
@@ -155,42 +147,28 @@ def walked(table: ReuseTable, n: int, limit: int | None) -> list[Item] | None:
     return steps[::-1]
 
 
-@settings(max_examples=300)
-@given(items(), st.sampled_from(LIMITS))
-def test_a_walk_of_one_list_is_an_optimal_split(chunks: list[Item], limit: int | None) -> None:
-    table = reuse(chunks, N)
-    for n in range(1, N + 1):
-        split, steps = best(table, n, limit), walked(table, n, limit)
-        if split is None:
-            assert steps is None
-            assert table.walk(limit)[n - 1].alone is None
-        else:
-            assert steps is not None
-            assert (cost(steps) or ())[:2] == (cost(split) or ())[:2]
-            assert sum(item.batch for item in steps) == n
-            assert (table.walk(limit)[n - 1].alone is not None) == (len(split) == 1)
-            assert limit is None or max(item.workspace_bytes for item in steps) <= limit
-
-
-@settings(max_examples=300)
-@given(items(), THREE_LISTS, st.sampled_from(LIMITS))
-def test_a_walk_of_three_lists_is_an_optimal_split(
+@settings(max_examples=600)
+@given(items(), st.just({}) | THREE_LISTS, st.sampled_from(LIMITS))
+def test_a_walk_is_an_optimal_split(
     single: list[Item], lists: dict[str, Any], limit: int | None
 ) -> None:
     # A lone call does no more than a first one.
-    single = [*single, *lists["first"]]
-    table = reuse(single, N, **lists)
+    table = reuse([*single, *lists.get("first", ())], N, **lists)
     for n in range(1, N + 1):
         split, steps = best(table, n, limit), walked(table, n, limit)
+        entry = table.walk(limit)[n - 1]
         if split is None:
             assert steps is None
-        else:
-            assert steps is not None
-            assert (cost(steps) or ())[:2] == (cost(split) or ())[:2]
-            assert sum(item.batch for item in steps) == n
-            if table.walk(limit)[n - 1].alone is None:
-                assert steps[0] in lists["first"]
-                assert all(item in lists["accumulate"] for item in steps[1:])
+            assert entry.alone is None
+            continue
+        assert steps is not None
+        assert (cost(steps) or ())[:2] == (cost(split) or ())[:2]
+        assert sum(item.batch for item in steps) == n
+        assert limit is None or max(item.workspace_bytes for item in steps) <= limit
+        assert (entry.alone is not None) == (len(split) == 1)
+        if lists and entry.alone is None:
+            assert steps[0] in lists["first"]
+            assert all(item in lists["accumulate"] for item in steps[1:])
 
 
 def test_a_chain_may_be_a_first_chunk_by_itself_a_split_is_not() -> None:

@@ -1,3 +1,1 @@
 """Timing of single candidates: the protocol, the accuracy check and the statistics."""
-
-from __future__ import annotations

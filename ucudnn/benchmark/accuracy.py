@@ -49,29 +49,20 @@ _DOUBLE = torch.float64
 
 
 class Accuracy(NamedTuple):
-    """Error of a result against the float64 one.
+    """Error of a result against the float64 one."""
 
-    Args:
-        error: relative, in the L2 norm; infinite where an element was not written or is not finite.
-        ulp: the largest difference of an element, in units in the last place of the dtype. The unit
-            is that of the element's magnitude, but at least that of the root mean square of all.
-    """
-
+    # Relative, in the L2 norm; infinite where an element was not written or is not finite.
     error: float
+    # The largest difference of an element, in units in the last place of the dtype. The unit is
+    # that of the element's magnitude, but at least that of the root mean square of all.
     ulp: float
 
 
 class Check:
     """A run of one candidate in one role, whose result is judged afterwards.
 
-    Args:
-        ring: operands.
-        executable: of the candidate.
-        part: the problem of its chunk.
-        role: in which it runs.
-        is_torch: whether it is torch's own call. torch fills its memory with NaN only in its
-            deterministic mode, in which it may choose another kernel on a GPU. So its own call runs
-            without NaN.
+    torch's own call runs without NaN: torch fills its memory with NaN only in its deterministic
+    mode, in which it may choose another kernel on a GPU.
     """
 
     def __init__(
@@ -82,15 +73,12 @@ class Check:
         self._part = part
         self._role = role
         self._poison = _as_it_is if is_torch else _poisoned
-        self._result = self._prepared()
-
-    def _prepared(self) -> Tensor | None:
-        """Tensor that the run writes into or adds to; it is not part of the workspace."""
-        if self._role != Role.LATER:
-            return None
-        if self._part.op == "wgrad":
-            return empty_total(self._part, self._ring.a).fill_(_BASE)
-        return empty_result(self._part, self._ring.a).fill_(float("nan"))
+        self._result: Tensor | None = None
+        # What the run writes into or adds to is no part of the workspace.
+        if role == Role.LATER and part.op == "wgrad":
+            self._result = empty_total(part, ring.a).fill_(_BASE)
+        elif role == Role.LATER:
+            self._result = empty_result(part, ring.a).fill_(float("nan"))
 
     def run(self) -> Tensor | None:
         """Run once into poisoned memory; returns the result where it is a new tensor."""
@@ -112,11 +100,7 @@ class Check:
         return self._result
 
     def accuracy(self, reference: Reference) -> Accuracy:
-        """Judge the result of `run`.
-
-        Args:
-            reference: of the part, for the operands of its first chunk.
-        """
+        """Judge the result of `run` by the reference for the same operands."""
         found = self._total()
         adds = self._role == Role.LATER and self._part.op == "wgrad"
         # A sum to which nothing was added is finite. Where the crop is all zeros that may be right.
@@ -203,14 +187,10 @@ class Crop:
 
     >>> Crop.of(Problem("fprop", 8, 4, 4, (9, 40), (3, 3))).planes
     ((0, 0), (4, 2), (7, 3))
-
-    Args:
-        planes: indices of the first two axes, as (sample, channel) or, of wgrad, (filter, channel).
-        positions: indices along each spatial axis.
     """
 
-    planes: tuple[tuple[int, int], ...]
-    positions: tuple[tuple[int, ...], ...]
+    planes: tuple[tuple[int, int], ...]  # (sample, channel) or, of wgrad, (filter, channel)
+    positions: tuple[tuple[int, ...], ...]  # along each spatial axis
 
     @classmethod
     def of(cls, problem: Problem) -> Crop:
@@ -240,14 +220,7 @@ class Crop:
 class Reference:
     """The float64 values of the crop of one problem's result for given operands.
 
-    Args:
-        problem: with the operands' batch.
-        a: x for fprop and wgrad, dy for dgrad.
-        b: w for fprop and dgrad, dy for wgrad.
-
-    Attributes:
-        crop: which elements.
-        expected: their values, on the CPU, in the order of `Crop.pick`.
+    They are `expected`, on the CPU, in the order of `Crop.pick`.
     """
 
     def __init__(self, problem: Problem, a: Tensor, b: Tensor) -> None:
@@ -317,8 +290,7 @@ def _gathers(
 ) -> Iterator[tuple[Tensor, Tensor, slice]]:
     """Elements of the first operand that the positions of a crop read, some terms at a time.
 
-    Yields:
-        Flat indices, and whether each lies outside, both by (position, term); and the terms.
+    Yields flat indices, and whether each lies outside, both by (position, term); and the terms.
     """
     extents = _summed_axes(problem)
     sources = problem.output_size if problem.op == "dgrad" else problem.input_size

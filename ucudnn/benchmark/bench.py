@@ -32,32 +32,21 @@ class Arm(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Result of a first run.
+    """Result of a first run."""
 
-    Args:
-        workspace_bytes: temporary memory, the most that a chunk of this size needs in any place.
-        accuracy: error against float64, the largest for any problem of a chunk of this size.
-        time_ns: shortest of further runs, or of that run if it is torch's own and long; None if the
-            workspace is over the limit.
-    """
-
-    workspace_bytes: int
-    accuracy: Accuracy
+    workspace_bytes: int  # the most that a chunk of this size needs in any place
+    accuracy: Accuracy  # the largest error for any problem of a chunk of this size
+    # Shortest of further runs, or of that run if it is torch's own and long; None if the workspace
+    # is over the limit.
     time_ns: int | None
 
 
 class How(NamedTuple):
-    """Settings of the timing of candidates.
-
-    Args:
-        chunks: the protocol of chunks.
-        wholes: the protocol of whole calls that race each other.
-        until: the `time.monotonic` after which no more rounds of chunks begin; None: no limit.
-        wholes_until: the same limit for whole calls.
-    """
+    """Settings of the timing of candidates: of chunks, and of whole calls that race each other."""
 
     chunks: Protocol = Protocol()
     wholes: Protocol = FINALS
+    # The `time.monotonic` after which no more rounds begin; None: no limit.
     until: float | None = None
     wholes_until: float | None = None
 
@@ -84,13 +73,8 @@ class AbstractBench(ABC):
     def look(self, arm: Arm, limit: int | None) -> Look:
         """Run a candidate once for its workspace and its error, and for its time.
 
-        Args:
-            arm: the candidate.
-            limit: workspace in bytes over which it is not run again, None for any.
-
-        Raises:
-            RuntimeError: the candidate failed; the first line says why.
-            UnsupportedError: there is not enough memory to measure this kernel.
+        Over the limit, a workspace in bytes, it is not run again. A RuntimeError's first line says
+        why the candidate failed; for an UnsupportedError this kernel cannot be measured at all.
         """
 
     @abstractmethod
@@ -99,10 +83,7 @@ class AbstractBench(ABC):
     ) -> list[Result]:
         """Time candidates in interleaved rounds; those of one size and role race each other.
 
-        Args:
-            arms: the candidates.
-            known: by size and role, the time of a rival that was timed before, as (median, upper
-                end).
+        Known, by size and role, is the time of a rival that was timed before: median and upper end.
         """
 
     @abstractmethod
@@ -111,14 +92,7 @@ class AbstractBench(ABC):
 
 
 class LocalBench(AbstractBench):
-    """Measures in this process.
-
-    Args:
-        backend: of the device.
-        axis: of the kernel, along which candidates are chunks.
-        on_turn: called with the index of an arm or split before each of its runs.
-        how: settings of the timing.
-    """
+    """Measures in this process; `on_turn` gets the index of an arm or split before each run."""
 
     def __init__(
         self,
@@ -167,8 +141,8 @@ class LocalBench(AbstractBench):
             return Look(workspace, accuracy, None)
         # The first run on a GPU also loads what it runs, and that of others than torch's own fills
         # memory with NaN.
-        tells = arm.algorithm == DEFAULT_ALGORITHM and self._backend.device().type == "cpu"
-        first_ns = firsts_ns[0] if firsts_ns and tells else 0
+        is_plain = arm.algorithm == DEFAULT_ALGORITHM and self._backend.device().type == "cpu"
+        first_ns = firsts_ns[0] if firsts_ns and is_plain else 0
         return Look(workspace, accuracy, self._sampler(arm).shortest_ns(first_ns))
 
     def _reference(self, ring: Ring, part: Problem) -> Reference:
@@ -184,12 +158,7 @@ class LocalBench(AbstractBench):
     ) -> tuple[Check, int]:
         """A check of a candidate that has run once on a part, and its workspace in bytes.
 
-        Args:
-            ring: operands.
-            part: the problem of a chunk.
-            algorithm: of the candidate.
-            role: of the chunk.
-            times_ns: the time of the run is added to it.
+        The time of the run is appended to `times_ns`.
         """
         executable = self._backend.executable(part, algorithm)
         check = Check(ring, executable, part, role, algorithm == DEFAULT_ALGORITHM)

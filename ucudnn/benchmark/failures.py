@@ -11,8 +11,11 @@ from ucudnn.measurement import FailureKind
 # torch's CPU allocator, CUDA and cuDNN (4003 and 4004) raise a plain RuntimeError, whose text alone
 # says what it is.
 _OUT_OF_MEMORY = (
-    *("can't allocate memory", "not enough memory", "out of memory"),
-    *("HOST_ALLOCATION_FAILED", "DEVICE_ALLOCATION_FAILED"),
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "HOST_ALLOCATION_FAILED",
+    "DEVICE_ALLOCATION_FAILED",
 )
 
 
@@ -24,12 +27,7 @@ class Failure(NamedTuple):
 
 
 class CandidateError(RuntimeError):
-    """A candidate raised an error in another process, where the class of the error stays.
-
-    Args:
-        reason: the first line of that error.
-        kind: of the failure.
-    """
+    """A candidate raised an error in another process, where the class of the error stays."""
 
     def __init__(self, reason: str, kind: FailureKind = FailureKind.ERROR) -> None:
         super().__init__(reason)
@@ -37,13 +35,7 @@ class CandidateError(RuntimeError):
 
 
 class LostError(RuntimeError):
-    """A candidate ended its process, or took too long.
-
-    Args:
-        reason: which of the two, as a sentence.
-        kind: the same as a kind of failure.
-        turn: index of the candidate among those that were measured together.
-    """
+    """A candidate ended its process or took too long: the one of this turn among several."""
 
     def __init__(self, reason: str, kind: FailureKind = FailureKind.CRASH, turn: int = 0) -> None:
         super().__init__(reason)

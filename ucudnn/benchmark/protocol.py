@@ -35,35 +35,31 @@ class Protocol:
 
     >>> Protocol().target
     0.05
-
-    Args:
-        least_rounds: smallest number of samples of a candidate that stays in the race.
-        most_rounds: largest number of samples.
-        target: width at which a 95 % interval of the median is narrow enough, as a fraction.
-        enough_ns: time after which no more rounds begin, after the smallest number of rounds.
-        warm_ups: largest number of single runs before the first sample.
-        stable: if two runs differ by no more than this fraction, warm-up ends.
-        sample_ns: shortest time of a sample; shorter chunks are timed several at once, because
-            reading the clock costs microseconds.
-        lapped: for the first rounds, the largest ratio to the best time with which a candidate
-            stays in the race.
-        lost_share: a round is perturbed if a candidate had less than this fraction of the processor
-            time per elapsed time of its best round.
-        repeats: largest number of perturbed rounds that are repeated.
-        stops_when_decided: end, after the smallest number of rounds, as soon as every candidate is
-            clearly faster or clearly no faster than the first one.
     """
 
+    # Samples of a candidate that stays in the race.
     least_rounds: int = 5
     most_rounds: int = 9
+    # Width at which a 95 % interval of the median is narrow enough, as a fraction.
     target: float = 0.05
+    # Time after which no more rounds begin, after the smallest number of rounds.
     enough_ns: int = 500_000_000
+    # Largest number of single runs before the first sample; warm-up ends where two runs differ by
+    # no more than the fraction `stable`.
     warm_ups: int = 4
     stable: float = 0.1
+    # Shortest time of a sample; shorter chunks are timed several at once, because reading the clock
+    # costs microseconds.
     sample_ns: int = 4_000_000
+    # For the first rounds, the largest ratio to the best time with which a candidate stays in.
     lapped: tuple[float, ...] = (3.0, 1.5)
+    # A round is perturbed if a candidate had less than this fraction of the processor time per
+    # elapsed time of its best round.
     lost_share: float = 0.8
+    # Largest number of perturbed rounds that are repeated.
     repeats: int = 5
+    # End, after the smallest number of rounds, as soon as every candidate is clearly faster or
+    # clearly no faster than the first one.
     stops_when_decided: bool = False
 
 
@@ -83,29 +79,17 @@ _LONG_NS = 50_000_000
 
 @dataclass(frozen=True)
 class Ring:
-    """Rotating buffers: operands that exceed the last-level cache; chunks are taken in turn.
+    """Rotating buffers: operands that exceed the last-level cache; chunks are taken in turn."""
 
-    Args:
-        problem: the whole call, of which the chunks are parts.
-        samples: of the operands, at least the problem's batch.
-        a: x for fprop and wgrad, dy for dgrad.
-        b: w for fprop and dgrad, dy for wgrad.
-        total: tensor that chunks of wgrad are added to; None for other ops.
-    """
-
-    problem: Problem
-    samples: int
-    a: Tensor
-    b: Tensor
-    total: Tensor | None
+    problem: Problem  # the whole call, of which the chunks are parts
+    samples: int  # of the operands, at least the problem's batch
+    a: Tensor  # x for fprop and wgrad, dy for dgrad
+    b: Tensor  # w for fprop and dgrad, dy for wgrad
+    total: Tensor | None  # what chunks of wgrad are added to
 
     @classmethod
     def allocate(cls, backend: AbstractBackend, problem: Problem) -> Ring:
-        """Random operands of the problem's batch at least, up to twice the last-level cache.
-
-        Raises:
-            UnsupportedError: the machine has too little free memory for them.
-        """
+        """Random operands of the problem's batch at least, up to twice the last-level cache."""
         samples = ring_samples(problem, backend.cache_bytes())
         shapes = (*problem.with_batch(samples).operand_shapes, problem.result_shape)
         needed = sum(prod(shape) for shape in shapes) * problem.bytes_per_element
@@ -121,9 +105,8 @@ class Ring:
     def chunk(self, part: Problem, number: int) -> tuple[Tensor, Tensor, Slices]:
         """Views of the operands for a chunk, and the chunk's part of a call's result.
 
-        Args:
-            part: the problem of the chunk: some samples, or some rows of some samples.
-            number: from 0; after the last chunk the first one follows.
+        Its problem is some samples, or some rows of some samples. The first chunk has number 0, and
+        follows after the last one.
         """
         a, b, out = self.places(part, number)
         return self.a[a], self.b[b], out
@@ -281,12 +264,7 @@ class WholeLoop(AbstractLoop):
 
 
 class Sampler:
-    """Times a loop, several runs at once if one is short.
-
-    Args:
-        loop: what to time.
-        backend: the backend whose clock is used.
-    """
+    """Times a loop, several runs at once if one is short."""
 
     def __init__(self, loop: AbstractLoop, backend: AbstractBackend) -> None:
         self._loop = loop
@@ -303,8 +281,7 @@ class Sampler:
     def shortest_ns(self, before_ns: int = 0) -> int:
         """Time of one run; for a short run, which is easily perturbed, the shortest of three.
 
-        Args:
-            before_ns: time of a run outside of the loop; a long one need not be repeated.
+        A run before, outside of the loop, need not be repeated if it was long.
         """
         if before_ns >= _LONG_NS:
             self._once_ns = before_ns

@@ -21,12 +21,7 @@ WORTHWHILE_GAIN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """Something to time.
-
-    Args:
-        sample_ns: takes one sample.
-        group: size and role; entrants of one group race each other; None: no race.
-    """
+    """Something to time; those of one group, a size and a role, race each other."""
 
     sample_ns: Callable[[], int]
     group: tuple[int, str] | None = None
@@ -34,24 +29,14 @@ class Entrant:
 
 @dataclass
 class Result:
-    """Result of the rounds of one entrant.
+    """Result of the rounds of one entrant."""
 
-    Args:
-        samples: times in ns, the n-th of every entrant from the same round.
-        beaten_by: the entrant that eliminated it; -1: a rival that was timed before; None: it was
-            not eliminated.
-        failure: why it could not be run any more; None if it could.
-        repeated: number of perturbed rounds that were repeated.
-        switches: how often the process was taken off the processor in the rounds that count.
-        state: of the device after the rounds.
-    """
-
-    samples: list[int] = field(default_factory=list)
-    beaten_by: int | None = None
-    failure: Failure | None = None
-    repeated: int = 0
-    switches: int = 0
-    state: DeviceState = field(default_factory=DeviceState)
+    samples: list[int] = field(default_factory=list)  # in ns, the n-th of all from one round
+    beaten_by: int | None = None  # the entrant that eliminated it; -1: a rival timed before
+    failure: Failure | None = None  # why it could not be run any more
+    repeated: int = 0  # perturbed rounds that were repeated
+    switches: int = 0  # times that the process lost its processor in the rounds that count
+    state: DeviceState = field(default_factory=DeviceState)  # after the rounds
 
     @property
     def is_racing(self) -> bool:
@@ -83,13 +68,9 @@ def run_rounds(
 ) -> list[Result]:
     """Time entrants in turn, each round in another order, until every interval is narrow.
 
-    Args:
-        backend: tells the processor time of the process.
-        entrants: the things to time.
-        protocol: rules for stopping, eliminating and repeating.
-        known: by group, the time of a rival that was timed before, as (median, upper end).
-        on_turn: called with the number of an entrant before each of its samples.
-        until: no round but the first begins after this `time.monotonic`; None: no limit.
+    Known, by group, is the time of a rival that was timed before: median and upper end. `on_turn`
+    gets the number of an entrant before each of its samples. No round but the first begins after
+    the `time.monotonic` of `until`.
     """
     results = [Result() for _ in entrants]
     # What share of the processors a candidate gets undisturbed depends on how many threads it keeps
@@ -211,10 +192,12 @@ def _drop_beaten(
         if group in known and known[group][0] <= best_ns:
             winner, (best_ns, high_ns) = -1, known[group]
         for number, time_ns in medians.items():
-            samples = results[number].samples
-            if number != winner and _is_beaten(
-                samples, time_ns, best_ns, high_ns, protocol, rounds
-            ):
+            if rounds <= len(protocol.lapped):
+                is_beaten = time_ns > protocol.lapped[rounds - 1] * best_ns
+            # After the rounds with a fixed factor: as soon as the intervals no longer overlap.
+            else:
+                is_beaten = median_interval(results[number].samples)[0] > high_ns
+            if is_beaten and number != winner:
                 results[number].beaten_by = winner
 
 
@@ -227,20 +210,6 @@ def _rivals_by_group(
         if result.is_racing and entrant.group is not None:
             rivals.setdefault(entrant.group, []).append(number)
     return rivals
-
-
-def _is_beaten(
-    samples: Sequence[int],
-    time_ns: int,
-    best_ns: int,
-    high_ns: int,
-    protocol: Protocol,
-    rounds: int,
-) -> bool:
-    if rounds <= len(protocol.lapped):
-        return time_ns > protocol.lapped[rounds - 1] * best_ns
-    # After the rounds with a fixed factor: out as soon as the intervals no longer overlap.
-    return median_interval(samples)[0] > high_ns
 
 
 def _is_decided(results: Sequence[Result]) -> bool:

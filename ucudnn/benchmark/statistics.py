@@ -37,10 +37,6 @@ def median_interval(samples: Sequence[int], confidence: float = 0.95) -> tuple[i
 
     >>> median_interval([5, 1, 2, 3, 4]), median_interval(range(1, 10))
     ((1, 5), (2, 8))
-
-    Args:
-        samples: at least one.
-        confidence: probability that the interval holds the true median.
     """
     ordered = sorted(samples)
     k = _outermost(len(ordered), confidence)
@@ -50,20 +46,12 @@ def median_interval(samples: Sequence[int], confidence: float = 0.95) -> tuple[i
 def ratio_interval(
     numerators: Sequence[int], denominators: Sequence[int], confidence: float = 0.95
 ) -> tuple[float, float, float]:
-    """The median of paired ratios with a distribution-free confidence interval.
+    """The median of paired ratios, and the ends of its distribution-free confidence interval.
 
     Both times of a pair are from the same round, so a perturbation affects both.
 
     >>> ratio_interval([90, 92, 91, 90, 93, 91], [100, 100, 100, 100, 100, 100])
     (0.91, 0.9, 0.93)
-
-    Args:
-        numerators: times of one in ns, one per round.
-        denominators: times of the other, in the same order.
-        confidence: probability that the interval holds the true median.
-
-    Returns:
-        (median, low, high).
     """
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
     k = _outermost(len(ratios), confidence)

@@ -24,7 +24,7 @@ from ucudnn.config import environment_without_startup
 from ucudnn.errors import UcudnnError
 from ucudnn.measurement import FailureKind
 from ucudnn.split import Split
-from ucudnn.system.children import start_python
+from ucudnn.system.processes import start_python
 
 _PROGRAM = "import sys; from ucudnn.benchmark.worker import serve; serve(int(sys.argv[1]))"
 # The first answer waits for the imports and, on a GPU, for the context.
@@ -32,28 +32,18 @@ _START_S = 120.0
 
 
 class Worker:
-    """A child process that measures on one device; if it is lost, a new one is started.
-
-    Args:
-        backend: of the device; it is pickled.
-
-    Attributes:
-        started_s: seconds that starting children took.
-    """
+    """A child process that measures on one device; if it is lost, a new one is started."""
 
     def __init__(self, backend: AbstractBackend) -> None:
         self._backend = backend
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self.started_s = 0.0
+        self.started_s = 0.0  # which starting children took
 
     def ask(self, axis: AbstractAxis, how: How, method: str, *arguments: Any) -> Any:
         """Call a method of a `LocalBench` of this axis in the child.
 
-        Raises:
-            LostError: the child hung or ended; the next call starts another.
-            RuntimeError: the method raised a RuntimeError.
-            UcudnnError: the method raised a UcudnnError.
+        A LostError says that the child hung or ended; the next call starts another.
         """
         connection = self._started()
         try:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+import ucudnn
 from ucudnn.cli import cache, machine, plans, scripts, tables
 from ucudnn.cli.console import (
     CRASHED,
@@ -38,7 +39,6 @@ from ucudnn.errors import (
     TableError,
     UcudnnError,
 )
-from ucudnn.system.version import own_version
 
 # Errors that a command ends with on purpose.
 _EXPECTED = (UcudnnError, InterruptedCommandError)
@@ -56,7 +56,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"ucudnn {own_version()}")
+        say(f"ucudnn {ucudnn.__version__}")
         raise typer.Exit
 
 

@@ -11,13 +11,13 @@ import typer
 from rich import box
 from rich.table import Table
 
+import ucudnn
 from ucudnn.cli import options
 from ucudnn.cli.console import bar, out, say
 from ucudnn.cli.models import Recipe, name_model
 from ucudnn.cli.options import CacheOption, JsonOption, settings, with_passes
 from ucudnn.config import Config
 from ucudnn.errors import ConfigError
-from ucudnn.system.version import own_version
 from ucudnn.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -168,14 +168,14 @@ def doctor(
     found = room.diagnose(cache or Config().cache)
     if as_json:
         # A property, which `asdict` leaves out.
-        print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": own_version()}))
+        print(json.dumps({**asdict(found), "advice": found.advice, "ucudnn": ucudnn.__version__}))
         return
     _print_doctor(found)
 
 
 def _print_doctor(found: Diagnosis) -> None:
     rows = {
-        "ucudnn": own_version(),
+        "ucudnn": ucudnn.__version__,
         "device": str(found.device),
         "torch": found.software.torch,
         "oneDNN": found.software.onednn or "not in this torch",

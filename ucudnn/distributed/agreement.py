@@ -14,12 +14,12 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
+import ucudnn
 from ucudnn.backends.registry import identify
 from ucudnn.distributed.rendezvous import Group, Rendezvous, name_ranks
 from ucudnn.errors import PlanError, RankError, UcudnnError
 from ucudnn.measurement import Device, Software
 from ucudnn.plan import Plan
-from ucudnn.system.version import own_version
 
 # How many differences a message lists: one wrong version changes every kernel.
 _MOST_NAMED = 5
@@ -108,11 +108,7 @@ def broadcast(
 def _sending(
     rendezvous: Rendezvous, src: int, plans: Callable[[], list[Plan]]
 ) -> Callable[[], list[Plan] | None]:
-    """A function that gets the plans of rank `src` on every rank; None if that one has none.
-
-    Raises:
-        RankError: there is no such rank.
-    """
+    """A function that gets the plans of rank `src` on every rank; None if that one has none."""
     if src not in rendezvous.ranks:
         raise RankError(f"src must be one of {name_ranks(rendezvous.ranks)}, got {src}")
 
@@ -131,11 +127,7 @@ def _sending(
 
 
 def _agreed(rendezvous: Rendezvous, get: Callable[[], list[Plan] | None]) -> Plan:
-    """The plan for this rank's device, once all ranks have found theirs and are known to agree.
-
-    Raises:
-        RankError: a rank has none, or ranks differ.
-    """
+    """The plan for this rank's device, once all ranks have found theirs and are known to agree."""
     sent: dict[str, Any] = {"error": None}
     plan = None
     try:
@@ -173,7 +165,7 @@ def _for_this_device(plans: Iterable[Plan]) -> tuple[Plan, Device, Software]:
 
 def job_facts(software: Software) -> dict[str, str]:
     """Settings that must be equal on all ranks of a job, whatever their devices."""
-    return {"ucudnn": own_version(), "torch": software.torch}
+    return {"ucudnn": ucudnn.__version__, "torch": software.torch}
 
 
 def kind_facts(device: Device, software: Software) -> dict[str, str]:
@@ -184,42 +176,27 @@ def kind_facts(device: Device, software: Software) -> dict[str, str]:
 
 def _plan_facts(plan: Plan) -> dict[str, str]:
     """The fields of a plan, so that a difference can be named."""
-    made_with = {f"{name} that the plan was made with": str(text) for name, text in _made(plan)}
-    # The split of the largest batch is for people; the digest covers all batches.
-    kernels = {
-        f"plan of {kernel.problem}": f"{kernel.split(kernel.problem.batch)}, over all batches "
-        f"{_digest(kernel.decisions())}"
-        for kernel in plan.kernels
-    }
+    made = {"backend": plan.backend, **asdict(plan.software), **asdict(plan.conditions)}
+    made_with = {f"{name} that the plan was made with": str(text) for name, text in made.items()}
+    kernels = {}
+    for kernel in plan.kernels:
+        # The split of the largest batch is for people; the digest covers all batches. It has eight
+        # digits, because people read them in a message.
+        digest = sha256(repr(kernel.decisions()).encode()).hexdigest()[:8]
+        split = kernel.split(kernel.problem.batch)
+        kernels[f"plan of {kernel.problem}"] = f"{split}, over all batches {digest}"
     settings = {f"plan's {name}": str(value) for name, value in plan.config.to_dict().items()}
     # Last, because the pieces above say more and a message lists the first differences only.
     whole = {"number of kernels in the plan": str(len(plan.kernels)), "hash of the plan": plan.hash}
     return {**made_with, **settings, **kernels, **whole}
 
 
-def _made(plan: Plan) -> Iterable[tuple[str, Any]]:
-    yield "backend", plan.backend
-    yield from asdict(plan.software).items()
-    yield from asdict(plan.conditions).items()
-
-
-def _digest(value: object) -> str:
-    # Eight digits, because people read them in a message.
-    return sha256(repr(value).encode()).hexdigest()[:8]
-
-
 def raise_errors(errors: Mapping[int, str | None]) -> None:
-    """Raise the errors of some ranks on all of them.
+    """Raise the errors of some ranks, given as messages, on all of them.
 
     >>> raise_errors({0: None, 1: "it has no plan to send"})
     Traceback (most recent call last):
     ucudnn.errors.RankError: no rank starts, because of rank 1: it has no plan to send
-
-    Args:
-        errors: for each rank the message of its error, or None.
-
-    Raises:
-        RankError: a rank has an error.
     """
     messages = {rank: text for rank, text in errors.items() if text is not None}
     if messages:
@@ -228,11 +205,7 @@ def raise_errors(errors: Mapping[int, str | None]) -> None:
 
 
 def require_equal_teams(received: Mapping[int, Mapping[str, Any]]) -> None:
-    """Compare the facts that ranks sent: "job" over all ranks, "team" over those of one "kind".
-
-    Raises:
-        RankError: they differ.
-    """
+    """Compare the facts that ranks sent: "job" over all ranks, "team" over those of one "kind"."""
     require_equal({rank: one["job"] for rank, one in received.items()})
     for kind in dict.fromkeys(one["kind"] for one in received.values()):
         require_equal({rank: one["team"] for rank, one in received.items() if one["kind"] == kind})
@@ -246,9 +219,6 @@ def require_equal(facts: Mapping[int, Mapping[str, str]]) -> None:
     >>> require_equal({0: {"torch": "2.13"}, 1: {"torch": "2.12"}})
     Traceback (most recent call last):
     ucudnn.errors.RankError: ranks differ: torch is 2.12 on rank 1, but 2.13 on rank 0; ...
-
-    Raises:
-        RankError: they differ.
     """
     # In a fixed order: the message must be the same on all ranks.
     names = dict.fromkeys(name for sent in facts.values() for name in sent)

@@ -65,17 +65,11 @@ def _counts(folder: Path) -> dict[str, _Count]:
 
 
 class TrialTimes(NamedTuple):
-    """Times of a trial.
+    """Times of a trial."""
 
-    Args:
-        start_s: until all ranks have counted samples; they may tune first.
-        warmup_s: from then on until samples are counted.
-        measure_s: in which samples are counted.
-    """
-
-    start_s: float = 600.0
-    warmup_s: float = 3.0
-    measure_s: float = 10.0
+    start_s: float = 600.0  # until all ranks have counted samples; they may tune first
+    warmup_s: float = 3.0  # from then on until samples are counted
+    measure_s: float = 10.0  # in which samples are counted
 
 
 def find_ranks(
@@ -87,23 +81,14 @@ def find_ranks(
 ) -> int:
     """Find the number of ranks per device with which a script computes most samples per second.
 
-    Args:
-        script: it calls `ucudnn.distributed.count` after each step.
-        settings: everything but the number of ranks.
-        times: of each trial.
-        rounds: trials of each number.
-        say: called with each result.
-
-    Raises:
-        ConfigError: the job has several hosts, which could come to different results, or a number
-            is not allowed.
-        UnsupportedError: the script does not run, or counts no samples.
+    The script calls `ucudnn.distributed.count` after each step. Each round tries every number once.
     """
     if rounds < 1 or not times.measure_s > 0:
         raise ConfigError(
             f"trials need at least one round and some time, got {rounds} rounds of "
             f"{times.measure_s:g} s"
         )
+    # Several hosts could come to different results.
     if settings.has_meeting:
         raise ConfigError(
             "ranks per GPU are found on one host; find them there, then give the number on all "
@@ -127,14 +112,6 @@ def search(
 
     >>> search({1: 100.0, 2: 160.0, 4: 150.0}.get, rounds=1)
     2
-
-    Args:
-        measure: samples per second with a number of ranks; None where it fails.
-        rounds: trials of each number.
-        say: called with each result.
-
-    Raises:
-        UnsupportedError: not even the smallest number runs.
     """
     rates: dict[int, list[float]] = {}
     tried: Sequence[int] = CANDIDATES
@@ -166,12 +143,6 @@ def measure_ranks(
     """Samples per second of a script with some ranks per device; None where it fails.
 
     The script runs in processes that are stopped after some seconds, or end before that.
-
-    Args:
-        script: it calls `ucudnn.distributed.count` after each step.
-        settings: everything but the number of ranks; its GPUs are listed.
-        ranks: their number.
-        times: of the trial.
     """
     chosen = replace(settings, ranks_per_device=ranks)
     with tempfile.TemporaryDirectory(prefix="ucudnn-trial-") as folder:

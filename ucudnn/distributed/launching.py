@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ucudnn import config
 from ucudnn.errors import ConfigError, RankError, UnsupportedError
-from ucudnn.system.children import start_python
+from ucudnn.system.processes import start_python
 from ucudnn.units import format_bytes
 
 MPS_MODES = ("auto", "require", "off")
@@ -41,29 +41,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Settings of a launch.
+    """Settings of a launch."""
 
-    Args:
-        ranks_per_device: number of ranks that share a GPU, or the processor.
-        mps: "auto" (where it can be had), "require" or "off".
-        mps_percent: of a GPU's multiprocessors that one rank may use under MPS.
-        mps_control: name or path of the control program of MPS.
-        device_workspace: bytes of workspace that the ranks of a device may use together; each gets
-            an equal part as its default workspace limit. None: no limit from here.
-        torchrun_options: further options of torchrun, such as "--max-restarts=2".
-        gpus: UUIDs of GPUs; None: those that torch sees.
-
-    Raises:
-        ConfigError: a value that is not allowed.
-    """
-
-    ranks_per_device: int = 1
-    mps: str = "auto"
-    mps_percent: int = 100
-    mps_control: str = "nvidia-cuda-mps-control"
+    ranks_per_device: int = 1  # which share a GPU, or the processor
+    mps: str = "auto"  # "auto" (where it can be had), "require" or "off"
+    mps_percent: int = 100  # of a GPU's multiprocessors that one rank may use under MPS
+    mps_control: str = "nvidia-cuda-mps-control"  # name or path of its control program
+    # Bytes that the ranks of a device may use together; each gets an equal part as its default
+    # workspace limit. None: no limit from here.
     device_workspace: int | None = None
-    torchrun_options: tuple[str, ...] = ()
-    gpus: tuple[str, ...] | None = None
+    torchrun_options: tuple[str, ...] = ()  # such as "--max-restarts=2"
+    gpus: tuple[str, ...] | None = None  # UUIDs; None: those that torch sees
 
     def __post_init__(self) -> None:
         if self.ranks_per_device < 1:
@@ -89,18 +77,9 @@ class Launch:
 
 
 def launch(script: Sequence[str], settings: Launch, say: Say = lambda _: None) -> None:
-    """Run a script in several ranks for each GPU, or for the processor, until all have ended.
+    """Run a script, given as after `python`, in several ranks per device until all have ended.
 
-    Args:
-        script: the script and its arguments, as after `python`.
-        settings: how many ranks there are and what they share.
-        say: called with each sentence for the user.
-
-    Raises:
-        ConfigError: there is no script.
-        UnsupportedError: MPS is required and is not to be had.
-        RankError: a rank failed.
-        SignalException: this process got a signal to end.
+    torch's SignalException says that this process got a signal to end.
     """
     if not script:
         raise ConfigError("there is nothing to launch: give a script after --, as -- train.py")
@@ -159,11 +138,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def list_gpus() -> tuple[str, ...]:
-    """UUIDs of the GPUs that torch sees, in its order.
-
-    Raises:
-        UnsupportedError: torch cannot tell.
-    """
+    """UUIDs of the GPUs that torch sees, in its order."""
     if not torch.backends.cuda.is_built():
         return ()
     # In a process of its own: the launcher must not hold memory of a GPU for as long as it lives.
@@ -199,15 +174,7 @@ def _start_mps(
 def mps_daemon(control: str, answer_s: float = 10.0) -> Iterator[dict[str, str]]:
     """Run a private MPS daemon for the visible GPUs; it needs no rights and disturbs nobody.
 
-    Args:
-        control: name or path of its control program.
-        answer_s: seconds to wait for an answer of the daemon.
-
-    Returns:
-        Variables with its folders, by which processes find it.
-
-    Raises:
-        UnsupportedError: the control program is missing or refuses, or the daemon does not answer.
+    Yields variables with its folders, by which processes find it.
     """
     if shutil.which(control) is None:
         raise UnsupportedError(

@@ -39,23 +39,13 @@ class Rendezvous:
     ...     rendezvous.exchange("greetings", "hello")
     {0: 'hello'}
 
-    Args:
-        purpose: name of that point; ranks wait only for ranks with the same purpose.
-        group: a process group; None: all ranks, or this process alone if there is no group.
-        timeout_s: how long to wait for a rank.
-
-    Attributes:
-        rank: number of this process in the default group.
-        ranks: numbers of all ranks that take part.
-        nonce: random name of this rendezvous; no other one has it.
-        store: keys of this rendezvous only.
-
-    Raises:
-        RankError: on entering, if a rank did not arrive in time; the message names it.
+    `purpose` names that point: ranks wait only for ranks with the same one. A rank that does not
+    arrive or send in time is named in a RankError. `rank` and `ranks` are numbers in the default
+    group.
     """
 
-    nonce: str
-    store: Store
+    nonce: str  # random name of this rendezvous; no other one has it
+    store: Store  # keys of this rendezvous only
 
     def __init__(self, purpose: str, group: Group = None, timeout_s: float = 300.0) -> None:
         self._timeout_s = timeout_s
@@ -148,12 +138,7 @@ class Rendezvous:
         return self._handshake.get(key).decode().startswith(f"{nonce}:")
 
     def send(self, topic: str, value: Any) -> None:
-        """Make a value of this rank known to all.
-
-        Args:
-            topic: different for each value of one rendezvous.
-            value: anything that can be pickled.
-        """
+        """Make a value of this rank known to all; each value has a topic of its own."""
         # Pickle is safe here: only ranks of the job write to its store.
         data = zlib.compress(pickle.dumps(value))
         pieces = [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
@@ -163,28 +148,12 @@ class Rendezvous:
         self.store.set(f"{topic}/{self.rank}", str(len(pieces)))
 
     def receive(self, topic: str, rank: int) -> Any:
-        """The value of one rank, once it has sent it.
-
-        Args:
-            topic: of the value.
-            rank: in the numbers of the default group.
-
-        Raises:
-            RankError: it did not send the value in time.
-        """
+        """The value of one rank, once it has sent it."""
         self._wait(lambda: [] if self._has_sent(topic, rank) else [rank], f"the sending of {topic}")
         return self._received(topic, rank)
 
     def exchange(self, topic: str, value: Any) -> dict[int, Any]:
-        """All-gather: the values of all ranks, by rank, once each has sent its own.
-
-        Args:
-            topic: different for each value of one rendezvous.
-            value: anything that can be pickled.
-
-        Raises:
-            RankError: a rank did not send its value in time; the message names it.
-        """
+        """All-gather: the values of all ranks, by rank, once each has sent its own."""
         self.send(topic, value)
         waiting = dict.fromkeys(self.ranks)
 

@@ -119,11 +119,7 @@ def _traced(model: nn.Module, inputs: Any, config: Config, real: bool) -> Traced
 
 
 def _team(rendezvous: Rendezvous, traced: Traced, config: Config) -> tuple[int, ...]:
-    """The ranks with this kind of device, once it is known that they are about to do the same.
-
-    Raises:
-        RankError: they are not.
-    """
+    """The ranks with this kind of device, once it is known that they are about to do the same."""
     backend = open_backend(config.backend)
     device, software = backend.device(), backend.software()
     # Without the names of layers, which may differ as long as the same is computed, and in full:
@@ -155,11 +151,7 @@ def _share(
     config: Config,
     on_progress: Report | None,
 ) -> None:
-    """Measure this rank's kernels, and give the first rank what all of them know.
-
-    Raises:
-        RankError: a rank cannot measure, or does not finish in time.
-    """
+    """Measure this rank's kernels, and give the first rank what all of them know."""
     mine = set(_by_worth(traced.layers)[team.index(rendezvous.rank) :: len(team)])
     layers = [layer for layer in traced.layers if _geometry(layer[1]) in mine]
     budget_s = config.time_budget_s and _MEASURING * config.time_budget_s

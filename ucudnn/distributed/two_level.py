@@ -32,21 +32,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _TwoLevels:
-    """State of the hook.
+    """State of the hook."""
 
-    Args:
-        team: the ranks of this device, the leader first.
-        group: the same as a process group.
-        across: the leaders of all devices; on other ranks no group.
-        mine: memory of the device that this rank writes.
-        peers: that the others write: on the leader of all of them, else of the leader alone.
-    """
-
-    team: Sequence[int]
-    group: ProcessGroup
-    across: ProcessGroup
-    mine: Tensor
-    peers: Sequence[Tensor]
+    team: Sequence[int]  # the ranks of this device, the leader first
+    group: ProcessGroup  # the same
+    across: ProcessGroup  # the leaders of all devices; on other ranks no group
+    mine: Tensor  # memory of the device that this rank writes
+    peers: Sequence[Tensor]  # memory of the others; on all but the leader that of the leader alone
 
 
 def reduce_by_device(replica: DistributedDataParallel) -> bool:

@@ -24,7 +24,7 @@ from ucudnn.backends.tensors import memory_format, strides_of, uses_channels_las
 from ucudnn.execution.execute import Call, as_kernel
 from ucudnn.execution.untraced import untraced
 from ucudnn.problem import OPS, Problem
-from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.processes import ForkSafeLock
 
 _aten = torch.ops.aten
 # Shapes that are remembered; a training run has few, a server with free sizes may have many.

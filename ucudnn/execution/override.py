@@ -13,7 +13,7 @@ from ucudnn.backends import aten
 from ucudnn.backends.registry import entry_for_device
 from ucudnn.execution.autograd import Geometry
 from ucudnn.execution.untraced import untraced
-from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.processes import ForkSafeLock
 
 # Guards the lists of open plans: threads may install and close plans at the same time.
 _lock = ForkSafeLock()

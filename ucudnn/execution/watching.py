@@ -13,7 +13,7 @@ from ucudnn.execution.autograd import Geometry
 from ucudnn.execution.override import Convolution, Everything
 from ucudnn.execution.runner import Runner
 from ucudnn.problem import Problem
-from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.processes import ForkSafeLock
 
 
 class WatchedCall(NamedTuple):

@@ -1,1 +1,1 @@
-"""System: atomic file writes, locks that work after a fork, objects that are closed."""
+"""System: files, child processes, locks that survive a fork, tables of text."""

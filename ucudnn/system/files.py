@@ -37,12 +37,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     False
     >>> path.read_bytes()
     b'{}'
-
-    Args:
-        path: the file; its folder exists.
-
-    Raises:
-        OSError: it cannot be written; the old contents are still there.
     """
     # A rename would put a file in the place of the device.
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -75,11 +69,7 @@ def is_temporary(name: str) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and those above it, durably; one that exists is left as it is.
-
-    Raises:
-        OSError: one of them cannot be created.
-    """
+    """Create a folder and those above it, durably; one that exists is left as it is."""
     if not folder.is_dir():
         make_folder(folder.parent)
         # Another process may create it at the same time.
@@ -89,11 +79,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk.
-
-    Raises:
-        OSError: the folder is not there, or the disk has failed.
-    """
+    """Bring the names in a folder to the disk."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
@@ -109,21 +95,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def write(path: str | os.PathLike[str], content: bytes, what: str) -> None:
-    """Write a whole file for the user, replacing an existing one.
+    """Write a whole file for the user, replacing an existing one, or raise an OutputError.
 
     >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "plan.json"
-    >>> write(path, b"{}", "the plan")
-    >>> path.read_bytes()
-    b'{}'
-
-    Args:
-        path: the file; its folder exists.
-        content: all bytes of the file.
-        what: name of the content in errors, such as "the plan".
-
-    Raises:
-        OutputError: the file cannot be written; the old contents are still there.
+    >>> write(f"{tempfile.mkdtemp()}/missing/plan.json", b"{}", "the plan")
+    Traceback (most recent call last):
+    ucudnn.errors.OutputError: cannot write the plan to ...
     """
     try:
         with replacing(Path(path)) as stream:
@@ -135,15 +112,12 @@ def write(path: str | os.PathLike[str], content: bytes, what: str) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON from an untrusted source.
+    """Read JSON from an untrusted source; a ValueError says what is wrong.
 
     >>> parse_json('{"a": ["[[["]}')
     {'a': ['[[[']}
-
-    Raises:
-        ValueError: it is not valid JSON, or has more than 32 levels: reading or writing deeper ones
-            would exhaust Python's stack.
     """
+    # Reading or writing deeper levels would exhaust Python's stack.
     brackets = _NO_BRACKET.sub("", text)
     if max(accumulate(map(_LEVELS.__getitem__, brackets)), default=0) > _DEEPEST:
         raise ValueError(f"its brackets are nested deeper than {_DEEPEST} levels")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ucudnn.backends import Cost, Roofline
 from ucudnn.problem import Problem
-from ucudnn.system.forking import cached_property
+from ucudnn.system.processes import cached_property
 from ucudnn.tuning.items import held_bytes
 from ucudnn.units import format_bytes
 

@@ -10,7 +10,7 @@ from ucudnn.axis import AbstractAxis, RowAxis
 from ucudnn.benchmark.bench import Arm
 from ucudnn.measurement import Candidate, Role, role_of
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.system.forking import cached_property
+from ucudnn.system.processes import cached_property
 from ucudnn.tuning.items import lists_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ucudnn.errors import WrongResultWarning, warn
 from ucudnn.measurement import Candidate, FailureKind, Measurement, MeasurementKey, Role, Subject
 from ucudnn.solvers.lazy import Outlook
 from ucudnn.split import DEFAULT_ALGORITHM
-from ucudnn.system.forking import cached_property
+from ucudnn.system.processes import cached_property
 from ucudnn.tuning.bounds import Elimination, must_be_known
 from ucudnn.tuning.candidates import KernelCandidates
 from ucudnn.tuning.requests import TOLERANCE, KernelRecords, Requests

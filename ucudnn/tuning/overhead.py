@@ -19,7 +19,7 @@ from ucudnn.execution.autograd import AbstractRunner, Bound, Geometry, Pass, con
 from ucudnn.execution.execute import Call, bind
 from ucudnn.problem import OPS, Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
-from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.processes import ForkSafeLock
 
 # Several calls are timed at once, since one is short against the clock. Of many such rounds some
 # are not interrupted.

@@ -16,7 +16,7 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
 from ucudnn.split import DEFAULT_ALGORITHM, Split
-from ucudnn.system.forking import cached_property
+from ucudnn.system.processes import cached_property
 from ucudnn.tuning.confirmation import Finalist, race, recall_race
 from ucudnn.tuning.measurer import KernelMeasurer
 from ucudnn.tuning.session import Session

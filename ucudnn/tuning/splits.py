@@ -15,7 +15,7 @@ from ucudnn.solvers import Item, WalkEntry
 from ucudnn.solvers._base import undominated
 from ucudnn.solvers.reuse import reuse_by_position
 from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
-from ucudnn.system.forking import cached_property
+from ucudnn.system.processes import cached_property
 from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bounded
 from ucudnn.tuning.plan_draft import PlanDraft, Walk, end_of
 

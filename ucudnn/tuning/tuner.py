@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+import ucudnn
 from ucudnn import cache as cache_room
 from ucudnn.backends import AbstractBackend, open_backend
 from ucudnn.backends.cudnn.offline import list_configurations
@@ -29,8 +30,7 @@ from ucudnn.measurement import Measurement, Subject
 from ucudnn.outcomes import Origin
 from ucudnn.plan import DEFAULT_ALGORITHM, Plan
 from ucudnn.problem import Problem
-from ucudnn.system.forking import ForkSafeLock
-from ucudnn.system.version import own_version
+from ucudnn.system.processes import ForkSafeLock
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.noise import noise_of
 from ucudnn.tuning.progress import Progress
@@ -183,7 +183,7 @@ def _plan(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
         kernels=kernels,
         origin=Origin(
             made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            ucudnn=own_version(),
+            ucudnn=ucudnn.__version__,
             protocol=PROTOCOL,
             effort=config.effort,
             budget="" if budget_s is None else f"{budget_s:g}",

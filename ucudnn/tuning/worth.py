@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ucudnn.backends import Cost, Roofline
 from ucudnn.measurement import Measurement
 from ucudnn.problem import Problem
-from ucudnn.system.forking import cached_property
+from ucudnn.system.processes import cached_property
 from ucudnn.tuning.effort import Effort
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.session import Session

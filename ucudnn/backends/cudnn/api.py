@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from abc import ABC, abstractmethod
 from ctypes import POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Self
 
 from ucudnn.backends.cudnn.constants import Attribute, DataType, Kind, Type
 from ucudnn.errors import UcudnnError, UnsupportedError
-from ucudnn.system.closing import AbstractClosable
 
 # cuDNN cuts its last error message off at the size of the buffer that it is given.
 _MESSAGE_BYTES = 4096
@@ -210,6 +210,23 @@ class Cudnn:
         status = self.functions.cudnnBackendExecute(handle.pointer, plan.pointer, pack.pointer)
         if status:
             self.check(status, "execute a plan")
+
+
+class AbstractClosable(ABC):
+    """An object to close, by a `with` statement or by `close`; closing twice does nothing."""
+
+    # Without it even subclasses with slots would have a `__dict__`.
+    __slots__ = ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free its resources; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class Descriptor(AbstractClosable):

@@ -20,7 +20,7 @@ from ucudnn.backends.cudnn.graph import ALIGNMENT_BYTES, View, Views, views_of
 from ucudnn.backends.tensors import memory_format, torch_dtype
 from ucudnn.errors import UnsupportedError
 from ucudnn.problem import Problem
-from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.processes import ForkSafeLock
 
 if TYPE_CHECKING:
     from ucudnn.backends.cudnn.engine import ExecutionPlan

@@ -30,7 +30,7 @@ from ucudnn.backends.cudnn.graph import Target, View, Views
 from ucudnn.backends.cudnn.profile import DeviceProfile
 from ucudnn.errors import UcudnnError, UnsupportedError
 from ucudnn.problem import Problem
-from ucudnn.system.children import start_python
+from ucudnn.system.processes import start_python
 
 _PROGRAM = "from ucudnn.backends.cudnn.offline import main; main()"
 _DRIVER = "libcuda.so.1"

@@ -18,7 +18,7 @@ from ucudnn.backends.cudnn.api import Cudnn, CudnnError, Descriptor, Handle
 from ucudnn.backends.cudnn.engine import Configuration, ExecutionPlan, build, configurations
 from ucudnn.backends.cudnn.graph import Target, Views
 from ucudnn.problem import Problem
-from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.processes import ForkSafeLock
 
 
 class AnyHandle(Protocol):

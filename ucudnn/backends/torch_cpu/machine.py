@@ -20,7 +20,7 @@ from ucudnn.backends._base import Roofline
 from ucudnn.backends.tensors import torch_dtype
 from ucudnn.measurement import Device, Software
 from ucudnn.problem import Problem
-from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.processes import ForkSafeLock
 
 _CPUINFO = Path("/proc/cpuinfo")
 # Limit, use and statistics of this container's memory, versions 2 and 1.

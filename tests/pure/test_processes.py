@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ucudnn.system.forking import ForkSafeLock, cached_property
+from ucudnn.system.processes import ForkSafeLock, cached_property
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 InChild = Callable[[Callable[[], object]], None]
@@ -133,5 +133,5 @@ def test_every_lock_of_the_package_is_of_this_kind(package: Path) -> None:
     theirs = re.compile(rf"\b(threading|functools)(\.| import .*\b){locks}")
     for room in (package, package / "solvers", package / "cache"):
         for path in room.rglob("*.py"):
-            assert path.name == "forking.py" or not theirs.search(path.read_text()), path
-    assert theirs.search((package / "system" / "forking.py").read_text())
+            assert path.name == "processes.py" or not theirs.search(path.read_text()), path
+    assert theirs.search((package / "system" / "processes.py").read_text())

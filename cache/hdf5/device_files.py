@@ -35,12 +35,7 @@ _NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR}
 
 
 def read_file(path: Path, size: int = -1) -> bytes:
-    """All bytes of a regular file, or the first `size`.
-
-    Raises:
-        DamagedError: something else is there: a folder, a loop of links, a pipe.
-        OSError: it cannot be read, or is not there.
-    """
+    """All bytes of a regular file, or the first `size`; a DamagedError for anything else."""
     try:
         # Opening a pipe that nobody writes to would wait for ever without O_NONBLOCK.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -75,17 +70,6 @@ def unique_name(stored_ns: int) -> str:
     return f"{stored_ns:020d}-{os.getpid()}-{os.urandom(4).hex()}{SUFFIX}"
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that all of it is on the disk before its name appears.
-
-    Raises:
-        OSError: it cannot be written; the old contents are still there.
-    """
-    make_folder(path.parent)
-    with replacing(path) as stream:
-        stream.write(content)
-
-
 def names_in(folder: Path) -> list[str]:
     """The names in a folder, sorted; none if there is no folder."""
     try:
@@ -99,11 +83,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def is_ours(path: Path) -> bool:
-    """True for a file that a cache certainly wrote, even if it was damaged since.
-
-    Raises:
-        OSError: it cannot be read, or is not there.
-    """
+    """True for a file that a cache certainly wrote, even if it was damaged since."""
     try:
         head = read_file(path, HEAD_BYTES)
     except DamagedError:
@@ -144,11 +124,7 @@ def foreign_in(root: Path) -> list[Path]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file, so that no reader looks at it again; return its new path.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Rename a damaged file, so that no reader looks at it again; return its new path."""
     target = path.with_name(f"{path.name}{_DAMAGED}{os.urandom(4).hex()}")
     os.rename(path, target)
     return target
@@ -163,20 +139,9 @@ class DeviceFiles:
     """Paths of the files of one kind of device, and the steps by which they change.
 
     The lock only keeps two processes from doing the same work twice.
-
-    Args:
-        root: the cache's folder.
-        kind: beginning of the file names.
-        use_locks: False: never try a file lock.
-
-    Attributes:
-        kind: beginning of the file names.
-        compacted: path of X.h5.
-        segments: path of X.h5.d.
     """
 
     def __init__(self, root: Path, kind: str, use_locks: bool) -> None:
-        self.kind = kind
         self.compacted = root / f"{kind}{SUFFIX}"
         self.segments = root / f"{kind}{SEGMENTS}"
         self._use_locks = use_locks
@@ -190,11 +155,7 @@ class DeviceFiles:
         return [path for path in paths if path.is_file() and may_be_ours(path)]
 
     def segment_names(self) -> list[str]:
-        """Names of the segments, oldest first.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Names of the segments, oldest first."""
         return [name for name in names_in(self.segments) if name.endswith(SUFFIX)]
 
     def strays(self) -> list[Path]:
@@ -211,17 +172,11 @@ class DeviceFiles:
         ]
 
     def publish(self, content: bytes, stored_ns: int) -> str:
-        """Write a new segment, durably; return its name.
-
-        Args:
-            content: the file, with its envelope.
-            stored_ns: time of its newest entry.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a new segment, durably; return its name, which begins with its newest time."""
         name = unique_name(stored_ns)
-        write_file(self.segments / name, content)
+        make_folder(self.segments)
+        with replacing(self.segments / name) as stream:
+            stream.write(content)
         return name
 
     def remove(self, names: Iterable[str]) -> None:
@@ -230,14 +185,7 @@ class DeviceFiles:
             (self.segments / name).unlink(missing_ok=True)
 
     def retire_compacted(self, envelope: bytes | None) -> bool:
-        """Remove X.h5 if it is still the file that was read; return whether it was.
-
-        Args:
-            envelope: first bytes of the file that was read.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
+        """Remove X.h5 if it still has the envelope that was read; return whether it had."""
         if envelope is None or read_envelope(self.compacted) != envelope:
             return False
         # Another process may replace X.h5 between the comparison and its removal. So it is first
@@ -251,11 +199,7 @@ class DeviceFiles:
         return True
 
     def promote(self, name: str) -> bool:
-        """Let a segment become X.h5, beside its own name; False if that cannot be done.
-
-        Raises:
-            OSError: the disk has failed.
-        """
+        """Let a segment become X.h5, beside its own name; False if that cannot be done."""
         try:
             # Unlike a rename, a link never replaces what is there.
             os.link(self.segments / name, self.compacted)

@@ -10,7 +10,7 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.solvers._base import Item, require_int, require_limit
 from ucudnn.solvers.sweep import FIRST, Costs, History, Rows
 from ucudnn.split import Step
-from ucudnn.system.forking import cached_property
+from ucudnn.system.processes import cached_property
 from ucudnn.units import format_bytes
 
 

@@ -1,18 +1,42 @@
-"""Locks for a library whose users fork, as PyTorch's DataLoader does.
+"""Child processes that run this package; locks and properties that survive a fork.
 
-A child of `os.fork` has one thread, the one that forked, and a copy of every lock. A lock that
-another thread of the parent held at that moment would never be released in the child.
+Users fork, as PyTorch's DataLoader does. A child of `os.fork` has one thread, the one that forked,
+and a copy of every lock. A lock that another thread of the parent held at that moment would never
+be released in the child.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import Any, Generic, Self, TypeVar, overload
 from weakref import WeakSet
 
 _Value = TypeVar("_Value")
+
+
+def start_python(
+    program: str, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[Any]:
+    """Start a program in Python that finds the same packages as this process.
+
+    >>> child = start_python("import ucudnn; print(ucudnn.__name__)", stdout=subprocess.PIPE)
+    >>> child.communicate()[0].strip()
+    b'ucudnn'
+
+    `options` are those of `subprocess.Popen`. The default environment is that of this process.
+    """
+    # Whatever this process did to `sys.path`. An empty entry there stands for the current folder.
+    paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return subprocess.Popen(  # noqa: S603 - our own interpreter
+        # -P: else `-c` puts the current folder first in sys.path.
+        [sys.executable, "-P", "-c", program, *arguments],
+        env={**(os.environ if environment is None else environment), "PYTHONPATH": paths},
+        **options,
+    )
 
 
 class ForkSafeLock:
@@ -22,9 +46,8 @@ class ForkSafeLock:
     ...     print("held twice")
     held twice
 
-    Args:
-        in_child: called first in every forked child, because the data that the lock guards may be
-            in the middle of a change.
+    `in_child` is called first in every forked child, because the data that the lock guards may be
+    in the middle of a change.
     """
 
     def __init__(self, in_child: Callable[[], object] = lambda: None) -> None:

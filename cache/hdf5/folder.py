@@ -13,13 +13,19 @@ import numpy as np
 from ucudnn.cache.base import AbstractCache
 from ucudnn.cache.entries import CacheInfo, CheckReport, Entry, MergeReport, info_of
 from ucudnn.cache.hdf5.codec import DamagedError, verify
-from ucudnn.cache.hdf5.files import DeviceFiles, foreign_in, is_set_aside, kinds_in, read_file
+from ucudnn.cache.hdf5.device_files import (
+    DeviceFiles,
+    foreign_in,
+    is_set_aside,
+    kinds_in,
+    read_file,
+)
 from ucudnn.cache.hdf5.store import DeviceStore
 from ucudnn.cache.schema import matches, parse_where
 from ucudnn.cache.table import select_rows
 from ucudnn.errors import CacheError, CacheWarning, TableError, warn
 from ucudnn.measurement import Device, Measurement, MeasurementKey
-from ucudnn.system.forking import ForkSafeLock
+from ucudnn.system.processes import ForkSafeLock
 
 _LOCK_WAIT_S = 10.0
 # File names may have 255 bytes, and suffixes follow.
@@ -38,13 +44,7 @@ def device_kind(device: Device) -> str:
 
 
 class HDF5Cache(AbstractCache):
-    """Cache in a folder; `ucudnn.cache.open` makes one.
-
-    Args:
-        path: the folder; it is made by the first `put`.
-        mode: "a": read and add; "r": only read.
-        use_locks: False: never try a file lock.
-    """
+    """Cache in a folder, which the first `put` makes; `ucudnn.cache.open` makes one."""
 
     def __init__(self, path: Path, mode: str = "a", use_locks: bool = True) -> None:
         self._path = path.absolute()
@@ -248,11 +248,7 @@ def _copy_files(source: DeviceFiles, target: DeviceFiles) -> None:
 
 
 def open_existing(path: str | os.PathLike[str]) -> HDF5Cache:
-    """Open a cache that exists, for reading.
-
-    Raises:
-        CacheError: there is no such folder.
-    """
+    """Open a cache that exists, for reading."""
     if not os.path.isdir(path):
         raise TableError(f"there is no cache in {path}: it is not a folder; name one that is")
     return HDF5Cache(Path(path), "r")
