@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, UntunedWarning
 from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning import effort, progress
+from ucudnn.tuning.budget import EFFORTS
+from ucudnn.tuning.results import Progress
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
@@ -115,7 +116,7 @@ def test_a_second_tune_measures_nothing_and_decides_alike(scripted):
     plans, counts = [], []
     for _ in range(2):
         scripted(torch_default=cost(4, 0), fast=cost(2, 1, 3), faster=cost(1, 2, 5))
-        events: list[progress.Progress] = []
+        events: list[Progress] = []
         plans.append(tune_problems(layers, config, events.append))
         counts.append(events[-1].measured)
     assert counts[0] > 0
@@ -249,8 +250,8 @@ def timed(scripted, monkeypatch):
         cache = f"{Config().cache}-{seconds}-{total}"
         config = Config(total_workspace=total, time_budget_s=seconds, cache=cache, **settings)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", progress.UntunedWarning)
-            events: list[progress.Progress] = []
+            warnings.simplefilter("ignore", UntunedWarning)
+            events: list[Progress] = []
             plan = tune_problems(LAYERS, config, events.append)
         return plan, events, clock.backend.clock / 1e9
 
@@ -317,8 +318,8 @@ def test_progress_tells_the_best_division_so_far(timed):
 
 
 def test_without_a_budget_a_pool_has_the_default_one(timed, monkeypatch):
-    efforts = {"normal": replace(effort.EFFORTS["normal"], least_budget_s=1.0, most_budget_s=1.0)}
-    monkeypatch.setattr("ucudnn.tuning.scheduler.EFFORTS", efforts)
+    one_second = replace(EFFORTS["normal"], least_budget_s=1.0, most_budget_s=1.0)
+    monkeypatch.setitem(EFFORTS, "normal", one_second)
     plan, events, used = timed(HUNGRY, None, 17 * MIB)
     assert events[-1].budget_s == 1.0
     assert used < 1.2
@@ -346,7 +347,7 @@ def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkey
         monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: float(next(ticks)))
     scripted(torch_default=cost(4, 1), fast=cost(1, 2))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", progress.UntunedWarning)
+        warnings.simplefilter("ignore", UntunedWarning)
         plan = tune_problems(LAYERS, Config(total_workspace="9MiB", time_budget_s=budget))
     assert plan.workspace_bytes <= 9 * MIB
 

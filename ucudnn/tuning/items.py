@@ -19,13 +19,7 @@ def items_by_role(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
 ) -> dict[str, list[Item]]:
-    """Items for `reuse`, by position in a split.
-
-    Args:
-        problem: the kernel at its largest batch.
-        measurements: of its micro-batches and of others.
-        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
-    """
+    """Items for `reuse`, by position in a split."""
     alone = _single_items(problem, measurements, kernel_of)
     later = chunk_items(problem, measurements, Role.LATER)
     first = chunk_items(problem, measurements, role_of(problem, Role.FIRST))
@@ -63,14 +57,7 @@ def _single_items(
 def with_bounded(
     problem: Problem, items: Mapping[str, Sequence[Item]], kernel_of: KernelOf, sizes: Iterable[int]
 ) -> dict[str, list[Item]]:
-    """The items, with upper bounds for chunks of other sizes.
-
-    Args:
-        problem: the kernel at its largest batch.
-        items: of the timed chunks, by role.
-        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
-        sizes: allowed sizes of chunks.
-    """
+    """The items, with upper bounds for chunks of other sizes."""
     sizes = tuple(sizes)
     # Items in role `ALONE` cover all batches already, see `_single_items`.
     found: dict[str, list[Item]] = {Role.ALONE: list(items[Role.ALONE])}
@@ -114,11 +101,6 @@ def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
 
     >>> lists_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), False, Role.LATER)
     (<Role.FIRST: 'first'>, <Role.LATER: 'later'>)
-
-    Args:
-        problem: of the kernel.
-        is_whole: whether the chunk is the whole batch.
-        role: in which it was timed.
     """
     if is_whole:
         return (Role.ALONE,)
@@ -147,14 +129,7 @@ def chunk_items(
     role: Role,
     size_by_part: Mapping[Problem, int] | None = None,
 ) -> list[Item]:
-    """Items of one role, with all memory that they need.
-
-    Args:
-        problem: the kernel at its largest batch.
-        measurements: of chunks along any axis.
-        role: the role in which they were timed.
-        size_by_part: size of each problem whose measurements count; None: micro-batches count.
-    """
+    """Items of one role, with all memory that they need."""
     total = held_bytes(problem, role)
     items = []
     for entry in measurements:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from time import monotonic
 from typing import Any
 
@@ -17,7 +18,7 @@ from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError, UnplannedWarning
-from ucudnn.execution.compiling import is_compiled
+from ucudnn.execution.compiling import is_compiled, replays_graphs
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import (
@@ -28,12 +29,11 @@ from ucudnn.execution.stepping import (
     undisturbed,
 )
 from ucudnn.execution.timing import KernelTimer
+from ucudnn.execution.watching import Watcher
 from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepRace
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning.budget import LEAST_RACE_STEPS
-from ucudnn.tuning.compiled_steps import compile_steps, with_relaid
-from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS
 from ucudnn.tuning.layout import LayoutJudge, by_sums, reason_against_layout
 from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, StepJudge, StepMeter
 from ucudnn.tuning.step_rounds import race, raced_of, tells
@@ -61,12 +61,8 @@ def judged(
 ) -> Plan:
     """The plan after a race of whole steps, or with the reason why there was none.
 
-    Args:
-        model: that the plan was made for; if it is compiled, compiled steps are raced.
-        example_inputs: that it was traced with.
-        plan: the plan to judge.
-        config: with the time budget.
-        began: the `time.monotonic` from which the budget counts; None: now.
+    `began` is the `time.monotonic` from which the budget counts, by default now. If the model is
+    compiled, compiled steps are raced.
     """
     reason = _reason_against_steps(model, example_inputs, plan, config)
     changes = not all(kernel.is_default for kernel in plan.kernels)
@@ -111,15 +107,7 @@ def judged(
 def judged_divided(
     model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float
 ) -> Plan:
-    """The plan after a race of its divided steps against torch's, which are not divided.
-
-    Args:
-        model: that the plan was made for.
-        example_inputs: that it was traced with.
-        plan: whose kernels were judged by divided steps already.
-        config: with the time budget.
-        began: the `time.monotonic` from which the budget counts.
-    """
+    """The plan after a race of its divided steps against torch's, which are not divided."""
     reason = _reason_against_steps(model, example_inputs, plan, config)
     kernels = plan.step_race or StepRace()
     if reason:
@@ -219,16 +207,11 @@ def judged_in_layouts(
 ) -> Plan:
     """The plan of the better layout, after a race of whole steps by torch and by plan in both.
 
+    `plans` are not judged yet, the one for the model's own layout ("keep") comes first. `calls` is
+    how many convolutions a step has in each layout.
+
     If no steps can be run, the sums of the kernels' times decide. A model that does not compute the
     same in channels_last keeps its layout.
-
-    Args:
-        model: that the plans were made for; if it is compiled, compiled steps are raced.
-        example_inputs: that it was traced with.
-        plans: by memory format, not judged yet; "keep" first.
-        calls: how many convolutions a step has in that layout.
-        config: with the time budget.
-        began: the `time.monotonic` from which the budget counts.
     """
     own = plans["keep"]
     reason = _reason_against_steps(model, example_inputs, own, config)
@@ -316,10 +299,6 @@ class _Installer:
     """Installs plans in turn, and keeps the calls that each has looked up, as in training.
 
     Without this, looking up all calls would be part of the time of each step.
-
-    Args:
-        backend: of the plans.
-        plans: whose steps are timed, or those of parts of them.
     """
 
     def __init__(self, backend: AbstractBackend, plans: Iterable[Plan]) -> None:
@@ -368,3 +347,49 @@ def _reason_against_steps(model: nn.Module, inputs: Any, plan: Plan, config: Con
     if config.is_replayed:
         return "it was made from a recording"
     return reason_against_steps(model, inputs, plan.device.type)
+
+
+def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilation | None:
+    """Let the steps of a compiled model run compiled; None if the model is not compiled.
+
+    The first compiled steps are run. If they fail, the steps stay as they were, and the reason is
+    returned.
+    """
+    if not is_compiled(model):
+        return None
+    # Two contestants would replay the kernels of the one that was captured.
+    if device_type == "cuda" and replays_graphs(model):
+        reason = "its compiled code replays CUDA graphs, which keep the kernels that they captured"
+        return Compilation(reason=reason)
+    began, reason = monotonic(), ""
+    try:
+        steps.compile()
+    # torch.compile raises RuntimeErrors of its own, whatever its backend raised.
+    except STEP_ERRORS as error:
+        reason = f"torch.compile failed ({_said(error)})"
+    return Compilation(ceil(monotonic() - began), reason)
+
+
+def with_relaid(plan: Plan, steps: Steps) -> Plan:
+    """The plan with the number of convolutions that compiled steps compute in another layout."""
+    compilation = plan.compilation
+    if compilation is None or not compilation.is_compiled:
+        return plan
+    watcher = Watcher(lambda: None)
+    with Installation(plan.device.type, watcher):
+        steps()
+    relaid = sum(any(_is_relaid(one, plan) for one in call.copied) for call in watcher.calls)
+    return replace(plan, compilation=replace(compilation, relaid=relaid))
+
+
+def _is_relaid(problem: Problem, plan: Plan) -> bool:
+    other = replace(problem, layout="nchw" if problem.layout == "nhwc" else "nhwc")
+    return plan.covers(other) and not plan.covers(problem)
+
+
+def _said(error: BaseException) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # "backend='inductor' raised:" says less than the line below it.
+    said = lines[1] if len(lines) > 1 and lines[0].endswith(":") else " ".join(lines[:1])
+    return said or type(error).__name__

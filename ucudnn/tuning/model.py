@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -17,7 +17,7 @@ from ucudnn.execution.compiling import original_of
 from ucudnn.execution.stepping import tensors_of
 from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
-from ucudnn.segment import WHOLE
+from ucudnn.segment import WHOLE, Division
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import (
     HINT_STEPS,
@@ -29,7 +29,7 @@ from ucudnn.tuning.judging import (
     judged_in_layouts,
 )
 from ucudnn.tuning.memory_budget import MemoryBudget
-from ucudnn.tuning.progress import Progress
+from ucudnn.tuning.results import Progress
 from ucudnn.tuning.segmenting import faster_division
 from ucudnn.tuning.tuner import tune_problems
 
@@ -97,44 +97,22 @@ def tune_traced(
     device_type: str | None = None,
     remeasure: bool = False,
 ) -> Plan:
-    """Like `tune`, for a model that was traced.
-
-    Args:
-        model: any module.
-        example_inputs: that it was traced with.
-        traced: its convolutions.
-        config: the settings.
-        on_progress: called after every measurement.
-        device_type: for which it was traced.
-        remeasure: measure everything anew.
-
-    Raises:
-        ConfigError: as for `tune`.
-        PlanError: as for `tune`.
-    """
+    """Like `tune`, for a model that was traced."""
     tuning = _Tuning(config, on_progress, remeasure, monotonic())
     return tuning.run(model, example_inputs, traced, device_type=device_type)
 
 
+@dataclass
 class _Tuning:
-    """Tunes one model, in one layout or in two.
+    """Tunes one model, in one layout or in two."""
 
-    Args:
-        config: the settings.
-        on_progress: called after every measurement.
-        remeasure: measure everything anew.
-        began: the `time.monotonic` from which the budget counts.
-    """
-
-    def __init__(
-        self, config: Config, on_progress: Report | None, remeasure: bool, began: float
-    ) -> None:
-        self._config = config
-        self._on_progress = on_progress
-        self._remeasure = remeasure
-        self._began = began
-        self._budget: MemoryBudget | None = None
-        self._division = WHOLE
+    config: Config
+    on_progress: Report | None
+    remeasure: bool
+    # The `time.monotonic` from which the budget counts.
+    began: float
+    budget: MemoryBudget | None = None
+    division: Division = WHOLE
 
     def run(
         self,
@@ -148,22 +126,22 @@ class _Tuning:
         """Tune and judge, until a step keeps the memory budget."""
         how: dict[str, Any] = {"real": real, "device_type": device_type}
         plan = self._within_budget(model, inputs, traced, how)
-        if self._division != WHOLE:
-            plan = judged_divided(model, inputs, plan, self._config, self._began)
-        return _described(plan, model, inputs, self._began)
+        if self.division != WHOLE:
+            plan = judged_divided(model, inputs, plan, self.config, self.began)
+        return _described(plan, model, inputs, self.began)
 
     def _within_budget(
         self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
     ) -> Plan:
-        if self._config.memory_budget is None:
-            self._division = faster_division(model, inputs, traced, self._config, self._began)
+        if self.config.memory_budget is None:
+            self.division = faster_division(model, inputs, traced, self.config, self.began)
             return self._tuned_and_judged(
                 model, inputs, self._divided(model, inputs, traced, how), how
             )
-        self._budget = budget = MemoryBudget(model, inputs, self._config, self._began)
-        self._config = budget.config
+        self.budget = budget = MemoryBudget(model, inputs, self.config, self.began)
+        self.config = budget.config
         for _ in range(_MOST_PASSES):
-            self._division = budget.division
+            self.division = budget.division
             try:
                 plan = self._tuned_and_judged(
                     model, inputs, self._divided(model, inputs, traced, how), how
@@ -181,14 +159,14 @@ class _Tuning:
         self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
     ) -> Traced:
         """The convolutions of divided steps."""
-        if self._division == WHOLE:
+        if self.division == WHOLE:
             return traced
-        return trace_layers(model, inputs, self._config.ops, **how, division=self._division)
+        return trace_layers(model, inputs, self.config.ops, **how, division=self.division)
 
     def _tuned_and_judged(
         self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
     ) -> Plan:
-        config = self._config
+        config = self.config
         if config.layout == "keep":
             return self._as_it_is(model, inputs, traced)
         # Asked of the model itself: steps run on a copy, which does not show what it shares.
@@ -201,7 +179,7 @@ class _Tuning:
                     config.ops,
                     **how,
                     memory_format="channels_last",
-                    division=self._division,
+                    division=self.division,
                 )
             # A model that cannot be computed in channels_last keeps its layout. The error of its
             # own code is the cause; the one around it is about inputs, which were traced before.
@@ -220,16 +198,16 @@ class _Tuning:
     def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
         has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
         # In a budget that was set a hint gets only what is left.
-        hint_steps = HINT_STEPS if has_other and self._config.time_budget_s is None else 0
+        hint_steps = HINT_STEPS if has_other and self.config.time_budget_s is None else 0
         # A model that was converted by a plan for channels_last is traced in that layout.
         layout, steps = memory_format_of(model), RACE_STEPS + hint_steps
-        plan = self._tuned(traced, self._config.time_budget_s, steps, self._on_progress, layout)
-        return judged(model, inputs, plan, self._config, self._began)
+        plan = self._tuned(traced, self.config.time_budget_s, steps, self.on_progress, layout)
+        return judged(model, inputs, plan, self.config, self.began)
 
     def _in_layouts(self, model: nn.Module, inputs: Any, traced: Mapping[str, Traced]) -> Plan:
-        budget_s = self._config.time_budget_s
+        budget_s = self.config.time_budget_s
         # A budget that is set is for both layouts, default ones are for each.
-        report = _Joined(self._on_progress, len(set(_problems(traced["channels_last"]))))
+        report = _Joined(self.on_progress, len(set(_problems(traced["channels_last"]))))
         half_s, race_steps = budget_s and budget_s / 2, LAYOUT_RACE_STEPS // 2
         own = self._tuned(traced["keep"], half_s, race_steps, report, "keep")
         report.go_on()
@@ -243,21 +221,21 @@ class _Tuning:
             raise TuningInterruptedError(own) from None
         # A limit that nothing fits in channels_last says nothing against the model as it is.
         except PlanError as error:
-            plan = judged(model, inputs, own, self._config, self._began)
+            plan = judged(model, inputs, own, self.config, self.began)
             reason = f"it has no plan in channels_last ({error})"
             return replace(plan, layout_race=LayoutRace(reason=reason))
         plans = {"keep": own, "channels_last": last}
         calls = {which: len(one.layers) for which, one in traced.items()}
-        return judged_in_layouts(model, inputs, plans, calls, self._config, self._began)
+        return judged_in_layouts(model, inputs, plans, calls, self.config, self.began)
 
     def _seconds_for_the_second(self, own: Plan) -> float | None:
         """Seconds that the budget leaves for tuning the second layout."""
-        if self._config.time_budget_s is None:
+        if self.config.time_budget_s is None:
             return None
-        left_s = self._began + self._config.time_budget_s - monotonic()
+        left_s = self.began + self.config.time_budget_s - monotonic()
         # A step is longer than its convolutions, by how much is not known yet: twice is assumed.
         race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
-        return max(0.0, left_s - race_s if self._config.step_race else left_s)
+        return max(0.0, left_s - race_s if self.config.step_race else left_s)
 
     def _tuned(
         self,
@@ -268,19 +246,19 @@ class _Tuning:
         memory_format: str,
     ) -> Plan:
         """A plan for one layout, before it is judged."""
-        races = reserved_steps if self._config.step_race else 0
-        budget = self._budget
+        races = reserved_steps if self.config.step_race else 0
+        budget = self.budget
         plan = tune_problems(
             traced.layers,
-            self._config,
+            self.config,
             report,
             biased=traced.biased,
             reserved_steps=races,
-            remeasure=self._remeasure,
+            remeasure=self.remeasure,
             limits=None if budget is None else budget.limits(memory_format, traced),
             budget_s=budget_s,
         )
-        segments, micro_batch = self._division
+        segments, micro_batch = self.division
         plan = replace(
             plan, memory_format=memory_format, segments=segments, micro_batch=micro_batch
         )
@@ -288,12 +266,7 @@ class _Tuning:
 
 
 class _Joined:
-    """Reports the progress of two tunings as that of one.
-
-    Args:
-        report: called with the progress.
-        more: number of kernels of the second tuning.
-    """
+    """Reports the progress of two tunings as that of one; the second is of `more` kernels."""
 
     def __init__(self, report: Report | None, more: int) -> None:
         self._report = report

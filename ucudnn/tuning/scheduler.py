@@ -19,41 +19,20 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
-from ucudnn.tuning.budget import LEAST_RACE_STEPS, Budget
-from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS, Budget, StepShares
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.pool import Pool, measure, require_solver
-from ucudnn.tuning.progress import Progress, warn_of_untuned
-from ucudnn.tuning.results import Results
+from ucudnn.tuning.results import Progress, Results, warn_of_untuned
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource, Bounds, Kernel, source_of
-from ucudnn.tuning.worth import StepShares
 
 # How many times as long as its convolutions a step is taken to be, before any was run.
 _LONGER = 1.25
 
 
 class TuningScheduler:
-    """Tunes the kernels of one model.
-
-    Args:
-        backend: of the device.
-        cache: where measurements are kept.
-        config: the settings.
-        layers_by_problem: the problems to tune, with the names of the layers that run them.
-        limits: workspace that each kernel may use.
-        on_progress: called after every measurement.
-        biased: problems to whose result a layer adds a bias.
-        is_whole_step: the problems are all convolutions of a step, so that each is measured as
-            carefully as its part of the step is worth.
-        reserved_steps: time of the budget to leave unused, in steps.
-        remeasure: measure everything anew, even if it is in the cache.
-        budget_s: seconds of the time budget for these problems; None: all that is set.
-
-    Raises:
-        ConfigError: the solver is not installed.
-    """
+    """Tunes the kernels of one model; for its arguments see `tune_problems`."""
 
     def __init__(
         self,
@@ -120,8 +99,7 @@ class TuningScheduler:
     def run(self) -> None:
         """Tune everything, or as much as the time allows.
 
-        Raises:
-            PlanError: no plan of some kernel fits the workspace limit, or of all the pool.
+        Raises PlanError if no plan of some kernel fits the limit, or of all of them the pool.
         """
         try:
             # Function modes of the caller, as `with torch.device("meta")`, would change where

@@ -16,7 +16,7 @@ from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.split import Split
-from ucudnn.tuning.effort import EFFORTS, Effort
+from ucudnn.tuning.budget import EFFORTS, Effort
 from ucudnn.tuning.overhead import planned_call_ns
 
 if TYPE_CHECKING:
@@ -29,27 +29,20 @@ _UNIT = 10**12
 
 @dataclass
 class Session:
-    """State of one device that measures: the backend, the cache, deadlines and counts.
-
-    Args:
-        backend: the backend of the device.
-        cache: where measurements are kept.
-        on_run: called after each measurement, new or found in the cache, to show progress.
-        until: the `time.monotonic` at which to stop measuring chunks; None: no limit.
-        race_until: the `time.monotonic` at which to stop timing whole calls; None: no limit.
-        effort: how precisely times are taken, and which gains are too small to look for.
-        remeasure: measure everything anew, even if it is known.
-        deadline: the `time.monotonic` at which a budget that was set ends. Nothing begins that is
-            expected to end later; None: no limit.
-    """
+    """State of one device that measures: the backend, the cache, deadlines and counts."""
 
     backend: AbstractBackend
     cache: AbstractCache
+    # Called after each measurement, new or found in the cache, to show progress.
     on_run: Callable[[], None] = lambda: None
+    # The `time.monotonic` at which to stop measuring chunks, and timing whole calls; None: never.
     until: float | None = None
     race_until: float | None = None
     effort: Effort = EFFORTS["thorough"]
+    # Measure everything anew, even if it is known.
     remeasure: bool = False
+    # The `time.monotonic` at which a budget that was set ends. Nothing begins that is expected to
+    # end later.
     deadline: float | None = None
     measured: int = 0
     reused: int = 0
@@ -136,8 +129,7 @@ class Session:
         known = self.find(key)
         if known is None:
             time_ns = planned_call_ns(self.backend)
-            # A device that works while the host goes on has no such overhead, and asking again is
-            # free.
+            # A device that works while the host goes on has none, and asking again is free.
             if not time_ns:
                 return 0
             known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)
