@@ -7,6 +7,7 @@ import warnings
 
 import by_hand
 import pytest
+from by_hand import linear
 
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
@@ -22,13 +23,6 @@ MIB = 1 << 20
 MS = 1_000_000
 WIDE = Problem("fprop", 16, 2, 2, (8, 8), (1, 1))
 NARROW = Problem("fprop", 16, 2, 2, (4, 4), (1, 1))
-
-
-def linear(ms_per_sample, mib_per_sample=0.0, fixed_ms=0.0):
-    return lambda size: (
-        int((fixed_ms + ms_per_sample * size) * MS),
-        int(mib_per_sample * size * MIB),
-    )
 
 
 def is_default(plan: Plan, problem: Problem) -> bool:

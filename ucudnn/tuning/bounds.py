@@ -301,7 +301,6 @@ class Elimination:
         )
 
     def _informative(self) -> dict[str, list[tuple[int, int]]]:
-        """For each curve the sizes and times that are long enough to extrapolate from."""
         found: dict[str, list[tuple[int, int]]] = {}
         for arm, entry in self.records.items():
             curve = self.candidates.curves.get(arm)

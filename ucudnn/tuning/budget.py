@@ -282,7 +282,6 @@ class StepShares:
         return found
 
     def _least_ns(self, problem: Problem) -> int:
-        """A lower bound of a call's time by any algorithm; 0 if nothing is known."""
         session = self.session
         listed = session.backend.candidates(problem)
         costs = [session.cost(problem, candidate.algorithm) for candidate in listed]

@@ -117,5 +117,4 @@ class KernelCandidates:
         return frozenset(waves or powers)
 
     def _cost(self, size: int, algorithm: str) -> Cost | None:
-        """Lower bounds of what an algorithm needs for a chunk; None if none are known."""
         return self._session.cost(self.part(size), algorithm)

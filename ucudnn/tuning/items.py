@@ -39,19 +39,11 @@ def _single_items(
     A batch that was not timed costs at most as much as the next larger one with the same
     implementation. A chunk alone costs at most as much as one that is written into a larger result.
     """
-    costs: dict[str, dict[int, Item]] = {}
+    # A later chunk of a weight gradient is added to a sum, which bounds no other operation.
+    later = [] if problem.op == "wgrad" else chunk_items(problem, measurements, Role.LATER)
     # `ALONE` comes second: what was timed so replaces the bound from the other role.
-    for role in (Role.LATER, Role.ALONE):
-        for item in chunk_items(problem, measurements, role):
-            # A later chunk of a weight gradient is added to a sum, which bounds no other operation.
-            if role == Role.ALONE or problem.op != "wgrad":
-                costs.setdefault(item.algorithm, {})[item.batch] = item
-    every = range(1, problem.batch + 1)
-    return [
-        item
-        for by_batch in costs.values()
-        for item in _bounded(problem, by_batch, every, kernel_of)
-    ]
+    items = [*later, *chunk_items(problem, measurements, Role.ALONE)]
+    return list(_bounded(problem, items, range(1, problem.batch + 1), kernel_of))
 
 
 def with_bounded(
@@ -62,38 +54,38 @@ def with_bounded(
     # Items in role `ALONE` cover all batches already, see `_single_items`.
     found: dict[str, list[Item]] = {Role.ALONE: list(items[Role.ALONE])}
     for role in (Role.FIRST, Role.LATER):
-        costs: dict[str, dict[int, Item]] = {}
-        for item in items[role]:
-            costs.setdefault(item.algorithm, {})[item.batch] = item
+        timed = {(item.algorithm, item.batch) for item in items[role]}
         more = (
             item
-            for by_batch in costs.values()
-            for item in _bounded(problem, by_batch, sizes, kernel_of)
-            if item.batch not in by_batch
+            for item in _bounded(problem, items[role], sizes, kernel_of)
+            if (item.algorithm, item.batch) not in timed
         )
         found[role] = [*items[role], *more]
     return found
 
 
 def _bounded(
-    problem: Problem, by_batch: Mapping[int, Item], sizes: Iterable[int], kernel_of: KernelOf
+    problem: Problem, items: Iterable[Item], sizes: Iterable[int], kernel_of: KernelOf
 ) -> Iterator[Item]:
-    """Times of one algorithm at some sizes; an untimed size has the time of the next larger one.
+    """Times of each algorithm at some sizes; an untimed size has the time of the next larger one.
 
-    This holds only if both run the same implementation.
+    This holds only if both run the same implementation. Of two items for one size the last counts.
     """
-    # From the largest size down: a smaller chunk of one implementation is taken to need no more
-    # time or workspace than the next larger one that was timed.
-    bound = None
-    timed = sorted(by_batch, reverse=True)
-    for n in sorted({*sizes, *timed}, reverse=True):
-        bound = by_batch.get(n, bound)
-        if bound is None:
-            continue
-        algorithm = bound.algorithm
-        kernels = (kernel_of(problem.with_batch(size), algorithm) for size in {n, bound.batch})
-        if len(set(kernels)) == 1:
-            yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
+    costs: dict[str, dict[int, Item]] = {}
+    for item in items:
+        costs.setdefault(item.algorithm, {})[item.batch] = item
+    sizes = set(sizes)
+    for algorithm, by_batch in costs.items():
+        # From the largest size down: a smaller chunk of one implementation is taken to need no more
+        # time or workspace than the next larger one that was timed.
+        bound = None
+        for n in sorted(sizes | by_batch.keys(), reverse=True):
+            bound = by_batch.get(n, bound)
+            if bound is None:
+                continue
+            kernels = (kernel_of(problem.with_batch(size), algorithm) for size in {n, bound.batch})
+            if len(set(kernels)) == 1:
+                yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
 
 
 def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:

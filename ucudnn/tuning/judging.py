@@ -161,7 +161,6 @@ def convolutions_s(plan: Plan) -> float:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Judge steps of a model within the context, which restores it."""
     with undisturbed(model), warnings.catch_warnings():
         # torch.compile may compute convolutions in another layout than they were planned in. The
         # race shows what a plan is worth then, and a warning would tell of steps that nobody ran.
@@ -171,7 +170,6 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _has_other_layout(plan: Plan) -> bool:
-    """True if channels_last would change the layout of a kernel."""
     problems = (kernel.problem for kernel in plan.kernels)
     is_kept = plan.memory_format == "keep"
     return is_kept and any(one.rank > 1 and one.layout == "nchw" for one in problems)

@@ -307,7 +307,6 @@ def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
 
 
 def _not_run(key: MeasurementKey, candidate: Candidate) -> Measurement:
-    """A measurement with the facts of a candidate that was not run."""
     return Measurement(
         key,
         "untimed",

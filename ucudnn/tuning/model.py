@@ -83,8 +83,8 @@ def tune(
     """
     config, began = require_config(config), monotonic()
     traced = trace_layers(model, example_inputs, config.ops, real=real)
-    tuning = _Tuning(config, on_progress, remeasure, began)
-    return tuning.run(model, example_inputs, traced, real=real)
+    how = {"real": real}
+    return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run(traced)
 
 
 def tune_traced(
@@ -98,54 +98,45 @@ def tune_traced(
     remeasure: bool = False,
 ) -> Plan:
     """Like `tune`, for a model that was traced."""
-    tuning = _Tuning(config, on_progress, remeasure, monotonic())
-    return tuning.run(model, example_inputs, traced, device_type=device_type)
+    began, how = monotonic(), {"device_type": device_type}
+    return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run(traced)
 
 
 @dataclass
 class _Tuning:
     """Tunes one model, in one layout or in two."""
 
+    model: nn.Module
+    inputs: Any
     config: Config
     on_progress: Report | None
     remeasure: bool
     # The `time.monotonic` from which the budget counts.
     began: float
+    # Arguments of `trace_layers`, where the model is traced once more.
+    how: Mapping[str, Any]
     budget: MemoryBudget | None = None
     division: Division = WHOLE
 
-    def run(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        traced: Traced,
-        *,
-        real: bool = False,
-        device_type: str | None = None,
-    ) -> Plan:
+    def run(self, traced: Traced) -> Plan:
         """Tune and judge, until a step keeps the memory budget."""
-        how: dict[str, Any] = {"real": real, "device_type": device_type}
-        plan = self._within_budget(model, inputs, traced, how)
+        plan = self._within_budget(traced)
         if self.division != WHOLE:
-            plan = judged_divided(model, inputs, plan, self.config, self.began)
-        return _described(plan, model, inputs, self.began)
+            plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
+        return self._described(plan)
 
-    def _within_budget(
-        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
-    ) -> Plan:
+    def _within_budget(self, traced: Traced) -> Plan:
         if self.config.memory_budget is None:
-            self.division = faster_division(model, inputs, traced, self.config, self.began)
-            return self._tuned_and_judged(
-                model, inputs, self._divided(model, inputs, traced, how), how
+            self.division = faster_division(
+                self.model, self.inputs, traced, self.config, self.began
             )
-        self.budget = budget = MemoryBudget(model, inputs, self.config, self.began)
+            return self._tuned_and_judged(self._divided(traced))
+        self.budget = budget = MemoryBudget(self.model, self.inputs, self.config, self.began)
         self.config = budget.config
         for _ in range(_MOST_PASSES):
             self.division = budget.division
             try:
-                plan = self._tuned_and_judged(
-                    model, inputs, self._divided(model, inputs, traced, how), how
-                )
+                plan = self._tuned_and_judged(self._divided(traced))
             except PlanError as error:
                 if not budget.divides_anew(error):
                     raise
@@ -155,32 +146,27 @@ class _Tuning:
                 return checked
         raise budget.refusal()
 
-    def _divided(
-        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
-    ) -> Traced:
-        """The convolutions of divided steps."""
-        if self.division == WHOLE:
-            return traced
-        return trace_layers(model, inputs, self.config.ops, **how, division=self.division)
+    def _divided(self, traced: Traced) -> Traced:
+        return traced if self.division == WHOLE else self._traced()
 
-    def _tuned_and_judged(
-        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
-    ) -> Plan:
-        config = self.config
-        if config.layout == "keep":
-            return self._as_it_is(model, inputs, traced)
+    def _traced(self, memory_format: str = "keep") -> Traced:
+        return trace_layers(
+            self.model,
+            self.inputs,
+            self.config.ops,
+            **self.how,
+            memory_format=memory_format,
+            division=self.division,
+        )
+
+    def _tuned_and_judged(self, traced: Traced) -> Plan:
+        if self.config.layout == "keep":
+            return self._as_it_is(traced)
         # Asked of the model itself: steps run on a copy, which does not show what it shares.
-        reason = why_not_channels_last(original_of(model))
+        reason = why_not_channels_last(original_of(self.model))
         if reason is None:
             try:
-                last = trace_layers(
-                    model,
-                    inputs,
-                    config.ops,
-                    **how,
-                    memory_format="channels_last",
-                    division=self.division,
-                )
+                last = self._traced("channels_last")
             # A model that cannot be computed in channels_last keeps its layout. The error of its
             # own code is the cause; the one around it is about inputs, which were traced before.
             except ConfigError as error:
@@ -191,20 +177,22 @@ class _Tuning:
                 if _problems(last) == _problems(traced):
                     reason = "channels_last changes none of its convolutions"
         if reason is not None:
-            plan = self._as_it_is(model, inputs, traced)
-            return replace(plan, layout_race=LayoutRace(reason=reason))
-        return self._in_layouts(model, inputs, {"keep": traced, "channels_last": last})
+            return replace(self._as_it_is(traced), layout_race=LayoutRace(reason=reason))
+        return self._in_layouts({"keep": traced, "channels_last": last})
 
-    def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
+    def _as_it_is(self, traced: Traced) -> Plan:
         has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
         # In a budget that was set a hint gets only what is left.
         hint_steps = HINT_STEPS if has_other and self.config.time_budget_s is None else 0
         # A model that was converted by a plan for channels_last is traced in that layout.
-        layout, steps = memory_format_of(model), RACE_STEPS + hint_steps
+        layout, steps = memory_format_of(self.model), RACE_STEPS + hint_steps
         plan = self._tuned(traced, self.config.time_budget_s, steps, self.on_progress, layout)
-        return judged(model, inputs, plan, self.config, self.began)
+        return self._judged(plan)
 
-    def _in_layouts(self, model: nn.Module, inputs: Any, traced: Mapping[str, Traced]) -> Plan:
+    def _judged(self, plan: Plan) -> Plan:
+        return judged(self.model, self.inputs, plan, self.config, self.began)
+
+    def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
         budget_s = self.config.time_budget_s
         # A budget that is set is for both layouts, default ones are for each.
         report = _Joined(self.on_progress, len(set(_problems(traced["channels_last"]))))
@@ -221,12 +209,13 @@ class _Tuning:
             raise TuningInterruptedError(own) from None
         # A limit that nothing fits in channels_last says nothing against the model as it is.
         except PlanError as error:
-            plan = judged(model, inputs, own, self.config, self.began)
             reason = f"it has no plan in channels_last ({error})"
-            return replace(plan, layout_race=LayoutRace(reason=reason))
+            return replace(self._judged(own), layout_race=LayoutRace(reason=reason))
         plans = {"keep": own, "channels_last": last}
         calls = {which: len(one.layers) for which, one in traced.items()}
-        return judged_in_layouts(model, inputs, plans, calls, self.config, self.began)
+        return judged_in_layouts(
+            self.model, self.inputs, plans, calls, self.config, self.began
+        )
 
     def _seconds_for_the_second(self, own: Plan) -> float | None:
         """Seconds that the budget leaves for tuning the second layout."""
@@ -264,6 +253,20 @@ class _Tuning:
         )
         return plan if budget is None else budget.noted(plan)
 
+    def _described(self, plan: Plan) -> Plan:
+        """The plan with the name of its model and inputs, and the time of all of tuning."""
+        inputs = tuple(self.inputs) if isinstance(self.inputs, list) else self.inputs
+        origin = replace(
+            plan.origin or Origin(),
+            model=type(original_of(self.model)).__name__,
+            inputs=tuple(
+                f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+                for tensor in tensors_of(inputs)
+            ),
+            seconds=round(monotonic() - self.began),
+        )
+        return replace(plan, origin=origin)
+
 
 class _Joined:
     """Reports the progress of two tunings as that of one; the second is of `more` kernels."""
@@ -290,20 +293,6 @@ class _Joined:
         )
         if self._report is not None:
             self._report(self._last)
-
-
-def _described(plan: Plan, model: nn.Module, inputs: Any, began: float) -> Plan:
-    """The plan with the name of its model and inputs, and the time of all of tuning."""
-    origin = replace(
-        plan.origin or Origin(),
-        model=type(original_of(model)).__name__,
-        inputs=tuple(
-            f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
-            for tensor in tensors_of(tuple(inputs) if isinstance(inputs, list) else inputs)
-        ),
-        seconds=round(monotonic() - began),
-    )
-    return replace(plan, origin=origin)
 
 
 def _problems(traced: Traced) -> list[Any]:

@@ -91,7 +91,6 @@ class KernelPlanner:
         )
 
     def _default_notes(self) -> list[str]:
-        """Notes of torch's own convolution, and which implementation it runs."""
         # It is the first candidate.
         candidate = self._session.backend.candidates(self._problem)[0]
         name = candidate.implementation
@@ -192,7 +191,6 @@ class KernelPlanner:
         return max(sizes, default=None)
 
     def _nothing_fits(self, evidence: Evidence) -> PlanError:
-        """Error for a limit that nothing fits, with the smallest that would do."""
         source, problem, config = self._source, self._problem, self._config
         smallest, limit = _smallest(source, evidence), self._limit
         if smallest is None:

@@ -82,12 +82,6 @@ class Choices:
         return min(least + left, self.most)
 
 
-def require_solver(solver: str) -> None:
-    """Raise ConfigError for a solver that is not installed, before anything is measured for it."""
-    # The smallest possible division: a solver's package is imported only when it solves.
-    divide([[(0, 1)]], 0, solver)
-
-
 def divided(
     choices: Mapping[Problem, Choices], total_bytes: int, solver: str
 ) -> dict[Problem, int]:
@@ -265,7 +259,6 @@ class Pool:
         return one.calls * (one.time_within(self.parts[problem]) or 0)
 
     def _most(self, problem: Problem) -> int:
-        """The largest part that a call of a kernel may own."""
         # All calls of a kernel have one plan.
         part = self._total_bytes // len(self.layers[problem])
         limit = self.limits.of(problem)
@@ -364,7 +357,6 @@ class Pool:
             self._settled[problem].add(limit)
 
     def _like(self, problem: Problem) -> Sequence[Problem]:
-        """The kernels that share measurements with a kernel, and itself."""
         groups = self.shares.by_geometry()
         return next(group for group in groups if problem in group)
 
@@ -382,7 +374,6 @@ class Pool:
                 self._measure(problem, part, until)
 
     def _measure(self, problem: Problem, limit: int, until: float | None) -> None:
-        """Measure a kernel within a limit, for a turn."""
         session, turn_s = self.session, self._turn_s(problem)
         end = monotonic() + turn_s
         end = end if until is None else min(until, end)
@@ -401,7 +392,6 @@ class Pool:
             self._survey(self._like(problem))
 
     def _turn_s(self, problem: Problem) -> float:
-        """Seconds of a kernel's next turn."""
         if problem in self._turns_s:
             return self._turns_s[problem]
         default = self.shares.defaults.get(problem)
@@ -459,11 +449,3 @@ def _below(one: Choices) -> int:
 
 def _is_over(until: float | None) -> bool:
     return until is not None and monotonic() >= until
-
-
-def measure(session: Session, sources: Sequence[AbstractSource]) -> None:
-    """Let sources of kernels that share measurements measure until none wants any more."""
-    # `sum`, because `any` would ask nobody behind the first one that has something to measure.
-    while sum(source.step() for source in sources):
-        pass
-    session.flush()

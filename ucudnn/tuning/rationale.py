@@ -129,7 +129,6 @@ def _as_timed(problem: Problem, algorithm: str) -> str:
 
 
 def _channels_last(problem: Problem, known: _Known) -> Timing | None:
-    """Torch's own convolution in channels_last, where that was timed."""
     if problem.rank == 1 or problem.layout == "nhwc":
         return None
     there = replace(problem, layout="nhwc")
@@ -178,7 +177,6 @@ def _alternatives(
 
 
 def _of_plan(kernel: KernelPlan) -> Iterator[Alternative]:
-    """Torch's own convolution, which the plan was raced against."""
     if kernel.default is not None:
         timing = kernel.default
         split = _undivided(kernel.problem, DEFAULT_ALGORITHM)

@@ -19,10 +19,11 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
+from ucudnn.solvers import divide
 from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS, Budget, StepShares
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
-from ucudnn.tuning.pool import Pool, measure, require_solver
+from ucudnn.tuning.pool import Pool
 from ucudnn.tuning.results import Progress, Results, warn_of_untuned
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource, Bounds, Kernel, source_of
@@ -50,8 +51,9 @@ class TuningScheduler:
     ) -> None:
         has_pool = config.total_bytes is not None
         if has_pool:
-            # A missing package is reported now, not after minutes of measuring.
-            require_solver(config.solver)
+            # A solver's package is imported when it solves, here the smallest possible division:
+            # a missing one is reported now, not after minutes of measuring.
+            divide([[(0, 1)]], 0, config.solver)
         self._config = config
         self._layers = layers_by_problem
         self._biased = frozenset(biased)
@@ -211,7 +213,6 @@ class TuningScheduler:
         self._tune_each(self._shares.by_gain(problems))
 
     def _tune_each(self, groups: Iterable[Sequence[Problem]]) -> None:
-        """Measure and plan kernels, one geometry after the other."""
         for problems in groups:
             # Within a pool there is a plan by what was measured.
             if self._budget.is_over and self.results.pool is None:
@@ -223,7 +224,10 @@ class TuningScheduler:
             parts = None if self.results.pool is None else self.results.pool.parts
             sources = [self._source(p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
-                measure(self.session, sources)
+                # `sum`, because `any` would ask nobody behind the first one that measures.
+                while sum(source.step() for source in sources):
+                    pass
+                self.session.flush()
                 # Races come last: kernels of one geometry may measure what another of them needs.
                 plans = [plan for plan in map(self._decided, sources) if plan is not None]
                 if self._budget.deadline is not None:
@@ -235,7 +239,6 @@ class TuningScheduler:
                     self.results.plans[plan.problem] = self._completed(plan)
 
     def _allot(self, problems: Sequence[Problem]) -> None:
-        """Give a group its part of the remaining time."""
         if self._by_share:
             shares, waiting = self._shares, list(self._left)
             self._left.difference_update(problems)

@@ -170,13 +170,10 @@ class AbstractSource(ABC):
 class LiveSource(AbstractSource):
     """Source that measures on the session's device, unless the cache has the measurement."""
 
-    @cached_property
-    def _measurer_by_cut(self) -> dict[Cut, KernelMeasurer]:
-        """The measurers made so far."""
-        return {}
+    def __post_init__(self) -> None:
+        self._measurer_by_cut: dict[Cut, KernelMeasurer] = {}
 
     def _measurer(self, cut: Cut) -> KernelMeasurer:
-        """The measurer of a cut, made when it is first needed."""
         if cut not in self._measurer_by_cut:
             config, bounds = self.config, self.bounds
             self._measurer_by_cut[cut] = KernelMeasurer(

@@ -214,7 +214,6 @@ class StepJudge:
         return kept
 
     def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
-        """Time steps by a plan and by another plan in turn; None: by torch's own convolutions."""
         by_other, by_plan = self._samples((other, plan), 0, is_warm)
         return raced_inside(by_other, by_plan, plan, replaceable(plan))
 
@@ -267,7 +266,6 @@ def _changed(plan: Plan) -> list[KernelPlan]:
 
 
 def _is_torchs(plan: Plan) -> bool:
-    """True for a plan that changes nothing."""
     return not _changed(plan)
 
 

@@ -83,8 +83,16 @@ def tune_problems(
         BusyError: workspace must be measured, and torch's profiler is in use.
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
-    config, began = _resolved(require_config(config)), monotonic()
-    limits = limits or _common_limit(config)
+    config, began = require_config(config), monotonic()
+    if config.deterministic is None and torch.are_deterministic_algorithms_enabled():
+        config = replace(config, deterministic=True)
+    if limits is None:
+        if config.memory_budget is not None:
+            raise ConfigError(
+                "memory_budget is of a model's step, and there is no model to run here; tune a "
+                "model, or set workspace_limit instead"
+            )
+        limits = Limits(config.limit_bytes)
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
@@ -124,23 +132,6 @@ def _run(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
             NoiseWarning,
         )
     return plan
-
-
-def _resolved(config: Config) -> Config:
-    """The settings with what they leave to torch's."""
-    if config.deterministic is None and torch.are_deterministic_algorithms_enabled():
-        return replace(config, deterministic=True)
-    return config
-
-
-def _common_limit(config: Config) -> Limits:
-    """The workspace limit of the settings, for all kernels; ConfigError for a memory budget."""
-    if config.memory_budget is not None:
-        raise ConfigError(
-            "memory_budget is of a model's step, and there is no model to run here; tune a model, "
-            "or set workspace_limit instead"
-        )
-    return Limits(config.limit_bytes)
 
 
 def layers_by_problem(
