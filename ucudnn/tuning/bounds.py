@@ -65,6 +65,10 @@ class WorkspaceModel:
         whole = _operand_bytes(self.candidates.problem)
         return min(self.available_bytes, max(_SMALL_BYTES, _MOST_OPERANDS * whole))
 
+    @cached_property
+    def _must_be_known(self) -> bool:
+        return must_be_known(self.candidates.problem, self.limit, self.available_bytes)
+
     def fits(self, arm: Arm, workspace: int) -> bool:
         """True if so many bytes of workspace are within the limit."""
         held = workspace + held_bytes(self.candidates.problem, arm.role)
@@ -103,8 +107,7 @@ class WorkspaceModel:
         ]
         if not points:
             # Where any workspace would fit the memory, nothing need be known before a chunk is run.
-            must_be = must_be_known(self.candidates.problem, self.limit, self.available_bytes)
-            return None if must_be else 0
+            return None if self._must_be_known else 0
         return _on_the_line(points, arm.size, self.candidates.sizes)
 
     def _points(self, arm: Arm) -> list[tuple[int, int]]:
