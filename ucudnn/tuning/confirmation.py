@@ -174,7 +174,8 @@ def choose(
     fitting = [
         entry
         for entry in finalists
-        if _fits(entry, limit) and (entry.is_deterministic or not deterministic)
+        if (limit is None or entry.timing.workspace_bytes <= limit)
+        and (entry.is_deterministic or not deterministic)
     ]
     default = next((entry for entry in fitting if entry.split.is_default), None)
     # Where nothing is clearly faster than torch's own convolution, that is the only one left.
@@ -185,10 +186,6 @@ def choose(
         return None
     fastest = min(fitting, key=lambda entry: entry.timing.time_ns)
     return min((entry for entry in fitting if _ties(entry, fastest)), key=_thrift)
-
-
-def _fits(entry: Finalist, limit: int | None) -> bool:
-    return limit is None or entry.timing.workspace_bytes <= limit
 
 
 def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:

@@ -35,7 +35,7 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS
 from ucudnn.tuning.layout import LayoutJudge, by_sums, reason_against_layout
-from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, StepJudge, StepMeter
+from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
 from ucudnn.tuning.step_rounds import race, raced_of, tells
 
 # Steps that tuning leaves time for, and that a default budget never takes from a race: both
@@ -50,8 +50,6 @@ _HINT_ROUNDS = 2
 # Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
 # results are compared, and one for the peak and one round of each of four contestants.
 _LEAST_STEPS = 11
-# Reason why a plan that is torch's own throughout was not raced.
-_NOTHING = "it changes nothing"
 # Reason why there was no hint.
 _USED_UP = "the time budget was used up"
 
@@ -68,7 +66,7 @@ def judged(
     changes = not all(kernel.is_default for kernel in plan.kernels)
     hints = config.layout == "keep" and _has_other_layout(plan)
     if reason or not (changes or hints):
-        return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
+        return replace(plan, step_race=StepRace(reason=reason or NOTHING))
     began = monotonic() if began is None else began
     if changes and _is_too_late(plan, config, began):
         hint = LayoutHint(reason=_USED_UP) if hints else None
@@ -86,7 +84,7 @@ def judged(
             until = _until(config, began, step_ns, RACE_STEPS + hint_steps)
             meter = _meter(backend, [plan], until, step_ns)
             if not changes:
-                plan = replace(plan, step_race=StepRace(reason=_NOTHING))
+                plan = replace(plan, step_race=StepRace(reason=NOTHING))
             else:
                 # Rounds of the race come first in a budget that was set.
                 is_set = config.time_budget_s is not None
@@ -258,10 +256,8 @@ def _compiled(
         return own, ""
     last = compile_steps(model, steps["channels_last"], device_type)
     assert last is not None
-    reason = ""
     # Its user could not run it there.
-    if not last.is_compiled:
-        reason = f"in channels_last {last.reason}"
+    reason = "" if last.is_compiled else f"in channels_last {last.reason}"
     return Compilation(own.seconds + last.seconds), reason
 
 

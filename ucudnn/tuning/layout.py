@@ -19,7 +19,14 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.execution.stepping import STEP_ERRORS, Results, Steps
 from ucudnn.outcomes import TOLERATED, Contestant, LayoutRace, StepRace
 from ucudnn.plan import Plan
-from ucudnn.tuning.step_judge import Step, StepJudge, StepMeter, has_default, replaceable
+from ucudnn.tuning.step_judge import (
+    NOTHING,
+    Step,
+    StepJudge,
+    StepMeter,
+    has_default,
+    replaceable,
+)
 from ucudnn.tuning.step_rounds import CONFIDENCE, race, raced_inside, raced_of, steps_ns, tells
 
 Samples = Sequence[Sequence[int]]
@@ -162,7 +169,7 @@ class LayoutJudge:
         judge = StepJudge(self.steps[layouts.memory_format], self.meter)
         # Steps by this plan would be steps by torch.
         if len(run) == 1:
-            judged = replace(chosen, step_race=StepRace(reason="it changes nothing"))
+            judged = replace(chosen, step_race=StepRace(reason=NOTHING))
         else:
             # The plan has run against torch's own in this race already, in the same rounds. Only
             # where it lost are further steps run, to find the kernels responsible.

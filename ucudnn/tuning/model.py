@@ -213,9 +213,7 @@ class _Tuning:
             return replace(self._judged(own), layout_race=LayoutRace(reason=reason))
         plans = {"keep": own, "channels_last": last}
         calls = {which: len(one.layers) for which, one in traced.items()}
-        return judged_in_layouts(
-            self.model, self.inputs, plans, calls, self.config, self.began
-        )
+        return judged_in_layouts(self.model, self.inputs, plans, calls, self.config, self.began)
 
     def _seconds_for_the_second(self, own: Plan) -> float | None:
         """Seconds that the budget leaves for tuning the second layout."""

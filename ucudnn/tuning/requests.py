@@ -118,9 +118,10 @@ class KernelRecords:
     def best_times(self) -> dict[tuple[int, str], tuple[int, int]]:
         """Time of the fastest allowed arm of each size and role, as (median, upper end) in ns."""
         usable = [entry for entry in self.by_arm.items() if self.is_usable(*entry)]
+        # The fastest comes last and replaces the others.
         return {
             (arm.size, arm.role): (interval.time_ns, interval.high_ns)
-            for arm, entry in sorted(usable, key=_slowest_first)
+            for arm, entry in sorted(usable, key=lambda item: -(item[1].time_ns or 0))
             if (interval := interval_of(entry)) is not None
         }
 
@@ -316,10 +317,6 @@ class Requests:
             return self.records.is_allowed(arm, entry)
         workspace = self.records.workspaces.expected(arm)
         return workspace is not None and self.records.workspaces.may_run(arm, workspace)
-
-
-def _slowest_first(item: tuple[Arm, Measurement]) -> int:
-    return -(item[1].time_ns or 0)
 
 
 def interval_of(entry: Measurement) -> Interval | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import monotonic
@@ -58,7 +58,8 @@ class Session:
         self._worker = Worker(self.backend) if self.backend.in_worker else None
         # Decided once, so that all of a session's perturbed measurements are recalled, or none is.
         self.is_busy = self.backend.state().load > 0
-        self._kernel = lru_cache(maxsize=None)(self._find_kernel)
+        # Name of the implementation by which an algorithm runs a problem; None if it does not.
+        self.kernel_of: Callable[[Problem, str], str | None] = lru_cache(None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
     def key(
@@ -89,10 +90,6 @@ class Session:
         problem = Problem("fprop", 1, 1, 1, (1,), (1,), dtype=dtype)
         return self.key(problem, "", subject=subject)
 
-    def kernel_of(self, problem: Problem, algorithm: str) -> str | None:
-        """Name of the implementation by which an algorithm runs a problem; None if it does not."""
-        return self._kernel(problem, algorithm)
-
     def _find_kernel(self, problem: Problem, algorithm: str) -> str | None:
         if self.backend.refusal(problem, algorithm) is not None:
             return None
@@ -111,17 +108,13 @@ class Session:
             found = self.backend.roofline(dtype)
             if found is None:
                 return None
-            self._note_roofline(keys, found)
+            for key, speed in zip(keys, found[:2], strict=True):
+                time_ns = round(_UNIT * 1e9 / speed)
+                self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
         # Read back, so that this run computes with the same rounded numbers as a second one.
         operations, moved = filter(None, map(self.find, keys))
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
-
-    def _note_roofline(self, keys: Sequence[MeasurementKey], found: Roofline) -> None:
-        times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
-        for key, time_ns in zip(keys, times, strict=True):
-            kept = found.cached_bytes
-            self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=kept))
 
     def planned_call_ns(self) -> int:
         """Overhead of a planned call in ns, measured once and kept in the cache."""

@@ -167,6 +167,7 @@ class AbstractSource(ABC):
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
 
 
+@dataclass(eq=False)
 class LiveSource(AbstractSource):
     """Source that measures on the session's device, unless the cache has the measurement."""
 
@@ -263,6 +264,7 @@ class LiveSource(AbstractSource):
         give_back_free_blocks()
 
 
+@dataclass(eq=False)
 class ReplayedSource(AbstractSource):
     """Source that recalls the measurements of a device, which need not be here."""
 

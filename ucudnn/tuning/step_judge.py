@@ -31,8 +31,9 @@ from ucudnn.tuning.step_rounds import (
 # Steps that a race of two takes at least: each warms up, and one round. Peaks warm up, too.
 LEAST_STEPS = 4
 
-# Reason why steps that a budget leaves no time for were not run.
+# Reasons why steps were not raced: the budget has no time for them, or all of the plan is torch's.
 NO_ROOM = "the time budget has no room for them"
+NOTHING = "it changes nothing"
 
 Step = Callable[[], None]
 
