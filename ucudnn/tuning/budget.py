@@ -186,8 +186,8 @@ class Budget:
     def allot(self, session: Session, part: float, kept: int, waiting: int) -> None:
         """Give a session its part of the time that is left.
 
-        It is a fraction of the time that is not kept, and what is kept for so many kernels of the
-        group, out of all that are waiting.
+        It is a fraction (`part`) of the time that is kept for nobody, and what is kept for the
+        kernels of its group; time is kept for `waiting` kernels in all.
         """
         if self.deadline is None:
             return

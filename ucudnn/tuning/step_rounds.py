@@ -62,13 +62,10 @@ def race(
     is_decided: Callable[[Sequence[Sequence[_Times]]], bool],
     is_warm: bool = False,
 ) -> list[list[_Times]]:
-    """Time several ways to compute a step in turn, until it is clear which is faster.
+    """Times of several ways to compute a step in turn, until it is clear which is faster.
 
-    No round begins if `is_over` says that there is no time for so many steps. The first round does
-    not count unless all have just run (`is_warm`).
-
-    Returns:
-        Times of each, one of each per round.
+    Each has one time per round. No round begins if `is_over` says that there is no time for so many
+    steps. The first round does not count unless all have just run (`is_warm`).
     """
     samples: list[list[_Times]] = [[] for _ in runs]
     order = list(range(len(runs)))
