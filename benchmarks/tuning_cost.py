@@ -46,7 +46,7 @@ from ucudnn.plan import DEFAULT_ALGORITHM, Split, Step
 from ucudnn.problem import Problem
 from ucudnn.tuning.confirmation import race
 from ucudnn.tuning.measurer import KernelMeasurer
-from ucudnn.tuning.progress import Progress
+from ucudnn.tuning.results import Progress
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.splits import BatchSplits
 from ucudnn.tuning.tuner import tune_problems

@@ -150,15 +150,11 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No default time budget ends a tuning: what a test sees hangs on no clock."""
-    from ucudnn.tuning import effort, judging, scheduler
+    from ucudnn.tuning.budget import EFFORTS
 
-    patient = {
-        name: replace(one, least_budget_s=3600.0, most_budget_s=3600.0)
-        for name, one in effort.EFFORTS.items()
-    }
-    monkeypatch.setattr(effort, "EFFORTS", patient)
-    for module in (scheduler, judging):
-        monkeypatch.setattr(module, "EFFORTS", patient)
+    for name, one in EFFORTS.items():
+        patient = replace(one, least_budget_s=3600.0, most_budget_s=3600.0)
+        monkeypatch.setitem(EFFORTS, name, patient)
 
 
 @pytest.fixture(autouse=True)

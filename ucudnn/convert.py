@@ -27,7 +27,7 @@ from ucudnn.plan import KernelPlan, Plan
 from ucudnn.segment import WHOLE
 from ucudnn.system.markup import html_table
 from ucudnn.tuning.model import tune
-from ucudnn.tuning.progress import Progress
+from ucudnn.tuning.results import Progress
 
 Model = TypeVar("Model", bound=nn.Module)
 # By exact class: a subclass may have a forward of its own, which a change of class would drop.

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ucudnn.tuning.advice import Largest as Largest
     from ucudnn.tuning.advice import WayAdvice as WayAdvice
     from ucudnn.tuning.noise import Noise as Noise
-    from ucudnn.tuning.progress import Progress as Progress
+    from ucudnn.tuning.results import Progress as Progress
 
 # The same names as above: type checkers read the imports, `__getattr__` reads this.
 _NAMES_BY_MODULE = {
@@ -71,7 +71,7 @@ _NAMES_BY_MODULE = {
     "segment": ("Division", "MicroBatch", "Segment"),
     "tuning.advice": ("Advice", "KernelAdvice", "Largest", "WayAdvice"),
     "tuning.noise": ("Noise",),
-    "tuning.progress": ("Progress",),
+    "tuning.results": ("Progress",),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 __all__ = list(_MODULE_BY_NAME)

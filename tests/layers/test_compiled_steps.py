@@ -17,8 +17,7 @@ from ucudnn.errors import ConfigError, UcudnnWarning
 from ucudnn.execution import override
 from ucudnn.execution.stepping import Steps
 from ucudnn.reports.text import plan_verdict
-from ucudnn.tuning.compiled_steps import compile_steps
-from ucudnn.tuning.judging import judged
+from ucudnn.tuning.judging import compile_steps, judged
 from ucudnn.tuning.step_judge import StepMeter
 
 pytestmark = [

@@ -5,12 +5,14 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from networks import SPEECH, monai, tensors_in, transformers
+from torch import nn
 
 import ucudnn
 from ucudnn.check import check
@@ -35,73 +37,45 @@ def autoencoder() -> nn.Module:
     )
 
 
-def monai(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        networks = pytest.importorskip("monai.networks.nets", reason="the extra `test` brings it")
-        return getattr(networks, name)(in_channels=1, out_channels=2, **settings)
-
-    return make
-
-
-def transformers(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        library = pytest.importorskip("transformers", reason="the extra `test` brings it")
-        made = getattr(library, name)
-        return made(made.config_class(**settings))
-
-    return make
-
-
 class Network(NamedTuple):
-    """How to make a network, and what its steps need.
-
-    Args:
-        make: makes it.
-        shape: of the largest batch.
-        memory: a budget that excludes some of torch's own convolutions.
-    """
+    """How to make a network, and what its steps need."""
 
     make: Callable[[], nn.Module]
+    # Of the largest batch.
     shape: tuple[int, ...]
+    # A budget that excludes some of torch's own convolutions.
     memory: str
 
 
-SPEECH: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "conv_dim": (8, 8),
-    "conv_kernel": (10, 3),
-    "conv_stride": (5, 2),
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "apply_spec_augment": False,
-}
+SEGMENTS: dict[str, Any] = {"in_channels": 1, "out_channels": 2}
 RESIDUAL: dict[str, Any] = {"channels": (16, 32, 64, 128), "strides": (2, 2, 2)}
 NETWORKS = {
     "unet_3d": Network(
-        monai("UNet", spatial_dims=3, num_res_units=2, **RESIDUAL), (4, 1, 32, 32, 32), "100MiB"
+        partial(monai, "UNet", **SEGMENTS, spatial_dims=3, num_res_units=2, **RESIDUAL),
+        (4, 1, 32, 32, 32),
+        "100MiB",
     ),
     "resnet18": Network(resnet18, (6, 3, 64, 64), "150MiB"),
     "autoencoder": Network(autoencoder, (9, 3, 48, 48), "8MiB"),
     "attention_unet_3d": Network(
-        monai("AttentionUnet", spatial_dims=3, channels=(4, 8), strides=(2,)),
+        partial(monai, "AttentionUnet", **SEGMENTS, spatial_dims=3, channels=(4, 8), strides=(2,)),
         (3, 1, 16, 16, 16),
         "10MiB",
     ),
     "basic_unet": Network(
-        monai("BasicUNet", spatial_dims=2, features=(8, 8, 16, 16, 32, 8)), (6, 1, 64, 64), "50MiB"
+        partial(monai, "BasicUNet", **SEGMENTS, spatial_dims=2, features=(8, 8, 16, 16, 32, 8)),
+        (6, 1, 64, 64),
+        "50MiB",
     ),
     "mobilenet": Network(
-        transformers("MobileNetV2Model", depth_multiplier=0.25), (5, 3, 32, 32), "10MiB"
+        partial(transformers, "MobileNetV2Model", depth_multiplier=0.25), (5, 3, 32, 32), "10MiB"
     ),
     "convnext": Network(
-        transformers("ConvNextV2Model", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+        partial(transformers, "ConvNextV2Model", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
         (7, 3, 32, 32),
         "10MiB",
     ),
-    "wav2vec": Network(transformers("Wav2Vec2Model", **SPEECH), (3, 800), "10MiB"),
+    "wav2vec": Network(partial(transformers, "Wav2Vec2Model", **SPEECH), (3, 800), "10MiB"),
 }
 SETTINGS: dict[str, Callable[[Network], dict[str, Any]]] = {
     "default": lambda _: {},
@@ -154,11 +128,3 @@ def test_a_saved_plan_computes_every_batch(name: str, setting: str, tmp_path: Pa
         for batch in range(1, len(x) + 1):
             outputs = tensors_in(model(x[:batch]))
             sum(y.square().mean() for y in outputs).backward()
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The differentiable tensors of an output, which may be a tuple or a mapping."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
-    values = value.values() if isinstance(value, dict) else value
-    return [tensor for one in values if one is not None for tensor in tensors_in(one)]

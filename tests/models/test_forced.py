@@ -14,20 +14,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from networks import NARROW, SPEECH, monai, tensors_in, transformers
 from torch import Tensor, nn
 
 
 class Network(NamedTuple):
-    """How to make a network.
+    """How to make a network, whose class has this name, and the shape of its input."""
 
-    Args:
-        library: "transformers" or "monai.networks.nets".
-        name: of its class.
-        shape: of its input.
-        settings: of its configuration, or arguments of its class.
-    """
-
-    library: str
+    library: Callable[..., nn.Module]
     name: str
     shape: tuple[int, ...]
     settings: dict[str, Any]
@@ -35,13 +29,7 @@ class Network(NamedTuple):
     def make(self) -> nn.Module:
         """The network; the same weights each time, and no dropout."""
         torch.manual_seed(0)
-        module = pytest.importorskip(self.library, reason="the extra `test` brings it")
-        made = getattr(module, self.name)
-        if self.library == "transformers":
-            network = made(made.config_class(**self.settings))
-        else:
-            network = made(**self.settings)
-        return network.double().eval()
+        return self.library(self.name, **self.settings).double().eval()
 
     def input(self) -> Tensor:
         """A batch."""
@@ -50,28 +38,13 @@ class Network(NamedTuple):
 
 
 def hugging_face(name: str, *shape: int, **settings: Any) -> Network:
-    return Network("transformers", name, shape, settings)
+    return Network(transformers, name, shape, settings)
 
 
 def medical(name: str, *shape: int, **settings: Any) -> Network:
-    return Network("monai.networks.nets", name, shape, settings)
+    return Network(monai, name, shape, settings)
 
 
-NARROW = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-SPEECH = {
-    **NARROW,
-    "conv_dim": (8, 8),
-    "conv_kernel": (10, 3),
-    "conv_stride": (5, 2),
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "apply_spec_augment": False,
-}
 PLANES = {"spatial_dims": 2, "in_channels": 1}
 SPACE = {"spatial_dims": 3, "in_channels": 1}
 NETWORKS = (
@@ -137,14 +110,6 @@ def step(network: nn.Module, x: Tensor) -> dict[str, Tensor]:
     named = {f"output {index}": y.detach() for index, y in enumerate(outputs)}
     gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
     return {**named, **gradients, "input": x.grad}
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The differentiable tensors of an output, which may be a tuple or a mapping."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
-    values = value.values() if isinstance(value, dict) else value
-    return [tensor for one in values if one is not None for tensor in tensors_in(one)]
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)

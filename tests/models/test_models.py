@@ -12,10 +12,10 @@ import random
 import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
+from networks import monai, transformers
 from torch import Tensor, nn
 
 import ucudnn
@@ -23,23 +23,10 @@ import ucudnn
 STEPS = 3
 
 
-def transformers(name: str, config: str, **settings: Any) -> nn.Module:
-    """A model of transformers with random weights."""
-    library = pytest.importorskip("transformers", reason="the extra `test` brings transformers")
-    return getattr(library, name)(getattr(library, config)(**settings))
-
-
-def monai(name: str, **settings: Any) -> nn.Module:
-    """A network of MONAI with random weights."""
-    networks = pytest.importorskip("monai.networks.nets", reason="the extra `test` brings monai")
-    return getattr(networks, name)(**settings)
-
-
 def resnet() -> nn.Module:
     """Residual blocks of two convolutions."""
     return transformers(
         "ResNetForImageClassification",
-        "ResNetConfig",
         embedding_size=8,
         hidden_sizes=[8, 16],
         depths=[1, 1],
@@ -51,7 +38,6 @@ def convnext() -> nn.Module:
     """7x7 depthwise convolutions, and patches."""
     return transformers(
         "ConvNextForImageClassification",
-        "ConvNextConfig",
         hidden_sizes=[8, 16],
         depths=[1, 2],
         num_stages=2,
@@ -62,7 +48,6 @@ def segformer() -> nn.Module:
     """Segmentation: overlapping patches, depthwise convolutions between linear layers, dropout."""
     return transformers(
         "SegformerForSemanticSegmentation",
-        "SegformerConfig",
         depths=[1, 1, 1, 1],
         hidden_sizes=[8, 8, 16, 16],
         num_attention_heads=[1, 1, 2, 2],
@@ -75,7 +60,6 @@ def bit() -> nn.Module:
     """Convolutions of standardised weights: a subclass that calls functional.conv2d itself."""
     return transformers(
         "BitForImageClassification",
-        "BitConfig",
         embedding_size=32,
         hidden_sizes=[32, 64],
         depths=[1, 1],

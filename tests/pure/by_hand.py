@@ -1,8 +1,12 @@
-"""Plans made by hand: kernels that an algorithm computes undivided, on a device that is none."""
+"""Plans made by hand: kernels that an algorithm computes undivided, on a device that is none.
+
+And costs of algorithms, for the scripted backend of tests/tuning.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,17 @@ from ucudnn.plan import KernelPlan, Plan, Timing
 from ucudnn.problem import Problem
 
 MIB = 1 << 20
+MS = 1_000_000
+
+
+def linear(
+    ms_per_sample: float, mib_per_sample: float = 0.0, fixed_ms: float = 0.0
+) -> Callable[[int], tuple[int, int]]:
+    """Time in ns and workspace in bytes of a chunk, which grow with it."""
+    return lambda size: (
+        int((fixed_ms + ms_per_sample * size) * MS),
+        int(mib_per_sample * size * MIB),
+    )
 
 
 def kernel(

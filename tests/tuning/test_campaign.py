@@ -7,14 +7,15 @@ import warnings
 
 import by_hand
 import pytest
+from by_hand import linear
 
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
-from ucudnn.errors import PlanError, TuningInterruptedError
+from ucudnn.errors import PlanError, TuningInterruptedError, UntunedWarning
 from ucudnn.plan import Plan, Split, Step, Timing
 from ucudnn.problem import Problem
 from ucudnn.reports.text import payback, steps_to_pay_back
-from ucudnn.tuning import budget, progress, session
+from ucudnn.tuning import budget, session
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.tuner import tune_problems
 
@@ -22,13 +23,6 @@ MIB = 1 << 20
 MS = 1_000_000
 WIDE = Problem("fprop", 16, 2, 2, (8, 8), (1, 1))
 NARROW = Problem("fprop", 16, 2, 2, (4, 4), (1, 1))
-
-
-def linear(ms_per_sample, mib_per_sample=0.0, fixed_ms=0.0):
-    return lambda size: (
-        int((fixed_ms + ms_per_sample * size) * MS),
-        int(mib_per_sample * size * MIB),
-    )
 
 
 def is_default(plan: Plan, problem: Problem) -> bool:
@@ -56,7 +50,7 @@ def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
         scripted(torch_default=linear(2.0), fast=linear(1.0))
         config = Config(time_budget_s=seconds, cache=f"{Config().cache}-{seconds}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", progress.UntunedWarning)
+            warnings.simplefilter("ignore", UntunedWarning)
             plan = tune_problems(layers, config)
         for kernel in plan.kernels:
             assert kernel.split(16).size == 16
@@ -70,14 +64,14 @@ def test_when_the_time_is_over_the_rest_runs_torch(scripted, clock):
 
 def test_kernels_that_were_not_looked_at_are_named_in_a_warning(scripted, clock):
     scripted(torch_default=linear(2.0))
-    with pytest.warns(progress.UntunedWarning, match="2 kernels are not in the plan"):
+    with pytest.warns(UntunedWarning, match="2 kernels are not in the plan"):
         plan = tune_problems([("a", NARROW), ("b", WIDE)], Config(time_budget_s=0.5))
     assert plan.kernels == ()
 
 
 def test_the_budget_in_that_warning_is_the_one_that_was_set(scripted, clock):
     scripted(torch_default=linear(2.0))
-    with pytest.warns(progress.UntunedWarning, match="the time budget of 20 s was over"):
+    with pytest.warns(UntunedWarning, match="the time budget of 20 s was over"):
         tune_problems([("a", NARROW)], Config(time_budget_s=20), budget_s=0.5)
 
 
@@ -117,7 +111,7 @@ def test_ctrl_c_keeps_the_plan_so_far(scripted, moment):
 
 def test_a_default_over_the_limit_is_no_plan_to_fall_back_to(scripted, clock):
     scripted(torch_default=linear(2.0, 1.0), fast=linear(1.0, 0.5))
-    with pytest.warns(progress.UntunedWarning):
+    with pytest.warns(UntunedWarning):
         plan = tune_problems([("a", NARROW)], Config(workspace_limit="4MiB", time_budget_s=3.5))
     assert plan.kernels == ()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from by_hand import linear
 
 from ucudnn.backends import open_backend
 from ucudnn.check import check
@@ -22,14 +23,10 @@ MS = 1_000_000
 SMALL, LARGE = (Problem("fprop", 8, 2, 2, (side, side), (1, 1)) for side in (4, 9))
 
 
-def cost(ms_per_sample, mib_per_sample):
-    return lambda size: (int(ms_per_sample * size * MS), int(mib_per_sample * size * MIB))
-
-
 @pytest.fixture
 def here(scripted, monkeypatch):
     """The machine, whose `fast` takes a third of torch's time and whose limit lets it split."""
-    backend = scripted(torch_default=cost(3, 0.5), fast=cost(1, 2))
+    backend = scripted(torch_default=linear(3, 0.5), fast=linear(1, 2))
     monkeypatch.setattr("ucudnn.check.open_backend", lambda _: backend)
     return backend
 
@@ -74,7 +71,7 @@ def test_canaries_are_as_many_as_asked_for(plan, here):
 
 
 def test_a_plan_of_torchs_own_has_nothing_to_time(here, scripted):
-    here.costs = {"torch_default": cost(1, 0)}
+    here.costs = {"torch_default": linear(1, 0)}
     plan = tune_problems([("a", SMALL)], Config())
     assert said(plan)["canary"] == (None, "not timed: every kernel is torch's own convolution")
 
@@ -143,24 +140,20 @@ def test_an_algorithm_that_does_not_exist_at_one_smaller_batch(plan, here):
     require_real([kernel], here)
 
 
-def test_a_kernel_that_became_slower_than_torchs(plan, here):
-    here.costs["fast"] = cost(4, 2)
+@pytest.mark.parametrize(
+    ("ms", "ratio", "reason"),
+    [(4, "0.75", "it fits and is faster now"), (2, "1.50", "is much slower than it was")],
+)
+def test_a_kernel_that_became_slower(plan, here, ms, ratio, reason):
+    here.costs["fast"] = linear(ms, 2)
     found = said(plan)
     assert found["canary 0"][0] is found["canary 1"][0] is False
-    assert "0.75 times that" in found["canary 0"][1]
-    assert "it fits and is faster now: tune again" in found["canary 0"][1]
-
-
-def test_a_kernel_that_became_twice_as_slow(plan, here):
-    here.costs["fast"] = cost(2, 2)
-    found = said(plan)
-    assert found["canary 0"][0] is found["canary 1"][0] is False
-    assert "1.50 times that" in found["canary 0"][1]
-    assert "the kernel is much slower than it was: tune again" in found["canary 0"][1]
+    assert f"{ratio} times that" in found["canary 0"][1]
+    assert f"{reason}: tune again" in found["canary 0"][1]
 
 
 def test_slower_than_torchs_is_no_fault_where_torchs_does_not_fit(here):
-    here.costs |= {"fast": cost(4, 2), "torch_default": lambda size: (3 * size * MS, 8 * MIB)}
+    here.costs |= {"fast": linear(4, 2), "torch_default": lambda size: (3 * size * MS, 8 * MIB)}
     plan = tune_problems([("a", SMALL)], Config(workspace_limit="4MiB"))
     found = said(plan)
     assert found["canary 0"][0] is True
@@ -168,7 +161,7 @@ def test_slower_than_torchs_is_no_fault_where_torchs_does_not_fit(here):
 
 
 def test_a_kernel_that_needs_more_workspace_than_the_limit(plan, here):
-    here.costs["fast"] = cost(1, 3)
+    here.costs["fast"] = linear(1, 3)
     assert said(plan)["canary 0"][0] is False
     assert "needs 6 MiB of workspace, over 4 MiB" in said(plan)["canary 0"][1]
 
@@ -180,14 +173,14 @@ def test_a_kernel_that_fails(plan, here):
 
 
 def test_of_a_pool_a_kernel_may_take_what_is_left(here):
-    here.costs["torch_default"] = cost(3, 4)
+    here.costs["torch_default"] = linear(3, 4)
     layers = [("a", SMALL), ("b", LARGE), ("c", LARGE)]
     plan = tune_problems(layers, Config(total_workspace="14MiB"))
     assert plan.workspace_bytes == 12 * MIB
     assert said(plan)["canary 1"][0] is True
-    here.costs["fast"] = cost(1, 2.5)  # of each call 5 MiB of 4, and 2 MiB are left for two calls
+    here.costs["fast"] = linear(1, 2.5)  # of each call 5 MiB of 4, and 2 MiB are left for two calls
     assert said(plan)["canary 1"][0] is True
-    here.costs["fast"] = cost(1, 2.6)
+    here.costs["fast"] = linear(1, 2.6)
     assert said(plan)["canary 1"][0] is False
 
 

@@ -50,13 +50,6 @@ def algorithms(plan):
     return {step.algorithm for step in plan.kernels[0].split(8).steps}
 
 
-@pytest.fixture
-def torch_is_deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def test_what_varies_is_not_planned(here):
     assert algorithms(tune_problems(LAYERS, Config())) == {"atomic"}
     plan = tune_problems(LAYERS, Config(deterministic=True))
@@ -64,19 +57,14 @@ def test_what_varies_is_not_planned(here):
     assert "atomic" not in plan.kernels[0].algorithms
 
 
-@pytest.mark.usefixtures("here", "torch_is_deterministic")
-def test_the_default_follows_torch():
-    plan = tune_problems(LAYERS)
-    assert plan.config.deterministic is True
-    assert algorithms(plan) == {"exact"}
-    assert algorithms(tune_problems(LAYERS, Config(deterministic=False))) == {"atomic"}
-
-
-def test_it_follows_torch_when_tuning_begins(here):
+def test_the_default_follows_torch_when_tuning_begins(here):
     config = Config()
     torch.use_deterministic_algorithms(True)
     try:
-        assert algorithms(tune_problems(LAYERS, config)) == {"exact"}
+        plan = tune_problems(LAYERS, config)
+        assert plan.config.deterministic is True
+        assert algorithms(plan) == {"exact"}
+        assert algorithms(tune_problems(LAYERS, Config(deterministic=False))) == {"atomic"}
     finally:
         torch.use_deterministic_algorithms(False)
     assert algorithms(tune_problems(LAYERS, config)) == {"atomic"}

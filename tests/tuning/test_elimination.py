@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
+from by_hand import linear
 
 from ucudnn.backends import Cost, Roofline
 from ucudnn.config import Config
 from ucudnn.problem import Problem
 from ucudnn.tuning.tuner import tune_problems
 
-MIB = 1 << 20
 MS = 1_000_000
 PROBLEM = Problem("fprop", 64, 2, 2, (16, 16), (3, 3))
-
-
-def linear(ms_per_sample, mib_per_sample=0.0, fixed_ms=0.0):
-    return lambda size: (
-        int((fixed_ms + ms_per_sample * size) * MS),
-        int(mib_per_sample * size * MIB),
-    )
 
 
 def stated(cost, operations_per_ns=1.0):
@@ -115,10 +108,18 @@ def test_a_kernel_at_the_roofline_is_looked_at_once(costed):
     assert any("looked at once" in note for note in kernel.notes)
 
 
-def test_a_thorough_tune_trusts_no_roofline(costed):
-    roofline = Roofline(1e6, 1e6)  # as if nothing could ever be faster
-    backend = costed(roofline, torch_default=linear(1.0), fast=linear(0.5))
-    assert tune(effort="thorough").split(64).steps[0].algorithm == "fast"
+@pytest.mark.parametrize(
+    ("per_s", "effort"),
+    [
+        (1e6, "thorough"),  # as if nothing could ever be faster
+        (1e8, "normal"),  # which something beats: taken while other processes used the machine
+    ],
+)
+def test_a_roofline_is_not_trusted_by_thorough_tuning_or_where_something_beats_it(
+    costed, per_s, effort
+):
+    backend = costed(Roofline(per_s, per_s), torch_default=linear(1.0), fast=linear(0.5))
+    assert tune(effort=effort).split(64).steps[0].algorithm == "fast"
     assert backend.runs
 
 
@@ -135,10 +136,3 @@ def test_a_second_tune_measures_nothing(costed, limit):
     again = tune_problems([("layer", PROBLEM)], Config(workspace_limit=limit))
     assert again.hash == first.hash
     assert not backend.runs
-
-
-def test_a_roofline_that_something_beats_is_not_trusted(costed):
-    """As one that was taken while other processes used the machine."""
-    backend = costed(Roofline(1e8, 1e8), torch_default=linear(1.0), fast=linear(0.5))
-    assert tune().split(64).steps[0].algorithm == "fast"
-    assert backend.runs

@@ -25,7 +25,7 @@ from ucudnn.errors import ConfigError, PlanError
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tuning import memory_budget
-from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.budget import EFFORTS
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.step_profile import StepProfiler
 from ucudnn.tuning.tuner import tune_problems
@@ -443,8 +443,8 @@ def test_the_worst_of_all_kernels_is_named_with_the_least_budget(scripted):
 @pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
 def test_no_default_time_budget_breaks_a_memory_budget(scripted, monkeypatch):
     scripted(torch_default=lambda size: (size * MS, 2 * size * MIB))
-    hurried = {"quick": replace(EFFORTS["quick"], least_budget_s=0.0, budget_steps=0)}
-    monkeypatch.setattr("ucudnn.tuning.scheduler.EFFORTS", hurried)
+    hurried = replace(EFFORTS["quick"], least_budget_s=0.0, budget_steps=0)
+    monkeypatch.setitem(EFFORTS, "quick", hurried)
     # torch's own convolution of all samples fits the one and not the other
     limits = Limits(None, 30 * MIB, {NARROW: 0, WIDE: 26 * MIB})
     config = Config(memory_budget=30 * MIB, effort="quick")

@@ -9,13 +9,15 @@ import warnings
 from dataclasses import replace
 
 import pytest
+from by_hand import linear
 
 from ucudnn.config import Config
-from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError
+from ucudnn.errors import ConfigError, PlanError, TuningInterruptedError, UntunedWarning
 from ucudnn.measurement import Candidate
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning import effort, progress
+from ucudnn.tuning.budget import EFFORTS
+from ucudnn.tuning.results import Progress
 from ucudnn.tuning.tuner import tune_problems
 
 MIB = 1 << 20
@@ -25,13 +27,6 @@ SIZES = (1, 2, 4, 8)
 NARROW, MIDDLE, WIDE = (Problem("fprop", N, 2, 2, (side, side), (1, 1)) for side in (4, 6, 8))
 LAYERS = [("a", NARROW), ("b", MIDDLE), ("c", WIDE), ("d", MIDDLE)]
 CALLS = {NARROW: 1, MIDDLE: 2, WIDE: 1}
-
-
-def cost(ms_per_sample, mib_per_sample, fixed_ms=0.0):
-    return lambda size: (
-        int((fixed_ms + ms_per_sample * size) * MS),
-        int(mib_per_sample * size * MIB),
-    )
 
 
 def best_times(costs) -> dict[int, int]:
@@ -73,7 +68,7 @@ def time_of(plan: Plan) -> int:
 def random_costs(seed):
     chance = random.Random(seed)
     return {
-        name: cost(chance.randint(2, 9), chance.randint(0, 12) / 4, chance.randint(0, 6))
+        name: linear(chance.randint(2, 9), chance.randint(0, 12) / 4, chance.randint(0, 6))
         for name in ("torch_default", "fast", "lean")
     }
 
@@ -99,7 +94,7 @@ def test_a_plan_is_as_fast_as_any_division(seed, scripted):
 
 @pytest.mark.slow
 def test_every_solver_divides_alike(scripted):
-    scripted(torch_default=cost(4, 0), fast=cost(2, 1), faster=cost(1, 2))
+    scripted(torch_default=linear(4, 0), fast=linear(2, 1), faster=linear(1, 2))
     plans = [
         tune_problems(LAYERS, Config(total_workspace="21MiB", solver=solver))
         for solver in ("auto", "exact", "highs", "cbc")
@@ -114,8 +109,8 @@ def test_a_second_tune_measures_nothing_and_decides_alike(scripted):
     config = Config(total_workspace="9MiB")
     plans, counts = [], []
     for _ in range(2):
-        scripted(torch_default=cost(4, 0), fast=cost(2, 1, 3), faster=cost(1, 2, 5))
-        events: list[progress.Progress] = []
+        scripted(torch_default=linear(4, 0), fast=linear(2, 1, 3), faster=linear(1, 2, 5))
+        events: list[Progress] = []
         plans.append(tune_problems(layers, config, events.append))
         counts.append(events[-1].measured)
     assert counts[0] > 0
@@ -124,7 +119,7 @@ def test_a_second_tune_measures_nothing_and_decides_alike(scripted):
 
 
 def test_a_pool_too_small_says_what_suffices(scripted):
-    costs = {"torch_default": cost(4, 1), "fast": cost(1, 3)}
+    costs = {"torch_default": linear(4, 1), "fast": linear(1, 3)}
     scripted(**costs)
     with pytest.raises(PlanError, match="the smallest need 4 MiB") as caught:
         tune_problems(LAYERS, Config(total_workspace="3MiB"))
@@ -133,7 +128,7 @@ def test_a_pool_too_small_says_what_suffices(scripted):
 
 
 def test_a_limit_holds_for_each_kernel_beside_the_pool(scripted):
-    scripted(torch_default=cost(4, 1), fast=cost(1, 2))
+    scripted(torch_default=linear(4, 1), fast=linear(1, 2))
     config = Config(total_workspace="100MiB", workspace_limit="5MiB")
     plan = tune_problems(LAYERS, config)
     assert max(kernel.timing.workspace_bytes for kernel in plan.kernels) == 4 * MIB
@@ -171,7 +166,7 @@ def flat(ms_per_sample, mib):
 
 
 def test_an_algorithm_between_the_best_and_half_of_it_is_not_overlooked(scripted, monkeypatch):
-    names = dict.fromkeys(("torch_default", "fast", "slow"), cost(1, 0))
+    names = dict.fromkeys(("torch_default", "fast", "slow"), linear(1, 0))
     backend = scripted(**names)
     backend.candidates = lambda problem: tuple(  # each side has its own
         Candidate(problem, name) for name in costs[problem.input_size[-1]]
@@ -190,7 +185,7 @@ def test_an_algorithm_between_the_best_and_half_of_it_is_not_overlooked(scripted
 
 @pytest.mark.slow
 def test_calls_that_need_more_than_their_chunks_divide_the_pool_anew(scripted, monkeypatch):
-    backend = scripted(torch_default=cost(4, 0.5), fast=cost(1, 2))
+    backend = scripted(torch_default=linear(4, 0.5), fast=linear(1, 2))
     of_chunks = backend.workspace_bytes
 
     def workspace_bytes(run, parts):
@@ -210,7 +205,7 @@ def test_calls_that_need_more_than_their_chunks_divide_the_pool_anew(scripted, m
 @pytest.mark.parametrize("total", ["1GiB", "9MiB", "3MiB"])
 def test_ctrl_c_leaves_the_best_division_so_far(scripted, total):
     """Of 3 MiB four calls get too little: their smallest chunks need a MiB each."""
-    scripted(torch_default=cost(4, 1), fast=cost(1, 3))
+    scripted(torch_default=linear(4, 1), fast=linear(1, 3))
 
     def interrupt(progress):
         if progress.measured > len(CALLS):
@@ -249,16 +244,16 @@ def timed(scripted, monkeypatch):
         cache = f"{Config().cache}-{seconds}-{total}"
         config = Config(total_workspace=total, time_budget_s=seconds, cache=cache, **settings)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", progress.UntunedWarning)
-            events: list[progress.Progress] = []
+            warnings.simplefilter("ignore", UntunedWarning)
+            events: list[Progress] = []
             plan = tune_problems(LAYERS, config, events.append)
         return plan, events, clock.backend.clock / 1e9
 
     return tune
 
 
-LEAN = {"torch_default": cost(4, 0.25), "fast": cost(1, 2, 2), "faster": cost(0.5, 3, 3)}
-HUNGRY = {"torch_default": cost(4, 2), "fast": cost(1, 1), "lean": cost(9, 0.5)}
+LEAN = {"torch_default": linear(4, 0.25), "fast": linear(1, 2, 2), "faster": linear(0.5, 3, 3)}
+HUNGRY = {"torch_default": linear(4, 2), "fast": linear(1, 1), "lean": linear(9, 0.5)}
 
 
 @pytest.mark.parametrize("seconds", [0.13, 0.2, 0.5, 1, 3, 30])
@@ -282,7 +277,7 @@ def test_small_chunks_are_found_where_torchs_own_do_not_fit_together(timed, seco
 
 
 # Torch's own convolutions of three kernels take 1.8 s together, and need 32 MiB in all calls.
-SLOW = {"torch_default": cost(75, 1), "fast": cost(40, 2), "lean": cost(200, 0.5)}
+SLOW = {"torch_default": linear(75, 1), "fast": linear(40, 2), "lean": linear(200, 0.5)}
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
@@ -317,8 +312,8 @@ def test_progress_tells_the_best_division_so_far(timed):
 
 
 def test_without_a_budget_a_pool_has_the_default_one(timed, monkeypatch):
-    efforts = {"normal": replace(effort.EFFORTS["normal"], least_budget_s=1.0, most_budget_s=1.0)}
-    monkeypatch.setattr("ucudnn.tuning.scheduler.EFFORTS", efforts)
+    one_second = replace(EFFORTS["normal"], least_budget_s=1.0, most_budget_s=1.0)
+    monkeypatch.setitem(EFFORTS, "normal", one_second)
     plan, events, used = timed(HUNGRY, None, 17 * MIB)
     assert events[-1].budget_s == 1.0
     assert used < 1.2
@@ -344,15 +339,15 @@ def test_what_is_not_finished_in_time_does_not_overrun_the_pool(scripted, monkey
     ticks = itertools.count()
     for module in ("tuning.budget", "tuning.session", "tuning.pool"):
         monkeypatch.setattr(f"ucudnn.{module}.monotonic", lambda: float(next(ticks)))
-    scripted(torch_default=cost(4, 1), fast=cost(1, 2))
+    scripted(torch_default=linear(4, 1), fast=linear(1, 2))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", progress.UntunedWarning)
+        warnings.simplefilter("ignore", UntunedWarning)
         plan = tune_problems(LAYERS, Config(total_workspace="9MiB", time_budget_s=budget))
     assert plan.workspace_bytes <= 9 * MIB
 
 
 def test_a_missing_solver_is_named_before_anything_is_measured(scripted, monkeypatch):
-    backend = scripted(torch_default=cost(4, 1))
+    backend = scripted(torch_default=linear(4, 1))
     monkeypatch.setitem(sys.modules, "pulp", None)
     with pytest.raises(ConfigError, match="solver='highs' is not installed"):
         tune_problems(LAYERS, Config(total_workspace="9MiB", solver="highs"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from by_hand import linear
 
 from ucudnn import cache as caches
 from ucudnn.config import Config
@@ -16,31 +17,18 @@ from ucudnn.tuning.tuner import tune_problems
 
 MS, MIB = 1_000_000, 1 << 20
 PROBLEM = Problem("fprop", 8, 2, 2, (9, 9), (1, 1))
-LAYERS = [("layer", PROBLEM)]
 OTHER = replace(PROBLEM, out_channels=3)
-
-
-def cost(ms_per_sample, mib_per_sample):
-    return lambda size: (int(ms_per_sample * size * MS), int(mib_per_sample * size * MIB))
 
 
 @pytest.fixture
 def planned(scripted, tmp_path):
-    """A plan in which `fast` is split because of the limit, and its cache."""
+    """A plan of two kernels in which `fast` is split because of the limit, and its settings."""
     scripted(
-        torch_default=cost(3, 0.5),
-        fast=cost(1, 2),
-        near=cost(1.2, 0.25),
+        torch_default=linear(3, 0.5),
+        fast=linear(1, 2),
+        near=linear(1.2, 0.25),
         broken=lambda _: (None, 0),
     )
-    config = Config(workspace_limit="4MiB", cache=str(tmp_path / "cache"), effort="thorough")
-    return tune_problems(LAYERS, config), config
-
-
-@pytest.fixture
-def two_planned(scripted, tmp_path):
-    """A plan of two kernels that are split because of the limit, and its settings."""
-    scripted(torch_default=cost(3, 0.5), fast=cost(1, 2), near=cost(1.2, 0.25))
     config = Config(workspace_limit="4MiB", cache=str(tmp_path / "cache"), effort="thorough")
     return tune_problems([("a", PROBLEM), ("b", OTHER)], config), config
 
@@ -81,7 +69,7 @@ def test_the_settings_say_why_not(planned):
 
 def test_what_seems_faster_has_its_reason(planned):
     plan, config = planned
-    (kernel,) = plan.kernels
+    kernel = plan.kernels[0]
     slow = replace(kernel, timing=replace(kernel.timing, time_ns=90 * MS))
     slower = replace(plan, kernels=(slow,))
     by_split = found(slower, config)
@@ -111,8 +99,8 @@ def known(plan, config):
         return rationales(plan, cache), list(cache)
 
 
-def test_a_front_is_that_of_all_splits_of_what_was_timed(two_planned):
-    plan, config = two_planned
+def test_a_front_is_that_of_all_splits_of_what_was_timed(planned):
+    plan, config = planned
     found, entries = known(plan, config)
     for kernel, one in zip(plan.kernels, found, strict=True):
         chunks = {
@@ -143,15 +131,15 @@ def brute_force(batch, chunks):
     return tuple(front)
 
 
-def test_without_measurements_there_is_what_the_plan_knows(two_planned):
-    plan, _ = two_planned
+def test_without_measurements_there_is_what_the_plan_knows(planned):
+    plan, _ = planned
     for one in rationales(plan, []):
         assert (one.front, one.channels_last) == ((), None)
         assert [str(other.split) for other in one.alternatives] == ["8 torch_default"]
 
 
-def test_torch_in_channels_last_is_found(two_planned):
-    plan, config = two_planned
+def test_torch_in_channels_last_is_found(planned):
+    plan, config = planned
     entries = known(plan, config)[1]
     own = next(
         entry

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from by_hand import linear
 
 from ucudnn import cache as caches
 from ucudnn.axis import BatchAxis
@@ -25,14 +26,6 @@ from ucudnn.tuning.tuner import tune_problems
 MIB = 1 << 20
 MS = 1_000_000
 FPROP = Problem("fprop", 16, 2, 2, (4, 4), (1, 1))
-
-
-def linear(ms_per_sample, mib_per_sample, fixed_ms=0.0):
-    """A cost that grows with the chunk."""
-    return lambda size: (
-        int((fixed_ms + ms_per_sample * size) * MS),
-        int(mib_per_sample * size * MIB),
-    )
 
 
 class Counts:

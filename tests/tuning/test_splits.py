@@ -15,7 +15,6 @@ from ucudnn.measurement import Conditions, Device, Measurement, MeasurementKey, 
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.problem import OPS, Problem
 from ucudnn.slabs import slabs
-from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.planner import predict
 from ucudnn.tuning.splits import (
     CHUNK_NS,
@@ -164,7 +163,7 @@ def table_of(
 def plan_of(
     winner: Split, *tables: AbstractSplitTable, op: str = "fprop", dtype: str = "float32"
 ) -> KernelPlan:
-    return plan_by(tables, PlanDraft(kernel(op, dtype), winner), ("layer",), TIMING, None)
+    return plan_by(tables, kernel(op, dtype), winner, ("layer",), TIMING, None)
 
 
 def chunks_by_truth(known: Known, split: Split) -> tuple[Chunk, ...]:

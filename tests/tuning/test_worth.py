@@ -10,8 +10,7 @@ import pytest
 from ucudnn.config import Config
 from ucudnn.measurement import Device
 from ucudnn.problem import Problem
-from ucudnn.tuning.budget import Budget
-from ucudnn.tuning.effort import EFFORTS, Effort
+from ucudnn.tuning.budget import EFFORTS, Budget, Effort
 from ucudnn.tuning.tuner import tune_problems
 
 MS, MIB = 1_000_000, 1 << 20
@@ -115,8 +114,8 @@ def test_thorough_measures_it_all_the_same(scripted):
 
 @pytest.mark.filterwarnings("ignore::ucudnn.errors.UntunedWarning")
 def test_no_default_time_budget_leaves_a_kernel_over_the_limit(scripted, monkeypatch):
-    hurried = {"quick": replace(EFFORTS["quick"], least_budget_s=0.0, budget_steps=0)}
-    monkeypatch.setattr("ucudnn.tuning.scheduler.EFFORTS", hurried)
+    hurried = replace(EFFORTS["quick"], least_budget_s=0.0, budget_steps=0)
+    monkeypatch.setitem(EFFORTS, "quick", hurried)
     scripted(torch_default=lambda size: (size * MS, size * MIB))
     # 16 samples at once do not fit
     layers, limit = [("layer", problem(8))], 4 * MIB
@@ -149,7 +148,8 @@ def test_kernels_without_a_plan_get_a_second_default_budget(
 
 
 def test_the_default_budget_is_told_and_follows_from_the_step(scripted, monkeypatch):
-    monkeypatch.setattr("ucudnn.tuning.scheduler.EFFORTS", EFFORTS)
+    usual = replace(EFFORTS["normal"], least_budget_s=10.0, most_budget_s=45.0)
+    monkeypatch.setitem(EFFORTS, "normal", usual)
     backend = per_shape(scripted, {8: 10.0})
     events = []
     tune_problems([("layer", problem(8))], Config(), events.append)
@@ -158,7 +158,7 @@ def test_the_default_budget_is_told_and_follows_from_the_step(scripted, monkeypa
     events.clear()
     backend.device = lambda: Device("cuda", "scripted")
     tune_problems([("layer", problem(8))], Config(), events.append)
-    assert {event.budget_s for event in events} == {None, EFFORTS["normal"].most_budget_s}
+    assert {event.budget_s for event in events} == {None, 45.0}
     events.clear()
     tune_problems([("layer", problem(8))], Config(effort="thorough"), events.append)
     assert {event.budget_s for event in events} == {None}

@@ -25,7 +25,7 @@ from ucudnn.plan import Plan
 
 if TYPE_CHECKING:
     from ucudnn.tracing import Traced
-    from ucudnn.tuning.progress import Progress
+    from ucudnn.tuning.results import Progress
 
 
 @options.takes_settings(SETTINGS)

@@ -38,7 +38,7 @@ from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning import model as alone
-from ucudnn.tuning.progress import Progress, warn_of_untuned
+from ucudnn.tuning.results import Progress, warn_of_untuned
 from ucudnn.tuning.tuner import tune_problems
 
 Report = Callable[[Progress], None]

@@ -37,11 +37,11 @@ from ucudnn.segment import WHOLE
 from ucudnn.split import DEFAULT_ALGORITHM
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.advice import Advice, KernelAdvice, Largest, WayAdvice, largest_batch
+from ucudnn.tuning.budget import least_ns
 from ucudnn.tuning.segmenting import Seen, SegmentSearch
 from ucudnn.tuning.step_profile import StepProfile, StepProfiler
 from ucudnn.tuning.step_rounds import race, tells
 from ucudnn.tuning.tuner import layers_by_problem
-from ucudnn.tuning.worth import least_ns
 from ucudnn.units import format_bytes
 
 # Seconds for all of it: advice is for those who do not want to wait for tuning.

@@ -8,7 +8,8 @@ of operations and traffic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from operator import is_
 from typing import TYPE_CHECKING
@@ -41,64 +42,58 @@ _MOST_OPERANDS = 4
 _SMALL_BYTES = 128 << 20
 
 
+@dataclass(eq=False)
 class WorkspaceModel:
     """Known and extrapolated workspace of a kernel's chunks.
 
     For each implementation, workspace is assumed to grow linearly with the chunk.
-
-    Args:
-        candidates: of the kernel.
-        records: measurements so far, by arm; their owner adds to them.
-        limit: workspace in bytes that a chunk may use, None for any.
-        available_bytes: memory that a benchmark may use on this machine.
     """
 
-    def __init__(
-        self,
-        candidates: KernelCandidates,
-        records: Mapping[Arm, Measurement],
-        limit: int | None,
-        available_bytes: int,
-    ) -> None:
-        self._candidates = candidates
-        self._records = records
-        self.limit = limit
-        self._available_bytes = available_bytes
-        self._must_be_known = must_be_known(candidates.problem, limit, available_bytes)
+    candidates: KernelCandidates
+    # Measurements so far; `KernelRecords` adds to them.
+    records: Mapping[Arm, Measurement]
+    # Workspace in bytes that a chunk may use, None for any.
+    limit: int | None
+    # Memory that a benchmark may use on this machine.
+    available_bytes: int
 
     @cached_property
     def most_bytes(self) -> int:
         """Largest workspace that a candidate may take on this machine, apart from the limit."""
         if self.limit is not None:
-            return self._available_bytes
-        whole = _operand_bytes(self._candidates.problem)
-        return min(self._available_bytes, max(_SMALL_BYTES, _MOST_OPERANDS * whole))
+            return self.available_bytes
+        whole = _operand_bytes(self.candidates.problem)
+        return min(self.available_bytes, max(_SMALL_BYTES, _MOST_OPERANDS * whole))
+
+    @cached_property
+    def _must_be_known(self) -> bool:
+        return must_be_known(self.candidates.problem, self.limit, self.available_bytes)
 
     def fits(self, arm: Arm, workspace: int) -> bool:
-        """True if this number of bytes of workspace is within the limit."""
-        held = workspace + held_bytes(self._candidates.problem, arm.role)
+        """True if so many bytes of workspace are within the limit."""
+        held = workspace + held_bytes(self.candidates.problem, arm.role)
         return self.limit is None or held <= self.limit
 
     def may_fit(self, arm: Arm) -> bool:
         """False if the lower bound that the algorithm states is too large."""
-        cost = self._candidates.cost(arm.size, arm.algorithm)
+        cost = self.candidates.cost(arm.size, arm.algorithm)
         return cost is None or self.may_run(arm, cost.workspace_bytes)
 
     def may_run(self, arm: Arm, workspace: int) -> bool:
-        """True if this number of bytes is within the limit and within the machine's memory."""
+        """True if so many bytes are within the limit and within the machine's memory."""
         return self.fits(arm, workspace) and workspace <= self.most_bytes
 
     def can_be_run(self, arm: Arm) -> bool:
         """True for an arm that never ran and is expected to fit."""
         workspace = self.expected(arm)
-        return arm not in self._records and workspace is not None and self.may_run(arm, workspace)
+        return arm not in self.records and workspace is not None and self.may_run(arm, workspace)
 
     def known(self, arm: Arm) -> int | None:
         """Workspace of an arm in bytes, as measured or as stated by the backend."""
-        entry = self._records.get(arm)
+        entry = self.records.get(arm)
         if entry is not None and entry.workspace_bytes is not None:
             return entry.workspace_bytes
-        return self._candidates.by_arm[arm].workspace_bytes
+        return self.candidates.by_arm[arm].workspace_bytes
 
     def expected(self, arm: Arm) -> int | None:
         """Workspace of an arm in bytes, known or extrapolated; None if it cannot be told."""
@@ -113,14 +108,14 @@ class WorkspaceModel:
         if not points:
             # Where any workspace would fit the memory, nothing need be known before a chunk is run.
             return None if self._must_be_known else 0
-        return _on_the_line(points, arm.size, self._candidates.sizes)
+        return _on_the_line(points, arm.size, self.candidates.sizes)
 
     def _points(self, arm: Arm) -> list[tuple[int, int]]:
         """Known sizes and workspaces of a curve, in the arm's role or else in another one."""
-        curves = self._candidates.curves
+        curves = self.candidates.curves
         known = [
             (other, entry.workspace_bytes)
-            for other, entry in self._records.items()
+            for other, entry in self.records.items()
             if entry.workspace_bytes is not None and curves.get(other) == curves[arm]
         ]
         same = sorted((other.size, found) for other, found in known if other.role == arm.role)
@@ -134,7 +129,7 @@ class WorkspaceModel:
         return list(dict(others).items())  # of two roles the one that needs more
 
     def _own_result(self, size: int) -> int:
-        candidates = self._candidates
+        candidates = self.candidates
         if candidates.problem.op == "wgrad":
             return 0
         return candidates.axis.part(size).result_bytes
@@ -168,63 +163,43 @@ def _on_the_line(points: Sequence[tuple[int, int]], size: int, sizes: Sequence[i
     return workspace * size // known
 
 
+@dataclass(eq=False)
 class _Known:
-    """Conclusions from some measurements, drawn as they are asked for.
+    """Conclusions from some measurements, drawn as they are asked for."""
 
-    Args:
-        entries: the measurements.
-        informative: for each curve the sizes and times that are long enough to extrapolate from.
-        is_disproved: some measurement beat the bound of the roofline.
-    """
-
-    def __init__(
-        self,
-        entries: Sequence[Measurement],
-        informative: Mapping[str, list[tuple[int, int]]],
-        is_disproved: bool,
-    ) -> None:
-        self.entries = entries
-        self.informative = informative
-        self.is_disproved = is_disproved
-        self.expected_ns: dict[Arm, int] = {}
-        # By whether times rule out, too.
-        self.reasons: dict[bool, dict[str, str]] = {}
+    entries: Sequence[Measurement]
+    # For each curve the sizes and times that are long enough to extrapolate from.
+    informative: Mapping[str, list[tuple[int, int]]]
+    # True if some measurement beat the bound of the roofline.
+    is_disproved: bool
+    expected_ns: dict[Arm, int] = field(default_factory=dict)
+    # By whether times rule out, too.
+    reasons: dict[bool, dict[str, str]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Elimination:
-    """Decides which algorithms can still be part of the best split, by the measurements so far.
+    """Decides which algorithms can still be part of the best split, by the measurements so far."""
 
-    Args:
-        candidates: of the kernel.
-        records: measurements so far, by arm; their owner adds to them.
-        workspaces: known and extrapolated workspace of the chunks.
-        is_allowed: whether a measured chunk may be part of a plan.
-        roofline: of the machine; None: only smaller chunks bound times.
-    """
-
-    def __init__(
-        self,
-        candidates: KernelCandidates,
-        records: Mapping[Arm, Measurement],
-        workspaces: WorkspaceModel,
-        is_allowed: Callable[[Arm, Measurement], bool],
-        roofline: Roofline | None = None,
-    ) -> None:
-        self._candidates = candidates
-        self._records = records
-        self._workspaces = workspaces
-        self._is_allowed = is_allowed
-        self._roofline = roofline
-        self._known: _Known | None = None
-        # Cleared where nothing that was measured fits: then only a lack of memory rules out.
-        self.is_active = True
+    candidates: KernelCandidates
+    # Measurements so far; `KernelRecords` adds to them.
+    records: Mapping[Arm, Measurement]
+    workspaces: WorkspaceModel
+    # Tells whether a measured chunk may be part of a plan.
+    is_allowed: Callable[[Arm, Measurement], bool]
+    # None: only smaller chunks bound times.
+    roofline: Roofline | None = None
+    # False once no measured candidate fits: then slow candidates must be measured, too, and only
+    # those that exceed memory are skipped.
+    is_active: bool = True
+    _known: _Known | None = None
 
     def reasons(self) -> dict[str, str]:
         """Curves that need not be measured further, with the reason."""
         known = self._so_far()
         if self.is_active not in known.reasons:
             best_ns, found = self._best_ns(), dict[str, str]()
-            for curve, arms in self._candidates.arms_by_curve.items():
+            for curve, arms in self.candidates.arms_by_curve.items():
                 reason = self._reason(arms, best_ns)
                 if reason:
                     found[curve] = f"{arms[0].algorithm} is ruled out: {reason}"
@@ -233,7 +208,7 @@ class Elimination:
 
     def _so_far(self) -> _Known:
         """Conclusions from the measurements so far; kept until there is another one."""
-        entries = list(self._records.values())
+        entries = list(self.records.values())
         known = self._known
         # Measurements are replaced and never changed.
         if (
@@ -247,7 +222,7 @@ class Elimination:
     def _reason(self, arms: Sequence[Arm], best_ns: float | None) -> str:
         """Reason why no arm of a curve can be part of the best split; "" if one can."""
         # It was timed in full, so that the solver judges it by its times.
-        if any(self._records[arm].status == "ok" for arm in arms if arm in self._records):
+        if any(self.records[arm].status == "ok" for arm in arms if arm in self.records):
             return ""
         reason = self._memory_reason(arms)
         if reason or not self.is_active or best_ns is None:
@@ -255,20 +230,20 @@ class Elimination:
         # The best rate of any size: a fixed cost, as the transform of a filter, weighs less in
         # larger chunks and alone must not rule an algorithm out.
         rate = min(self._known_or_expected_ns(arm) / arm.size for arm in arms)
-        times = rate * self._candidates.axis.extent / best_ns
+        times = rate * self.candidates.axis.extent / best_ns
         return "" if times <= HOPELESS else f"it takes at least {times:.1f} times the best"
 
     def _memory_reason(self, arms: Sequence[Arm]) -> str:
-        """Reason why there is not enough memory for any of a curve's arms, "" where there is."""
-        costs = [self._candidates.cost(arm.size, arm.algorithm) for arm in arms]
+        """Reason why there is not enough memory for any of a curve's arms; "" if there is."""
+        costs = [self.candidates.cost(arm.size, arm.algorithm) for arm in arms]
         least = min((cost.workspace_bytes if cost else 0 for cost in costs), default=0)
-        most = self._workspaces.most_bytes
+        most = self.workspaces.most_bytes
         if least > most:
             return (
                 f"it needs {format_bytes(least)} at least, more than the {format_bytes(most)} that "
                 f"a candidate may take here"
             )
-        limit = self._workspaces.limit
+        limit = self.workspaces.limit
         if self.is_active and limit is not None and least > limit:
             return (
                 f"it needs {format_bytes(least)} at least, and the workspace limit is "
@@ -280,14 +255,14 @@ class Elimination:
         """Time of the whole batch at the rate of the fastest usable chunk; None without one."""
         rates = (
             entry.time_ns / arm.size
-            for arm, entry in self._records.items()
-            if entry.time_ns is not None and self._is_allowed(arm, entry)
+            for arm, entry in self.records.items()
+            if entry.time_ns is not None and self.is_allowed(arm, entry)
         )
         fastest = min(rates, default=None)
-        return None if fastest is None else fastest * self._candidates.axis.extent
+        return None if fastest is None else fastest * self.candidates.axis.extent
 
     def _known_or_expected_ns(self, arm: Arm) -> int:
-        entry = self._records.get(arm)
+        entry = self.records.get(arm)
         known = None if entry is None else entry.time_ns
         return self.expected_ns(arm) if known is None else known
 
@@ -303,15 +278,15 @@ class Elimination:
         return known.expected_ns[arm]
 
     def _expected_ns(self, arm: Arm, known: _Known) -> int:
-        cost = self._candidates.cost(arm.size, arm.algorithm)
+        cost = self.candidates.cost(arm.size, arm.algorithm)
         if cost is None:
             return 0
         extrapolated = [
             _CALL_NS + int((time_ns - _CALL_NS) * growth(smaller, cost))
-            for size, time_ns in known.informative.get(self._candidates.curves[arm], ())
-            if size <= arm.size and (smaller := self._candidates.cost(size, arm.algorithm))
+            for size, time_ns in known.informative.get(self.candidates.curves[arm], ())
+            if size <= arm.size and (smaller := self.candidates.cost(size, arm.algorithm))
         ]
-        roofline = None if known.is_disproved else self._roofline
+        roofline = None if known.is_disproved else self.roofline
         roofline_ns = 0 if roofline is None else roofline.time_ns(cost)
         # Noise makes times longer, which lifts the bounds that follow from them: trust the lowest.
         return max(roofline_ns, min(extrapolated, default=0))
@@ -321,18 +296,17 @@ class Elimination:
 
         The roofline is too low if it was measured while other processes used the machine.
         """
-        roofline = self._roofline
+        roofline = self.roofline
         return roofline is not None and any(
             entry.time_ns < roofline.time_ns(cost)
-            for arm, entry in self._records.items()
-            if entry.time_ns and (cost := self._candidates.cost(arm.size, arm.algorithm))
+            for arm, entry in self.records.items()
+            if entry.time_ns and (cost := self.candidates.cost(arm.size, arm.algorithm))
         )
 
     def _informative(self) -> dict[str, list[tuple[int, int]]]:
-        """For each curve the sizes and times that are long enough to extrapolate from."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for arm, entry in self._records.items():
-            curve = self._candidates.curves.get(arm)
+        for arm, entry in self.records.items():
+            curve = self.candidates.curves.get(arm)
             if entry.time_ns is not None and curve is not None:
                 fastest = min(entry.samples, default=entry.time_ns)
                 if fastest >= _LEAST_TELLING_NS:
@@ -344,7 +318,7 @@ class Elimination:
         reasons, best_ns = self.reasons(), self._best_ns()
         found = (
             self._trial(arms, best_ns)
-            for curve, arms in self._candidates.arms_by_curve.items()
+            for curve, arms in self.candidates.arms_by_curve.items()
             if curve not in reasons
         )
         # A cheap trial may show that dearer ones need not be run.
@@ -353,14 +327,14 @@ class Elimination:
     def _trial(self, arms: Sequence[Arm], best_ns: float | None) -> Arm | None:
         """The smallest arm of a curve that is long enough to extrapolate from, if it never ran."""
         first = arms[0]
-        is_known = self._candidates.curves[first] in self._so_far().informative
-        if is_known or self._candidates.cost(first.size, first.algorithm) is None:
+        is_known = self.candidates.curves[first] in self._so_far().informative
+        if is_known or self.candidates.cost(first.size, first.algorithm) is None:
             return None
-        runnable = [arm for arm in arms if self._workspaces.can_be_run(arm)]
+        runnable = [arm for arm in arms if self.workspaces.can_be_run(arm)]
         # With no time to compare with, the smallest chunk costs least.
         if not runnable or best_ns is None:
             return next(iter(runnable), None)
-        least = _TRIAL_NS * self._candidates.axis.extent
+        least = _TRIAL_NS * self.candidates.axis.extent
         return next((arm for arm in runnable if best_ns * arm.size >= least), runnable[-1])
 
 
@@ -373,8 +347,4 @@ def growth(small: Cost, large: Cost) -> float:
     # The longer of computing and moving data bounds the time from below. It grows at least as much
     # as the slower growing of the two, whichever of them is the longer one.
     terms = ((large.operations, small.operations), (large.traffic_bytes, small.traffic_bytes))
-    return min(_ratios(terms), default=1.0)
-
-
-def _ratios(terms: Iterable[tuple[int, int]]) -> Iterator[float]:
-    return (more / less for more, less in terms if less)
+    return min((more / less for more, less in terms if less), default=1.0)

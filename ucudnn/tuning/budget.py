@@ -1,12 +1,26 @@
-"""The time budget of one tuning run, and each kernel's part of it."""
+"""Where the time of tuning goes: the limits of an effort, the time budget, and each kernel's part.
+
+A kernel's part follows from its possible gain in a training step, which the times of torch's own
+convolutions bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from ucudnn.tuning.session import Session
+from ucudnn.backends import Cost, Roofline
+from ucudnn.benchmark.protocol import FINALS, Protocol
+from ucudnn.measurement import Measurement
+from ucudnn.problem import Problem
+from ucudnn.system.processes import cached_property
+
+if TYPE_CHECKING:
+    from ucudnn.tuning.memory_budget import Limits
+    from ucudnn.tuning.session import Session
 
 # Of the time that a group of kernels gets, this fraction is kept for timing whole calls: without
 # it its plans would rest on predictions, the sums of their chunks.
@@ -16,14 +30,85 @@ _LEAST_PART = 0.05
 # Steps that a race of whole steps takes at least: one that warms up and tells how long steps are,
 # the peaks of two contestants, and one round.
 LEAST_RACE_STEPS = 5
+# A kernel below this many times the ignored share of the step is not measured beyond its default:
+# to save the ignored share it would have to become faster by more than a tenth of its time.
+_LOOKED_AT_ONCE = 10
+# However small a kernel's share is, a known gain of this fraction of its time is taken.
+_MOST_TOLERANCE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """The limits of one value of `Config.effort`."""
+
+    # The default time budget as a number of training steps, and its bounds; None: no budget.
+    budget_steps: int | None
+    least_budget_s: float
+    most_budget_s: float
+    # A kernel that could gain less than this fraction of a step's time, or that uses less than ten
+    # times as much, is not measured beyond torch's own convolution.
+    ignored_share: float
+    # A kernel is measured no further when a better split could gain no more than this fraction of a
+    # step's time.
+    tolerated_share: float
+    # How chunks, and how whole calls, are timed.
+    chunks: Protocol
+    wholes: Protocol
+
+    def budget_s(self, step_ns: int, *, on_gpu: bool = False) -> float | None:
+        """The default time budget in seconds, for everything that `tune` does.
+
+        >>> [EFFORTS["normal"].budget_s(step_ns) for step_ns in (1_000, 400_000_000, 2 * 10**9)]
+        [10.0, 40.0, 45.0]
+        """
+        if self.budget_steps is None:
+            return None
+        # A step on a GPU says little about tuning: it is short, and candidates cost milliseconds
+        # each on the host.
+        if on_gpu:
+            return self.most_budget_s
+        budget_s = max(self.least_budget_s, self.budget_steps * step_ns / 1e9)
+        return min(budget_s, self.most_budget_s)
+
+
+# With nine pairs the 95 % interval leaves out the fastest and the slowest. With eight or fewer it
+# spans all of them, so one perturbed pair can hide a gain; with three, noise can look like a gain,
+# which the race of whole steps then rejects.
+EFFORTS = {
+    "quick": Effort(
+        budget_steps=25,
+        least_budget_s=5.0,
+        most_budget_s=30.0,
+        ignored_share=0.005,
+        tolerated_share=0.01,
+        chunks=Protocol(least_rounds=2, most_rounds=3, target=0.1, enough_ns=200_000_000),
+        wholes=replace(FINALS, least_rounds=3, most_rounds=5, warm_ups=2, stops_when_decided=True),
+    ),
+    "normal": Effort(
+        budget_steps=100,
+        least_budget_s=10.0,
+        most_budget_s=45.0,
+        ignored_share=0.001,
+        tolerated_share=0.003,
+        chunks=Protocol(least_rounds=2, most_rounds=4, enough_ns=200_000_000),
+        wholes=replace(FINALS, least_rounds=3, most_rounds=7, warm_ups=2, stops_when_decided=True),
+    ),
+    # No gain is too small to look for, and no roofline rules anything out: the session needs one
+    # only where `ignored_share` is above 0.
+    "thorough": Effort(
+        budget_steps=None,
+        least_budget_s=0.0,
+        most_budget_s=0.0,
+        ignored_share=0.0,
+        tolerated_share=0.0,
+        chunks=Protocol(),
+        wholes=FINALS,
+    ),
+}
 
 
 class Budget:
-    """The time budget, counted from the creation of this object.
-
-    Args:
-        seconds: that tuning may take; None: not known yet, or no limit.
-    """
+    """The time budget, counted from the creation of this object; None: not known, or none."""
 
     def __init__(self, seconds: float | None) -> None:
         self._began = self._counts_from = monotonic()
@@ -37,19 +122,16 @@ class Budget:
     ) -> None:
         """Set the budget, now that the time of a step is known, and count progress from now on.
 
-        Args:
-            seconds: from the creation of this object; None: no limit.
-            reserved_s: seconds of these to leave for the race of whole steps; at most half.
-            started_s: seconds in which a process to measure in was started. A default budget does
-                not count them, or it could be over before anything was measured on a GPU.
+        Of these seconds so many are left for the race of whole steps, at most half.
         """
         # The first runs of torch's own convolutions tell nothing about how fast tuning proceeds.
         self._counts_from = monotonic()
         self.seconds = seconds
+        # A default budget does not count the start of a process to measure in, or on a GPU it could
+        # be over before anything was measured.
         if self._end is None:
             self._began += started_s
         if seconds is not None:
-            # Half at most, or the race would leave a small budget nothing to measure in.
             self.deadline = self._race_from = self._began + seconds - min(seconds / 2, reserved_s)
 
     def extend(self, seconds: float | None) -> None:
@@ -61,26 +143,18 @@ class Budget:
     def extensions(self, default_s: float | None) -> list[Callable[[], None]]:
         """Functions that extend the deadline for kernels that exceed their limit without a plan.
 
-        Of a budget that was set they get what is reserved for the race of steps. Otherwise they get
-        as long again as the default budget, and then what they need for any plan at all.
-
-        Args:
-            default_s: the default budget in seconds.
+        With a budget that was set, they use the time reserved for the race of steps. Otherwise they
+        get one more default budget, and then as long as it takes.
         """
         if self._end is not None:
             return [self._use_reserve]
         return [partial(self.extend, seconds) for seconds in (default_s, None)]
 
     def go_on(self, race_s: float) -> bool:
-        """Set the deadline for what is left of a budget that was set.
+        """Set the deadline for what is left of a budget that was set; False if none was.
 
-        What is reserved for the race of whole steps stays reserved if it is long enough for one.
-
-        Args:
-            race_s: seconds that the race takes at least.
-
-        Returns:
-            False if no budget was set.
+        What is reserved for the race of whole steps stays reserved if it is long enough for one,
+        which takes at least so many seconds.
         """
         if self._end is None:
             return False
@@ -88,13 +162,13 @@ class Budget:
         self.deadline = self._end if is_too_short else self._race_from
         return True
 
+    def _use_reserve(self) -> None:
+        self.deadline = self._end
+
     @property
     def last_moment(self) -> float | None:
         """The `time.monotonic` at which a budget that was set ends, with all that is reserved."""
         return self._end
-
-    def _use_reserve(self) -> None:
-        self.deadline = self._end
 
     @property
     def is_over(self) -> bool:
@@ -112,11 +186,8 @@ class Budget:
     def allot(self, session: Session, part: float, kept: int, waiting: int) -> None:
         """Give a session its part of the time that is left.
 
-        Args:
-            session: of the device that is to measure a group of kernels.
-            part: of the time that is not kept, as a fraction.
-            kept: number of kernels of this group for which time is kept.
-            waiting: the same of all that are not finished.
+        It is a fraction (`part`) of the time that is kept for nobody, and what is kept for the
+        kernels of its group; time is kept for `waiting` kernels in all.
         """
         if self.deadline is None:
             return
@@ -127,15 +198,142 @@ class Budget:
         session.until = session.race_until - _RACING * own_s
 
     def seconds_left(self, done_ns: int, total_ns: int) -> float | None:
-        """Estimated seconds until the end, or at most; None if nothing tells.
-
-        Args:
-            done_ns: time of torch's own convolution in the kernels that are finished.
-            total_ns: time of torch's own convolution in all kernels.
-        """
+        """Estimated seconds until the end, or at most; None if nothing tells."""
         most_s = None if self.deadline is None else max(0.0, self.deadline - monotonic())
         if not done_ns:
             return most_s
         # Tuning a kernel is taken to last in proportion to the time of torch's own convolution.
         left_s = (monotonic() - self._counts_from) * (total_ns - done_ns) / done_ns
         return left_s if most_s is None else min(left_s, most_s)
+
+
+def least_ns(costs: Iterable[Cost | None], roofline: Roofline | None) -> int:
+    """Lower bound of a kernel's time by any of its algorithms; 0 if nothing is known.
+
+    >>> least_ns([Cost(2000, 0, 0), Cost(0, 400, 0)], Roofline(1e9, 1e9, 0))
+    400
+    """
+    known = list(costs)
+    # An algorithm whose cost is not known may be faster than all the others.
+    if roofline is None or not all(known):
+        return 0
+    return min((roofline.time_ns(cost) for cost in known if cost is not None), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Stake:
+    """The part of one kernel in a step."""
+
+    # Time of all its calls by torch's own convolution, and its lower bound by any algorithm.
+    time_ns: int
+    least_ns: int
+    # torch's own exceeds the workspace limit, so another plan must be found.
+    is_forced: bool
+
+    @property
+    def gain_ns(self) -> int:
+        """Upper bound of the time that a plan saves; all of the time if a plan must be found."""
+        return self.time_ns if self.is_forced else max(0, self.time_ns - self.least_ns)
+
+    def is_ignored(self, step_ns: int, effort: Effort) -> bool:
+        """True if torch's own convolution is kept without measuring anything else.
+
+        >>> Stake(900, 100, False).is_ignored(100_000, EFFORTS["normal"])  # 0.9 % of the step
+        True
+        """
+        ignored_ns = effort.ignored_share * step_ns
+        is_small = self.time_ns < _LOOKED_AT_ONCE * ignored_ns or self.gain_ns < ignored_ns
+        return is_small and not self.is_forced
+
+    def tolerance(self, step_ns: int, effort: Effort) -> float:
+        """Fraction of the kernel's time: smaller possible gains are ignored.
+
+        >>> Stake(50_000, 0, True).tolerance(1_000_000, EFFORTS["normal"])
+        0.06
+        """
+        if self.time_ns == 0:
+            return 0.0
+        # A fraction of the step, as a fraction of what the kernel takes of it.
+        return min(_MOST_TOLERANCE, effort.tolerated_share * step_ns / self.time_ns)
+
+
+@dataclass(eq=False)
+class StepShares:
+    """Known times of torch's own convolutions in a step."""
+
+    session: Session
+    layers: Mapping[Problem, tuple[str, ...]]
+    limits: Limits
+    defaults: dict[Problem, Measurement] = field(default_factory=dict)
+
+    @cached_property
+    def stakes(self) -> dict[Problem, Stake]:
+        """The stake of each kernel in the step; computed once, after all kernels were run."""
+        found = {}
+        for problem, entry in self.defaults.items():
+            calls = len(self.layers[problem])
+            limit = self.limits.of(problem)
+            is_forced = limit is not None and (entry.workspace_bytes or 0) > limit
+            time_ns, bound_ns = entry.time_ns or 0, self._least_ns(problem)
+            # A time below the bound disproves it: the machine was busy when its speed was taken.
+            if bound_ns > time_ns:
+                bound_ns = 0
+            found[problem] = Stake(calls * time_ns, calls * bound_ns, is_forced)
+        return found
+
+    def _least_ns(self, problem: Problem) -> int:
+        session = self.session
+        listed = session.backend.candidates(problem)
+        costs = [session.cost(problem, candidate.algorithm) for candidate in listed]
+        return least_ns(costs, session.roofline(problem.dtype))
+
+    def cost_ns(self, problems: Iterable[Problem]) -> int:
+        """Time of torch's own convolution for all calls of some kernels, as far as known."""
+        known = ((self.defaults.get(p), len(self.layers[p])) for p in problems)
+        return sum((entry.time_ns or 0) * calls for entry, calls in known if entry is not None)
+
+    def gain_ns(self, problems: Iterable[Problem]) -> int:
+        """Upper bound of the time that plans of some kernels could save in a step."""
+        return sum(self.stakes[p].gain_ns for p in problems if p in self.stakes)
+
+    def part(self, problems: Iterable[Problem], waiting: Iterable[Problem]) -> float:
+        """Fraction of the time for some of the waiting kernels, by their possible gain."""
+        gain_ns = self.gain_ns(waiting)
+        return self.gain_ns(problems) / gain_ns if gain_ns else 1.0
+
+    def forced(self, problems: Iterable[Problem]) -> int:
+        """The number of kernels that must not stay without a plan."""
+        return sum(p in self.stakes and self.stakes[p].is_forced for p in problems)
+
+    def ignored(self, total_ns: int, effort: Effort) -> Iterator[tuple[Problem, str]]:
+        """Kernels that are not worth measuring, with the reason."""
+        for problem, stake in self.stakes.items():
+            if stake.is_ignored(total_ns, effort):
+                # A plan can save neither more than the kernel's time nor more than its gain.
+                share = min(stake.time_ns, stake.gain_ns) / total_ns
+                yield (
+                    problem,
+                    f"looked at once: it could save {share:.2%} of the convolutions' time at most",
+                )
+
+    def by_expected_cost(self) -> list[Problem]:
+        """Kernels in the order of their expected time, the longest first, before any was run."""
+        # Floating-point operations are all that is known of a kernel that never ran.
+        return sorted(self.layers, key=lambda p: -p.flops * len(self.layers[p]))
+
+    def by_geometry(self) -> list[list[Problem]]:
+        """Groups of kernels that differ only in their batch, the longest first."""
+        return sorted(_grouped(self.layers), key=self.cost_ns, reverse=True)
+
+    def by_gain(self, problems: Iterable[Problem]) -> list[list[Problem]]:
+        """Some kernels in such groups, those with the largest possible gain first."""
+        # Sorting keeps the order of equals: of groups with one gain the costlier comes first.
+        groups = sorted(_grouped(problems), key=self.cost_ns, reverse=True)
+        return sorted(groups, key=self.gain_ns, reverse=True)
+
+
+def _grouped(problems: Iterable[Problem]) -> list[list[Problem]]:
+    groups: dict[Problem, list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault(problem.with_batch(1), []).append(problem)
+    return list(groups.values())

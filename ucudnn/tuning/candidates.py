@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 class KernelCandidates:
     """Candidates of one kernel along one axis.
 
-    Args:
-        session: the device.
-        axis: of the kernel, along which it is split.
-        sizes: of the chunks that a split may have.
-        adds_bias: only candidates that also add a bias; else only those that do not.
-        extrapolates: include two small chunks in role `ALONE`, which no split uses: the workspace
-            of the undivided call is extrapolated from them.
-        deterministic: only candidates whose result never varies, and torch's own, as a baseline.
+    If deterministic ones are asked for, torch's own convolution is listed all the same, as a
+    baseline.
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class KernelCandidates:
         return tuple(roles)
 
     def lists(self, arm: Arm) -> tuple[Role, ...]:
-        """Positions of a split that an arm can fill; empty if it only tells about others."""
+        """Positions that an arm can fill; none if it only serves to extrapolate workspace."""
         if self._varies(self.by_arm[arm]):
             return ()
         return lists_of(self.problem, arm.size == self.axis.extent, arm.role)
@@ -123,5 +117,4 @@ class KernelCandidates:
         return frozenset(waves or powers)
 
     def _cost(self, size: int, algorithm: str) -> Cost | None:
-        """Lower bounds of what an algorithm needs for a chunk; None if none are known."""
         return self._session.cost(self.part(size), algorithm)

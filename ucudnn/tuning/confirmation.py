@@ -22,18 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finalist:
-    """A split of the whole batch with the samples of one race.
-
-    Args:
-        split: what was run.
-        timing: median, spread and workspace of the whole call.
-        samples: times in ns, one per round; the n-th of every finalist is from the same round.
-        is_deterministic: whether it computes the same bits every time.
-        is_perturbed: other processes used the processors while it was timed.
-    """
+    """A split of the whole batch with the samples of one race."""
 
     split: Split
     timing: Timing
+    # In ns, one per round; the n-th samples of all finalists are from the same round.
     samples: tuple[int, ...]
     is_deterministic: bool = True
     is_perturbed: bool = False
@@ -48,25 +41,18 @@ def race(
 ) -> list[Finalist]:
     """Time whole calls in interleaved rounds, or take the race from the cache if it is complete.
 
-    Args:
-        session: the device and the cache.
-        measurer: of the kernel, whose bench is used.
-        problem: the kernel at one of its batches.
-        splits: the splits to time.
-        has_bias: whether a layer adds a bias to the result; then every call adds one.
-
-    Raises:
-        UnsupportedError: no split could be run.
+    Every call adds a bias if a layer does. Raises UnsupportedError if no split could be run.
     """
     # Samples are compared in pairs of one round, so a race is recalled as a whole or run anew.
     recalled = recall_race(session, problem, splits, has_bias)
     if recalled is not None:
         return recalled
     keys = _keys(session, problem, splits, has_bias)
-    facts = _facts(session, problem, splits)
+    facts = [replace(fact, adds_bias=has_bias) for fact in _facts(session, problem, splits)]
     wholes = measurer.bench.whole(splits, has_bias)
-    facts = [replace(fact, adds_bias=has_bias) for fact in facts]
-    found = [_measured(*entry) for entry in zip(keys, wholes, facts, strict=True)]
+    found = [
+        _measured(key, whole, fact) for key, whole, fact in zip(keys, wholes, facts, strict=True)
+    ]
     for entry in found:
         # Of which there may be more at another time.
         if entry.failure != FailureKind.OUT_OF_MEMORY:
@@ -82,14 +68,7 @@ def race(
 def recall_race(
     session: Session, problem: Problem, splits: Sequence[Split], has_bias: bool = False
 ) -> list[Finalist] | None:
-    """The race of these splits from the cache; None if it is not there or no split could be run.
-
-    Args:
-        session: the device and the cache.
-        problem: the kernel at one of its batches.
-        splits: all that took part.
-        has_bias: whether a bias was part of every call.
-    """
+    """The race of these splits from the cache; None if it is not there or no split could be run."""
     known = [session.find(key) for key in _keys(session, problem, splits, has_bias)]
     found = [session.reuse(entry) for entry in known if entry is not None]
     return None if len(found) < len(splits) else _finalists(splits, found) or None
@@ -180,7 +159,7 @@ def choose(
 
     Among those that tie, the one with less workspace wins, then the one with fewer chunks, then a
     deterministic one. To tie, a median must also be within 2 % of the fastest, because wide
-    intervals alone would let much slower calls tie.
+    intervals alone would let much slower calls tie. `overhead_ns` is added to all but the default.
 
     >>> from ucudnn.plan import Step
     >>> def entry(name, *samples):
@@ -191,20 +170,12 @@ def choose(
     'gemm'
     >>> choose([slow, entry("gemm", *[80, 120] * 4, 90)], None).split.steps[0].algorithm
     'torch_default'
-
-    Args:
-        finalists: of one race.
-        limit: bytes of workspace, None without a limit.
-        overhead_ns: time that a planned call takes in addition to the time measured.
-        deterministic: the winner's result must never vary.
-
-    Returns:
-        The winner, or None if no finalist is within the limit.
     """
     fitting = [
         entry
         for entry in finalists
-        if _fits(entry, limit) and (entry.is_deterministic or not deterministic)
+        if (limit is None or entry.timing.workspace_bytes <= limit)
+        and (entry.is_deterministic or not deterministic)
     ]
     default = next((entry for entry in fitting if entry.split.is_default), None)
     # Where nothing is clearly faster than torch's own convolution, that is the only one left.
@@ -215,10 +186,6 @@ def choose(
         return None
     fastest = min(fitting, key=lambda entry: entry.timing.time_ns)
     return min((entry for entry in fitting if _ties(entry, fastest)), key=_thrift)
-
-
-def _fits(entry: Finalist, limit: int | None) -> bool:
-    return limit is None or entry.timing.workspace_bytes <= limit
 
 
 def _thrift(entry: Finalist) -> tuple[int, int, bool, int]:

@@ -19,13 +19,7 @@ def items_by_role(
     measurements: Sequence[Measurement],
     kernel_of: KernelOf,
 ) -> dict[str, list[Item]]:
-    """Items for `reuse`, by position in a split.
-
-    Args:
-        problem: the kernel at its largest batch.
-        measurements: of its micro-batches and of others.
-        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
-    """
+    """Items for `reuse`, by position in a split."""
     alone = _single_items(problem, measurements, kernel_of)
     later = chunk_items(problem, measurements, Role.LATER)
     first = chunk_items(problem, measurements, role_of(problem, Role.FIRST))
@@ -45,68 +39,53 @@ def _single_items(
     A batch that was not timed costs at most as much as the next larger one with the same
     implementation. A chunk alone costs at most as much as one that is written into a larger result.
     """
-    costs: dict[str, dict[int, Item]] = {}
+    # A later chunk of a weight gradient is added to a sum, which bounds no other operation.
+    later = [] if problem.op == "wgrad" else chunk_items(problem, measurements, Role.LATER)
     # `ALONE` comes second: what was timed so replaces the bound from the other role.
-    for role in (Role.LATER, Role.ALONE):
-        for item in chunk_items(problem, measurements, role):
-            # A later chunk of a weight gradient is added to a sum, which bounds no other operation.
-            if role == Role.ALONE or problem.op != "wgrad":
-                costs.setdefault(item.algorithm, {})[item.batch] = item
-    every = range(1, problem.batch + 1)
-    return [
-        item
-        for by_batch in costs.values()
-        for item in _bounded(problem, by_batch, every, kernel_of)
-    ]
+    items = [*later, *chunk_items(problem, measurements, Role.ALONE)]
+    return list(_bounded(problem, items, range(1, problem.batch + 1), kernel_of))
 
 
 def with_bounded(
     problem: Problem, items: Mapping[str, Sequence[Item]], kernel_of: KernelOf, sizes: Iterable[int]
 ) -> dict[str, list[Item]]:
-    """The items, with upper bounds for chunks of other sizes.
-
-    Args:
-        problem: the kernel at its largest batch.
-        items: of the timed chunks, by role.
-        kernel_of: name of the implementation by which an algorithm runs a problem, or None.
-        sizes: allowed sizes of chunks.
-    """
+    """The items, with upper bounds for chunks of other sizes."""
     sizes = tuple(sizes)
     # Items in role `ALONE` cover all batches already, see `_single_items`.
     found: dict[str, list[Item]] = {Role.ALONE: list(items[Role.ALONE])}
     for role in (Role.FIRST, Role.LATER):
-        costs: dict[str, dict[int, Item]] = {}
-        for item in items[role]:
-            costs.setdefault(item.algorithm, {})[item.batch] = item
+        timed = {(item.algorithm, item.batch) for item in items[role]}
         more = (
             item
-            for by_batch in costs.values()
-            for item in _bounded(problem, by_batch, sizes, kernel_of)
-            if item.batch not in by_batch
+            for item in _bounded(problem, items[role], sizes, kernel_of)
+            if (item.algorithm, item.batch) not in timed
         )
         found[role] = [*items[role], *more]
     return found
 
 
 def _bounded(
-    problem: Problem, by_batch: Mapping[int, Item], sizes: Iterable[int], kernel_of: KernelOf
+    problem: Problem, items: Iterable[Item], sizes: Iterable[int], kernel_of: KernelOf
 ) -> Iterator[Item]:
-    """Times of one algorithm at some sizes; an untimed size has the time of the next larger one.
+    """Times of each algorithm at some sizes; an untimed size has the time of the next larger one.
 
-    This holds only if both run the same implementation.
+    This holds only if both run the same implementation. Of two items for one size the last counts.
     """
-    # From the largest size down: a smaller chunk of one implementation is taken to need no more
-    # time or workspace than the next larger one that was timed.
-    bound = None
-    timed = sorted(by_batch, reverse=True)
-    for n in sorted({*sizes, *timed}, reverse=True):
-        bound = by_batch.get(n, bound)
-        if bound is None:
-            continue
-        algorithm = bound.algorithm
-        kernels = (kernel_of(problem.with_batch(size), algorithm) for size in {n, bound.batch})
-        if len(set(kernels)) == 1:
-            yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
+    costs: dict[str, dict[int, Item]] = {}
+    for item in items:
+        costs.setdefault(item.algorithm, {})[item.batch] = item
+    sizes = set(sizes)
+    for algorithm, by_batch in costs.items():
+        # From the largest size down: a smaller chunk of one implementation is taken to need no more
+        # time or workspace than the next larger one that was timed.
+        bound = None
+        for n in sorted(sizes | by_batch.keys(), reverse=True):
+            bound = by_batch.get(n, bound)
+            if bound is None:
+                continue
+            kernels = (kernel_of(problem.with_batch(size), algorithm) for size in {n, bound.batch})
+            if len(set(kernels)) == 1:
+                yield Item(n, bound.workspace_bytes, bound.time_ns, algorithm, bound.rank)
 
 
 def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
@@ -114,11 +93,6 @@ def lists_of(problem: Problem, is_whole: bool, role: Role) -> tuple[Role, ...]:
 
     >>> lists_of(Problem("fprop", 8, 4, 4, (9, 9), (3, 3)), False, Role.LATER)
     (<Role.FIRST: 'first'>, <Role.LATER: 'later'>)
-
-    Args:
-        problem: of the kernel.
-        is_whole: whether the chunk is the whole batch.
-        role: in which it was timed.
     """
     if is_whole:
         return (Role.ALONE,)
@@ -147,14 +121,7 @@ def chunk_items(
     role: Role,
     size_by_part: Mapping[Problem, int] | None = None,
 ) -> list[Item]:
-    """Items of one role, with all memory that they need.
-
-    Args:
-        problem: the kernel at its largest batch.
-        measurements: of chunks along any axis.
-        role: the role in which they were timed.
-        size_by_part: size of each problem whose measurements count; None: micro-batches count.
-    """
+    """Items of one role, with all memory that they need."""
     total = held_bytes(problem, role)
     items = []
     for entry in measurements:

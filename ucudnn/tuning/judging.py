@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from time import monotonic
 from typing import Any
 
@@ -17,7 +18,7 @@ from ucudnn.benchmark.failures import first_line
 from ucudnn.benchmark.statistics import median_ns
 from ucudnn.config import Config
 from ucudnn.errors import TuningInterruptedError, UnplannedWarning
-from ucudnn.execution.compiling import is_compiled
+from ucudnn.execution.compiling import is_compiled, replays_graphs
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import (
@@ -28,14 +29,13 @@ from ucudnn.execution.stepping import (
     undisturbed,
 )
 from ucudnn.execution.timing import KernelTimer
+from ucudnn.execution.watching import Watcher
 from ucudnn.outcomes import Compilation, LayoutHint, LayoutRace, StepRace
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
-from ucudnn.tuning.budget import LEAST_RACE_STEPS
-from ucudnn.tuning.compiled_steps import compile_steps, with_relaid
-from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS
 from ucudnn.tuning.layout import LayoutJudge, by_sums, reason_against_layout
-from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, StepJudge, StepMeter
+from ucudnn.tuning.step_judge import LEAST_STEPS, NO_ROOM, NOTHING, StepJudge, StepMeter
 from ucudnn.tuning.step_rounds import race, raced_of, tells
 
 # Steps that tuning leaves time for, and that a default budget never takes from a race: both
@@ -50,8 +50,6 @@ _HINT_ROUNDS = 2
 # Steps that a race of two layouts takes at least: one that tells how long steps are, two whose
 # results are compared, and one for the peak and one round of each of four contestants.
 _LEAST_STEPS = 11
-# Reason why a plan that is torch's own throughout was not raced.
-_NOTHING = "it changes nothing"
 # Reason why there was no hint.
 _USED_UP = "the time budget was used up"
 
@@ -61,18 +59,14 @@ def judged(
 ) -> Plan:
     """The plan after a race of whole steps, or with the reason why there was none.
 
-    Args:
-        model: that the plan was made for; if it is compiled, compiled steps are raced.
-        example_inputs: that it was traced with.
-        plan: the plan to judge.
-        config: with the time budget.
-        began: the `time.monotonic` from which the budget counts; None: now.
+    `began` is the `time.monotonic` from which the budget counts, by default now. If the model is
+    compiled, compiled steps are raced.
     """
     reason = _reason_against_steps(model, example_inputs, plan, config)
     changes = not all(kernel.is_default for kernel in plan.kernels)
     hints = config.layout == "keep" and _has_other_layout(plan)
     if reason or not (changes or hints):
-        return replace(plan, step_race=StepRace(reason=reason or _NOTHING))
+        return replace(plan, step_race=StepRace(reason=reason or NOTHING))
     began = monotonic() if began is None else began
     if changes and _is_too_late(plan, config, began):
         hint = LayoutHint(reason=_USED_UP) if hints else None
@@ -90,7 +84,7 @@ def judged(
             until = _until(config, began, step_ns, RACE_STEPS + hint_steps)
             meter = _meter(backend, [plan], until, step_ns)
             if not changes:
-                plan = replace(plan, step_race=StepRace(reason=_NOTHING))
+                plan = replace(plan, step_race=StepRace(reason=NOTHING))
             else:
                 # Rounds of the race come first in a budget that was set.
                 is_set = config.time_budget_s is not None
@@ -111,15 +105,7 @@ def judged(
 def judged_divided(
     model: nn.Module, example_inputs: Any, plan: Plan, config: Config, began: float
 ) -> Plan:
-    """The plan after a race of its divided steps against torch's, which are not divided.
-
-    Args:
-        model: that the plan was made for.
-        example_inputs: that it was traced with.
-        plan: whose kernels were judged by divided steps already.
-        config: with the time budget.
-        began: the `time.monotonic` from which the budget counts.
-    """
+    """The plan after a race of its divided steps against torch's, which are not divided."""
     reason = _reason_against_steps(model, example_inputs, plan, config)
     kernels = plan.step_race or StepRace()
     if reason:
@@ -173,7 +159,6 @@ def convolutions_s(plan: Plan) -> float:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Judge steps of a model within the context, which restores it."""
     with undisturbed(model), warnings.catch_warnings():
         # torch.compile may compute convolutions in another layout than they were planned in. The
         # race shows what a plan is worth then, and a warning would tell of steps that nobody ran.
@@ -183,7 +168,6 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _has_other_layout(plan: Plan) -> bool:
-    """True if channels_last would change the layout of a kernel."""
     problems = (kernel.problem for kernel in plan.kernels)
     is_kept = plan.memory_format == "keep"
     return is_kept and any(one.rank > 1 and one.layout == "nchw" for one in problems)
@@ -219,16 +203,11 @@ def judged_in_layouts(
 ) -> Plan:
     """The plan of the better layout, after a race of whole steps by torch and by plan in both.
 
+    `plans` are not judged yet, the one for the model's own layout ("keep") comes first. `calls` is
+    how many convolutions a step has in each layout.
+
     If no steps can be run, the sums of the kernels' times decide. A model that does not compute the
     same in channels_last keeps its layout.
-
-    Args:
-        model: that the plans were made for; if it is compiled, compiled steps are raced.
-        example_inputs: that it was traced with.
-        plans: by memory format, not judged yet; "keep" first.
-        calls: how many convolutions a step has in that layout.
-        config: with the time budget.
-        began: the `time.monotonic` from which the budget counts.
     """
     own = plans["keep"]
     reason = _reason_against_steps(model, example_inputs, own, config)
@@ -277,10 +256,8 @@ def _compiled(
         return own, ""
     last = compile_steps(model, steps["channels_last"], device_type)
     assert last is not None
-    reason = ""
     # Its user could not run it there.
-    if not last.is_compiled:
-        reason = f"in channels_last {last.reason}"
+    reason = "" if last.is_compiled else f"in channels_last {last.reason}"
     return Compilation(own.seconds + last.seconds), reason
 
 
@@ -316,10 +293,6 @@ class _Installer:
     """Installs plans in turn, and keeps the calls that each has looked up, as in training.
 
     Without this, looking up all calls would be part of the time of each step.
-
-    Args:
-        backend: of the plans.
-        plans: whose steps are timed, or those of parts of them.
     """
 
     def __init__(self, backend: AbstractBackend, plans: Iterable[Plan]) -> None:
@@ -368,3 +341,49 @@ def _reason_against_steps(model: nn.Module, inputs: Any, plan: Plan, config: Con
     if config.is_replayed:
         return "it was made from a recording"
     return reason_against_steps(model, inputs, plan.device.type)
+
+
+def compile_steps(model: nn.Module, steps: Steps, device_type: str) -> Compilation | None:
+    """Let the steps of a compiled model run compiled; None if the model is not compiled.
+
+    The first compiled steps are run. If they fail, the steps stay as they were, and the reason is
+    returned.
+    """
+    if not is_compiled(model):
+        return None
+    # Two contestants would replay the kernels of the one that was captured.
+    if device_type == "cuda" and replays_graphs(model):
+        reason = "its compiled code replays CUDA graphs, which keep the kernels that they captured"
+        return Compilation(reason=reason)
+    began, reason = monotonic(), ""
+    try:
+        steps.compile()
+    # torch.compile raises RuntimeErrors of its own, whatever its backend raised.
+    except STEP_ERRORS as error:
+        reason = f"torch.compile failed ({_said(error)})"
+    return Compilation(ceil(monotonic() - began), reason)
+
+
+def with_relaid(plan: Plan, steps: Steps) -> Plan:
+    """The plan with the number of convolutions that compiled steps compute in another layout."""
+    compilation = plan.compilation
+    if compilation is None or not compilation.is_compiled:
+        return plan
+    watcher = Watcher(lambda: None)
+    with Installation(plan.device.type, watcher):
+        steps()
+    relaid = sum(any(_is_relaid(one, plan) for one in call.copied) for call in watcher.calls)
+    return replace(plan, compilation=replace(compilation, relaid=relaid))
+
+
+def _is_relaid(problem: Problem, plan: Plan) -> bool:
+    other = replace(problem, layout="nchw" if problem.layout == "nhwc" else "nhwc")
+    return plan.covers(other) and not plan.covers(problem)
+
+
+def _said(error: BaseException) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # "backend='inductor' raised:" says less than the line below it.
+    said = lines[1] if len(lines) > 1 and lines[0].endswith(":") else " ".join(lines[:1])
+    return said or type(error).__name__

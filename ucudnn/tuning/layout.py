@@ -6,7 +6,7 @@ A model may be in channels_last only if it computes the same there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -19,7 +19,14 @@ from ucudnn.benchmark.statistics import median_ns, ratio_interval
 from ucudnn.execution.stepping import STEP_ERRORS, Results, Steps
 from ucudnn.outcomes import TOLERATED, Contestant, LayoutRace, StepRace
 from ucudnn.plan import Plan
-from ucudnn.tuning.step_judge import Step, StepJudge, StepMeter, has_default, replaceable
+from ucudnn.tuning.step_judge import (
+    NOTHING,
+    Step,
+    StepJudge,
+    StepMeter,
+    has_default,
+    replaceable,
+)
 from ucudnn.tuning.step_rounds import CONFIDENCE, race, raced_inside, raced_of, steps_ns, tells
 
 Samples = Sequence[Sequence[int]]
@@ -35,25 +42,16 @@ _POWER_OF_OUTPUTS, _POWER_OF_GRADIENTS = 0.5, 0.25
 
 
 class Entrant(NamedTuple):
-    """One way to compute steps.
-
-    Args:
-        memory_format: of the model, "keep" or "channels_last".
-        plan: None for torch's own convolutions.
-        is_allowed: False if it exceeds the workspace limit, so that it is only timed.
-    """
+    """One way to compute steps: by a plan, or by torch's own convolutions."""
 
     memory_format: str
     plan: Plan | None
+    # False if it exceeds the workspace limit, so that it is only timed.
     is_allowed: bool
 
 
 def entrants(plans: Mapping[str, Plan]) -> list[Entrant]:
-    """The contestants of a race: in each layout, torch's own, and the plan if it changes anything.
-
-    Args:
-        plans: by memory format, the model's own first.
-    """
+    """In each layout, the model's own first: torch's own, and the plan if it changes anything."""
     found = []
     for memory_format, plan in plans.items():
         is_allowed = all(has_default(plan, kernel) for kernel in plan.kernels)
@@ -75,12 +73,7 @@ def _best(of: Sequence[Entrant], samples: Samples, memory_format: str) -> int:
 
 
 def winner(of: Sequence[Entrant], samples: Samples) -> int:
-    """Index of the winner; a contestant of the model's own layout unless the gain is clear.
-
-    Args:
-        of: the contestants.
-        samples: times of their steps in ns, one of each per round.
-    """
+    """Index of the winner; a contestant of the model's own layout unless the gain is clear."""
     own, last = (_best(of, samples, which) for which in ("keep", "channels_last"))
     # Unless the gain is both large enough and beyond the noise, the model stays as it is.
     ratio, _, high = ratio_interval(samples[last], samples[own], CONFIDENCE)
@@ -88,12 +81,7 @@ def winner(of: Sequence[Entrant], samples: Samples) -> int:
 
 
 def is_decided(of: Sequence[Entrant], samples: Samples) -> bool:
-    """True if more rounds would change neither the verdict on a plan nor the layout.
-
-    Args:
-        of: the contestants.
-        samples: times of their steps in ns, one of each per round.
-    """
+    """True if more rounds would change neither the verdict on a plan nor the layout."""
     pairs = [(_best(of, samples, "channels_last"), _best(of, samples, "keep"))]
     # The contestant before a plan is torch's own in the same layout.
     pairs += [(i, i - 1) for i, one in enumerate(of) if one.plan is not None]
@@ -101,13 +89,7 @@ def is_decided(of: Sequence[Entrant], samples: Samples) -> bool:
 
 
 def outcome(of: Sequence[Entrant], samples: Samples, peaks: Sequence[int]) -> LayoutRace:
-    """The race as the plan keeps it.
-
-    Args:
-        of: the contestants, torch in the model's own layout first.
-        samples: times of their steps in ns, one of each per round.
-        peaks: of allocated memory in bytes.
-    """
+    """The race as the plan keeps it."""
     contestants = []
     for one, times, peak in zip(of, samples, peaks, strict=True):
         ratio, low, high = ratio_interval(times, samples[0])
@@ -127,13 +109,7 @@ def outcome(of: Sequence[Entrant], samples: Samples, peaks: Sequence[int]) -> La
 
 
 def by_sums(plans: Mapping[str, Plan], calls: Mapping[str, int], reason: str) -> LayoutRace:
-    """Compare the sums of the kernels' times, because no steps can be run.
-
-    Args:
-        plans: by memory format, the model's own first.
-        calls: how many convolutions a step has in that layout.
-        reason: why no steps were run.
-    """
+    """Compare the sums of the kernels' times, because no steps can be run."""
     # Sums over different sets of kernels cannot be compared.
     if any(sum(len(k.layers) for k in plans[one].kernels) < calls[one] for one in plans):
         return LayoutRace(reason=f"not all kernels have a plan in both layouts, and {reason}")
@@ -166,31 +142,23 @@ def _summed(one: Entrant, time_ns: int, others: Sequence[Contestant]) -> Contest
     return Contestant(one.memory_format, is_plan, time_ns, ratio, ratio, ratio, is_allowed=allowed)
 
 
+@dataclass(frozen=True, slots=True)
 class LayoutJudge:
-    """Races steps of one model in its own layout and in channels_last.
+    """Races steps of one model in its own layout and in channels_last."""
 
-    Args:
-        steps: by memory format, the object that computes a step.
-        meter: measures steps by plans.
-    """
-
-    def __init__(self, steps: Mapping[str, Step], meter: StepMeter) -> None:
-        self._steps = steps
-        self._meter = meter
+    # By memory format, the object that computes a step.
+    steps: Mapping[str, Step]
+    meter: StepMeter
 
     def judge(self, plans: Mapping[str, Plan]) -> Plan:
-        """The plan of the better layout, judged by `StepJudge`, with the race of the layouts.
-
-        Args:
-            plans: by memory format, the model's own first.
-        """
+        """The plan of the better layout, judged by `StepJudge`, with the race of the layouts."""
         all_of_them = entrants(plans)
         # Taking the peaks runs every contestant once, so the race needs no round to warm up.
-        ways = [(self._steps[one.memory_format], one.plan) for one in all_of_them]
-        peaks = [self._meter.peak_bytes(*way) for way in ways]
+        ways = [(self.steps[one.memory_format], one.plan) for one in all_of_them]
+        peaks = [self.meter.peak_bytes(*way) for way in ways]
         samples = race(
-            [partial(self._meter.times, *way) for way in ways],
-            self._meter.is_over,
+            [partial(self.meter.times, *way) for way in ways],
+            self.meter.is_over,
             lambda times: is_decided(all_of_them, steps_ns(times)),
             is_warm=True,
         )
@@ -198,10 +166,10 @@ class LayoutJudge:
         chosen = plans[layouts.memory_format]
         # In the chosen layout: torch's own, and the plan if it changes anything.
         run = [i for i, one in enumerate(all_of_them) if one.memory_format == layouts.memory_format]
-        judge = StepJudge(self._steps[layouts.memory_format], self._meter)
+        judge = StepJudge(self.steps[layouts.memory_format], self.meter)
         # Steps by this plan would be steps by torch.
         if len(run) == 1:
-            judged = replace(chosen, step_race=StepRace(reason="it changes nothing"))
+            judged = replace(chosen, step_race=StepRace(reason=NOTHING))
         else:
             # The plan has run against torch's own in this race already, in the same rounds. Only
             # where it lost are further steps run, to find the kernels responsible.
@@ -219,15 +187,7 @@ def reason_against_layout(own: Steps, last: Steps, plan: Plan) -> str:
 
     Outputs and gradients of a step in both layouts are compared. If they differ by more than is
     usual for rounding, a further step with weights changed by one rounding shows how much rounding
-    changes the results of this model.
-
-    Args:
-        own: steps in the model's own layout.
-        last: steps in channels_last.
-        plan: for its dtypes.
-
-    Raises:
-        MemoryError: there is too little memory; torch raises a RuntimeError instead.
+    changes the results of this model. A lack of memory is raised.
     """
     truth = own.results()
     try:

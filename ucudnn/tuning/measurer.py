@@ -27,19 +27,7 @@ from ucudnn.tuning.session import Session
 
 
 class KernelMeasurer:
-    """Measures the candidates of one kernel that its best split may need.
-
-    Args:
-        session: the device and the cache.
-        axis: of the kernel, along which it is split.
-        limit: workspace in bytes, None for any.
-        sizes: of the chunks that a split may have.
-        max_error: largest relative error (L2) of a candidate; None: any result that is not wrong.
-        adds_bias: measure only candidates that also add a bias; else only those that do not.
-        tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
-        deterministic: no algorithm whose result may vary.
-        like: measurer of the same kernel along another axis, which may have timed it.
-    """
+    """Measures the candidates of one kernel that its best split may need."""
 
     def __init__(
         self,
@@ -55,20 +43,23 @@ class KernelMeasurer:
     ) -> None:
         self._session = session
         self._axis = axis
+        # The same kernel along another axis, which may have been timed.
         self._like = like
         self._limit = limit
         must_probe = must_be_known(axis.problem, limit, session.backend.memory_bytes())
-        listed = KernelCandidates(session, axis, sizes, adds_bias, must_probe, deterministic)
-        records = KernelRecords(session, listed, limit, max_error, deterministic)
-        roofline = session.roofline(axis.problem.dtype)
-        elimination = Elimination(
-            listed, records.by_arm, records.workspaces, records.is_allowed, roofline
+        self._listed = KernelCandidates(session, axis, sizes, adds_bias, must_probe, deterministic)
+        self._records = records = KernelRecords(
+            session, self._listed, limit, max_error, deterministic
         )
-        self._listed = listed
-        self._records = records
-        self._elimination = elimination
+        self._elimination = Elimination(
+            self._listed,
+            records.by_arm,
+            records.workspaces,
+            records.is_allowed,
+            session.roofline(axis.problem.dtype),
+        )
         self._requests = Requests(
-            session, listed, records, elimination, limit, tolerance, must_probe
+            self._listed, records, self._elimination, max(tolerance, TOLERANCE), must_probe
         )
         # Whether something was not measured because it would have ended after the time budget.
         self.lacks_time = False
@@ -316,7 +307,6 @@ def _winner_over(result: Result, results: Sequence[Result]) -> int | None:
 
 
 def _not_run(key: MeasurementKey, candidate: Candidate) -> Measurement:
-    """A measurement with the facts of a candidate that was not run."""
     return Measurement(
         key,
         "untimed",

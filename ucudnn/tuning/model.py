@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -17,7 +17,7 @@ from ucudnn.execution.compiling import original_of
 from ucudnn.execution.stepping import tensors_of
 from ucudnn.outcomes import LayoutRace, Origin
 from ucudnn.plan import Plan
-from ucudnn.segment import WHOLE
+from ucudnn.segment import WHOLE, Division
 from ucudnn.tracing import Traced, trace_layers
 from ucudnn.tuning.judging import (
     HINT_STEPS,
@@ -29,7 +29,7 @@ from ucudnn.tuning.judging import (
     judged_in_layouts,
 )
 from ucudnn.tuning.memory_budget import MemoryBudget
-from ucudnn.tuning.progress import Progress
+from ucudnn.tuning.results import Progress
 from ucudnn.tuning.segmenting import faster_division
 from ucudnn.tuning.tuner import tune_problems
 
@@ -83,8 +83,8 @@ def tune(
     """
     config, began = require_config(config), monotonic()
     traced = trace_layers(model, example_inputs, config.ops, real=real)
-    tuning = _Tuning(config, on_progress, remeasure, began)
-    return tuning.run(model, example_inputs, traced, real=real)
+    how = {"real": real}
+    return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run(traced)
 
 
 def tune_traced(
@@ -97,77 +97,46 @@ def tune_traced(
     device_type: str | None = None,
     remeasure: bool = False,
 ) -> Plan:
-    """Like `tune`, for a model that was traced.
-
-    Args:
-        model: any module.
-        example_inputs: that it was traced with.
-        traced: its convolutions.
-        config: the settings.
-        on_progress: called after every measurement.
-        device_type: for which it was traced.
-        remeasure: measure everything anew.
-
-    Raises:
-        ConfigError: as for `tune`.
-        PlanError: as for `tune`.
-    """
-    tuning = _Tuning(config, on_progress, remeasure, monotonic())
-    return tuning.run(model, example_inputs, traced, device_type=device_type)
+    """Like `tune`, for a model that was traced."""
+    began, how = monotonic(), {"device_type": device_type}
+    return _Tuning(model, example_inputs, config, on_progress, remeasure, began, how).run(traced)
 
 
+@dataclass
 class _Tuning:
-    """Tunes one model, in one layout or in two.
+    """Tunes one model, in one layout or in two."""
 
-    Args:
-        config: the settings.
-        on_progress: called after every measurement.
-        remeasure: measure everything anew.
-        began: the `time.monotonic` from which the budget counts.
-    """
+    model: nn.Module
+    inputs: Any
+    config: Config
+    on_progress: Report | None
+    remeasure: bool
+    # The `time.monotonic` from which the budget counts.
+    began: float
+    # Arguments of `trace_layers`, where the model is traced once more.
+    how: Mapping[str, Any]
+    budget: MemoryBudget | None = None
+    division: Division = WHOLE
 
-    def __init__(
-        self, config: Config, on_progress: Report | None, remeasure: bool, began: float
-    ) -> None:
-        self._config = config
-        self._on_progress = on_progress
-        self._remeasure = remeasure
-        self._began = began
-        self._budget: MemoryBudget | None = None
-        self._division = WHOLE
-
-    def run(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        traced: Traced,
-        *,
-        real: bool = False,
-        device_type: str | None = None,
-    ) -> Plan:
+    def run(self, traced: Traced) -> Plan:
         """Tune and judge, until a step keeps the memory budget."""
-        how: dict[str, Any] = {"real": real, "device_type": device_type}
-        plan = self._within_budget(model, inputs, traced, how)
-        if self._division != WHOLE:
-            plan = judged_divided(model, inputs, plan, self._config, self._began)
-        return _described(plan, model, inputs, self._began)
+        plan = self._within_budget(traced)
+        if self.division != WHOLE:
+            plan = judged_divided(self.model, self.inputs, plan, self.config, self.began)
+        return self._described(plan)
 
-    def _within_budget(
-        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
-    ) -> Plan:
-        if self._config.memory_budget is None:
-            self._division = faster_division(model, inputs, traced, self._config, self._began)
-            return self._tuned_and_judged(
-                model, inputs, self._divided(model, inputs, traced, how), how
+    def _within_budget(self, traced: Traced) -> Plan:
+        if self.config.memory_budget is None:
+            self.division = faster_division(
+                self.model, self.inputs, traced, self.config, self.began
             )
-        self._budget = budget = MemoryBudget(model, inputs, self._config, self._began)
-        self._config = budget.config
+            return self._tuned_and_judged(self._divided(traced))
+        self.budget = budget = MemoryBudget(self.model, self.inputs, self.config, self.began)
+        self.config = budget.config
         for _ in range(_MOST_PASSES):
-            self._division = budget.division
+            self.division = budget.division
             try:
-                plan = self._tuned_and_judged(
-                    model, inputs, self._divided(model, inputs, traced, how), how
-                )
+                plan = self._tuned_and_judged(self._divided(traced))
             except PlanError as error:
                 if not budget.divides_anew(error):
                     raise
@@ -177,32 +146,27 @@ class _Tuning:
                 return checked
         raise budget.refusal()
 
-    def _divided(
-        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
-    ) -> Traced:
-        """The convolutions of divided steps."""
-        if self._division == WHOLE:
-            return traced
-        return trace_layers(model, inputs, self._config.ops, **how, division=self._division)
+    def _divided(self, traced: Traced) -> Traced:
+        return traced if self.division == WHOLE else self._traced()
 
-    def _tuned_and_judged(
-        self, model: nn.Module, inputs: Any, traced: Traced, how: Mapping[str, Any]
-    ) -> Plan:
-        config = self._config
-        if config.layout == "keep":
-            return self._as_it_is(model, inputs, traced)
+    def _traced(self, memory_format: str = "keep") -> Traced:
+        return trace_layers(
+            self.model,
+            self.inputs,
+            self.config.ops,
+            **self.how,
+            memory_format=memory_format,
+            division=self.division,
+        )
+
+    def _tuned_and_judged(self, traced: Traced) -> Plan:
+        if self.config.layout == "keep":
+            return self._as_it_is(traced)
         # Asked of the model itself: steps run on a copy, which does not show what it shares.
-        reason = why_not_channels_last(original_of(model))
+        reason = why_not_channels_last(original_of(self.model))
         if reason is None:
             try:
-                last = trace_layers(
-                    model,
-                    inputs,
-                    config.ops,
-                    **how,
-                    memory_format="channels_last",
-                    division=self._division,
-                )
+                last = self._traced("channels_last")
             # A model that cannot be computed in channels_last keeps its layout. The error of its
             # own code is the cause; the one around it is about inputs, which were traced before.
             except ConfigError as error:
@@ -213,23 +177,25 @@ class _Tuning:
                 if _problems(last) == _problems(traced):
                     reason = "channels_last changes none of its convolutions"
         if reason is not None:
-            plan = self._as_it_is(model, inputs, traced)
-            return replace(plan, layout_race=LayoutRace(reason=reason))
-        return self._in_layouts(model, inputs, {"keep": traced, "channels_last": last})
+            return replace(self._as_it_is(traced), layout_race=LayoutRace(reason=reason))
+        return self._in_layouts({"keep": traced, "channels_last": last})
 
-    def _as_it_is(self, model: nn.Module, inputs: Any, traced: Traced) -> Plan:
+    def _as_it_is(self, traced: Traced) -> Plan:
         has_other = any(one.rank > 1 and one.layout == "nchw" for one in _problems(traced))
         # In a budget that was set a hint gets only what is left.
-        hint_steps = HINT_STEPS if has_other and self._config.time_budget_s is None else 0
+        hint_steps = HINT_STEPS if has_other and self.config.time_budget_s is None else 0
         # A model that was converted by a plan for channels_last is traced in that layout.
-        layout, steps = memory_format_of(model), RACE_STEPS + hint_steps
-        plan = self._tuned(traced, self._config.time_budget_s, steps, self._on_progress, layout)
-        return judged(model, inputs, plan, self._config, self._began)
+        layout, steps = memory_format_of(self.model), RACE_STEPS + hint_steps
+        plan = self._tuned(traced, self.config.time_budget_s, steps, self.on_progress, layout)
+        return self._judged(plan)
 
-    def _in_layouts(self, model: nn.Module, inputs: Any, traced: Mapping[str, Traced]) -> Plan:
-        budget_s = self._config.time_budget_s
+    def _judged(self, plan: Plan) -> Plan:
+        return judged(self.model, self.inputs, plan, self.config, self.began)
+
+    def _in_layouts(self, traced: Mapping[str, Traced]) -> Plan:
+        budget_s = self.config.time_budget_s
         # A budget that is set is for both layouts, default ones are for each.
-        report = _Joined(self._on_progress, len(set(_problems(traced["channels_last"]))))
+        report = _Joined(self.on_progress, len(set(_problems(traced["channels_last"]))))
         half_s, race_steps = budget_s and budget_s / 2, LAYOUT_RACE_STEPS // 2
         own = self._tuned(traced["keep"], half_s, race_steps, report, "keep")
         report.go_on()
@@ -243,21 +209,20 @@ class _Tuning:
             raise TuningInterruptedError(own) from None
         # A limit that nothing fits in channels_last says nothing against the model as it is.
         except PlanError as error:
-            plan = judged(model, inputs, own, self._config, self._began)
             reason = f"it has no plan in channels_last ({error})"
-            return replace(plan, layout_race=LayoutRace(reason=reason))
+            return replace(self._judged(own), layout_race=LayoutRace(reason=reason))
         plans = {"keep": own, "channels_last": last}
         calls = {which: len(one.layers) for which, one in traced.items()}
-        return judged_in_layouts(model, inputs, plans, calls, self._config, self._began)
+        return judged_in_layouts(self.model, self.inputs, plans, calls, self.config, self.began)
 
     def _seconds_for_the_second(self, own: Plan) -> float | None:
         """Seconds that the budget leaves for tuning the second layout."""
-        if self._config.time_budget_s is None:
+        if self.config.time_budget_s is None:
             return None
-        left_s = self._began + self._config.time_budget_s - monotonic()
+        left_s = self.began + self.config.time_budget_s - monotonic()
         # A step is longer than its convolutions, by how much is not known yet: twice is assumed.
         race_s = min(left_s / 2, max(left_s / 4, 2 * LAYOUT_RACE_STEPS * convolutions_s(own)))
-        return max(0.0, left_s - race_s if self._config.step_race else left_s)
+        return max(0.0, left_s - race_s if self.config.step_race else left_s)
 
     def _tuned(
         self,
@@ -268,32 +233,41 @@ class _Tuning:
         memory_format: str,
     ) -> Plan:
         """A plan for one layout, before it is judged."""
-        races = reserved_steps if self._config.step_race else 0
-        budget = self._budget
+        races = reserved_steps if self.config.step_race else 0
+        budget = self.budget
         plan = tune_problems(
             traced.layers,
-            self._config,
+            self.config,
             report,
             biased=traced.biased,
             reserved_steps=races,
-            remeasure=self._remeasure,
+            remeasure=self.remeasure,
             limits=None if budget is None else budget.limits(memory_format, traced),
             budget_s=budget_s,
         )
-        segments, micro_batch = self._division
+        segments, micro_batch = self.division
         plan = replace(
             plan, memory_format=memory_format, segments=segments, micro_batch=micro_batch
         )
         return plan if budget is None else budget.noted(plan)
 
+    def _described(self, plan: Plan) -> Plan:
+        """The plan with the name of its model and inputs, and the time of all of tuning."""
+        inputs = tuple(self.inputs) if isinstance(self.inputs, list) else self.inputs
+        origin = replace(
+            plan.origin or Origin(),
+            model=type(original_of(self.model)).__name__,
+            inputs=tuple(
+                f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+                for tensor in tensors_of(inputs)
+            ),
+            seconds=round(monotonic() - self.began),
+        )
+        return replace(plan, origin=origin)
+
 
 class _Joined:
-    """Reports the progress of two tunings as that of one.
-
-    Args:
-        report: called with the progress.
-        more: number of kernels of the second tuning.
-    """
+    """Reports the progress of two tunings as that of one; the second is of `more` kernels."""
 
     def __init__(self, report: Report | None, more: int) -> None:
         self._report = report
@@ -317,20 +291,6 @@ class _Joined:
         )
         if self._report is not None:
             self._report(self._last)
-
-
-def _described(plan: Plan, model: nn.Module, inputs: Any, began: float) -> Plan:
-    """The plan with the name of its model and inputs, and the time of all of tuning."""
-    origin = replace(
-        plan.origin or Origin(),
-        model=type(original_of(model)).__name__,
-        inputs=tuple(
-            f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
-            for tensor in tensors_of(tuple(inputs) if isinstance(inputs, list) else inputs)
-        ),
-        seconds=round(monotonic() - began),
-    )
-    return replace(plan, origin=origin)
 
 
 def _problems(traced: Traced) -> list[Any]:

@@ -64,11 +64,7 @@ class Noise:
 
 
 def noise_of(plan: Plan) -> Noise:
-    """Count the kernels of a plan whose times are unreliable.
-
-    Args:
-        plan: its predicted times are left out, because they were not measured.
-    """
+    """Count the kernels of a plan whose times are unreliable."""
     measured = [kernel for kernel in plan.kernels if not kernel.timing.is_predicted]
     return Noise(
         kernels=len(measured),

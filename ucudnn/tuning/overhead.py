@@ -36,9 +36,6 @@ def planned_call_ns(backend: AbstractBackend) -> int:
     """Overhead in ns of one pass of a planned layer, beyond the part that a benchmark times.
 
     It is 0 if the device computes asynchronously.
-
-    Args:
-        backend: the backend of the planned calls.
     """
     if not backend.blocks_host:
         return 0

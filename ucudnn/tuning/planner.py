@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ucudnn.axis import axis_of
@@ -14,7 +15,6 @@ from ucudnn.errors import PlanError
 from ucudnn.plan import DEFAULT_ALGORITHM, KernelPlan, Split, Step, Timing
 from ucudnn.tuning.confirmation import Finalist, choose
 from ucudnn.tuning.items import held_bytes
-from ucudnn.tuning.plan_draft import PlanDraft
 from ucudnn.tuning.splits import AbstractSplitTable, known_chunks, plan_by
 from ucudnn.units import format_bytes
 
@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 class KernelPlanner:
-    """Finds the plan of one kernel within a limit.
-
-    Args:
-        source: measurements of the kernel within the limits of its plan.
-    """
+    """Finds the plan of one kernel within a limit."""
 
     def __init__(self, source: AbstractSource) -> None:
         # Replaced by one with a lower limit for chunks where whole calls need more than chunks do.
@@ -45,8 +41,7 @@ class KernelPlanner:
     def decide(self) -> KernelPlan | None:
         """The plan, by a race of whole calls; None if the time ran out before there was one.
 
-        Raises:
-            PlanError: no plan fits the limit.
+        Raises PlanError if no plan fits the limit.
         """
         try:
             # Each pass returns, or lowers the limit for chunks.
@@ -84,9 +79,7 @@ class KernelPlanner:
         own = next((entry for entry in finalists if entry.split.is_default), None)
         default = None if own is None else own.timing
         layers = self._source.kernel.layers
-        plan = plan_by(
-            tables, PlanDraft(self._problem, winner.split), layers, winner.timing, default
-        )
+        plan = plan_by(tables, self._problem, winner.split, layers, winner.timing, default)
         # A race says more than the first look by which an algorithm was left out of the chunks.
         raced = {*plan.algorithms, *([DEFAULT_ALGORITHM] if default else [])}
         ruled_out = [said for name, said in evidence.ruled_out if name not in raced]
@@ -98,7 +91,6 @@ class KernelPlanner:
         )
 
     def _default_notes(self) -> list[str]:
-        """Notes of torch's own convolution, and which implementation it runs."""
         # It is the first candidate.
         candidate = self._session.backend.candidates(self._problem)[0]
         name = candidate.implementation
@@ -106,11 +98,7 @@ class KernelPlanner:
         return [f"default {note}" for note in notes]
 
     def require_split(self) -> None:
-        """Refuse a limit that nothing fits.
-
-        Raises:
-            PlanError: nothing fits, and there was time to find out.
-        """
+        """Refuse a limit that nothing fits."""
         evidence = self._source.evidence()
         if all(table.is_empty for table in self._tables(evidence)):
             self._refuse_unless_over(evidence)
@@ -160,11 +148,7 @@ class KernelPlanner:
         )
 
     def _tighten(self, finalists: Sequence[Finalist], evidence: Evidence) -> None:
-        """Lower the limit for chunks, because whole calls needed more than their chunks.
-
-        Raises:
-            PlanError: no lower limit would do.
-        """
+        """Lower the limit for chunks, because whole calls needed more than their chunks."""
         limit, chunk_limit = self._limit, self._source.bounds.chunk_limit
         # Only a limit can have refused every finalist.
         assert limit is not None
@@ -207,7 +191,6 @@ class KernelPlanner:
         return max(sizes, default=None)
 
     def _nothing_fits(self, evidence: Evidence) -> PlanError:
-        """Error for a limit that nothing fits, with the smallest that would do."""
         source, problem, config = self._source, self._problem, self._config
         smallest, limit = _smallest(source, evidence), self._limit
         if smallest is None:
@@ -246,11 +229,6 @@ def predict(
     """Finalists for `choose`, with the sums of their steps as predicted times.
 
     A split with a step that was not timed in its position is left out.
-
-    Args:
-        tables: split tables that contain the chunks of the splits.
-        splits: along any axis.
-        default: torch's own convolution of the whole batch, as far as it was measured.
     """
     found = (_measured(split, default) or _summed(split, tables) for split in splits)
     return [finalist for finalist in found if finalist is not None]
@@ -264,8 +242,13 @@ def _measured(split: Split, default: Measurement | None) -> Finalist | None:
     timing = Timing(default.time_ns, spread_ns, default.workspace_bytes or 0, len(samples))
     # One sample each, whose ratio `choose` takes as it is: a prediction is the sum of medians, and
     # an interval of it is not known.
-    facts = (default.is_deterministic, default.is_perturbed)
-    return Finalist(split, timing, (default.time_ns,), *facts)
+    return Finalist(
+        split,
+        timing,
+        (default.time_ns,),
+        is_deterministic=default.is_deterministic,
+        is_perturbed=default.is_perturbed,
+    )
 
 
 def _summed(split: Split, tables: Sequence[AbstractSplitTable]) -> Finalist | None:
@@ -326,8 +309,4 @@ def _smallest(source: AbstractSource, evidence: Evidence) -> tuple[int, str] | N
     )
     # Slabs may fit where no micro-batch does, as at batch 1.
     found = (table.smallest() for table in source.tables(known, limit=None))
-    return min(filter(None, found), default=None, key=_least_bytes)
-
-
-def _least_bytes(smallest: tuple[int, str]) -> int:
-    return smallest[0]
+    return min(filter(None, found), default=None, key=itemgetter(0))

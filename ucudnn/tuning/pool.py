@@ -9,7 +9,8 @@ section III), made lazy: the same program on lower bounds of the fronts names wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from time import monotonic
 
 import torch
@@ -18,13 +19,12 @@ from ucudnn.config import Config
 from ucudnn.errors import PlanError
 from ucudnn.problem import Problem
 from ucudnn.solvers import divide
-from ucudnn.tuning.budget import Budget
+from ucudnn.tuning.budget import Budget, StepShares
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource
 from ucudnn.tuning.splits import Front, Point, pareto
-from ucudnn.tuning.worth import StepShares
 from ucudnn.units import format_bytes
 
 # A division that is this close to what is hoped for is close enough.
@@ -43,18 +43,15 @@ _PLANNING = 4
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Options of a kernel in a division of a pool.
+    """Options of a kernel in a division of a pool."""
 
-    Args:
-        calls: number of calls of the kernel in a step.
-        most: largest part in bytes that one call may own.
-        front: points of one call that fit, including the surplus.
-        surplus: measured workspace of a whole call minus that of its chunks, in bytes.
-    """
-
+    # Number of calls of the kernel in a step.
     calls: int
+    # Largest part in bytes that one call may own.
     most: int
+    # Points of one call that fit, including the surplus.
     front: Front
+    # Measured workspace of a whole call minus that of its chunks, in bytes.
     surplus: int = 0
 
     @property
@@ -72,15 +69,10 @@ class Choices:
         return self.calls * self.points[0][0]
 
     def part(self, size: int, left: int) -> int:
-        """Bytes of the pool that a call owns.
-
-        Args:
-            size: workspace that the division gave the call.
-            left: bytes of the pool that the division did not use, per call.
-        """
+        """Bytes of the pool that a call owns: what it got by a division, and of what is left."""
         point = max(
             (point for point in self.front if point.workspace_bytes + self.surplus <= size),
-            key=_workspace_bytes,
+            key=attrgetter("workspace_bytes"),
         )
         least = point.workspace_bytes + self.surplus
         left += size - least
@@ -90,38 +82,18 @@ class Choices:
         return min(least + left, self.most)
 
 
-def _workspace_bytes(point: Point) -> int:
-    return point.workspace_bytes
-
-
-def require_solver(solver: str) -> None:
-    """Refuse a solver that is not installed, before anything is measured for it.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    # The smallest possible division: a solver's package is imported only when it solves.
-    divide([[(0, 1)]], 0, solver)
-
-
 def divided(
     choices: Mapping[Problem, Choices], total_bytes: int, solver: str
 ) -> dict[Problem, int]:
     """Workspace of each call of each kernel that minimises the total time.
+
+    Raises PlanError if the pool is too small.
 
     >>> slow, fast = (Problem("fprop", n, 4, 4, (9,), (3,)) for n in (1, 2))
     >>> fronts = (Point(0, 9), Point(4, 8)), (Point(0, 9), Point(6, 2))
     >>> choices = {slow: Choices(2, 4, fronts[0]), fast: Choices(1, 6, fronts[1])}
     >>> list(divided(choices, 8, "auto").values())  # 2 bytes are left over, for three calls
     [0, 6]
-
-    Args:
-        choices: of each kernel; a kernel without choices gets no workspace.
-        total_bytes: size of the pool.
-        solver: as `ucudnn.solvers.divide` takes it.
-
-    Raises:
-        PlanError: the pool is too small.
     """
     # A front is empty where the time ended before anything of the kernel was measured.
     named = {problem: one for problem, one in choices.items() if one.front}
@@ -154,41 +126,24 @@ def divided(
     }
 
 
+@dataclass(eq=False)
 class Pool:
-    """Divides one pool of workspace, again whenever something was measured.
+    """Divides one pool of workspace, again whenever something was measured."""
 
-    Args:
-        config: the settings.
-        layers_by_problem: the names of the layers that run each kernel.
-        limits: workspace that each kernel may use.
-        session: of the device that measures.
-        shares: times and workspaces of torch's own convolutions.
-        source_of: makes the source of a kernel, within a limit in bytes or its part of the pool.
-        budget: the time for everything.
-        on_work: called with the kernel that is being measured.
-    """
+    config: Config
+    layers: Mapping[Problem, tuple[str, ...]]
+    limits: Limits
+    session: Session
+    shares: StepShares
+    # Makes the source of a kernel, within a limit in bytes or its part of the pool.
+    source_of: Callable[[Problem, int | None], AbstractSource]
+    budget: Budget
+    on_work: Callable[[Problem], None]
+    parts: dict[Problem, int] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        config: Config,
-        layers_by_problem: Mapping[Problem, tuple[str, ...]],
-        limits: Limits,
-        session: Session,
-        shares: StepShares,
-        source_of: Callable[[Problem, int | None], AbstractSource],
-        budget: Budget,
-        on_work: Callable[[Problem], None],
-    ) -> None:
-        assert config.total_bytes is not None
-        self._total_bytes = config.total_bytes
-        self._limits = limits
-        self._config = config
-        self._layers = layers_by_problem
-        self._session = session
-        self._shares = shares
-        self._source_of = source_of
-        self._budget = budget
-        self._on_work = on_work
+    def __post_init__(self) -> None:
+        assert self.config.total_bytes is not None
+        self._total_bytes = self.config.total_bytes
         # By what was timed, and by lower bounds of what was not.
         self._known: dict[Problem, Choices] = {}
         self._hoped: dict[Problem, Front] = {}
@@ -197,7 +152,6 @@ class Pool:
         self._turns_s: dict[Problem, float] = {}
         # Kernels of which something was left out that would have ended after the time budget.
         self._lacking_time: set[Problem] = set()
-        self.parts: dict[Problem, int] = {}
         # Bytes that a call was seen to need beyond its chunks, and the error that showed it.
         self._surplus: dict[Problem, int] = {}
         self._refusals: dict[Problem, PlanError] = {}
@@ -206,7 +160,7 @@ class Pool:
     @property
     def time_ns(self) -> int | None:
         """Sum of the measured times of all calls in the division so far; None if some have none."""
-        if len(self.parts) < len(self._layers):
+        if len(self.parts) < len(self.layers):
             return None
         return sum(map(self._time_ns, self.parts))
 
@@ -216,24 +170,24 @@ class Pool:
         Splits of them are a division, and they tell how long whole calls take. The cheapest kernels
         come first: there may not be time for all.
         """
-        part, last = _FIRST_PART, self._budget.last_moment
-        most = max(problem.batch for problem in self._layers)
-        while len(self.parts) < len(self._layers) and part * most >= 1:
-            for problem in reversed(self._shares.by_expected_cost()):
-                if self._session.is_over:
+        part, last = _FIRST_PART, self.budget.last_moment
+        most = max(problem.batch for problem in self.layers)
+        while len(self.parts) < len(self.layers) and part * most >= 1:
+            for problem in reversed(self.shares.by_expected_cost()):
+                if self.session.is_over:
                     break
                 self._look_at_chunk(problem, max(1, int(part * problem.batch)))
             began = monotonic()
             self.divide_by_known()
             # Whatever is measured, the kernels must be planned by it in time.
-            if self._session.deadline is not None and last is not None:
+            if self.session.deadline is not None and last is not None:
                 kept_s = _PLANNING * (monotonic() - began)
-                self._session.deadline = min(self._session.deadline, last - kept_s)
-            if self._session.is_over:
+                self.session.deadline = min(self.session.deadline, last - kept_s)
+            if self.session.is_over:
                 break
             least = sum(one.least for one in self._known.values() if one.front)
             part *= min(0.5, self._total_bytes / max(1, least))
-        self._session.flush()
+        self.session.flush()
 
     def divide_by_known(self) -> None:
         """Divide the pool by what was timed so far; nothing is measured."""
@@ -243,44 +197,36 @@ class Pool:
         """Find each kernel's part of the pool, in bytes per call.
 
         From the first moment at which each kernel has a split, and they fit the pool together,
-        there is a division. It improves until no other can be better, or the time is over.
-
-        Raises:
-            PlanError: the pool is too small.
+        there is a division. It improves until no other can be better, or the time is over. Raises
+        PlanError if the pool is too small.
         """
-        deadline = self._budget.deadline
+        deadline = self.budget.deadline
         now = monotonic()
         until = None if deadline is None else now + _DIVIDING * max(0.0, deadline - now)
         try:
             # A pass that measures nothing has seen all there is to see with these measurements, and
             # so has the first pass of a second tune.
             while True:
-                before = self._session.measured
-                self._settled = {problem: set() for problem in self._layers}
+                before = self.session.measured
+                self._settled = {problem: set() for problem in self.layers}
                 self._survey(self._problems)
                 if not self._is_divided() or _is_over(until):
                     return
                 self._improve(until)
-                if self._session.measured == before or _is_over(until):
+                if self.session.measured == before or _is_over(until):
                     return
         finally:
-            self._session.flush()
-            self._session.stop_at(deadline)
+            self.session.flush()
+            self.session.stop_at(deadline)
 
     def refuse(self, problem: Problem, error: PlanError) -> None:
         """Record that a kernel has no plan within its part."""
         self._refusals[problem] = error
 
     def learn(self) -> bool:
-        """Record what planning the kernels showed.
+        """True if planning the kernels showed that the pool must, or could better, be divided anew.
 
-        That is workspace of calls beyond their chunks, and times of chunks within the parts.
-
-        Returns:
-            True if the pool must be divided anew, or would be divided better.
-
-        Raises:
-            PlanError: a kernel has no plan within its part for another reason.
+        It shows workspace of calls beyond their chunks, and times of chunks within the parts.
         """
         for problem, error in self._refusals.items():
             one = self._known[problem]
@@ -294,7 +240,7 @@ class Pool:
         if self._refusals:
             self._refusals.clear()
             return True
-        if self._budget.is_over:
+        if self.budget.is_over:
             return False
         parts = self.parts
         self._survey(self._problems)
@@ -306,17 +252,16 @@ class Pool:
     @property
     def _problems(self) -> list[Problem]:
         """The kernels, those that take longest first."""
-        return [problem for group in self._shares.by_geometry() for problem in group]
+        return [problem for group in self.shares.by_geometry() for problem in group]
 
     def _time_ns(self, problem: Problem) -> int:
         one = self._known[problem]
         return one.calls * (one.time_within(self.parts[problem]) or 0)
 
     def _most(self, problem: Problem) -> int:
-        """The largest part that a call of a kernel may own."""
         # All calls of a kernel have one plan.
-        part = self._total_bytes // len(self._layers[problem])
-        limit = self._limits.of(problem)
+        part = self._total_bytes // len(self.layers[problem])
+        limit = self.limits.of(problem)
         return part if limit is None else min(limit, part)
 
     def _survey(self, problems: Iterable[Problem]) -> None:
@@ -330,21 +275,21 @@ class Pool:
         # Where not all fit, those that need least have a plan at least.
         while sum(one.least for one in known.values()) > self._total_bytes:
             del known[max(known, key=lambda problem: known[problem].least)]
-        self.parts = divided(known, self._total_bytes, self._config.solver)
+        self.parts = divided(known, self._total_bytes, self.config.solver)
 
     def _sources(self, problem: Problem) -> list[AbstractSource]:
         """Sources that together know all splits of a kernel."""
         most = self._most(problem)
-        sources = [self._source_of(problem, most)]
-        default = self._shares.defaults.get(problem)
+        sources = [self.source_of(problem, most)]
+        default = self.shares.defaults.get(problem)
         # Slabs are tried only where torch's own convolution exceeds the limit.
         below = most if default is None else (default.workspace_bytes or 0) - 1
         if 0 <= below < most:
-            sources.append(self._source_of(problem, below))
+            sources.append(self.source_of(problem, below))
         return sources
 
     def _choices(self, problem: Problem, front: Front) -> Choices:
-        calls, most = len(self._layers[problem]), self._most(problem)
+        calls, most = len(self.layers[problem]), self._most(problem)
         surplus = self._surplus.get(problem, 0)
         fitting = tuple(point for point in front if point.workspace_bytes + surplus <= most)
         return Choices(calls, most, fitting, surplus)
@@ -352,10 +297,9 @@ class Pool:
     def _is_divided(self) -> bool:
         """Measure until each kernel has a split, and they fit together; False if time is over.
 
-        Raises:
-            PlanError: nothing more can be measured, and they do not.
+        Raises PlanError if nothing more can be measured, and they do not.
         """
-        last = self._budget.last_moment
+        last = self.budget.last_moment
         for problem in self._problems:
             if not self._known[problem].front and not _is_over(last):
                 self._look_for(problem, self._most(problem), last)
@@ -372,7 +316,7 @@ class Pool:
                 # It is not known whether more would fit.
                 if self._lacking_time:
                     break
-                divided(known, self._total_bytes, self._config.solver)
+                divided(known, self._total_bytes, self.config.solver)
             problem = max(unseen, key=lambda problem: self._known[problem].least)
             self._look_for(problem, _below(self._known[problem]), last)
             known |= {problem: self._known[problem] for problem in known}
@@ -380,8 +324,8 @@ class Pool:
 
     def _look_at_chunk(self, problem: Problem, most: int) -> None:
         """Run torch's own convolution once for the largest chunk of at most so many samples."""
-        self._on_work(problem)
-        source = self._source_of(problem, self._most(problem))
+        self.on_work(problem)
+        source = self.source_of(problem, self._most(problem))
         with torch.autocast("cpu", enabled=False):
             source.look_at_chunks(most)
         source.release()
@@ -390,16 +334,16 @@ class Pool:
         """Raise the error of a kernel of which nothing fits the pool."""
         if problem in self._learned:
             raise self._learned[problem]
-        self._session.stop_at(None)
-        KernelPlanner(self._source_of(problem, self._most(problem))).require_split()
+        self.session.stop_at(None)
+        KernelPlanner(self.source_of(problem, self._most(problem))).require_split()
 
     def _look_for(self, problem: Problem, limit: int, until: float | None) -> None:
         """Measure until something fits a limit."""
-        session = self._session
+        session = self.session
         # What is wanted is any split, and not the best one.
         session.until, session.race_until = 0.0, until
-        source = self._source_of(problem, limit)
-        self._on_work(problem)
+        source = self.source_of(problem, limit)
+        self.on_work(problem)
         with torch.autocast("cpu", enabled=False):
             while self._known[problem].time_within(limit) is None and source.step():
                 self._survey(self._like(problem))
@@ -413,8 +357,7 @@ class Pool:
             self._settled[problem].add(limit)
 
     def _like(self, problem: Problem) -> Sequence[Problem]:
-        """The kernels that share measurements with a kernel, and itself."""
-        groups = self._shares.by_geometry()
+        groups = self.shares.by_geometry()
         return next(group for group in groups if problem in group)
 
     def _improve(self, until: float | None) -> None:
@@ -431,13 +374,12 @@ class Pool:
                 self._measure(problem, part, until)
 
     def _measure(self, problem: Problem, limit: int, until: float | None) -> None:
-        """Measure a kernel within a limit, for a turn."""
-        session, turn_s = self._session, self._turn_s(problem)
+        session, turn_s = self.session, self._turn_s(problem)
         end = monotonic() + turn_s
         end = end if until is None else min(until, end)
         session.until = session.race_until = end
-        source = self._source_of(problem, limit)
-        self._on_work(problem)
+        source = self.source_of(problem, limit)
+        self.on_work(problem)
         # Autocast would cast the operands to another dtype than that of the problem.
         with torch.autocast("cpu", enabled=False):
             source.evidence()
@@ -450,21 +392,19 @@ class Pool:
             self._survey(self._like(problem))
 
     def _turn_s(self, problem: Problem) -> float:
-        """Seconds of a kernel's next turn."""
         if problem in self._turns_s:
             return self._turns_s[problem]
-        default = self._shares.defaults.get(problem)
+        default = self.shares.defaults.get(problem)
         call_s = (default.time_ns or 0) / 1e9 if default is not None else 0.0
         return max(_TURN_S, _TURN_CALLS * call_s)
 
     def _aim(self) -> tuple[Problem, int] | None:
-        """A kernel and the limit in bytes within which it could improve the division most.
+        """The kernel that could improve the division most, and the limit in bytes to measure it in.
 
-        Returns:
-            None if the division is as good as is hoped for.
+        None if the division is as good as is hoped for.
         """
         hoped = {problem: self._hoped_choices(problem) for problem in self.parts}
-        parts = divided(hoped, self._total_bytes, self._config.solver)
+        parts = divided(hoped, self._total_bytes, self.config.solver)
         gains, total = dict[Problem, int](), 0
         for problem, part in parts.items():
             best, hope = self._known[problem], hoped[problem].time_within(part) or 0
@@ -509,11 +449,3 @@ def _below(one: Choices) -> int:
 
 def _is_over(until: float | None) -> bool:
     return until is not None and monotonic() >= until
-
-
-def measure(session: Session, sources: Sequence[AbstractSource]) -> None:
-    """Let sources of kernels that share measurements measure until none wants any more."""
-    # `sum`, because `any` would ask nobody behind the first one that has something to measure.
-    while sum(source.step() for source in sources):
-        pass
-    session.flush()

@@ -28,22 +28,18 @@ _MOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A way to compute a kernel that its plan does not take.
-
-    Args:
-        split: the steps of a call.
-        time_ns: of the whole call; None where it was not timed.
-        workspace_bytes: of the whole call, or of its largest chunk; None where it is not known.
-        error: the largest relative error (L2) of its chunks against float64; None: not known.
-        is_measured: whether the whole call was timed; else its time is the sum of its chunks'.
-        reason: why it is not the plan.
-    """
+    """A way to compute a kernel that its plan does not take."""
 
     split: Split
+    # Of the whole call; None where it was not timed.
     time_ns: int | None
+    # Of the whole call or of its largest chunk, as far as known.
     workspace_bytes: int | None
+    # The largest relative error (L2) of its chunks against float64, as far as known.
     error: float | None
+    # Whether the whole call was timed; else its time is the sum of its chunks'.
     is_measured: bool
+    # Why it is not the plan.
     reason: str
 
     @property
@@ -61,17 +57,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Rationale:
-    """Everything that is known of a kernel beside its plan.
+    """Everything that is known of a kernel beside its plan."""
 
-    Args:
-        front: (workspace in bytes, time in ns) of the splits that no other one beats in both, by
-            the sums of their chunks; workspace rises. Empty where no chunks are known.
-        alternatives: the best rejected alternatives, fastest first.
-        channels_last: torch's own convolution of the same sizes in channels_last.
-    """
-
+    # (workspace in bytes, time in ns) of the splits that no other one beats in both, by the sums of
+    # their chunks; workspace rises.
     front: tuple[tuple[int, int], ...] = ()
+    # Fastest first.
     alternatives: tuple[Alternative, ...] = ()
+    # Torch's own convolution of the same sizes in channels_last.
     channels_last: Timing | None = None
 
 
@@ -86,10 +79,6 @@ def rationales(plan: Plan, measurements: Iterable[Measurement]) -> tuple[Rationa
     >>> plan = Plan((kernel,), Device("cpu", "any"), Software("2"), Conditions(), Config())
     >>> [one.reason for one in rationales(plan, [])[0].alternatives]
     ['takes 1.11 times as long']
-
-    Args:
-        plan: with the settings.
-        measurements: of any kernels and machines, as a cache has them.
     """
     known: _Known = {}
     for entry in measurements:
@@ -140,7 +129,6 @@ def _as_timed(problem: Problem, algorithm: str) -> str:
 
 
 def _channels_last(problem: Problem, known: _Known) -> Timing | None:
-    """Torch's own convolution in channels_last, where that was timed."""
     if problem.rank == 1 or problem.layout == "nhwc":
         return None
     there = replace(problem, layout="nhwc")
@@ -189,7 +177,6 @@ def _alternatives(
 
 
 def _of_plan(kernel: KernelPlan) -> Iterator[Alternative]:
-    """Torch's own convolution, which the plan was raced against."""
     if kernel.default is not None:
         timing = kernel.default
         split = _undivided(kernel.problem, DEFAULT_ALGORITHM)

@@ -7,7 +7,7 @@ are timed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from ucudnn.benchmark.bench import Arm
 from ucudnn.benchmark.statistics import median_interval
 from ucudnn.measurement import Measurement, MeasurementKey, Role
 from ucudnn.solvers.lazy import Interval, Option, Outlook, bound_front, outlook
+from ucudnn.system.processes import cached_property
 from ucudnn.tuning.bounds import Elimination, WorkspaceModel
 from ucudnn.tuning.items import rank_of
 from ucudnn.tuning.splits import CHUNK_NS, WORTHWHILE_NS, BatchSplits
@@ -27,52 +28,44 @@ if TYPE_CHECKING:
 TOLERANCE = 0.02
 
 
+@dataclass(eq=False)
 class KernelRecords:
-    """Known measurements of a kernel's candidates.
+    """Known measurements of a kernel's candidates."""
 
-    Args:
-        session: the device and the cache.
-        listed: the candidates.
-        limit: workspace in bytes, None for any.
-        max_error: largest relative error (L2) of a candidate; None: any result that is not wrong.
-        deterministic: no result may vary.
-    """
+    session: Session
+    listed: KernelCandidates
+    limit: int | None
+    # Largest relative error (L2) of a candidate; None: any result that is not wrong.
+    max_error: float | None
+    deterministic: bool = False
+    by_arm: dict[Arm, Measurement] = field(default_factory=dict)
+    # Candidates for which there was no memory this time.
+    skipped: set[Arm] = field(default_factory=set)
 
-    def __init__(
-        self,
-        session: Session,
-        listed: KernelCandidates,
-        limit: int | None,
-        max_error: float | None,
-        deterministic: bool = False,
-    ) -> None:
-        self._session = session
-        self._listed = listed
-        self._max_error = max_error
-        self._deterministic = deterministic
-        self.by_arm: dict[Arm, Measurement] = {}
-        self.skipped: set[Arm] = set()  # for which there was no memory this time
-        memory = session.backend.memory_bytes()
-        self.workspaces = WorkspaceModel(listed, self.by_arm, limit, memory)
+    @cached_property
+    def workspaces(self) -> WorkspaceModel:
+        """Known and extrapolated workspace of the candidates."""
+        memory = self.session.backend.memory_bytes()
+        return WorkspaceModel(self.listed, self.by_arm, self.limit, memory)
 
     def recall(self) -> None:
         """Read measurements from the cache, and those made for a kernel that shares them."""
-        for arm in self._listed.by_arm:
-            known = self._session.find(self.key(arm))
+        for arm in self.listed.by_arm:
+            known = self.session.find(self.key(arm))
             if known is not None:
-                self.by_arm[arm] = self._session.reuse(known)
+                self.by_arm[arm] = self.session.reuse(known)
 
     def keep(self, arm: Arm, measurement: Measurement) -> None:
         """Add a new measurement."""
-        self.by_arm[arm] = self._session.keep(measurement)
+        self.by_arm[arm] = self.session.keep(measurement)
 
     def key(self, arm: Arm) -> MeasurementKey:
         """The key of a candidate in the cache."""
-        return self._session.key(self._listed.part(arm.size), arm.algorithm, arm.role)
+        return self.session.key(self.listed.part(arm.size), arm.algorithm, arm.role)
 
     def by_size(self) -> Iterator[tuple[Arm, Measurement]]:
         """All known measurements, the smallest chunks first."""
-        return ((arm, self.by_arm[arm]) for arm in self._listed.by_arm if arm in self.by_arm)
+        return ((arm, self.by_arm[arm]) for arm in self.listed.by_arm if arm in self.by_arm)
 
     @property
     def usable(self) -> list[Measurement]:
@@ -87,9 +80,9 @@ class KernelRecords:
         """True for a candidate that fits the limit and is exact and deterministic enough."""
         if entry.workspace_bytes is None or not self.workspaces.fits(arm, entry.workspace_bytes):
             return False
-        if self._deterministic and not entry.is_deterministic:
+        if self.deterministic and not entry.is_deterministic:
             return False
-        return self._max_error is None or (entry.error or 0.0) <= self._max_error
+        return self.max_error is None or (entry.error or 0.0) <= self.max_error
 
     def fits(self, arm: Arm) -> bool:
         """True for a candidate whose workspace is known and within the limit."""
@@ -125,43 +118,26 @@ class KernelRecords:
     def best_times(self) -> dict[tuple[int, str], tuple[int, int]]:
         """Time of the fastest allowed arm of each size and role, as (median, upper end) in ns."""
         usable = [entry for entry in self.by_arm.items() if self.is_usable(*entry)]
+        # The fastest comes last and replaces the others.
         return {
             (arm.size, arm.role): (interval.time_ns, interval.high_ns)
-            for arm, entry in sorted(usable, key=_slowest_first)
+            for arm, entry in sorted(usable, key=lambda item: -(item[1].time_ns or 0))
             if (interval := interval_of(entry)) is not None
         }
 
 
+@dataclass(eq=False)
 class Requests:
-    """Decides which small chunks must run first, and asks the solver what to time.
+    """Decides which small chunks must run first, and asks the solver what to time."""
 
-    Args:
-        session: the device.
-        listed: the candidates.
-        records: the measurements so far.
-        elimination: tells which implementations cannot be part of the best split.
-        limit: workspace in bytes, None for any.
-        tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
-        must_probe: True if a chunk may run only when its workspace is known or extrapolated.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        listed: KernelCandidates,
-        records: KernelRecords,
-        elimination: Elimination,
-        limit: int | None,
-        tolerance: float,
-        must_probe: bool,
-    ) -> None:
-        self._session = session
-        self._listed = listed
-        self._records = records
-        self._elimination = elimination
-        self._limit = limit
-        self._tolerance = max(tolerance, TOLERANCE)
-        self._must_probe = must_probe
+    listed: KernelCandidates
+    records: KernelRecords
+    elimination: Elimination
+    # The possible gain, as a fraction of the kernel's time, at which measuring ends; at least
+    # `TOLERANCE`.
+    tolerance: float
+    # True if a chunk may run only when its workspace is known or extrapolated.
+    must_probe: bool
 
     def wanted(self) -> list[Arm]:
         """Chunks to time next; empty if the best split is known precisely enough."""
@@ -174,20 +150,20 @@ class Requests:
 
     def first_runs(self) -> list[Arm]:
         """Small chunks that must run before larger ones of their curves may."""
-        ruled_out = self._elimination.reasons()
-        probes = [arm for arm in self._probes() if self._listed.curves[arm] not in ruled_out]
+        ruled_out = self.elimination.reasons()
+        probes = [arm for arm in self._probes() if self.listed.curves[arm] not in ruled_out]
         # Workspace first: what does not fit the limit need not be timed.
-        return probes or self._elimination.trials()
+        return probes or self.elimination.trials()
 
     def _probes(self) -> list[Arm]:
         """The smallest chunks of curves whose workspace must be known, but is not."""
-        if not self._must_probe:
+        if not self.must_probe:
             return []
         # An implementation may need other workspace in another role, so each role is probed.
         groups: dict[tuple[str, str], list[Arm]] = {}
-        for arm, curve in self._listed.curves.items():
-            entry = self._records.by_arm.get(arm)
-            if arm not in self._records.skipped and (entry is None or entry.status != "failed"):
+        for arm, curve in self.listed.curves.items():
+            entry = self.records.by_arm.get(arm)
+            if arm not in self.records.skipped and (entry is None or entry.status != "failed"):
                 groups.setdefault((curve, arm.role), []).append(arm)
         found = (self._probe(curve, arms) for (curve, _), arms in groups.items())
         return [arm for arm in found if arm is not None]
@@ -195,9 +171,9 @@ class Requests:
     def _probe(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
         """The smallest arm of a curve, or a second one to extrapolate from, or None."""
         # No split holds such chunks. They are run only where that may show that the whole fits.
-        if not self._listed.lists(arms[0]) and not self._is_worth_telling(curve, arms[-1]):
+        if not self.listed.lists(arms[0]) and not self._is_worth_telling(curve, arms[-1]):
             return None
-        known = sum(map(self._records.fits, arms))
+        known = sum(map(self.records.fits, arms))
         if not known:
             return self._first(curve, arms)
         # One point gives workspace in proportion to the size, two give a line.
@@ -205,8 +181,8 @@ class Requests:
 
     def _first(self, curve: str, arms: Sequence[Arm]) -> Arm | None:
         """The smallest arm; None if it ran, or if it is the whole and other roles have smaller."""
-        first, curves, whole = arms[0], self._listed.curves, self._listed.axis.extent
-        if first in self._records.by_arm:
+        first, curves, whole = arms[0], self.listed.curves, self.listed.axis.extent
+        if first in self.records.by_arm:
             return None
         # The whole is never the first chunk of an implementation to run where smaller ones exist:
         # it may need more memory than there is.
@@ -215,24 +191,22 @@ class Requests:
 
     def _second(self, arms: Sequence[Arm]) -> Arm | None:
         """The second smallest arm, where the first leaves open whether the whole fits."""
-        workspaces, whole = self._records.workspaces, arms[-1]
-        if whole.size != self._listed.axis.extent or whole in self._records.by_arm:
+        workspaces, whole = self.records.workspaces, arms[-1]
+        if whole.size != self.listed.axis.extent or whole in self.records.by_arm:
             return None
         second = arms[min(1, len(arms) - 1)]
         # One that a split may hold is run when the solver asks for it.
-        if workspaces.can_be_run(whole) or self._listed.lists(second):
+        if workspaces.can_be_run(whole) or self.listed.lists(second):
             return None
         return second if workspaces.can_be_run(second) else None
 
     def _is_worth_telling(self, curve: str, whole: Arm) -> bool:
         """True if the undivided call may fit, and only small chunks in role alone can show it."""
-        if not self._records.workspaces.may_fit(whole) or self._records.workspaces.can_be_run(
-            whole
-        ):
+        if not self.records.workspaces.may_fit(whole) or self.records.workspaces.can_be_run(whole):
             return False
         return any(
-            name == curve and arm.role != whole.role and arm in self._records.by_arm
-            for arm, name in self._listed.curves.items()
+            name == curve and arm.role != whole.role and arm in self.records.by_arm
+            for arm, name in self.listed.curves.items()
         )
 
     def has_plan(self) -> bool:
@@ -251,8 +225,8 @@ class Requests:
             or not option.is_timed
             or _time_ns(option) >= WORTHWHILE_NS
         ]
-        extent = self._listed.axis.extent
-        ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self._tolerance)
+        extent = self.listed.axis.extent
+        ask = partial(outlook, batch=extent, launch_ns=launch_ns, tolerance=self.tolerance)
         found = ask(worthwhile, least_ns=WORTHWHILE_NS)
         # Where nothing else fits the limit, short chunks are allowed.
         if found.bound_ns is None:
@@ -262,19 +236,19 @@ class Requests:
     def hoped_front(self) -> list[tuple[int, int]]:
         """For each workspace a lower bound of the time of every split within it."""
         # What is too slow at the largest limit may be the best at a smaller one.
-        self._elimination.is_active = False
+        self.elimination.is_active = False
         options = self._options(at_any_limit=True)
-        return bound_front(options, self._listed.axis.extent, tolerance=self._tolerance)
+        return bound_front(options, self.listed.axis.extent, tolerance=self.tolerance)
 
     def _wanted_by_smaller_batches(self) -> list[Arm]:
         """Chunks to time for the first batch that has no split yet and could have one."""
         # Slabs have all samples of the call, whatever the batch is.
-        if self._listed.axis.name != "batch":
+        if self.listed.axis.name != "batch":
             return []
-        axis, sizes = self._listed.axis, self._listed.sizes
-        usable, kernel_of = self._records.usable, self._session.kernel_of
+        axis, sizes = self.listed.axis, self.listed.sizes
+        usable, kernel_of = self.records.usable, self.records.session.kernel_of
         options = list(self._options())
-        for batch in BatchSplits(axis, sizes, usable, kernel_of, self._limit).uncovered():
+        for batch in BatchSplits(axis, sizes, usable, kernel_of, self.records.limit).uncovered():
             possible = (
                 # For this batch the chunk of that size is the undivided call.
                 replace(option, lists=(Role.ALONE, *option.lists))
@@ -291,20 +265,17 @@ class Requests:
     def _options(self, at_any_limit: bool = False) -> Iterator[Option]:
         """Chunks that the solver may choose among, and measured ones that bound their times.
 
-        Args:
-            at_any_limit: also those that may matter only at a smaller limit.
+        With `at_any_limit` also those that may matter only at a smaller limit.
         """
-        ruled_out = self._elimination.reasons()
-        for arm in self._listed.by_arm:
-            entry = self._records.by_arm.get(arm)
-            is_out = arm in self._records.skipped or (
-                entry is not None and entry.status == "failed"
-            )
+        ruled_out = self.elimination.reasons()
+        for arm in self.listed.by_arm:
+            entry = self.records.by_arm.get(arm)
+            is_out = arm in self.records.skipped or (entry is not None and entry.status == "failed")
             # What was measured before its implementation was ruled out still bounds other sizes.
-            if self._listed.curves[arm] in ruled_out and entry is None:
+            if self.listed.curves[arm] in ruled_out and entry is None:
                 is_out = True
             if not is_out:
-                option = self._option(arm, entry, self._listed.curves[arm] not in ruled_out)
+                option = self._option(arm, entry, self.listed.curves[arm] not in ruled_out)
                 if at_any_limit:
                     option = self._at_any_limit(arm, entry, option)
                 if option.lists or option.interval is not None:
@@ -312,44 +283,40 @@ class Requests:
 
     def _at_any_limit(self, arm: Arm, entry: Measurement | None, option: Option) -> Option:
         """The same, where a rival or an unknown workspace rules it out at the largest limit."""
-        if entry is not None and self._records.has_lost(arm, entry):
-            return replace(option, lists=self._listed.lists(arm), is_timed=True)
-        workspaces = self._records.workspaces
+        if entry is not None and self.records.has_lost(arm, entry):
+            return replace(option, lists=self.listed.lists(arm), is_timed=True)
+        workspaces = self.records.workspaces
         if entry is not None or workspaces.expected(arm) is not None or not workspaces.may_fit(arm):
             return option
-        cost = self._listed.cost(arm.size, arm.algorithm)
+        cost = self.listed.cost(arm.size, arm.algorithm)
         least = 0 if cost is None else cost.workspace_bytes
-        return replace(option, lists=self._listed.lists(arm), workspace_bytes=least)
+        return replace(option, lists=self.listed.lists(arm), workspace_bytes=least)
 
     def _option(self, arm: Arm, entry: Measurement | None, may_matter: bool) -> Option:
         """An arm as an option of the solver; without positions if it may not be part of a split."""
-        has_lost = entry is not None and self._records.has_lost(arm, entry)
+        has_lost = entry is not None and self.records.has_lost(arm, entry)
         may_matter = may_matter and not has_lost and self._is_allowed(arm, entry)
         return Option(
             arm.size,
             arm.algorithm,
-            self._listed.curves[arm],
-            self._listed.lists(arm) if may_matter else (),
+            self.listed.curves[arm],
+            self.listed.lists(arm) if may_matter else (),
             None if entry is None else interval_of(entry),
             entry is not None and entry.status == "ok",
-            self._records.workspaces.expected(arm) or 0,
-            rank_of(arm.algorithm, self._listed.by_arm[arm].is_deterministic),
-            arm.size in self._listed.even_sizes,
+            self.records.workspaces.expected(arm) or 0,
+            rank_of(arm.algorithm, self.listed.by_arm[arm].is_deterministic),
+            arm.size in self.listed.even_sizes,
             arm.role,
-            self._elimination.least_ns(arm) if entry is None else 0,
+            self.elimination.least_ns(arm) if entry is None else 0,
         )
 
     def _is_allowed(self, arm: Arm, entry: Measurement | None) -> bool:
         # A workspace that was measured decides; one that is only expected must also be small enough
         # to be tried on this machine.
         if entry is not None and entry.workspace_bytes is not None:
-            return self._records.is_allowed(arm, entry)
-        workspace = self._records.workspaces.expected(arm)
-        return workspace is not None and self._records.workspaces.may_run(arm, workspace)
-
-
-def _slowest_first(item: tuple[Arm, Measurement]) -> int:
-    return -(item[1].time_ns or 0)
+            return self.records.is_allowed(arm, entry)
+        workspace = self.records.workspaces.expected(arm)
+        return workspace is not None and self.records.workspaces.may_run(arm, workspace)
 
 
 def interval_of(entry: Measurement) -> Interval | None:

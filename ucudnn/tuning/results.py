@@ -1,8 +1,9 @@
-"""Results of a tuning so far: plans, by torch what was left out, and kernels that have none."""
+"""Progress and results of a tuning: plans so far, what runs by torch, and what has no plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -20,51 +21,83 @@ if TYPE_CHECKING:
     from ucudnn.tuning.sources import AbstractSource
 
 
-class Results:
-    """Plans of the kernels of one model so far; the others run torch's own convolution.
-
-    Attributes:
-        plans: the plans that were found.
-        refusals: errors of kernels that have no plan within the memory budget. All kernels are
-            tried, to name the worst one.
-        over_limit: errors of kernels of which nothing fits the limit of the user. They are named
-            together at the end, so that the limit can be raised once.
-        unfinished: kernels of which the time did not suffice for some smaller batches.
-        pool: the pool that the kernels divide; None: there is none.
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Progress of tuning.
 
     Args:
-        layers_by_problem: the names of the layers that run each kernel.
-        limits: workspace that each kernel may use without a pool.
-        defaults: torch's own convolutions, as far as they were measured.
-        kernel_of: name of the implementation by which an algorithm runs a problem.
-        config: the settings.
+        kernel: the kernel that is tuned now.
+        done: kernels finished; if kernels divide a pool, those that have a part of it so far.
+        measured: candidates timed so far.
+        reused: candidates found in the cache so far.
+        seconds_left: estimated; None before the first kernel is finished.
+        budget_s: the time budget in seconds; None: there is none, or it is not known yet.
+        division_ns: time of the convolutions of a step by the best division of a pool so far, as
+            measured; None: there is none.
     """
 
-    def __init__(
-        self,
-        layers_by_problem: Mapping[Problem, tuple[str, ...]],
-        limits: Limits,
-        defaults: Mapping[Problem, Measurement],
-        kernel_of: Callable[[Problem, str], str | None],
-        config: Config,
-    ) -> None:
-        self._layers = layers_by_problem
-        self._limits = limits
-        self._defaults = defaults
-        self._kernel_of = kernel_of
-        self._config = config
+    kernel: str
+    done: int
+    total: int
+    measured: int
+    reused: int
+    seconds_left: float | None = None
+    budget_s: float | None = None
+    division_ns: int | None = None
+
+
+def warn_of_untuned(left_out: int, budget_s: float | None, is_recorded: bool = False) -> None:
+    """Warn of kernels that are not in the plan, or not at every batch, if there are any."""
+    if not left_out:
+        return
+    several = left_out > 1
+    said = (
+        f"{left_out} kernel{'s' * several} {'are' if several else 'is'} not in the plan, or not at "
+        f"every batch: "
+    )
+    if is_recorded:
+        warn(
+            f"{said}nothing that was recorded of them fits, and torch's own convolution serves "
+            f"them; raise the limit, or measure more on the device",
+            UntunedWarning,
+        )
+        return
+    budget = "" if budget_s is None else f" of {budget_s:g} s"
+    warn(
+        f"{said}the time budget{budget} was over before they had a plan, and torch's own "
+        f"convolution, which serves the others, was not run yet or exceeds a workspace limit; give "
+        f"a larger time_budget_s, or tune again, which goes on from what is in the cache",
+        UntunedWarning,
+    )
+
+
+@dataclass(eq=False)
+class Results:
+    """Plans of the kernels of one model so far; the others run torch's own convolution."""
+
+    layers: Mapping[Problem, tuple[str, ...]]
+    limits: Limits  # without a pool
+    defaults: Mapping[Problem, Measurement]
+    kernel_of: Callable[[Problem, str], str | None]
+    config: Config
+    pool: Pool | None = None
+    plans: dict[Problem, KernelPlan] = field(default_factory=dict)
+    # Kernels that have no plan within the memory budget. All are tried, to name the worst one.
+    refusals: dict[Problem, PlanError] = field(default_factory=dict)
+    # Kernels of which nothing fits the limit of the user. They are named together at the end, so
+    # that the limit can be raised once.
+    over_limit: dict[Problem, PlanError] = field(default_factory=dict)
+    # Kernels of which the time did not suffice for some smaller batches.
+    unfinished: set[Problem] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
         # Asked for again whenever kernels without a plan are counted.
         self._undivided = lru_cache(maxsize=None)(self._plan_undivided)
-        self.plans: dict[Problem, KernelPlan] = {}
-        self.refusals: dict[Problem, PlanError] = {}
-        self.over_limit: dict[Problem, PlanError] = {}
-        self.unfinished: set[Problem] = set()
-        self.pool: Pool | None = None
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         """The best plan so far of each kernel that has one within the limit."""
-        plans = (self.plans.get(p) or self.by_torch(p) for p in self._layers)
+        plans = (self.plans.get(p) or self.by_torch(p) for p in self.layers)
         # By torch's own convolution nothing is lost.
         return tuple(
             plan
@@ -77,21 +110,21 @@ class Results:
         """Kernels without any plan so far, of which a plan may still be found."""
         done = {kernel.problem for kernel in self.kernels}
         refused = self.refusals.keys() | self.over_limit.keys()
-        return [p for p in self._layers if p not in done and p not in refused]
+        return [p for p in self.layers if p not in done and p not in refused]
 
     @property
     def unraced(self) -> list[Problem]:
         """Kernels whose plan rests on a prediction or on a single run, or that have none so far."""
         refused = self.refusals.keys() | self.over_limit.keys()
         raced = {p for p, plan in self.plans.items() if plan.timing.samples > 1}
-        return [p for p in self._layers if p not in refused and p not in raced]
+        return [p for p in self.layers if p not in refused and p not in raced]
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Kernels that have no plan, or none of a smaller batch, because the time was over."""
         plans = {kernel.problem: kernel for kernel in self.kernels}
         planned = plans.keys() | self.over_limit.keys()
-        missing = [problem for problem in self._layers if problem not in planned]
+        missing = [problem for problem in self.layers if problem not in planned]
         # Each at the largest batch that has none.
         cut = [p.with_batch(plans[p].uncovered()[-1]) for p in plans if p in self.unfinished]
         return tuple(map(str, missing + cut))
@@ -103,24 +136,24 @@ class Results:
     def limit_at(self, problem: Problem, batch: int) -> int | None:
         """The same for a call of a smaller batch."""
         parts = {} if self.pool is None else self.pool.parts
-        return parts.get(problem, self._limits.of(problem, batch))
+        return parts.get(problem, self.limits.of(problem, batch))
 
     def by_torch(
         self, problem: Problem, note: str = "not tuned: the time was over"
     ) -> KernelPlan | None:
         """The plan by torch's own convolution, if it is within the limit."""
-        limit = self._limits.of(problem)
+        limit = self.limits.of(problem)
         if self.pool is not None:
             # A kernel that has no part of the pool may not even take 0 bytes of it.
             limit = self.pool.parts.get(problem, -1)
-        entry = self._defaults.get(problem)
+        entry = self.defaults.get(problem)
         if entry is None or not self._is_allowed(entry, limit):
             return None
         return self._undivided(problem, entry, note)
 
     def _is_allowed(self, default: Measurement, limit: int | None) -> bool:
         """True if torch's own convolution ran, fits, and varies only where it may."""
-        if self._config.deterministic and not default.is_deterministic:
+        if self.config.deterministic and not default.is_deterministic:
             return False
         # Neither is known where it failed.
         if default.time_ns is None or default.workspace_bytes is None:
@@ -134,14 +167,14 @@ class Results:
         timing = Timing(default.time_ns, spread_ns, default.workspace_bytes, samples)
         # Its one time also plans the smaller batches that torch computes by the same
         # implementation, where it is an upper bound.
-        whole = self._kernel_of(problem, DEFAULT_ALGORITHM)
+        whole = self.kernel_of(problem, DEFAULT_ALGORITHM)
         kernels = (
-            self._kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM)
+            self.kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM)
             for n in range(1, problem.batch + 1)
         )
         return KernelPlan(
             problem=problem,
-            layers=self._layers[problem],
+            layers=self.layers[problem],
             algorithms=(DEFAULT_ALGORITHM,),
             alone=tuple(0 if kernel == whole else BY_BATCH for kernel in kernels),
             last=((0, -1),) * problem.batch,
@@ -161,13 +194,9 @@ class Results:
         Torch runs other implementations for some batches, of which the largest batch says nothing:
         its own convolution of such a batch is run once, and if that exceeds the limit, the batch is
         tuned as a kernel of its own.
-
-        Args:
-            plan: of a kernel.
-            source_at: makes the source of the kernel at a smaller batch.
         """
         problem, missing = plan.problem, plan.uncovered()
-        if self.limit_of(problem) is None and not self._config.deterministic:
+        if self.limit_of(problem) is None and not self.config.deterministic:
             return plan.with_default(missing)
         while missing:
             largest = missing[-1]
@@ -176,7 +205,7 @@ class Results:
             source.release()
             if default is not None and self._is_allowed(default, source.bounds.limit):
                 kernels = {
-                    n: self._kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) for n in missing
+                    n: self.kernel_of(problem.with_batch(n), DEFAULT_ALGORITHM) for n in missing
                 }
                 plan = plan.with_default([n for n in missing if kernels[n] == kernels[largest]])
             else:
@@ -185,11 +214,7 @@ class Results:
         return plan
 
     def leave_to_torch(self, ignored: Iterable[tuple[Problem, str]]) -> None:
-        """Plan kernels by torch's own convolution if that is within the limit.
-
-        Args:
-            ignored: kernels that are not worth measuring, each with the reason.
-        """
+        """Plan kernels by torch's own convolution if that is within the limit."""
         for problem, reason in ignored:
             plan = self.by_torch(problem, reason)
             if plan is not None:
@@ -198,15 +223,14 @@ class Results:
     def refuse(self, problem: Problem, error: PlanError) -> bool:
         """Record that a kernel has no plan within the budget, the limit, or its part of a pool.
 
-        Returns:
-            False if the error must end the tuning.
+        False if the error must end the tuning.
         """
         if self.pool is not None:
             # A part of the pool is our own decision, which the next division may correct.
-            if self.limit_of(problem) == self._limits.common:
+            if self.limit_of(problem) == self.limits.common:
                 return False
             self.pool.refuse(problem, error)
-        elif self._limits.decides(problem):
+        elif self.limits.decides(problem):
             self.refusals[problem] = error
         elif error.smallest_bytes is not None:
             self.over_limit[problem] = error
@@ -215,32 +239,27 @@ class Results:
         return True
 
     def judge_over_limit(self) -> None:
-        """Name all kernels of which nothing fits the limit, in an error or in a warning.
+        """Name all kernels of which nothing fits the limit.
 
-        Raises:
-            PlanError: there are some and `unplanned` is "error", or no other kernel has a plan.
+        It is a warning, or an error if `unplanned` is "error" or no other kernel has a plan.
         """
         if not self.over_limit:
             return
-        limit = self._config.limit_bytes or 0
-        is_refused = self._config.unplanned == "error"
+        limit = self.config.limit_bytes or 0
+        is_refused = self.config.unplanned == "error"
         error = _all_over_limit(self.over_limit, limit, len(self.left_out), is_refused)
         if is_refused or not self.kernels:
             raise error
         warn(
-            f"{len(self.over_limit)} of {len(self._layers)} kernels exceed the workspace limit and "
+            f"{len(self.over_limit)} of {len(self.layers)} kernels exceed the workspace limit and "
             f"run torch's own convolution: {error}",
             UntunedWarning,
         )
 
     def require_plans(self) -> None:
-        """Refuse a memory budget within which a kernel has no plan.
-
-        Raises:
-            PlanError: there is such a kernel.
-        """
+        """Raise PlanError for a memory budget within which some kernel has no plan."""
         if self.refusals:
-            raise self._limits.refusal(self.refusals, self._layers)
+            raise self.limits.refusal(self.refusals, self.layers)
 
 
 def _tuned_at(plan: KernelPlan, source: AbstractSource) -> KernelPlan:
@@ -257,11 +276,7 @@ def _all_over_limit(
 ) -> PlanError:
     """One error for all kernels of which nothing fits the workspace limit.
 
-    Args:
-        refused: the error of each.
-        limit: workspace in bytes.
-        unknown: kernels that were not looked at before the time was over.
-        is_refused: True if the settings refuse to leave them to torch.
+    `unknown` kernels were not looked at before the time was over.
     """
     remedy = (
         ", or leave what does not fit to torch's own convolution by unplanned='torch'"

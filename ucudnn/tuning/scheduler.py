@@ -19,41 +19,21 @@ from ucudnn.errors import PlanError
 from ucudnn.measurement import Measurement
 from ucudnn.plan import KernelPlan
 from ucudnn.problem import Problem
-from ucudnn.tuning.budget import LEAST_RACE_STEPS, Budget
-from ucudnn.tuning.effort import EFFORTS
+from ucudnn.solvers import divide
+from ucudnn.tuning.budget import EFFORTS, LEAST_RACE_STEPS, Budget, StepShares
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.planner import KernelPlanner
-from ucudnn.tuning.pool import Pool, measure, require_solver
-from ucudnn.tuning.progress import Progress, warn_of_untuned
-from ucudnn.tuning.results import Results
+from ucudnn.tuning.pool import Pool
+from ucudnn.tuning.results import Progress, Results, warn_of_untuned
 from ucudnn.tuning.session import Session
 from ucudnn.tuning.sources import AbstractSource, Bounds, Kernel, source_of
-from ucudnn.tuning.worth import StepShares
 
 # How many times as long as its convolutions a step is taken to be, before any was run.
 _LONGER = 1.25
 
 
 class TuningScheduler:
-    """Tunes the kernels of one model.
-
-    Args:
-        backend: of the device.
-        cache: where measurements are kept.
-        config: the settings.
-        layers_by_problem: the problems to tune, with the names of the layers that run them.
-        limits: workspace that each kernel may use.
-        on_progress: called after every measurement.
-        biased: problems to whose result a layer adds a bias.
-        is_whole_step: the problems are all convolutions of a step, so that each is measured as
-            carefully as its part of the step is worth.
-        reserved_steps: time of the budget to leave unused, in steps.
-        remeasure: measure everything anew, even if it is in the cache.
-        budget_s: seconds of the time budget for these problems; None: all that is set.
-
-    Raises:
-        ConfigError: the solver is not installed.
-    """
+    """Tunes the kernels of one model; for its arguments see `tune_problems`."""
 
     def __init__(
         self,
@@ -71,8 +51,9 @@ class TuningScheduler:
     ) -> None:
         has_pool = config.total_bytes is not None
         if has_pool:
-            # A missing package is reported now, not after minutes of measuring.
-            require_solver(config.solver)
+            # A solver's package is imported when it solves, here the smallest possible division:
+            # a missing one is reported now, not after minutes of measuring.
+            divide([[(0, 1)]], 0, config.solver)
         self._config = config
         self._layers = layers_by_problem
         self._biased = frozenset(biased)
@@ -120,8 +101,7 @@ class TuningScheduler:
     def run(self) -> None:
         """Tune everything, or as much as the time allows.
 
-        Raises:
-            PlanError: no plan of some kernel fits the workspace limit, or of all the pool.
+        Raises PlanError if no plan of some kernel fits the limit, or of all of them the pool.
         """
         try:
             # Function modes of the caller, as `with torch.device("meta")`, would change where
@@ -233,7 +213,6 @@ class TuningScheduler:
         self._tune_each(self._shares.by_gain(problems))
 
     def _tune_each(self, groups: Iterable[Sequence[Problem]]) -> None:
-        """Measure and plan kernels, one geometry after the other."""
         for problems in groups:
             # Within a pool there is a plan by what was measured.
             if self._budget.is_over and self.results.pool is None:
@@ -245,7 +224,10 @@ class TuningScheduler:
             parts = None if self.results.pool is None else self.results.pool.parts
             sources = [self._source(p) for p in problems if parts is None or p in parts]
             with torch.autocast("cpu", enabled=False):
-                measure(self.session, sources)
+                # `sum`, because `any` would ask nobody behind the first one that measures.
+                while sum(source.step() for source in sources):
+                    pass
+                self.session.flush()
                 # Races come last: kernels of one geometry may measure what another of them needs.
                 plans = [plan for plan in map(self._decided, sources) if plan is not None]
                 if self._budget.deadline is not None:
@@ -257,7 +239,6 @@ class TuningScheduler:
                     self.results.plans[plan.problem] = self._completed(plan)
 
     def _allot(self, problems: Sequence[Problem]) -> None:
-        """Give a group its part of the remaining time."""
         if self._by_share:
             shares, waiting = self._shares, list(self._left)
             self._left.difference_update(problems)

@@ -29,7 +29,7 @@ from ucudnn.outcomes import Way
 from ucudnn.segment import WHOLE, Division, Segment
 from ucudnn.solvers import Node, Option, SegmentTable, segment
 from ucudnn.tracing import Traced
-from ucudnn.tuning.effort import EFFORTS
+from ucudnn.tuning.budget import EFFORTS
 from ucudnn.tuning.independence import Finding, examined
 from ucudnn.tuning.module_profile import Call, Cost, ModuleProfile, profiled
 from ucudnn.tuning.step_rounds import Raced, race, raced_of, tells

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import monotonic
@@ -16,7 +16,7 @@ from ucudnn.benchmark.worker import Worker, WorkerBench
 from ucudnn.measurement import Measurement, MeasurementKey, Role, Subject
 from ucudnn.problem import Problem
 from ucudnn.split import Split
-from ucudnn.tuning.effort import EFFORTS, Effort
+from ucudnn.tuning.budget import EFFORTS, Effort
 from ucudnn.tuning.overhead import planned_call_ns
 
 if TYPE_CHECKING:
@@ -29,27 +29,20 @@ _UNIT = 10**12
 
 @dataclass
 class Session:
-    """State of one device that measures: the backend, the cache, deadlines and counts.
-
-    Args:
-        backend: the backend of the device.
-        cache: where measurements are kept.
-        on_run: called after each measurement, new or found in the cache, to show progress.
-        until: the `time.monotonic` at which to stop measuring chunks; None: no limit.
-        race_until: the `time.monotonic` at which to stop timing whole calls; None: no limit.
-        effort: how precisely times are taken, and which gains are too small to look for.
-        remeasure: measure everything anew, even if it is known.
-        deadline: the `time.monotonic` at which a budget that was set ends. Nothing begins that is
-            expected to end later; None: no limit.
-    """
+    """State of one device that measures: the backend, the cache, deadlines and counts."""
 
     backend: AbstractBackend
     cache: AbstractCache
+    # Called after each measurement, new or found in the cache, to show progress.
     on_run: Callable[[], None] = lambda: None
+    # The `time.monotonic` at which to stop measuring chunks, and timing whole calls; None: never.
     until: float | None = None
     race_until: float | None = None
     effort: Effort = EFFORTS["thorough"]
+    # Measure everything anew, even if it is known.
     remeasure: bool = False
+    # The `time.monotonic` at which a budget that was set ends. Nothing begins that is expected to
+    # end later.
     deadline: float | None = None
     measured: int = 0
     reused: int = 0
@@ -65,7 +58,8 @@ class Session:
         self._worker = Worker(self.backend) if self.backend.in_worker else None
         # Decided once, so that all of a session's perturbed measurements are recalled, or none is.
         self.is_busy = self.backend.state().load > 0
-        self._kernel = lru_cache(maxsize=None)(self._find_kernel)
+        # Name of the implementation by which an algorithm runs a problem; None if it does not.
+        self.kernel_of: Callable[[Problem, str], str | None] = lru_cache(None)(self._find_kernel)
         self.cost: Callable[[Problem, str], Cost | None] = lru_cache(None)(self.backend.cost)
 
     def key(
@@ -96,10 +90,6 @@ class Session:
         problem = Problem("fprop", 1, 1, 1, (1,), (1,), dtype=dtype)
         return self.key(problem, "", subject=subject)
 
-    def kernel_of(self, problem: Problem, algorithm: str) -> str | None:
-        """Name of the implementation by which an algorithm runs a problem; None if it does not."""
-        return self._kernel(problem, algorithm)
-
     def _find_kernel(self, problem: Problem, algorithm: str) -> str | None:
         if self.backend.refusal(problem, algorithm) is not None:
             return None
@@ -118,17 +108,13 @@ class Session:
             found = self.backend.roofline(dtype)
             if found is None:
                 return None
-            self._note_roofline(keys, found)
+            for key, speed in zip(keys, found[:2], strict=True):
+                time_ns = round(_UNIT * 1e9 / speed)
+                self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=found.cached_bytes))
         # Read back, so that this run computes with the same rounded numbers as a second one.
         operations, moved = filter(None, map(self.find, keys))
         per_s = [_UNIT * 1e9 / (entry.time_ns or 1) for entry in (operations, moved)]
         return Roofline(per_s[0], per_s[1], moved.workspace_bytes or 0)
-
-    def _note_roofline(self, keys: Sequence[MeasurementKey], found: Roofline) -> None:
-        times = [round(_UNIT * 1e9 / speed) for speed in found[:2]]
-        for key, time_ns in zip(keys, times, strict=True):
-            kept = found.cached_bytes
-            self.note(Measurement(key, "ok", time_ns, 0, workspace_bytes=kept))
 
     def planned_call_ns(self) -> int:
         """Overhead of a planned call in ns, measured once and kept in the cache."""
@@ -136,8 +122,7 @@ class Session:
         known = self.find(key)
         if known is None:
             time_ns = planned_call_ns(self.backend)
-            # A device that works while the host goes on has no such overhead, and asking again is
-            # free.
+            # A device that works while the host goes on has none, and asking again is free.
             if not time_ns:
                 return 0
             known = Measurement(key, "ok", time_ns, 0, workspace_bytes=0)

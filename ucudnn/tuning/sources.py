@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ucudnn.axis import AbstractAxis, BatchAxis, RowAxis
-from ucudnn.backends.recorded import RecordedBackend
 from ucudnn.backends.torch_cpu.machine import give_back_free_blocks
 from ucudnn.cache.base import explain, key_texts
 from ucudnn.config import Config
@@ -29,13 +28,7 @@ _ANY = ("algorithm", "conditions.role", "protocol")
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel with the layers that run it.
-
-    Args:
-        problem: at the largest batch.
-        layers: names of the layers that run it, one per call.
-        has_bias: whether a layer adds a bias to the result.
-    """
+    """A kernel, with the name of the layer of each of its calls."""
 
     problem: Problem
     layers: tuple[str, ...]
@@ -44,35 +37,26 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One way to cut a kernel into chunks.
-
-    Args:
-        table: the kind of table that finds splits into such chunks.
-        axis: along which the kernel is cut.
-        sizes: of the chunks; none where the kernel is not cut in this way.
-        adds_bias: chunks are computed by algorithms that add a bias, too, and by no others.
-    """
+    """One way to cut a kernel into chunks."""
 
     table: type[AbstractSplitTable]
     axis: AbstractAxis
+    # None where the kernel is not cut in this way.
     sizes: tuple[int, ...]
+    # Chunks are computed by algorithms that add a bias, too, and by no others.
     adds_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Measurements of a kernel's chunks, for each cut of its source.
+    """Measurements of a kernel's chunks, for each cut of its source."""
 
-    Args:
-        usable: chunks that a split may consist of.
-        known: these, and those that failed, were eliminated or do not fit.
-        notes: notes for the plan, such as the remaining gap.
-        ruled_out: algorithms that were not measured further, each with a sentence.
-    """
-
+    # Chunks that a split may consist of.
     usable: tuple[tuple[Measurement, ...], ...]
+    # These, and those that failed, were eliminated or do not fit.
     known: tuple[tuple[Measurement, ...], ...]
     notes: tuple[str, ...] = ()
+    # Algorithms that were not measured further, each with a sentence.
     ruled_out: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -83,43 +67,24 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of one kernel's plan.
-
-    Args:
-        limit: workspace in bytes that a call may use, None for any.
-        chunk_limit: workspace in bytes that a chunk may use.
-        tolerance: the possible gain, as a fraction of the kernel's time, at which measuring ends.
-    """
+    """Limits of one kernel's plan: workspace in bytes that a call and a chunk may use."""
 
     limit: int | None
     chunk_limit: int | None
+    # The possible gain, as a fraction of the kernel's time, at which measuring ends.
     tolerance: float = 0.0
 
 
+@dataclass(eq=False)
 class AbstractSource(ABC):
-    """Measurements of one kernel within its limits.
+    """Measurements of one kernel within its limits."""
 
-    Args:
-        session: the device and the cache.
-        config: the settings.
-        kernel: the kernel that is measured.
-        bounds: limits of its plan.
-        default: torch's own convolution of the whole batch, as far as it was measured.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        config: Config,
-        kernel: Kernel,
-        bounds: Bounds,
-        default: Measurement | None,
-    ) -> None:
-        self.session = session
-        self.config = config
-        self.kernel = kernel
-        self.bounds = bounds
-        self.default = default
+    session: Session
+    config: Config
+    kernel: Kernel
+    bounds: Bounds
+    # Torch's own convolution of the whole batch, as far as it was measured.
+    default: Measurement | None
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
@@ -146,8 +111,7 @@ class AbstractSource(ABC):
     def known_front(self) -> Front:
         """Front of the splits by what is known now; nothing is measured.
 
-        Raises:
-            PlanError: a recording has nothing of this kernel.
+        Raises PlanError if a recording has nothing of this kernel.
         """
 
     @abstractmethod
@@ -162,12 +126,7 @@ class AbstractSource(ABC):
     def tables(
         self, measurements: Iterable[Sequence[Measurement]], limit: int | None
     ) -> list[AbstractSplitTable]:
-        """The split table of each cut.
-
-        Args:
-            measurements: of each cut.
-            limit: workspace in bytes that a split may use, None for any.
-        """
+        """The split table of each cut, for splits within a limit."""
         return [
             cut.table(cut.axis, cut.sizes, entries, self.session.kernel_of, limit)
             for cut, entries in zip(self.cuts, measurements, strict=True)
@@ -192,8 +151,7 @@ class AbstractSource(ABC):
     def evidence(self) -> Evidence:
         """Measure everything that is still wanted, or recall it from a recording.
 
-        Raises:
-            PlanError: a recording has nothing of this kernel.
+        Raises PlanError if a recording has nothing of this kernel.
         """
 
     @property
@@ -209,16 +167,14 @@ class AbstractSource(ABC):
         """Free the operands, which no other kernel uses; they are allocated again if needed."""
 
 
+@dataclass(eq=False)
 class LiveSource(AbstractSource):
     """Source that measures on the session's device, unless the cache has the measurement."""
 
-    @cached_property
-    def _measurer_by_cut(self) -> dict[Cut, KernelMeasurer]:
-        """The measurers made so far."""
-        return {}
+    def __post_init__(self) -> None:
+        self._measurer_by_cut: dict[Cut, KernelMeasurer] = {}
 
     def _measurer(self, cut: Cut) -> KernelMeasurer:
-        """The measurer of a cut, made when it is first needed."""
         if cut not in self._measurer_by_cut:
             config, bounds = self.config, self.bounds
             self._measurer_by_cut[cut] = KernelMeasurer(
@@ -308,19 +264,12 @@ class LiveSource(AbstractSource):
         give_back_free_blocks()
 
 
+@dataclass(eq=False)
 class ReplayedSource(AbstractSource):
     """Source that recalls the measurements of a device, which need not be here."""
 
-    def __init__(
-        self,
-        session: Session,
-        config: Config,
-        kernel: Kernel,
-        bounds: Bounds,
-        recording: RecordedBackend,
-    ) -> None:
-        super().__init__(session, config, kernel, bounds, default=None)
-        self._recording = recording
+    def __post_init__(self) -> None:
+        # What a device here measured does not count: the recording has it, or has none.
         self.default = self.look_at_default()
 
     def look_at_default(self) -> Measurement | None:
@@ -331,11 +280,7 @@ class ReplayedSource(AbstractSource):
         return next(known, None)
 
     def evidence(self) -> Evidence:
-        """Recall the measurements.
-
-        Raises:
-            PlanError: the recording has nothing of this kernel.
-        """
+        """Recall the measurements."""
         known = tuple(map(self._recalled, self.cuts))
         if not any(known):
             raise self._miss()
@@ -352,11 +297,7 @@ class ReplayedSource(AbstractSource):
         return any(limit is None or least <= limit for least, _ in found)
 
     def known_front(self) -> Front:
-        """Front of the splits that were recorded.
-
-        Raises:
-            PlanError: the recording has nothing of this kernel.
-        """
+        """Front of the splits that were recorded."""
         return self._front(self.evidence().usable)
 
     def hoped_front(self) -> Front:
@@ -370,7 +311,9 @@ class ReplayedSource(AbstractSource):
 
     def _recall(self, axis: AbstractAxis, sizes: Iterable[int]) -> list[Measurement]:
         parts = [axis.part(size) for size in sizes]
-        found = self._recording.measurements(axis.problem, parts)
+        recording = self.session.recording
+        assert recording is not None
+        found = recording.measurements(axis.problem, parts)
         return [self.session.reuse(entry) for entry in found]
 
     def _miss(self) -> PlanError:
@@ -379,7 +322,7 @@ class ReplayedSource(AbstractSource):
         wanted = {name: texts[name] for name in texts if name not in _ANY}
         nearest = explain(wanted, (entry.key for entry in self.session.cache))
         return PlanError(
-            f"the recording of {self._recording.device()} has no measurement of "
+            f"the recording of {self.session.backend.device()} has no measurement of "
             f"{self.kernel.problem} at any of the micro-batches allowed; {nearest}"
         )
 
@@ -402,8 +345,5 @@ def source_of(
     session: Session, config: Config, kernel: Kernel, bounds: Bounds, default: Measurement | None
 ) -> AbstractSource:
     """The source for a session: a recording replays, every other device measures."""
-    if session.recording is None:
-        return LiveSource(session, config, kernel, bounds, default)
-    # What a device here measured of torch's own convolution does not count: the recording has it,
-    # or has none.
-    return ReplayedSource(session, config, kernel, bounds, session.recording)
+    kind = ReplayedSource if session.is_recorded else LiveSource
+    return kind(session, config, kernel, bounds, default)

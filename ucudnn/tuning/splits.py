@@ -1,4 +1,7 @@
-"""Splits of one kernel along its batch or its rows, by the chunks that were timed. Pure."""
+"""Splits of one kernel along its batch or its rows, and the plan for every batch that they make.
+
+They follow from the chunks that were timed alone: nothing is measured here.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,22 @@ from typing import NamedTuple
 
 from ucudnn.axis import AbstractAxis, axis_of
 from ucudnn.measurement import Measurement, Role, positions, role_of
-from ucudnn.plan import KernelPlan, Timing
+from ucudnn.problem import Problem
 from ucudnn.slabs import slabs
 from ucudnn.solvers import Item, WalkEntry
 from ucudnn.solvers._base import undominated
 from ucudnn.solvers.reuse import reuse_by_position
-from ucudnn.split import DEFAULT_ALGORITHM, Split, Step
+from ucudnn.split import (
+    BY_BATCH,
+    BY_SLABS,
+    DEFAULT_ALGORITHM,
+    KernelPlan,
+    Split,
+    Step,
+    Timing,
+)
 from ucudnn.system.processes import cached_property
 from ucudnn.tuning.items import KernelOf, chunk_items, items_by_role, with_bounded
-from ucudnn.tuning.plan_draft import PlanDraft, Walk, end_of
 
 # On the CPU the host cost is inside the measured time; it still is time that no kernel runs.
 # A chunk should run ten times as long as its call takes on the host (about 20 us in PyTorch).
@@ -29,20 +39,136 @@ CHUNK_NS = (0, 2_000_000, 1_000_000_000)
 
 # Items by the position of their chunk in a split.
 Items = Mapping[str, Sequence[Item]]
+# For n = 1..N how to compute n, as `ReuseTable.walk` returns it.
+Walk = Sequence[WalkEntry]
+
+
+class PlanDraft:
+    """Splits of every batch of one kernel, which split tables fill in one after the other.
+
+    The winner of a race of whole calls is the split of the largest batch. For every other batch the
+    first entry counts, so the table in which the winner was found comes first.
+    """
+
+    def __init__(self, problem: Problem, winner: Split) -> None:
+        self.problem = problem
+        self.winner = winner
+        # Batches that are computed as the winner is: in one piece, or by its slabs.
+        self._undivided: frozenset[int] = frozenset()
+        self._by_slabs: frozenset[int] = frozenset()
+        self._walk: Walk = (WalkEntry(None, None),) * problem.batch
+        self._walk_number: int | None = None
+
+    def compute_as_winner(self, batches: Iterable[int]) -> None:
+        """Compute some batches as the winner computes the largest: undivided, or by its slabs."""
+        if self.winner.axis == "spatial":
+            self._by_slabs |= frozenset(batches)
+        else:
+            self._undivided |= frozenset(batches)
+
+    def follow(self, walks: Sequence[Walk]) -> None:
+        """Split batches as a walk does, where those that were followed before have no split.
+
+        The walks are those of one table, one for each penalty of `CHUNK_NS`.
+        """
+        if self._walk_number is None:
+            # For a winner that is in no walk, smaller batches follow splits of fewer, larger
+            # chunks.
+            places = (place for place, walk in enumerate(walks) if end_of(walk) == self.winner)
+            self._walk_number = next(places, 1)
+        self._walk = [
+            WalkEntry(mine.alone if mine.alone or mine.last else its.alone, mine.last or its.last)
+            for mine, its in zip(self._walk, walks[self._walk_number], strict=True)
+        ]
+
+    def kernel_plan(
+        self,
+        layers: tuple[str, ...],
+        predicted_time_ns: int,
+        timing: Timing,
+        default: Timing | None,
+    ) -> KernelPlan:
+        """The plan, with an entry for each batch."""
+        algorithms: dict[str, int] = {}
+
+        def index(algorithm: str) -> int:
+            return algorithms.setdefault(algorithm, len(algorithms))
+
+        passed, alone, last = self._passed(), list[int](), list[tuple[int, int]]()
+        for n in range(1, self.problem.batch + 1):
+            undivided, step = self._algorithm(n), self._last(n, n in passed)
+            if n in self._by_slabs:
+                alone.append(BY_SLABS)
+            else:
+                alone.append(BY_BATCH if undivided is None else index(undivided))
+            last.append((0, -1) if step is None else (step.batch, index(step.algorithm)))
+        slabs = self.winner.steps if self._by_slabs else ()
+        # Index the slabs before the tuple of names is taken.
+        indexed = tuple((step.size, index(step.algorithm)) for step in slabs)
+        return KernelPlan(
+            problem=self.problem,
+            layers=layers,
+            algorithms=tuple(algorithms),
+            alone=tuple(alone),
+            last=tuple(last),
+            predicted_time_ns=predicted_time_ns,
+            timing=timing,
+            default=default,
+            slabs=indexed,
+        )
+
+    def _algorithm(self, n: int) -> str | None:
+        """The algorithm that computes a batch undivided, None where it is split."""
+        if n in self._undivided:
+            return self.winner.steps[0].algorithm
+        item = self._walk[n - 1].alone
+        return None if item is None else item.algorithm
+
+    def _last(self, n: int, is_passed: bool) -> Item | None:
+        """Last step of the best chain of a batch; None without any, or where none is needed."""
+        return None if n in self._ended and not is_passed else self._walk[n - 1].last
+
+    @property
+    def _ended(self) -> frozenset[int]:
+        """Batches left to torch's own convolution, which are reached by chains of others only."""
+        return self._undivided if self.winner.is_default else frozenset()
+
+    def _passed(self) -> set[int]:
+        """Batches that chains of larger ones lead through; no chain begins at one of `_ended`."""
+        passed: set[int] = set()
+        for n in range(self.problem.batch, 0, -1):
+            last = self._last(n, n in passed)
+            if last is not None:
+                passed.add(n - last.batch)
+        return passed
+
+
+def end_of(walk: Walk) -> Split | None:
+    """The split of the largest batch, step by step from its end; None where there is none.
+
+    >>> end_of([WalkEntry(None, Item(1, 0, 5, "gemm"))] * 2).steps
+    (Step(size=1, algorithm='gemm'), Step(size=1, algorithm='gemm'))
+    """
+    n, steps = len(walk), list[Step]()
+    lone = walk[n - 1].alone
+    if lone is not None:
+        return Split("batch", (Step(n, lone.algorithm),))
+    while n:
+        last = walk[n - 1].last
+        if last is None:
+            return None
+        steps.append(Step(last.batch, last.algorithm))
+        n -= last.batch
+    return Split("batch", tuple(reversed(steps)))
 
 
 class Point(NamedTuple):
-    """The best split within some workspace.
-
-    Args:
-        workspace_bytes: that it needs.
-        time_ns: that it takes.
-        below: bytes from which on another split is taken, though a slower one: one of chunks that
-            are worth their launch; None: never.
-    """
+    """The best split within some workspace."""
 
     workspace_bytes: int
     time_ns: int
+    # Only under this many bytes; from there on a split into longer chunks is preferred, even if it
+    # is slower. None: within any workspace.
     below: int | None = None
 
 
@@ -56,9 +182,6 @@ def pareto(points: Iterable[Point]) -> Front:
     >>> front = pareto([Point(4, 9), Point(0, 20), Point(8, 9), Point(2, 20)])
     >>> [point[:2] for point in front]
     [(0, 20), (4, 9)]
-
-    Args:
-        points: of any splits.
     """
     listed = tuple(points)
     return tuple(listed[place] for place in undominated([point[:2] for point in listed]))
@@ -70,16 +193,10 @@ class AbstractSplitTable(ABC):
 
     Law: every split that it offers computes the whole, by chunks that fit the limit. The first one
     is the fastest of all whose chunks were timed and are worth their launch.
-
-    Args:
-        axis: of the kernel, along which it is split.
-        sizes: of the chunks that a split may have, timed or not.
-        measurements: of such chunks, and perhaps of others.
-        kernel_of: which kernel an algorithm runs a problem by, None where it does not.
-        limit: workspace in bytes that a split may use, None for any.
     """
 
     axis: AbstractAxis
+    # Of the chunks that a split may have, timed or not.
     sizes: Sequence[int]
     measurements: Sequence[Measurement]
     kernel_of: KernelOf
@@ -110,11 +227,10 @@ class AbstractSplitTable(ABC):
     def front(self) -> Front:
         """Front of time over workspace of the splits of the largest batch, whatever the limit.
 
-        Below the workspace that chunks worth their launch need, it goes on with shorter ones.
+        Below the workspace that chunks worth their launch need, it continues with shorter chunks.
         """
         points: list[Point] = []
         for choice in (worthwhile(self.items), self.items):
-            # From there on a split of longer chunks exists, which is taken though it may be slower.
             below = points[0].workspace_bytes if points else None
             table = reuse_by_position(choice, self.axis.extent)
             points += [
@@ -295,39 +411,26 @@ class RowSplits(AbstractSplitTable):
 
 def plan_by(
     tables: Sequence[AbstractSplitTable],
-    draft: PlanDraft,
+    problem: Problem,
+    winner: Split,
     layers: tuple[str, ...],
     timing: Timing,
     default: Timing | None,
-    notes: tuple[str, ...] = (),
 ) -> KernelPlan:
-    """The plan for every batch, with the winner of the finals at the largest.
-
-    Args:
-        tables: all of the kernel.
-        draft: with the winner, and nothing else yet.
-        layers: names of the layers that run it.
-        timing: of the winner.
-        default: of torch's default.
-        notes: what else is known.
-    """
+    """The plan for every batch, with the winner of a race at the largest."""
+    draft = PlanDraft(problem, winner)
     # Smaller batches follow the table in which the winner was found; the others serve batches that
     # it has no split for.
-    for table in sorted(tables, key=lambda table: draft.winner not in table.splits()):
+    for table in sorted(tables, key=lambda table: winner not in table.splits()):
         table.fill(draft)
     # Torch's default takes part in a race even if it was not timed as a chunk.
-    chunks = known_chunks(tables, draft.winner)
+    chunks = known_chunks(tables, winner)
     predicted = timing.time_ns if chunks is None else sum(item.time_ns for item in chunks)
-    return draft.kernel_plan(layers, predicted, timing, default, notes)
+    return draft.kernel_plan(layers, predicted, timing, default)
 
 
 def known_chunks(tables: Sequence[AbstractSplitTable], split: Split) -> tuple[Item, ...] | None:
-    """The fastest measurement of each step of a split in the first table that has them all.
-
-    Args:
-        tables: all of the kernel.
-        split: of the kernel.
-    """
+    """The fastest measurement of each step of a split in the first table that has them all."""
     found = (table.chunks(split) for table in tables)
     return next((chunks for chunks in found if chunks is not None), None)
 

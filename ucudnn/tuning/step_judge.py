@@ -31,34 +31,29 @@ from ucudnn.tuning.step_rounds import (
 # Steps that a race of two takes at least: each warms up, and one round. Peaks warm up, too.
 LEAST_STEPS = 4
 
-# Reason why steps that a budget leaves no time for were not run.
+# Reasons why steps were not raced: the budget has no time for them, or all of the plan is torch's.
 NO_ROOM = "the time budget has no room for them"
+NOTHING = "it changes nothing"
 
 Step = Callable[[], None]
 
 
 @dataclass(slots=True)
 class StepMeter:
-    """Measures steps of a model on one device, by plans or by torch's own convolutions.
+    """Measures steps of a model on one device, by plans or by torch's own convolutions."""
 
-    Args:
-        install: lets the convolutions of this process follow a plan while its context is open.
-        elapsed: runs something once and returns the time in ns that it took on the device.
-        peak: the same for its peak of allocated memory in bytes.
-        until: the `time.monotonic` at which steps must end; None: no limit.
-        step_ns: time of a step, by which this is foreseen.
-        shortest_ns: shortest times so far, of steps by torch and of those by plans: the first step
-            may take much longer than the others.
-        timed: like `install`, and times kernels inside the step; None: they cannot be timed without
-            slowing the step down. Without a plan torch computes them.
-    """
-
+    # Lets the convolutions of this process follow a plan while its context is open.
     install: Callable[[Plan], AbstractContextManager[object]]
+    # Runs a step and returns the time in ns that it took on the device, or its peak of allocated
+    # memory in bytes.
     elapsed: Callable[[Step], int]
     peak: Callable[[Step], int]
+    # The `time.monotonic` at which steps must end, and the time of a step, by which to foresee it.
     until: float | None = None
     step_ns: int = 0
+    # Shortest times so far, of steps by torch and by plans: the first step may take much longer.
     shortest_ns: dict[bool, int] = field(default_factory=dict)
+    # Like `install`, and times kernels inside the step; None: that would slow the step down.
     timed: Callable[[Plan | None], AbstractContextManager[Mapping[Problem, int]]] | None = None
 
     def is_over(self, steps: int = 0) -> bool:
@@ -106,26 +101,18 @@ class StepMeter:
         return nullcontext() if plan is None else self.install(plan)
 
 
+@dataclass(frozen=True, slots=True)
 class StepJudge:
-    """Races steps of one model.
+    """Races steps of one model."""
 
-    Args:
-        step: computes a step.
-        meter: measures steps by plans.
-    """
-
-    def __init__(self, step: Step, meter: StepMeter) -> None:
-        self._step = step
-        self._meter = meter
+    step: Step
+    meter: StepMeter
 
     def judge(self, plan: Plan, raced: Raced | None = None) -> Plan:
         """The plan with the outcome of its race, without the kernels that do not pay in a step.
 
         A kernel whose default exceeds the workspace limit keeps its plan, whatever it costs.
-
-        Args:
-            plan: the plan to judge.
-            raced: its race against torch, with peaks, if that was run already.
+        `raced` is the plan's race against torch, with peaks, if that was run already.
         """
         changed = _changed(plan)
         if not changed:
@@ -136,10 +123,11 @@ class StepJudge:
         raced = raced or self._raced_with_peaks(plan, rest)
         if raced is None:
             return replace(plan, step_race=StepRace(reason=NO_ROOM))
-        # Those that must stay planned may cost time, for which the others are not to blame.
+        # Kernels whose default exceeds the limit stay planned even if they slow the step down, so
+        # the others are compared with a step that already contains these.
         against_rest: Raced | None = raced
         if free and raced.rest is None and not _is_torchs(rest):
-            has_time = not self._meter.is_over(LEAST_STEPS)
+            has_time = not self.meter.is_over(LEAST_STEPS)
             against_rest = _proven(self._race(plan, rest)) if has_time else None
         if not free or (against_rest is not None and against_rest.pays):
             return replace(plan, step_race=raced.race)
@@ -148,7 +136,7 @@ class StepJudge:
         else:
             kept = self._kept(plan, free)
         dropped = [one for one in free if one not in kept]
-        # Halves of a loss may each be lost in the noise.
+        # The whole plan may be a proven loss although neither half is: then drop all of it.
         if _is_torchs(rest) and raced.race.is_loss:
             dropped = dropped or free
         return self._judged_without(dropped, plan, raced)
@@ -162,10 +150,10 @@ class StepJudge:
         # Taking a peak runs a step, which warms up, and tells more about how long steps are than
         # the very first one, which may take a third longer.
         for one in (None, plan):
-            if self._meter.is_over(round_steps + 1):
+            if self.meter.is_over(round_steps + 1):
                 return None
-            peaks.append(self._meter.peak_bytes(self._step, one))
-        if self._meter.is_over(round_steps):
+            peaks.append(self.meter.peak_bytes(self.step, one))
+        if self.meter.is_over(round_steps):
             return None
         raced = self._race_of_three(plan, rest) if of_three else self._race(plan, is_warm=True)
         race = replace(raced.race, torch_peak_bytes=peaks[0], plan_peak_bytes=peaks[1])
@@ -173,7 +161,7 @@ class StepJudge:
 
     def _race_of_three(self, plan: Plan, rest: Plan) -> Raced:
         """A race of torch's own, a plan, and those of its kernels that must stay planned."""
-        self._meter.elapsed_ns(self._step, rest)
+        self.meter.elapsed_ns(self.step, rest)
         contestants = (None, rest, plan)
         by_torch, by_rest, by_plan = self._samples(contestants, 1, is_warm=True)
         against_rest = raced_inside(by_rest, by_plan, plan, replaceable(plan))
@@ -195,7 +183,7 @@ class StepJudge:
             race, plan_peak = StepRace(race.torch_ns, race.torch_ns, rounds=race.rounds), torch_peak
         elif raced.rest is not None and not replaceable(left):
             race = raced.rest
-        elif self._meter.is_over(LEAST_STEPS):
+        elif self.meter.is_over(LEAST_STEPS):
             race = StepRace(reason="the time budget has no room for steps without what did not pay")
         else:
             # The first race was of another plan: steps without the dropped kernels are timed anew.
@@ -215,7 +203,7 @@ class StepJudge:
         for half in (kernels[:middle], kernels[middle:]):
             # What could not be shown to pay is given back to torch. Steps by what is left of the
             # plan are raced at the end.
-            if self._meter.is_over(2 * LEAST_STEPS):
+            if self.meter.is_over(2 * LEAST_STEPS):
                 break
             # torch's own convolutions for all that may be replaced but these, so that only these
             # are judged, against those that must stay planned alone.
@@ -227,7 +215,6 @@ class StepJudge:
         return kept
 
     def _race(self, plan: Plan, other: Plan | None = None, is_warm: bool = False) -> Raced:
-        """Time steps by a plan and by another plan in turn; None: by torch's own convolutions."""
         by_other, by_plan = self._samples((other, plan), 0, is_warm)
         return raced_inside(by_other, by_plan, plan, replaceable(plan))
 
@@ -245,8 +232,8 @@ class StepJudge:
             is_clear = raced.pays and raced.race.ratio <= 1
             return is_clear or tells(*steps_ns([by_plan, by_rival]))
 
-        runs = [partial(self._meter.times, self._step, one) for one in contestants]
-        return race(runs, self._meter.is_over, is_decided, is_warm)
+        runs = [partial(self.meter.times, self.step, one) for one in contestants]
+        return race(runs, self.meter.is_over, is_decided, is_warm)
 
 
 def _proven(raced: Raced) -> Raced:
@@ -259,10 +246,6 @@ def has_default(plan: Plan, kernel: KernelPlan) -> bool:
 
     It must be within the workspace limit, and deterministic if the plan is. With a pool it
     must need no more than the plan.
-
-    Args:
-        plan: the plan of the kernel.
-        kernel: the kernel, with the measurement of its default.
     """
     if plan.config.deterministic and not kernel.default_is_deterministic:
         return False
@@ -284,7 +267,6 @@ def _changed(plan: Plan) -> list[KernelPlan]:
 
 
 def _is_torchs(plan: Plan) -> bool:
-    """True for a plan that changes nothing."""
     return not _changed(plan)
 
 

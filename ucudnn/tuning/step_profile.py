@@ -16,7 +16,7 @@ from ucudnn.errors import UnsupportedError
 from ucudnn.execution.override import Installation
 from ucudnn.execution.runner import Runner
 from ucudnn.execution.stepping import Steps, gradient_mode, undisturbed
-from ucudnn.execution.watching import WatchedCall, Watcher
+from ucudnn.execution.watching import Watcher
 from ucudnn.plan import Plan
 from ucudnn.problem import Problem
 from ucudnn.segment import WHOLE, Division
@@ -24,18 +24,14 @@ from ucudnn.segment import WHOLE, Division
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Memory that is allocated all through a step.
-
-    Args:
-        parameters: of the model, in bytes, as is all that follows.
-        gradients: of its parameters, where they have some before the step.
-        optimizers: state of the optimisers of its parameters.
-        others: buffers and inputs, and what else the allocator knows of.
-    """
+    """Memory in bytes that is allocated all through a step."""
 
     parameters: int
+    # Of parameters that have some before the step.
     gradients: int
+    # State of the optimisers of its parameters.
     optimizers: int
+    # Buffers and inputs, and what else the allocator knows of.
     others: int
 
     @property
@@ -46,68 +42,47 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Allocated memory at the convolutions of a step, with what is held all through it.
-
-    Args:
-        held: all through the step.
-        live_bytes: for each kernel the most that is allocated beside the workspace of a call.
-        call_peaks: for each kernel the most that is allocated in any of its calls.
-        own_peak_bytes: the most at any moment, without the workspace of convolutions.
-        peak_bytes: the most at any moment.
-        calls: kernels in the order of the step, each with what is allocated beside its workspace.
-    """
+    """Allocated memory at the convolutions of a step, with what is held all through it."""
 
     held: Held
+    # For each kernel the most that is allocated beside the workspace of a call.
     live_bytes: Mapping[Problem, int]
+    # For each kernel the most that is allocated in any of its calls.
     call_peaks: Mapping[Problem, int]
+    # The most at any moment: without the workspace of convolutions, and with it.
     own_peak_bytes: int
     peak_bytes: int
+    # Kernels in the order of the step, each with what is allocated beside its workspace.
     calls: tuple[tuple[Problem, int], ...] = ()
 
 
+@dataclass(eq=False)
 class StepProfiler:
-    """Runs steps of a model and profiles their memory.
+    """Runs steps of a model, and profiles memory where the backend can say what is allocated."""
 
-    Args:
-        model: any module.
-        inputs: example inputs.
-        backend: of the device that it runs on; one that can say what is allocated.
-        is_training: forward and backward; else forward without a graph, as for inference.
-        memory_format: as for `Steps`.
-        division: how the step is divided.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        backend: AbstractBackend,
-        is_training: bool,
-        memory_format: str = "keep",
-        division: Division = WHOLE,
-    ) -> None:
-        self._model = model
-        self._inputs = inputs
-        self._backend = backend
-        self._is_training = is_training
-        self._memory_format = memory_format
-        self._division = division
+    model: nn.Module
+    inputs: Any
+    backend: AbstractBackend
+    # Forward and backward; else forward without a graph, as for inference.
+    is_training: bool
+    memory_format: str = "keep"
+    division: Division = WHOLE
 
     def profile(self, plan: Plan | None = None) -> StepProfile:
         """Profile a step by a plan, or by torch's own convolutions."""
-        before = self._backend.allocated_bytes()
+        before = self.backend.allocated_bytes()
         runner = None
         if plan is not None:
             # A kernel that was left out is an error of the plan's users, not of this step.
             config = replace(plan.config, unplanned="torch")
             runner = Runner(plan, config)
-        with undisturbed(self._model):
+        with undisturbed(self.model):
             step = Steps(
-                self._model, self._inputs, self._is_training, self._memory_format, self._division
+                self.model, self.inputs, self.is_training, self.memory_format, self.division
             )
-            with gradient_mode(self._is_training):
+            with gradient_mode(self.is_training):
                 # The first step finds kernels and fills caches, which later ones have.
-                self._watched(step, runner, _no_mark)
+                self._watched(step, runner, lambda: None)
                 watcher, spans = self._spans(step, runner)
         return _profile(self._held(before), watcher, spans)
 
@@ -115,33 +90,29 @@ class StepProfiler:
         watchers: list[Watcher] = []
         # What a cycle of references holds is freed at an arbitrary moment.
         gc.collect()
-        spans = self._backend.spans(lambda mark: watchers.append(self._watched(step, runner, mark)))
+        spans = self.backend.spans(lambda mark: watchers.append(self._watched(step, runner, mark)))
         assert spans is not None
         return watchers[0], spans
 
     def _watched(self, step: Steps, runner: Runner | None, mark: Callable[[], None]) -> Watcher:
         watcher = Watcher(mark, runner)
-        with Installation(self._backend.device().type, watcher):
+        with Installation(self.backend.device().type, watcher):
             step()
         return watcher
 
     def _held(self, allocated: int) -> Held:
         """Memory held before a step, of which so many bytes were seen by the allocator."""
-        parameters = list(self._model.parameters())
+        parameters = list(self.model.parameters())
         gradients = [one.grad for one in parameters if one.grad is not None]
-        inputs = [leaf for leaf in tree_leaves(self._inputs) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
         named = Held(
             _bytes_of(parameters),
             _bytes_of(gradients),
             _bytes_of(_optimizer_state(parameters)),
-            _bytes_of([*self._model.buffers(), *inputs]),
+            _bytes_of([*self.model.buffers(), *inputs]),
         )
         rest = max(0, allocated - named.total)
         return Held(named.parameters, named.gradients, named.optimizers, named.others + rest)
-
-
-def _no_mark() -> None:
-    pass
 
 
 def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
@@ -158,7 +129,7 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
     rest = [span.peak_bytes for n, span in enumerate(spans) if n not in inside]
     own_peak = peak = max(rest)
     # In the order of their begins, as they are in a step of one thread.
-    for copied, (_, began, ended) in sorted(watcher.calls, key=_begin):
+    for copied, (_, began, ended) in sorted(watcher.calls, key=lambda call: call.marks[1]):
         peak_bytes = max(span.peak_bytes for span in spans[began + 1 : ended + 1])
         end_bytes = spans[ended].end_bytes
         peak = max(peak, peak_bytes)
@@ -173,12 +144,14 @@ def _profile(held: Held, watcher: Watcher, spans: list[Span]) -> StepProfile:
             live[problem] = max(live.get(problem, 0), beside)
             call_peaks[problem] = max(call_peaks.get(problem, 0), held.total + peak_bytes)
             own_peak = max(own_peak, end_bytes + copied_bytes)
-    peaks = held.total + own_peak, held.total + peak
-    return StepProfile(held, live, call_peaks, *peaks, tuple(calls))
-
-
-def _begin(call: WatchedCall) -> int:
-    return call.marks[1]
+    return StepProfile(
+        held,
+        live,
+        call_peaks,
+        own_peak_bytes=held.total + own_peak,
+        peak_bytes=held.total + peak,
+        calls=tuple(calls),
+    )
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -29,13 +29,11 @@ _Times = TypeVar("_Times")
 class StepTimes(NamedTuple):
     """Times of a step, or means of several.
 
-    Args:
-        step_ns: of the step; on a GPU it has to wait for each kernel that is timed, which takes
-            time, too.
-        kernels_ns: of each kernel that was timed, all of its calls in the step together.
+    On a GPU a step waits for each kernel that is timed, which takes time, too.
     """
 
     step_ns: int
+    # All calls of a kernel in the step together.
     kernels_ns: Mapping[Problem, int]
 
 
@@ -43,21 +41,18 @@ Samples = Sequence[Sequence[StepTimes]]
 
 
 class Raced(NamedTuple):
-    """A race of steps with its verdict.
+    """A race of steps with its verdict."""
 
-    Args:
-        race: times of steps by a plan and by torch's own convolutions.
-        pays: True if steps are faster by the plan beyond the noise, or its kernels inside them, all
-            together; or if there was no time for the rounds that it takes to know.
-        faster: the kernels that are faster inside most steps, each by itself; None: not known, or
-            of no use, because the steps are slower all the same.
-        rest: times of steps by the kernels that must stay planned and by torch, if those took part;
-            then the plan was compared with these.
-    """
-
+    # Times of steps by a plan and by torch's own convolutions.
     race: StepRace
+    # Steps are faster by the plan beyond the noise, or its kernels inside them, all together; or
+    # there was no time for the rounds that it takes to know.
     pays: bool
+    # The kernels that are faster inside most steps, each by itself; None: not known, or of no use,
+    # because the steps are slower all the same.
     faster: frozenset[Problem] | None = None
+    # Times of steps by the kernels that must stay planned and by torch, if those took part; then
+    # the plan was compared with these.
     rest: StepRace | None = None
 
 
@@ -67,17 +62,10 @@ def race(
     is_decided: Callable[[Sequence[Sequence[_Times]]], bool],
     is_warm: bool = False,
 ) -> list[list[_Times]]:
-    """Time several ways to compute a step in turn, until it is clear which is faster.
+    """Times of several ways to compute a step in turn, until it is clear which is faster.
 
-    Args:
-        runs: each runs a step and returns its time, or several times of it.
-        is_over: tells for a number of steps that there is no time for them; then no more rounds
-            begin.
-        is_decided: called with the times so far, in the order of `runs`; True ends the race.
-        is_warm: True if all have just run; else the first round does not count.
-
-    Returns:
-        Times of each, one of each per round.
+    Each has one time per round. No round begins if `is_over` says that there is no time for so many
+    steps. The first round does not count unless all have just run (`is_warm`).
     """
     samples: list[list[_Times]] = [[] for _ in runs]
     order = list(range(len(runs)))
@@ -113,10 +101,6 @@ def tells(ones: Sequence[int], others: Sequence[int]) -> bool:
 
     >>> tells([90, 91, 90], [100, 101, 99]), tells([90, 110, 100], [100, 100, 100])
     (True, False)
-
-    Args:
-        ones: times in ns, one per round.
-        others: those of the other, in the same order.
     """
     _, low, high = ratio_interval(ones, others)
     return high < 1 or low > 1 + TOLERATED or (low > 1 - TOLERATED and high < 1 + TOLERATED)
@@ -127,14 +111,10 @@ def raced_of(by_torch: Sequence[int], by_plan: Sequence[int]) -> Raced:
 
     >>> raced_of([100, 101, 99], [90, 91, 90]).pays, raced_of([100, 90, 99], [90, 91, 90]).pays
     (True, False)
-
-    Args:
-        by_torch: times of steps by torch's own convolutions in ns, one per round.
-        by_plan: those by the plan.
     """
     ratio, low, high = ratio_interval(by_plan, by_torch)
-    rounds, medians = len(by_plan), (median_ns(by_torch), median_ns(by_plan))
-    outcome = StepRace(*medians, ratio, low, high, rounds)
+    rounds = len(by_plan)
+    outcome = StepRace(median_ns(by_torch), median_ns(by_plan), ratio, low, high, rounds)
     # Too few rounds prove nothing. The kernels are faster by races of their own.
     if rounds < LEAST_ROUNDS:
         return Raced(outcome, not outcome.is_loss)
@@ -149,11 +129,7 @@ def raced_inside(
 ) -> Raced:
     """The outcome of a race in which the kernels of steps were timed, too.
 
-    Args:
-        by_torch: times of steps by torch's own convolutions, one per round.
-        by_plan: those by the plan.
-        plan: whose steps they are.
-        kernels: those of its kernels that torch computes in the other steps.
+    Compared are those kernels of the plan that torch computes in the other steps.
     """
     raced = raced_of(*steps_ns([by_torch, by_plan]))
     planned, torchs = (_kernel_times(plan, times) for times in (by_plan, by_torch))

@@ -33,7 +33,7 @@ from ucudnn.problem import Problem
 from ucudnn.system.processes import ForkSafeLock
 from ucudnn.tuning.memory_budget import Limits
 from ucudnn.tuning.noise import noise_of
-from ucudnn.tuning.progress import Progress
+from ucudnn.tuning.results import Progress
 from ucudnn.tuning.scheduler import TuningScheduler
 
 _log = logging.getLogger("ucudnn")
@@ -83,8 +83,16 @@ def tune_problems(
         BusyError: workspace must be measured, and torch's profiler is in use.
         TuningInterruptedError: on Ctrl-C, with the plan so far.
     """
-    config, began = _resolved(require_config(config)), monotonic()
-    limits = limits or _common_limit(config)
+    config, began = require_config(config), monotonic()
+    if config.deterministic is None and torch.are_deterministic_algorithms_enabled():
+        config = replace(config, deterministic=True)
+    if limits is None:
+        if config.memory_budget is not None:
+            raise ConfigError(
+                "memory_budget is of a model's step, and there is no model to run here; tune a "
+                "model, or set workspace_limit instead"
+            )
+        limits = Limits(config.limit_bytes)
     by_problem = layers_by_problem(layers, config)
     opened = _open_cache(config) if measurements is None else nullcontext(measurements)
     with _measuring, opened as cache:
@@ -105,11 +113,7 @@ def tune_problems(
 
 
 def _run(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
-    """Measure and plan, with a warning where the machine is busy or the plan's times are noisy.
-
-    Raises:
-        TuningInterruptedError: on Ctrl-C, with the plan so far.
-    """
+    """Measure and plan, with a warning where the machine is busy or the plan's times are noisy."""
     session = scheduler.session
     if session.is_busy:
         warn(_BUSY, NoiseWarning)
@@ -130,38 +134,12 @@ def _run(scheduler: TuningScheduler, config: Config, began: float) -> Plan:
     return plan
 
 
-def _resolved(config: Config) -> Config:
-    """The settings with what they leave to torch's."""
-    if config.deterministic is None and torch.are_deterministic_algorithms_enabled():
-        return replace(config, deterministic=True)
-    return config
-
-
-def _common_limit(config: Config) -> Limits:
-    """The workspace limit of the settings, for all kernels.
-
-    Raises:
-        ConfigError: the settings have a memory budget, which says nothing about a kernel alone.
-    """
-    if config.memory_budget is not None:
-        raise ConfigError(
-            "memory_budget is of a model's step, and there is no model to run here; tune a model, "
-            "or set workspace_limit instead"
-        )
-    return Limits(config.limit_bytes)
-
-
 def layers_by_problem(
     layers: Iterable[tuple[str, Problem]], config: Config
 ) -> dict[Problem, tuple[str, ...]]:
     """The names of the layers of each distinct problem, in the order of the model.
 
-    Args:
-        layers: the name of a layer and its problem, once per call.
-        config: the settings with which the layers were traced.
-
-    Raises:
-        ConfigError: there are none.
+    Raises ConfigError if there are none.
     """
     names: dict[Problem, list[str]] = {}
     for name, problem in layers:
@@ -208,9 +186,6 @@ def device_type(config: Config) -> str:
 
     >>> device_type(Config(backend="torch_cpu"))
     'cpu'
-
-    Raises:
-        ConfigError: as for `tune_problems`, if it depends on a recording.
     """
     # Only the measurements say what device they are of.
     if config.backend == "recorded":
@@ -242,14 +217,9 @@ def _open_backend(config: Config, cache: AbstractCache) -> AbstractBackend:
 
 
 def open_recording(path: str | None) -> AbstractCache:
-    """Open measurements for replay.
+    """Open measurements for replay: a cache's folder, or a file that `cache export` wrote.
 
-    Args:
-        path: a cache's folder, or a .csv or .json file that `ucudnn cache export` wrote; None: the
-            user's cache.
-
-    Raises:
-        CacheError: the file cannot be read.
+    None: the user's cache.
     """
     # A cache is a folder; what does not exist is reported by `cache.open`.
     if path is None or not os.path.isfile(path):
@@ -260,16 +230,7 @@ def open_recording(path: str | None) -> AbstractCache:
 
 
 def _recorded_by_profile(cache: AbstractCache, path: str) -> RecordedBackend:
-    """The recording of a profile's device, as far as the installed cuDNN could run it.
-
-    Args:
-        cache: the measurements.
-        path: the profile's file.
-
-    Raises:
-        ConfigError: the profile cannot be read, or there are no measurements of its device.
-        UnsupportedError: cuDNN cannot plan here.
-    """
+    """The recording of a profile's device, as far as the installed cuDNN could run it."""
     profile = DeviceProfile.load(path)
     of_device = [
         entry
